@@ -7,6 +7,7 @@ python -m torch.distributed.launch --nproc_per_node 4 pretrain_gpt.py --tensor-m
 srun --ntasks 4 python pretrain_gpt.py --tensor-model-parallel-size 2 ...
 """
 
+import os
 import sys
 from contextlib import ExitStack
 
@@ -37,29 +38,28 @@ def main() -> None:
     set_library_defaults()
     with exit_on_error(report, same_on_all_ranks=True):
         require_flags(sys.argv[1:])
-        command_line = read_command_line(read_saved_config=read_saved_config)
+        command_line = read_command_line(None, os.environ, read_saved_config, read_deepspeed_config)
     with exit_on_error(report), ExitStack() as on_exit:
-        settings = read_deepspeed_config(command_line.config)
-        notes = [*command_line.notes, *settings.notes]
-        set_max_connections(settings.config.parallel)
-        if settings.config.training.deterministic_mode:
+        config, notes = command_line.config, list(command_line.notes)
+        set_max_connections(config.parallel)
+        if config.training.deterministic_mode:
             set_deterministic_variables()
-        if settings.config.precision.name == "fp32":
+        if config.precision.name == "fp32":
             check_fp32_variables()
         # Imported late: a wrong flag is reported before torch is loaded, and DeepSpeed logs on import.
         from megatron.cluster.preparation import Preparation
         from megatron.cluster.processes import configure_logging
 
-        configure_logging(settings.config.logging)
-        preparation = on_exit.enter_context(Preparation(settings.config))
-        if settings.config.training.dry_run:
+        configure_logging(config.logging)
+        preparation = on_exit.enter_context(Preparation(config))
+        if config.training.dry_run:
             from megatron.planner.dry_run import dry_run
 
-            status = dry_run(settings.config, notes)
+            status = dry_run(config, notes)
         else:
             from megatron.training.run import run
 
-            status = run(settings.config, notes, watchdog, on_exit, preparation)
+            status = run(config, notes, watchdog, on_exit, preparation)
     sys.exit(exit_code(report, status))
 
 

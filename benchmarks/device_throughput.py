@@ -37,14 +37,6 @@ if TYPE_CHECKING:
 
     from megatron.config import Config
 
-# PyTorch's name of a card -> the card of --gpu.
-CARDS = {
-    "NVIDIA A100-SXM4-40GB": "a100-40gb",
-    "NVIDIA A100-SXM4-80GB": "a100-80gb",
-    "NVIDIA H100 80GB HBM3": "h100-80gb",
-    "NVIDIA H200": "h200-141gb",
-    "NVIDIA B200": "b200-180gb",
-}
 PLANNED_CARD = "h100-80gb"
 WARM_UP, TIMED = 2, 4
 """Steps of each row."""
@@ -259,33 +251,24 @@ def begin_of(error: Exception) -> str:
 
 def figures(row: Row, seconds: float) -> dict[str, Any]:
     """Returns speed, MFU (None if the peak of the device is not known), and targets."""
-    import torch
-
-    from megatron.config.registries import GPUS
-    from megatron.model.flops import model_iteration_flops
+    from megatron.cluster.devices import gpu_of_process
+    from megatron.model.flops import iteration_flops, palm_flops
     from megatron.pipeline.stages import plan_stages
 
     model, config = row.model, row.config()
-    tokens_per_s = row.samples * model.seq / seconds
-    flops = model_iteration_flops(
-        config.model,
-        seq_length=model.seq,
-        padded_vocab_size=model.vocab,
-        batch_size=row.samples,
-        recompute=False,
-        recompute_attention=False,
-    )
-    parameters = plan_stages(config, model.vocab).total_parameters
-    card = CARDS.get(torch.cuda.get_device_name()) if torch.cuda.is_available() else None
+    tokens = row.samples * model.seq
+    flops = iteration_flops(config, model.vocab, batch_size=row.samples, with_recomputation=False)
+    palm = palm_flops(config, model.vocab, plan_stages(config, model.vocab).total_parameters, row.samples)
+    gpu = gpu_of_process()
     rates = {
-        "mfu": flops / seconds,
-        "mfu_palm": tokens_per_s * model.palm_flops(parameters, causal=False),
-        "mfu_causal": tokens_per_s * model.palm_flops(parameters, causal=True),
+        "mfu": flops,
+        "mfu_palm": palm,
+        "mfu_causal": palm - 6 * tokens * model.layers * model.hidden * model.seq,
     }
     return {
-        "tokens_per_s": tokens_per_s,
+        "tokens_per_s": tokens / seconds,
         "tflops": flops / seconds / 1e12,
-        **{name: card and rate / GPUS.load(card).peak_flops["bf16"] for name, rate in rates.items()},
+        **{name: gpu and rate / seconds / gpu.peak_flops["bf16"] for name, rate in rates.items()},
         "min_tokens_per_s": row.min_tokens_per_s,
         "min_mfu": row.min_mfu,
     }
@@ -386,12 +369,13 @@ def busy_and_gaps(spans: Iterable[tuple[float, float]]) -> tuple[float, list[flo
 
 def add_plans(rows: list[Row], arguments: argparse.Namespace) -> None:
     """Adds a row for each measurement that the planner can predict, which does not model --compile."""
+    from megatron.cluster.devices import GPU_NAMES
     from megatron.cluster.launch import temporary_environment
     from megatron.pipeline.stages import plan_stages
     from megatron.planner.memory import plan_memory
     from megatron.planner.step_time import planned_step
 
-    card = CARDS.get(arguments.card, PLANNED_CARD)
+    card = GPU_NAMES.get(arguments.card, PLANNED_CARD)
     for row in rows:
         if not row.is_ours or row.implementation == "ours-compile":
             continue

@@ -132,7 +132,7 @@ def own_layers(flags: str) -> Call:
     layers = nn.Sequential(*(ParallelTransformerLayerPipe(context, 3 + index) for index in range(LAYERS)))
     for parameter in layers.parameters():
         nn.init.constant_(parameter, 0.1)
-        set_main_grad(parameter, torch.zeros(parameter.shape), stays_allocated=True)
+        set_main_grad(parameter, torch.zeros(parameter.shape))
         parameter.register_post_accumulate_grad_hook(add_to_main_grad)
     for layer in layers if config.training.compile else ():
         compile_in_place(layer)
@@ -162,7 +162,7 @@ def plain_layers(dropout: float = 0.0, groups: int = 0) -> Call:
 def own_loss() -> Call:
     """The head and the loss, fused."""
     weight, hidden = head()
-    set_main_grad(weight, torch.zeros(weight.shape), stays_allocated=True)
+    set_main_grad(weight, torch.zeros(weight.shape))
     labels_and_mask = torch.zeros(1, SEQ, dtype=torch.int64), torch.ones(1, SEQ)
     loss = CrossEntropy(TPGroup(), VOCAB)
     return both_passes(lambda: loss.from_hidden(hidden, weight, labels_and_mask))

@@ -19,10 +19,9 @@ from megatron.model.position import document_ids_of
 from megatron.mpu.embedding import embedding
 from megatron.mpu.layout import TPGroup
 from megatron.mpu.logit_chunks import LogitChunks
-from megatron.mpu.parameters import set_main_grad
 from megatron.mpu.random import DropoutRNG, dropout_add
 from megatron.mpu.weight_gradient import weight_gradient
-from megatron.optimizer.flat_group import move_to_main_grad
+from megatron.optimizer.flat_group import move_grad
 from megatron.optimizer.gradient_norm import gradient_norms
 from tests.support.measured_worlds import config_of
 
@@ -196,7 +195,6 @@ def weight_gradient_case(inputs: Inputs) -> Case:
     (weight,) = inputs.some((4 * sizes.hidden, sizes.hidden), 1)
     (x,) = inputs.some((sizes.seq, sizes.hidden), 1)
     (grad,) = inputs.some((sizes.seq, 4 * sizes.hidden), 1)
-    weight.keeps_main_grad = True
     weight.main_grad = torch.zeros(weight.shape, device=device)
 
     @torch.no_grad()
@@ -285,11 +283,10 @@ def copied_gradient_case(inputs: Inputs) -> Case:
         torch.zeros(weight.shape, device=device),
         torch.zeros((), dtype=torch.float64, device=device),
     )
-    set_main_grad(weight, total, stays_allocated=False)
 
     def work() -> list[Tensor]:
         weight.grad = gradient.detach()
-        move_to_main_grad(weight, norm)
+        move_grad(weight, total, norm)
         return [total, norm * 0.0]
 
     def library() -> list[Tensor]:

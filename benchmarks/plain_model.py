@@ -62,16 +62,6 @@ class Model:
             processes,
         )
 
-    def palm_flops(self, parameters: int, causal: bool) -> float:
-        """Returns the FLOPs per token of PaLM's formula (arXiv 2204.02311, appendix B): 6 N + 12 L h s,
-        without recomputation. causal: with half of the attention's FLOPs, since the mask forbids half of the
-        scores. N leaves out tables that are only looked up (positions, and an untied embedding of words), as
-        in torchtitan."""
-        lookups = self.vocab * self.hidden if self.untied else 0
-        lookups += 0 if self.groups else self.seq * self.hidden
-        attention = 12 * self.layers * self.hidden * self.seq
-        return 6 * (parameters - lookups) + (attention / 2 if causal else attention)
-
 
 class PlainLayer(nn.Module):
     """A transformer layer of PyTorch's modules. Hidden states are [batch, seq, hidden]."""

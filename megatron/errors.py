@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import errno
+import json
 import os
+import re
 import sys
 import time
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
+from pathlib import Path
 from typing import NoReturn
 
 from megatron.object_urls import as_urls
@@ -105,11 +108,36 @@ def exit_on_user_error(env: Mapping[str, str] = os.environ) -> Iterator[None]:
         exit_with_error(sentence, USER_ERROR_EXIT_CODE, env)
 
 
+def print_error(text: str) -> None:
+    """Prints an error on stderr, and writes it without a traceback to torch's error file."""
+    print(printable(text), file=sys.stderr, flush=True)
+    write_error_file(text)
+
+
+def write_error_file(text: str, env: Mapping[str, str] = os.environ) -> None:
+    """Writes an error, from the last line that begins with "error:" on, to the file from which torch's
+    launcher, if there is one, takes the error of this rank: its summary then shows it as the root cause."""
+    path, last = (
+        env.get("TORCHELASTIC_ERROR_FILE"),
+        re.split(r"^(?=error: )", printable(text), flags=re.M)[-1],
+    )
+    cause = last if last.startswith("error: ") else last.rpartition("\n")[2]
+    if not path or not cause:
+        return
+    # The root cause is the error with the lowest time, in seconds. An error without a file has the time at
+    # which the launcher has noticed it.
+    facts = {"py_callstack": cause, "timestamp": str(int(time.time()) - 1)}
+    with suppress(OSError):
+        # The launcher fails if the file is incomplete.
+        Path(f"{path}.tmp").write_text(json.dumps({"message": {"message": cause, "extraInfo": facts}}))
+        os.replace(f"{path}.tmp", path)
+
+
 def exit_with_error(sentence: str, code: int, env: Mapping[str, str] = os.environ) -> NoReturn:
     """Ends this rank with an error that rank 0 has as well. Only global rank 0 (environment variable RANK, 0
     if unset or empty) prints the message."""
     if (env.get("RANK") or "0") == "0":
-        print(printable(f"error: {sentence}"), file=sys.stderr, flush=True)
+        print_error(f"error: {sentence}")
     else:
         # The launcher ends all other ranks as soon as one rank has exited: rank 0 must print first.
         time.sleep(_RANK_0_PRINTS_S)

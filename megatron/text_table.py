@@ -23,6 +23,11 @@ def first_few(names: Iterable[str], limit: int = 3) -> str:
     return ", ".join(names[:limit]) + (f" and {len(names) - limit} more" if len(names) > limit else "")
 
 
+def counted(number: int, noun: str) -> str:
+    """Formats a number with its noun: '1 process', '2 processes'."""
+    return f"{number} {noun}{('es' if noun.endswith('s') else 's') * (number != 1)}"
+
+
 def number_ranges(numbers: Iterable[int]) -> str:
     """Formats integers as ranges: [3, 4, 5, 8] -> '3-5, 8'."""
     parts: list[list[int]] = []

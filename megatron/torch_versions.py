@@ -71,7 +71,7 @@ REQUIRED: Mapping[str, Mapping[str, str]] = {
     },
     "training": {
         "deepspeed.runtime.engine.DeepSpeedEngine": (
-            "_broadcast_model _configure_optimizer _copy_recovery_script"
+            "_broadcast_model _configure_optimizer _copy_recovery_script _create_checkpoint_file"
         ),
         "deepspeed.runtime.engine.DeepSpeedEngine()": "_curr_ckpt_path",
         _ENGINE: (
@@ -80,6 +80,7 @@ REQUIRED: Mapping[str, Mapping[str, str]] = {
             "_exec_reduce_tied_grads _exec_schedule _exec_send_activations _exec_send_grads "
             "_inference_schedule _loss_stage_global_rank _train_schedule"
         ),
+        f"{_ENGINE}()": "_compute_loss",
         "deepspeed.runtime.pipe.module.PipelineModule": (
             "_build _partition_layers _set_bounds _synchronize_tied_weights"
         ),

@@ -61,7 +61,8 @@ def predict(rows: Iterable[PublishedRow], constants: Constants) -> list[Predicti
 
 
 def kendall_tau(pairs: Sequence[tuple[float, float]]) -> float:
-    """Returns Kendall's tau-b of measured and predicted values: 1 if all pairs are in the same order."""
+    """Returns Kendall's tau-b of measured and predicted values: 1 if all pairs are in the same order, 0 if
+    all measured or all predicted values are equal."""
     agree = differ = tied_x = tied_y = 0
     for (x1, y1), (x2, y2) in combinations(pairs, 2):
         sign = (x1 - x2) * (y1 - y2)
@@ -70,7 +71,8 @@ def kendall_tau(pairs: Sequence[tuple[float, float]]) -> float:
         tied_x += x1 == x2
         tied_y += y1 == y2
     total = len(pairs) * (len(pairs) - 1) / 2
-    return (agree - differ) / ((total - tied_x) * (total - tied_y)) ** 0.5 if total > tied_x else 0.0
+    compared = ((total - tied_x) * (total - tied_y)) ** 0.5
+    return (agree - differ) / compared if compared else 0.0
 
 
 def weighted_quantile(values: Sequence[tuple[float, float]], share: float) -> float:

@@ -38,6 +38,20 @@ export OMP_NUM_THREADS=${OMP_NUM_THREADS:-1}
 # torch.distributed.launch warns at every start that it is deprecated.
 export PYTHONWARNINGS=${PYTHONWARNINGS:-ignore::FutureWarning}
 
+named_checkpoint() { # named_checkpoint FILE: prints the checkpoint that `latest` or `latest_universal` names; nothing without FILE
+    [ -e "$1" ] || [ -L "$1" ] || return 0
+    PYTHONPATH=$REPO "$PYTHON" - "$1" <<'EOF'
+import sys
+from pathlib import Path
+from megatron.checkpoint.discovery import read_latest, read_latest_universal
+from megatron.errors import exit_on_user_error
+
+with exit_on_user_error():
+    file = Path(sys.argv[1])
+    print((read_latest if file.name == "latest" else read_latest_universal)(file.parent) or "")
+EOF
+}
+
 request_nodes() {
     # sbatch reads the number of nodes from its command line and from #SBATCH lines, never from a variable. So a job
     # whose number of nodes differs from NNODES changes its own request and is requeued. The job id, the log file and
@@ -57,7 +71,7 @@ request_nodes() {
     exit 0
 }
 
-set_master() { # sets MASTER_ADDR and MASTER_PORT of the rendezvous, unless the environment has them
+set_master() { # sets MASTER_ADDR of the rendezvous, unless the environment has it
     local hosts
     if [ -z "${MASTER_ADDR:-}" ]; then
         mapfile -t hosts < <(scontrol show hostnames "$SLURM_JOB_NODELIST")
@@ -66,8 +80,22 @@ set_master() { # sets MASTER_ADDR and MASTER_PORT of the rendezvous, unless the 
         getent hosts "$MASTER_ADDR" >/dev/null ||
             MASTER_ADDR=$(scontrol show node --oneliner "$MASTER_ADDR" | sed -n 's/.*NodeAddr=\([^ ]*\).*/\1/p')
     fi
-    # Derived from the job id, so that two jobs on one node use different ports; below the ephemeral ports.
-    MASTER_PORT=${MASTER_PORT:-$((10000 + SLURM_JOB_ID % 20000))}
+}
+
+find_port() { # find_port RESTART: sets PORT of the rendezvous, on which no program of this node listens
+    # Without MASTER_PORT derived from the job id, as in megatron/cluster/launch.py: the first start and the restarts of
+    # jobs have separate ranges, so that two jobs on one node use different ports. Both are below the ephemeral ports.
+    local start
+    for ((start = $1; start < $1 + 4; start++)); do
+        if [ -n "${MASTER_PORT:-}" ]; then
+            PORT=$((MASTER_PORT + start))
+        elif ((start == 0)); then
+            PORT=$((10000 + SLURM_JOB_ID % 20000))
+        else
+            PORT=$((30000 + (SLURM_JOB_ID * 3 + (start - 1) % 3) % 2766))
+        fi
+        (: <>"/dev/tcp/127.0.0.1/$PORT") 2>/dev/null || return 0
+    done
 }
 
 print_command() { # print_command WORDS: prints the command of a dry run, one flag per line
@@ -101,7 +129,8 @@ launch() {
     local restart code
     for ((restart = 0; ; restart++)); do
         code=0
-        run_step $((MASTER_PORT + restart)) "$@" || code=$?
+        find_port "$restart"
+        run_step "$PORT" "$@" || code=$?
         ((code != REQUEUE_EXIT_CODE)) || requeue_job
         # A restart may help after 1, but not after 2 (a usage error, a full disk).
         ((code == 1 && restart < MAX_RESTARTS)) && [ -z "$ENDED_BY_SLURM" ] || return "$code"

@@ -6,10 +6,16 @@ from dataclasses import asdict, fields
 from typing import Any
 
 from megatron.checkpoint.record import Checkpoint
-from megatron.config import BatchSchedule, Config
+from megatron.config import Config
+from megatron.config.batch import BEGIN, Progress, RunLength
 from megatron.data.gpt_dataset import ORDER_KEY, VOCABULARY_KEY, fingerprint_differences, same_data
 from megatron.errors import UserError
 from megatron.optimizer.schedule import LearningRateSchedule, schedule_of
+
+
+def start_of(checkpoint: Checkpoint | None) -> Progress:
+    """Returns what a run that starts from `checkpoint` (None: from scratch) has already consumed."""
+    return BEGIN if checkpoint is None else checkpoint.start_state
 
 
 def starts_at_zero(checkpoint: Checkpoint) -> bool:
@@ -55,13 +61,17 @@ def check_data(checkpoint: Checkpoint, config: Config, fingerprint: dict[str, An
     if not differences or config.checkpoint.override_data:
         return
     if same_data(checkpoint.run["data"], fingerprint):
+        was, now = (
+            RunLength.from_config(settings, checkpoint.state).ordered_samples(settings)
+            for settings in (checkpoint.config, config)
+        )
+        keeps = f"pass --data-order-samples {was} to keep its order, " if now < was else ""
         raise UserError(
-            f"checkpoint {checkpoint.folder}: the order of the samples would change. Its run has "
-            f"{_train_samples(checkpoint.config):,} training samples, this run "
-            f"{_train_samples(config):,}: another number of epochs of the same data "
+            f"checkpoint {checkpoint.folder}: the order of the samples would change. Its run has {was:,} "
+            f"training samples, this run {now:,}: another number of epochs of the same data "
             f"({'; '.join(differences)}). All epochs are shuffled together. Keep the length of the "
-            "checkpoint's run (--global-batch-size, --train-iters, --train-samples, --train-tokens), or pass "
-            "--override-data to continue in the new order from the saved sample"
+            f"checkpoint's run (--global-batch-size, --train-iters, --train-samples, --train-tokens), "
+            f"{keeps}or pass --override-data to continue in the new order from the saved sample"
         )
     is_reordered = any(difference.startswith(f"{ORDER_KEY}:") for difference in differences)
     what = "in another order of samples" if is_reordered else "on other data"
@@ -71,17 +81,9 @@ def check_data(checkpoint: Checkpoint, config: Config, fingerprint: dict[str, An
     )
 
 
-def _train_samples(config: Config) -> int:
-    """Returns the training samples of the whole run."""
-    batches = BatchSchedule.from_config(config.batch)
-    return batches.consumed_after(
-        batches.total_iterations(config.training, config.model.seq_length, config.curriculum)
-    )
-
-
 def check_first_sample(checkpoint: Checkpoint | None, config: Config) -> None:
     """Raises UserError if the run would start before the first sample of its data."""
-    consumed = 0 if checkpoint is None else checkpoint.start_state.consumed_samples
+    consumed = start_of(checkpoint).consumed_samples
     if consumed < config.data.data_first_sample:
         raise UserError(
             f"--data-first-sample {config.data.data_first_sample}: the run starts before it, at sample "
@@ -145,22 +147,23 @@ def check_schedule(checkpoint: Checkpoint, config: Config) -> None:
         )
     if not _has_schedule(checkpoint) or checkpoint.is_branch_point:
         return
-    saved, now = schedule_of(checkpoint.config), schedule_of(config)
     is_selected = config.schedule.override_lr_scheduler or config.schedule.use_checkpoint_lr_scheduler
-    if saved != now and not is_selected:
+    if not is_selected and (differences := _schedule_differences(checkpoint, config)):
         raise UserError(
-            f"checkpoint {checkpoint.folder} was trained with another schedule ({_old_and_new(saved, now)}): "
+            f"checkpoint {checkpoint.folder} was trained with another schedule ({differences}): "
             "pass --override-lr-scheduler to use the schedule of the flags, or --use-checkpoint-lr-scheduler "
             "to use the checkpoint's"
         )
 
 
 def resumed_schedule(checkpoint: Checkpoint | None, config: Config) -> LearningRateSchedule:
-    """Returns the schedule of a run that resumes from `checkpoint` (None: of a new run)."""
+    """Returns the schedule of a run that resumes from `checkpoint` (None: of a new run). Raises ConfigError
+    if the flags have none, also if the checkpoint's schedule replaces it."""
+    own = schedule_of(config, start_of(checkpoint))
     use_checkpoint = config.schedule.use_checkpoint_lr_scheduler
     if checkpoint is not None and use_checkpoint and _has_schedule(checkpoint):
-        return schedule_of(checkpoint.config)
-    return schedule_of(config)
+        return schedule_of(checkpoint.config, checkpoint.state)
+    return own
 
 
 def schedule_line(checkpoint: Checkpoint, config: Config) -> str:
@@ -171,19 +174,25 @@ def schedule_line(checkpoint: Checkpoint, config: Config) -> str:
         return f"the decay of a branch begins (--branch-at {checkpoint.state.iteration})"
     if not _has_schedule(checkpoint):
         return "the schedule of the flags: the checkpoint has none that can be compared"
-    saved, now = schedule_of(checkpoint.config), schedule_of(config)
-    if saved == now:
+    differences = _schedule_differences(checkpoint, config)
+    if not differences:
         return "the same schedule"
     winner = "new" if config.schedule.override_lr_scheduler else "old"
     flag = "--override-lr-scheduler" if winner == "new" else "--use-checkpoint-lr-scheduler"
-    return f"the {winner} schedule ({flag}): {_old_and_new(saved, now)}"
+    return f"the {winner} schedule ({flag}): {differences}"
 
 
 def _has_schedule(checkpoint: Checkpoint) -> bool:
     return checkpoint.records_run and not starts_at_zero(checkpoint)
 
 
-def _old_and_new(saved: LearningRateSchedule, now: LearningRateSchedule) -> str:
-    """Describes the settings that differ, for a message."""
-    old, new = asdict(saved), asdict(now)
-    return "; ".join(f"{key} was {old[key]}, is {new[key]}" for key in old if old[key] != new[key])
+def _schedule_differences(checkpoint: Checkpoint, config: Config) -> str:
+    """Describes the settings that give the run other learning rates than the checkpoint's; "" if there are
+    none."""
+    saved, now = (schedule_of(settings, checkpoint.state) for settings in (checkpoint.config, config))
+    old, new = (schedule.effective_settings(checkpoint.state) for schedule in (saved, now))
+    return "; ".join(
+        f"{key} was {getattr(saved, key)}, is {getattr(now, key)}"
+        for key in asdict(now)
+        if old.get(key) != new.get(key) and getattr(saved, key) != getattr(now, key)
+    )

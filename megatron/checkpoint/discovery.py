@@ -1,6 +1,7 @@
 """Finds the checkpoints in a folder, selects the one to resume from, and opens it."""
 
 import os
+import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -28,6 +29,7 @@ from megatron.checkpoint.formats.registry import (
     reader_class,
 )
 from megatron.checkpoint.formats.torch_archive import read_file
+from megatron.checkpoint.latest import MissingCheckpointError, read_latest_file
 from megatron.checkpoint.lineage.identity import (
     CHECKPOINT_NAME,
     LATEST_FILE,
@@ -39,15 +41,15 @@ from megatron.checkpoint.lineage.identity import (
     read_latest,
     read_latest_record,
 )
-from megatron.checkpoint.names import check_run, read_name
+from megatron.checkpoint.names import PLAIN_NAME, check_run
 from megatron.checkpoint.record import REPLACED, RUN_FILE, SAVING, Checkpoint, TrainingState, step_of
 from megatron.errors import UserError, is_access_error
 from megatron.files import read_json
 from megatron.text_table import first_few
 
-
-class MissingCheckpointError(UserError):
-    """A user wrote a name into `latest` that does not exist. No other checkpoint is used instead."""
+# Megatron-LM's file beside its checkpoints.
+TRACKER_FILE = "latest_checkpointed_iteration.txt"
+_MEGATRON_NAME = re.compile(r"iter_[0-9]+|release")
 
 
 def find_latest(folder: str | Path, damaged: Mapping[str, str] | None = None) -> Checkpoint | None:
@@ -63,7 +65,9 @@ def find_latest(folder: str | Path, damaged: Mapping[str, str] | None = None) ->
     """
     folder, damaged = Path(folder), damaged or {}
     check_program(folder)
-    if (folder / RUN_FILE).is_file() or format_of(folder) != NATIVE:
+    external = _named_by_megatron(folder)
+    folder = external or folder
+    if external is not None or (folder / RUN_FILE).is_file() or format_of(folder) != NATIVE:
         if str(folder) in damaged:
             raise UserError(f"checkpoint {folder}: {damaged[str(folder)]}; pass another checkpoint to --load")
         return open_checkpoint(folder)
@@ -104,6 +108,20 @@ def find_latest(folder: str | Path, damaged: Mapping[str, str] | None = None) ->
     if names or latest:
         raise UserError("; ".join(skip_reason) or f"no checkpoint in {folder} is complete")
     return None
+
+
+def _named_by_megatron(folder: Path) -> Path | None:
+    """Returns the checkpoint that Megatron-LM's `latest_checkpointed_iteration.txt` names, and the newest if
+    the file is empty; None without the file, or if this program has saved to the folder since."""
+    tracker = folder / TRACKER_FILE
+    if not os.path.lexists(tracker) or os.path.lexists(folder / LATEST_FILE) or saved_names(folder):
+        return None
+    steps = sorted(path.name for path in folder.glob("iter_*") if _MEGATRON_NAME.fullmatch(path.name))
+    name = read_latest_file(tracker, ["iter_{:07d}"], _MEGATRON_NAME) or next(reversed(steps), None)
+    if name is not None and not (folder / name).is_dir():
+        held = f"; the folder holds {first_few(steps)}" if steps else ""
+        raise MissingCheckpointError(f"{tracker} names {name}, which does not exist{held}")
+    return None if name is None else folder / name
 
 
 def _candidates(
@@ -152,7 +170,7 @@ def _candidates(
 def _is_newer(file: Path, other: Path) -> bool:
     """Returns whether a file is newer than another one in its folder, by the file system's clock."""
     try:
-        return file.stat().st_mtime_ns > other.stat().st_mtime_ns
+        return file.lstat().st_mtime_ns > other.stat().st_mtime_ns
     except FileNotFoundError:
         return False
 
@@ -251,21 +269,25 @@ def find_universal(folder: str | Path, with_files: bool = True) -> Checkpoint:
     one. Raises UserError if there is none, or if it cannot be read. with_files: see `open_checkpoint`."""
     folder = Path(folder)
     if format_of(folder) != UNIVERSAL:
-        latest = folder / LATEST_UNIVERSAL_FILE
-        name = read_name(latest)
-        if not latest.is_file():
-            raise UserError(
-                f"--universal_checkpoint: {folder} has no file {LATEST_UNIVERSAL_FILE}: make one with "
-                "tools/ds_to_universal.py, or remove the flag: --load opens native checkpoints on any layout"
-            )
+        name = read_latest_universal(folder)
         if name is None:
-            raise UserError(f"--universal_checkpoint: {latest} does not hold the name of a folder")
+            raise UserError(
+                f"--universal_checkpoint: {folder} has no file {LATEST_UNIVERSAL_FILE} with a name in it: "
+                "make one with tools/ds_to_universal.py, or remove the flag: --load opens native checkpoints "
+                "on any layout"
+            )
         folder = folder / name
     if format_of(folder) != UNIVERSAL:
         raise UserError(
             f"--universal_checkpoint: {folder} is not a universal checkpoint: it has no {PARAMETER_FOLDER}/"
         )
     return open_checkpoint(folder, with_files)
+
+
+def read_latest_universal(folder: Path) -> str | None:
+    """Returns the name of the folder that `latest_universal` names, see `read_latest_file`."""
+    names = ["global_step{}_universal", "global_step{}"]
+    return read_latest_file(folder / LATEST_UNIVERSAL_FILE, names, PLAIN_NAME)
 
 
 def open_checkpoint(

@@ -6,6 +6,7 @@ read is retried, and if it fails again, the program stops. Only a file that can 
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import json
 import os
@@ -50,6 +51,24 @@ Files = dict[str, dict[str, Any]]
 READ_THREADS = 4
 # Linux writes at most 2 GiB with one call.
 _WRITE_BYTES = 1 << 30
+
+
+DISK_IS_FULL = "the disk is full"
+
+
+def write_problem(error: BaseException, path: str | None = None) -> str:
+    """Returns which file cannot be written, if it is known, and why. path: the file that was being written.
+
+    torch.save raises an error of its own, which names positions in the file, on top of the file's OSError.
+    """
+    cause: BaseException | None = error
+    while cause is not None and not isinstance(cause, OSError):
+        cause = cause.__context__
+    if cause is None:
+        return str(error)
+    why = DISK_IS_FULL if cause.errno == errno.ENOSPC else cause.strerror or str(cause)
+    file = cause.filename or path
+    return f"{file}: {why}" if file else why
 
 
 def first_size_mismatch(folder: Path, files: Files, unneeded: Collection[str] = ()) -> str | None:

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron.checkpoint.conversion.to_universal import SOURCE_FILE
-from megatron.checkpoint.discovery import open_checkpoint
+from megatron.checkpoint.discovery import open_checkpoint, read_latest_universal
 from megatron.checkpoint.files import Files, file_sizes, first_size_mismatch
 from megatron.checkpoint.formats.deepspeed_files import missing_files
 from megatron.checkpoint.formats.registry import (
@@ -28,8 +28,8 @@ from megatron.checkpoint.formats.registry import (
 )
 from megatron.checkpoint.formats.state import ParameterRecord, StateReader
 from megatron.checkpoint.formats.writing import PARTIAL
-from megatron.checkpoint.lineage.identity import CHECKPOINT_NAME, LATEST_FILE
-from megatron.checkpoint.names import read_name
+from megatron.checkpoint.latest import MissingCheckpointError
+from megatron.checkpoint.lineage.identity import CHECKPOINT_NAME, LATEST_FILE, read_latest
 from megatron.checkpoint.record import REPLACED, RUN_FILE, SAVING, Checkpoint, step_of
 from megatron.checkpoint.saved_config import check_run_file
 from megatron.config.model import model_summary
@@ -127,16 +127,23 @@ def inspect_folder(folder: Path, verify: bool = False) -> Overview:
     paths = [path for path in folder.iterdir() if path.is_dir() and _kind(path)]
     if not paths:
         raise UserError(f"{folder} holds no checkpoint: expected global_stepN folders, or the path of one")
-    latest = {file: _named_by(folder / file) for file in _LATEST_FILES}
+    latest: dict[str, str | None] = {}
+    problems = []
+    for file, read in _LATEST_FILES.items():
+        try:
+            latest[file] = read(folder)
+        except MissingCheckpointError as error:
+            latest[file] = ""
+            problems.append(str(error))
     paths.sort(key=lambda path: (step_of(path.name), path.name))
     found = [_summary(path, path.name == latest.get(_latest_file(_kind(path)))) for path in paths]
-    problems = [f"{item.name}: {item.problem}" for item in found if item.problem]
+    problems += [f"{item.name}: {item.problem}" for item in found if item.problem]
     report = None
     for file, named in latest.items():
         complete = [item.name for item in found if _latest_file(item.kind) == file and item.is_complete]
         if named is None and complete:
-            problems.append(f"there is no file `{file}`")
-        elif named is not None and named not in [item.name for item in found]:
+            problems.append(f"there is no file `{file}`, or it is empty")
+        elif named and named not in [item.name for item in found]:
             problems.append(f"`{file}` names {named}, which does not exist")
         if complete and report is None:
             newest = named if named in complete else complete[-1]
@@ -152,7 +159,7 @@ def inspect_folder(folder: Path, verify: bool = False) -> Overview:
 
 
 # In the order in which the checkpoint to report on is looked for.
-_LATEST_FILES = (LATEST_FILE, LATEST_UNIVERSAL_FILE)
+_LATEST_FILES = {LATEST_FILE: read_latest, LATEST_UNIVERSAL_FILE: read_latest_universal}
 
 
 def _latest_file(kind: str) -> str:
@@ -180,12 +187,6 @@ def _kind_by_files(path: Path) -> str:
         return "replaced"
     is_native = CHECKPOINT_NAME.fullmatch(path.name) or (path / RUN_FILE).is_file()
     return name if name != NATIVE or is_native else ""
-
-
-def _named_by(path: Path) -> str | None:
-    if not path.is_file():
-        return None
-    return read_name(path) or "something that is not a folder's name"
 
 
 def _summary(path: Path, is_latest: bool) -> Summary:

@@ -20,7 +20,14 @@ import torch.distributed as dist
 
 from megatron.checkpoint.compatibility import data_line, mismatched_replicas, schedule_line
 from megatron.checkpoint.digests import PartDigests, combined, part_digests
-from megatron.checkpoint.files import MAY_BE_INTACT, Files, add_checksum, first_size_mismatch
+from megatron.checkpoint.files import (
+    DISK_IS_FULL,
+    MAY_BE_INTACT,
+    Files,
+    add_checksum,
+    first_size_mismatch,
+    write_problem,
+)
 from megatron.checkpoint.formats.registry import open_reader
 from megatron.checkpoint.integrity import (
     Check,
@@ -53,6 +60,7 @@ from megatron.checkpoint.saving.publishing import (
     is_same_checkpoint,
     publish,
     saving_name,
+    with_final_names,
 )
 from megatron.checkpoint.saving.run_record import all_specs, run_record
 from megatron.checkpoint.selection import find_damage, open_on_all_ranks
@@ -203,8 +211,11 @@ class CheckpointManager:
         except (OSError, RuntimeError) as error:
             if not _is_write_error(error):
                 raise  # a failed collective: another rank may have died
-            space = ("" if self._remote is None else "the mirror's disk: ") + _free_space_text(folder)
-            raise SaveError(f"checkpoint {folder / name} cannot be written ({error}; {space})") from error
+            why = with_final_names(write_problem(error))
+            if self._remote is not None or DISK_IS_FULL not in why:
+                disk = "" if self._remote is None else "the mirror's disk: "
+                why += f"; {disk}{_free_space_text(folder)}"
+            raise SaveError(f"checkpoint {folder / name} cannot be written ({why})") from error
         self._delete_old(name, run["certificate"]["unequal_copies"])
         dist.barrier()
         return folder / name
@@ -350,8 +361,7 @@ class CheckpointManager:
             failed = self.local.commit(save.saving, run)
         except OSError as error:
             failed = str(error)
-        folder = save.saving.with_name(f"global_step{save.state.iteration}")
-        return save.ended(folder, problem or failed, files)
+        return save.ended(save.saving, problem or failed, files)
 
     def newest_valid(self, allow_replica_mismatch: bool) -> Checkpoint | None:
         """Returns the newest checkpoint of this run that a resume would accept; None if there is none.
@@ -446,10 +456,10 @@ def _is_write_error(error: OSError | RuntimeError) -> bool:
 
 
 def _free_space_text(folder: Path) -> str:
-    """Describes the free space on a folder's disk: PyTorch's errors do not say that a disk is full."""
+    """Describes the free space on a folder's disk."""
     try:
         free = shutil.disk_usage(folder).free
-        return f"{free / 1e6:,.1f} MB are free there" if free else "the disk is full"
+        return f"{free / 1e6:,.1f} MB are free there" if free else DISK_IS_FULL
     except OSError as error:
         return f"its file system does not answer: {error.strerror}"
 

@@ -12,16 +12,12 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
-from megatron.checkpoint.files import read_with_retries
-from megatron.errors import is_access_error
-from megatron.files import HostileFileError, read_small
+from megatron.files import HostileFileError
 
 # File systems allow 255 bytes per path component. The program may add a suffix to a name.
 _MAX_LENGTH = 200
-_PLAIN = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.+@=-]*")
+PLAIN_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.+@=-]*")
 _PARAMETER = re.compile(r"[A-Za-z0-9_-]+(\.[A-Za-z0-9_-]+)*")
-# Size limit of a file that holds one name.
-_MAX_NAME_FILE_BYTES = 4096
 # run.json of a universal checkpoint lists zero/<parameter>/<file>.
 _MAX_PARTS = 3
 _MAX_SHOWN = 60
@@ -36,20 +32,7 @@ def shown(name: object) -> str:
 
 def is_plain(name: object) -> bool:
     """Returns whether a value is a string that is one path component, without `..` and control characters."""
-    return isinstance(name, str) and len(name) <= _MAX_LENGTH and bool(_PLAIN.fullmatch(name))
-
-
-def read_name(path: Path) -> str | None:
-    """Returns the folder name in a file such as `latest`; None if the file does not exist, or holds something
-    else, as after a power failure. Raises OSError if it cannot be read now."""
-    try:
-        content = read_with_retries(path, lambda: read_small(path, _MAX_NAME_FILE_BYTES))
-    except (OSError, HostileFileError) as error:
-        if is_access_error(error):
-            raise
-        return None
-    name = content.decode(errors="replace").strip()
-    return name if is_plain(name) else None
+    return isinstance(name, str) and len(name) <= _MAX_LENGTH and bool(PLAIN_NAME.fullmatch(name))
 
 
 def check_plain(name: object, source: Path | str, what: str = "file") -> str:

@@ -86,10 +86,12 @@ def verify_weights(checkpoint: Checkpoint) -> None:
         print(f"{checkpoint.folder} has no digests of its weights: they are not verified", file=sys.stderr)
 
 
-def find_tokenizer(flags: TokenizerFlags, checkpoint: Checkpoint) -> Tokenizer:
-    """Builds the tokenizer that the flags name, or the checkpoint's if they name none. Raises UserError if
-    the checkpoint was trained with a different tokenizer."""
-    tokenizer = build_tokenizer(tokenizer_flags(flags, checkpoint.config.data))
+def find_tokenizer(flags: TokenizerFlags, checkpoint: Checkpoint, parse_special: bool = False) -> Tokenizer:
+    """Builds the tokenizer that the flags name, or the checkpoint's if they name none. parse_special: see
+    `Tokenizer`. Raises UserError if the checkpoint was trained with a different tokenizer."""
+    tokenizer = build_tokenizer(
+        tokenizer_flags(flags, checkpoint.config.data), checkpoint.config.model.vocab_size, parse_special
+    )
     if (tokenizer.vocab_size, tokenizer.eod) != (checkpoint.vocab_size, checkpoint.eod):
         raise UserError(
             f"checkpoint {checkpoint.folder} was trained with {checkpoint.vocab_size} tokens and "

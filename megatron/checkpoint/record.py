@@ -7,9 +7,12 @@ from typing import Any
 
 from megatron.checkpoint.lineage.identity import LineageEntry, parse_lineage, parse_run_id
 from megatron.config import Config
+from megatron.config.batch import Progress
 
 # In `run.json` of a model or checkpoint of another framework that was converted to a format of this program.
 IMPORTED_KEY = "imported"
+# In `run.json` of an imported Hugging Face model: the ids of special tokens in its settings.
+TOKEN_IDS_KEY = "token_ids"
 RUN_FILE = "run.json"
 # Prefix of a checkpoint that is being written.
 SAVING = "saving-"
@@ -18,12 +21,9 @@ REPLACED = ".replaced"
 
 
 @dataclass(frozen=True)
-class TrainingState:
-    """Progress of a run."""
+class TrainingState(Progress):
+    """Progress of a run, and what its next steps need to know about the last ones."""
 
-    iteration: int = 0
-    consumed_samples: int = 0
-    consumed_tokens: int = 0
     skipped_iterations: int = 0
     """Iterations without an update of the weights, for any reason."""
     skips_in_a_row: int = 0
@@ -37,7 +37,7 @@ class TrainingState:
     """Number of data sets, counted from the last, that were not evaluated at this iteration due to a stop."""
 
     def __post_init__(self) -> None:
-        for name in ("recent_losses", "recent_grad_norms"):  # JSON has lists
+        for name in ("recent_losses", "recent_grad_norms", "warmup_end"):  # JSON has lists
             object.__setattr__(self, name, tuple(getattr(self, name)))
 
 

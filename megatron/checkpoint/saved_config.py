@@ -109,7 +109,7 @@ def read_saved_config(options: CheckpointConfig) -> SavedConfig:
     return SavedConfig(
         str(checkpoint.folder),
         checkpoint.config,
-        checkpoint.state.consumed_samples,
+        checkpoint.state,
         is_branch_checkpoint=is_own,
     )
 

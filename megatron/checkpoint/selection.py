@@ -15,6 +15,7 @@ from megatron.checkpoint.compatibility import (
     check_replicas,
     check_schedule,
     check_vocabulary,
+    start_of,
 )
 from megatron.checkpoint.discovery import open_checkpoint
 from megatron.checkpoint.files import MAY_BE_INTACT
@@ -22,16 +23,48 @@ from megatron.checkpoint.formats.registry import open_reader
 from megatron.checkpoint.lineage.start import check_save_folder, choose_checkpoint, share_checkpoint
 from megatron.checkpoint.object_store.checkpoints import ObjectCheckpoints
 from megatron.checkpoint.ranks import errors_of_rank_0, first_problem, no_heartbeat
-from megatron.checkpoint.record import Checkpoint
+from megatron.checkpoint.record import Checkpoint, describe_start
 from megatron.config import Config
-from megatron.config.batch import check_remaining_batches
+from megatron.config.batch import Progress, RunLength, check_remaining_batches
 from megatron.errors import UserError, stop_at_access_error
 from megatron.mpu.world import broadcast_from_rank_0
+from megatron.object_urls import is_url
+
+FingerprintAt = Callable[[Progress], dict[str, Any]]
+"""Returns the fingerprint of the data of the run that continues from a progress: the length of the run, and
+with it the order of the samples, depends on what its checkpoint has consumed."""
+
+
+def planned_checkpoint(config: Config, damaged: Mapping[str, str] | None = None) -> Checkpoint | None:
+    """Returns the checkpoint that --load names; None if there is none. It is not compared with the run.
+    damaged: see `find_checkpoint`."""
+    # An evaluation uses the checkpoint in --load, not a newer one in --save.
+    options = replace(config.checkpoint, save=None) if config.training.no_train else config.checkpoint
+    checkpoint = choose_checkpoint(options, damaged)
+    return None if checkpoint is None else _with_tokens(checkpoint, config)
+
+
+def planned_length(config: Config) -> tuple[RunLength, Checkpoint | None, str]:
+    """Returns the length of the run, the checkpoint that it starts from, and a description of its start.
+    Raises UserError if --load is in an object store."""
+    load = config.checkpoint.load
+    if is_url(load or ""):
+        raise UserError(
+            f"--load {load}: the length of the run depends on its checkpoint: copy the checkpoint to a file "
+            "system"
+        )
+    checkpoint = planned_checkpoint(config)
+    is_missing = load is not None and not Path(load).is_dir() and checkpoint is None
+    text = f"{load} does not exist here" if is_missing else describe_start(checkpoint, load)
+    return RunLength.from_config(config, start_of(checkpoint)), checkpoint, text
 
 
 @stop_at_access_error(MAY_BE_INTACT)
 def find_checkpoint(
-    config: Config, vocab_size: int, fingerprint: dict[str, Any], damaged: Mapping[str, str] | None = None
+    config: Config,
+    vocab_size: int,
+    fingerprint_at: FingerprintAt,
+    damaged: Mapping[str, str] | None = None,
 ) -> Checkpoint | None:
     """Returns the checkpoint that --load resumes from; None if the run initializes from scratch.
 
@@ -39,9 +72,7 @@ def find_checkpoint(
     from this run's and no flag allows it, if --save belongs to another run, or if a file cannot be read now.
     damaged: path of each checkpoint to skip -> the reason.
     """
-    # An evaluation uses the checkpoint in --load, not a newer one in --save.
-    options = replace(config.checkpoint, save=None) if config.training.no_train else config.checkpoint
-    checkpoint = choose_checkpoint(options, damaged)
+    checkpoint = planned_checkpoint(config, damaged)
     if checkpoint is None and config.checkpoint.load and config.training.no_train:
         raise UserError(
             f"--load {config.checkpoint.load} holds no checkpoint: --eval-only needs one to evaluate"
@@ -53,10 +84,9 @@ def find_checkpoint(
     check_save_folder(checkpoint, config)
     if not config.training.no_train:
         check_first_sample(checkpoint, config)
-        check_remaining_batches(config, 0 if checkpoint is None else checkpoint.start_state.consumed_samples)
+        check_remaining_batches(config, start_of(checkpoint).consumed_samples)
     if checkpoint is not None:
-        check_fits(checkpoint, config, vocab_size, fingerprint)
-        checkpoint = _with_tokens(checkpoint, config)
+        check_fits(checkpoint, config, vocab_size, fingerprint_at)
     return checkpoint
 
 
@@ -70,13 +100,16 @@ def _with_tokens(checkpoint: Checkpoint, config: Config) -> Checkpoint:
     return replace(checkpoint, state=replace(state, consumed_tokens=tokens))
 
 
-def check_fits(checkpoint: Checkpoint, config: Config, vocab_size: int, fingerprint: dict[str, Any]) -> None:
+def check_fits(
+    checkpoint: Checkpoint, config: Config, vocab_size: int, fingerprint_at: FingerprintAt
+) -> None:
     """Raises UserError if the run cannot start from a checkpoint because of its model, data or schedule."""
     check_replicas(checkpoint, config)
     if checkpoint.is_external:
         open_reader(checkpoint).check_external(config, vocab_size)
     else:
         check_model(checkpoint, config, vocab_size)
+        fingerprint = fingerprint_at(checkpoint.start_state)
         check_vocabulary(checkpoint, fingerprint)
         check_data(checkpoint, config, fingerprint)
     check_schedule(checkpoint, config)
@@ -86,7 +119,7 @@ def select_valid_checkpoint(
     checkpoint: Checkpoint | None,
     config: Config,
     vocab_size: int,
-    fingerprint: dict[str, Any],
+    fingerprint_at: FingerprintAt,
     heartbeat: Callable[[], None] = no_heartbeat,
     objects: ObjectCheckpoints | None = None,
 ) -> Checkpoint | None:
@@ -103,7 +136,7 @@ def select_valid_checkpoint(
         damaged[str(checkpoint.folder)] = problem
         with errors_of_rank_0(f"--load {config.checkpoint.load}"):
             if dist.get_rank() == 0:
-                checkpoint = find_checkpoint(config, vocab_size, fingerprint, damaged)
+                checkpoint = find_checkpoint(config, vocab_size, fingerprint_at, damaged)
 
 
 @stop_at_access_error(MAY_BE_INTACT)

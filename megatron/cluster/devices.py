@@ -219,6 +219,27 @@ B200_180GB = _gpu(  178.35,    80,  1100,  2250,  2250,   8.0)  # fmt: skip
 GB200_186GB = _gpu( 184.31,    80,  1250,  2500,  2500,   8.0)  # fmt: skip
 
 
+# PyTorch's name of a device -> the device of --gpu.
+GPU_NAMES = {
+    "Tesla V100-SXM2-16GB": "v100-16gb",
+    "Tesla V100-SXM2-32GB": "v100-32gb",
+    "NVIDIA A100-SXM4-40GB": "a100-40gb",
+    "NVIDIA A100-SXM4-80GB": "a100-80gb",
+    "NVIDIA H100 80GB HBM3": "h100-80gb",
+    "NVIDIA H200": "h200-141gb",
+    "NVIDIA B200": "b200-180gb",
+    "NVIDIA GB200": "gb200-186gb",
+}
+
+
+def gpu_of_process() -> GPU | None:
+    """Returns the device of this process; None if its rates are not known."""
+    import torch
+
+    kind = GPU_NAMES.get(torch.cuda.get_device_name()) if torch.cuda.is_available() else None
+    return None if kind is None else GPUS.load(kind)
+
+
 def find_gpu(config: Config) -> GPU | None:
     """Returns the device that --gpu names; None without the flag."""
     return None if config.training.gpu is None else GPUS.load(config.training.gpu)

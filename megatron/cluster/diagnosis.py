@@ -256,9 +256,18 @@ def _diagnose_killed(silent: Sequence[Report], reports: Sequence[Report]) -> str
     return f"error: {_describe_ranks(killed)}{_progress(reports)}: {cause}"
 
 
-def _sentence(report: Report) -> str:
+def _sentence(report: Mapping[str, Any]) -> str:
     """Returns the error of a report in one line, without the rank."""
     return re.sub(r"^error: (rank \d+ on [^:]*: )?", "", report.get("text", "").rpartition("\n")[2])
+
+
+def is_own_failure(report: Mapping[str, Any]) -> bool:
+    """Returns whether a rank has ended by an error that the end of another rank cannot have caused, and is
+    not known to be later than another rank's."""
+    end = report.get("end")
+    is_own = end in (ExitStatus.USER_ERROR, ExitStatus.STOPPED)
+    is_own = is_own or (end == ExitStatus.FAILED and is_own_error(_sentence(report)))
+    return is_own and report.get("first", True)
 
 
 def _crash(report: Report) -> str:

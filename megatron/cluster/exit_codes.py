@@ -21,7 +21,7 @@ from megatron.cluster.exit_status import (
 from megatron.cluster.launch import has_torch_launcher
 from megatron.cluster.node_diagnosis import end_rank, finish_rank_reports
 from megatron.cluster.rank_reports import RankReport
-from megatron.errors import UserError
+from megatron.errors import UserError, write_error_file
 from megatron.torch_versions import missing_name
 
 
@@ -93,6 +93,9 @@ def exit_code(report: RankReport, status: ExitStatus, env: Mapping[str, str] = o
     status: FINISHED, REQUEUE, INTERRUPTED, or USER_ERROR for a dry run whose plan does not fit the device."""
     report.end(status)
     finish_rank_reports(report)
+    if status is ExitStatus.REQUEUE and has_torch_launcher(env):
+        # The script that started the launcher cannot see it from the exit code.
+        write_error_file("stopped and saved: the same command resumes the run", env)
     codes = {
         ExitStatus.USER_ERROR: USER_ERROR_EXIT_CODE,
         ExitStatus.INTERRUPTED: INTERRUPTED_EXIT_CODE,

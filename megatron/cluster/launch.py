@@ -17,9 +17,11 @@ from contextlib import contextmanager
 
 from megatron.errors import UserError, one_line
 
-# MASTER_PORT is computed from the job id, so that two jobs on one node use different ports. The range lies
-# below the ephemeral ports of Linux. examples/slurm/common.sh contains this formula, too.
+# MASTER_PORT is computed from the job id, so that two jobs on one node use different ports: one port for the
+# first start, and three in another range for its restarts or further steps. Both ranges lie below the
+# ephemeral ports of Linux. examples/slurm/common.sh contains this formula, too.
 FIRST_PORT, NUM_PORTS = 10_000, 20_000
+FIRST_RESTART_PORT, NUM_RESTART_PORTS = 30_000, 2_766
 _LAST_PORT = 65_535
 # A larger number is a typo, for which lists of all ranks would take much time and memory.
 MAX_PROCESSES = 100_000
@@ -229,13 +231,17 @@ def _from_slurm(env: Mapping[str, str], address_of: Callable[[str], str]) -> dic
     if "MASTER_PORT" in env:
         _check_port(env)
     else:
-        found["MASTER_PORT"] = str(port_of_job(_number(env, "SLURM_JOB_ID")))
+        # Steps of a job may run concurrently.
+        step = decimal_number(env["SLURM_STEP_ID"]) or 0
+        found["MASTER_PORT"] = str(port_of_job(_number(env, "SLURM_JOB_ID"), step))
     return found
 
 
-def port_of_job(job_id: int) -> int:
-    """Returns the MASTER_PORT of a Slurm job."""
-    return FIRST_PORT + job_id % NUM_PORTS
+def port_of_job(job_id: int, start: int = 0) -> int:
+    """Returns the MASTER_PORT of a Slurm job. start: index of its restart, or of its step."""
+    if start == 0:
+        return FIRST_PORT + job_id % NUM_PORTS
+    return FIRST_RESTART_PORT + (job_id * 3 + (start - 1) % 3) % NUM_RESTART_PORTS
 
 
 def first_host(hosts: str) -> str:

@@ -21,6 +21,9 @@ LEAST_OPEN_FILES = 256
 LEAST_ADDRESS_SPACE_BYTES = 2 << 30
 
 
+_LAUNCHER_VARIABLES = ("TORCHELASTIC_ERROR_FILE", "TORCHELASTIC_RUN_ID")
+
+
 def check_limits() -> None:
     """Raises UserError if ulimit allows this process too few open files, or too little memory, for a run. A
     soft limit of open files that is too low is set to the hard limit. Must be called first: libraries report
@@ -51,6 +54,29 @@ def is_running(pid: int) -> bool:
     except PermissionError:
         pass
     return process_state(pid) not in ("Z", "X")
+
+
+def find_launcher(env: Mapping[str, str]) -> tuple[int, str] | None:
+    """Returns process id and start time of torch's launcher that started this process; None without one, or
+    if it is not in this process-id namespace. A wrapper (numactl, a shell) may be between them."""
+    if not has_torch_launcher(env):
+        return None
+    # Unique per process, unlike the run id.
+    variable = next((name for name in _LAUNCHER_VARIABLES if env.get(name)), None)
+    if variable is None:
+        return None
+    given, pid = f"{variable}={env[variable]}".encode(), os.getppid()
+    while given in _environment_of(pid):
+        pid = int(process_fields(pid)[1])
+    start = start_of(pid)
+    return None if start is None else (pid, start)
+
+
+def _environment_of(pid: int) -> list[bytes]:
+    try:
+        return Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
+    except OSError:  # of another user, or ended
+        return []
 
 
 def process_state(pid: int) -> str:
@@ -115,11 +141,11 @@ def _start_key(env: Mapping[str, str]) -> str:
     if "SLURM_STEP_ID" in env and not has_torch_launcher(env):
         names = ("SLURM_JOB_ID", "SLURM_STEP_ID", "SLURM_RESTART_COUNT")
         return "-".join(["slurm", *(env.get(name, "0") for name in names)])
-    # The launcher, or the session of the shell. Processes that are started by hand may each have a parent
-    # (timeout, numactl). Process ids are reused, so the start time is a part of the name.
-    starter = os.getppid() if has_torch_launcher(env) else os.getsid(0)
+    # The launcher, or the session of the shell: each process may have a parent of its own (timeout, numactl).
+    # Process ids are reused, so the start time is a part of the name.
+    starter, start = find_launcher(env) or (os.getsid(0), start_of(os.getsid(0)) or "0")
     port, restart = env.get("MASTER_PORT", "0"), env.get("TORCHELASTIC_RESTART_COUNT", "0")
-    return f"{starter}-{start_of(starter) or '0'}-{port}-{restart}"
+    return f"{starter}-{start}-{port}-{restart}"
 
 
 def _pid_namespace() -> str:

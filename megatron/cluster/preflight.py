@@ -36,7 +36,7 @@ from megatron.kernels.selection import reason_against_kernels, use_pytorch
 from megatron.model.attention_canary import AttentionCase, attention_case, attention_problem, sdpa_backend
 from megatron.mpu.world import broadcast_from_rank_0, gather_from_all_ranks
 from megatron.object_urls import is_mirrored
-from megatron.text_table import format_table
+from megatron.text_table import counted, format_table
 
 # A network file system may show a new file to other nodes late.
 _MAX_WAIT_FOR_FILE_S = 10.0
@@ -170,7 +170,7 @@ def describe(facts: Sequence[RankInfo]) -> str:
     slowest = min(facts, key=lambda fact: fact.all_reduce_bytes_per_s)
     free = [fact.free_share for fact in facts if fact.free_share is not None]
     return (
-        f"preflight: {len(nodes)} node(s), {len(facts)} processes, {versions}"
+        f"preflight: {len(nodes)} node(s), {counted(len(facts), 'process')}, {versions}"
         + (f", {min(free):.0%} of device memory free" if free else "")
         + f"; all-reduce {slowest.all_reduce_bytes_per_s / 1e9:.2f} GB/s per node, least on {slowest.node}"
     )

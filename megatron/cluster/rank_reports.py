@@ -5,7 +5,7 @@ status. `megatron.cluster.diagnosis` reads the files and names the first cause o
 rank that was killed has no exit status.
 
 The environment variable RANK_REPORTS names the folder, and whoever sets it (examples/slurm/common.sh) runs
-the diagnosis. Without the variable, the ranks of a node share a temporary folder, and one of them starts the
+the diagnosis. Without the variable, the ranks of a node share a temporary folder, and one of them prints the
 diagnosis, see `megatron.cluster.node_diagnosis`. Needs no torch.
 """
 
@@ -64,7 +64,7 @@ class RankReport:
         self.stop_waiting = threading.Event()
         """Set on SIGTERM after `end`: the rank must not wait for other ranks any longer."""
         self.diagnosis_lock = threading.Lock()
-        """Held while the diagnosis is started or printed: the process must not exit before."""
+        """Held while the diagnosis is printed: the process must not exit before."""
         self._lock = threading.Lock()
         self._facts: dict[str, Any] = {}
         self._file: int | None = None
@@ -116,10 +116,9 @@ class RankReport:
         return "end" in self._facts
 
     @property
-    def ended_well(self) -> bool:
-        """Whether the rank finished, or stopped on request without being sent a signal."""
-        end = self._facts.get("end")
-        return end is ExitStatus.FINISHED or (end is ExitStatus.REQUEUE and "signal" not in self._facts)
+    def facts(self) -> Mapping[str, Any]:
+        """The content of the report."""
+        return self._facts
 
     def note(self, **facts: Any) -> None:
         """Adds facts (`stage`, `signal`, ...) and writes the file."""
@@ -208,6 +207,12 @@ def remove_dead_folders(own: Path) -> None:
             )
             if time.time() - changed > _DEAD_AFTER_S and not is_used:
                 shutil.rmtree(folder, ignore_errors=True)
+
+
+def ended_well(report: Mapping[str, Any]) -> bool:
+    """Returns whether a rank finished, or stopped on request without being sent a signal."""
+    end = report.get("end")
+    return end == ExitStatus.FINISHED or (end == ExitStatus.REQUEUE and "signal" not in report)
 
 
 def _encoded(facts: dict[str, Any]) -> bytes:

@@ -42,6 +42,12 @@ class ExitReason:
         return ExitStatus.FINISHED if self.status is ExitStatus.REQUEUE and not is_resumable else self.status
 
 
+def is_due(interval: int | None, previous: int, iteration: int) -> bool:
+    """Returns whether an event with this interval is due at `iteration`: whether a multiple lies after
+    `previous`. So an event inside a skipped range is due at the end of the range. None: never."""
+    return interval is not None and iteration // interval > previous // interval
+
+
 @dataclass(frozen=True)
 class ExitConditions:
     """The conditions for an early exit: --exit-interval, --exit-duration-in-mins, --kill-switch-path, and
@@ -73,9 +79,14 @@ class ExitConditions:
         return self._exit_reason(all_reduce_max(self.code_of_this_rank(), device), iteration)
 
     def reason(
-        self, iteration: int, device: torch.device | str = "cpu", largest_code: int | None = None
+        self,
+        iteration: int,
+        device: torch.device | str = "cpu",
+        largest_code: int | None = None,
+        previous: int | None = None,
     ) -> ExitReason | None:
-        """Returns the reason to stop after step `iteration`, or None.
+        """Returns the reason to stop after `iteration`, or None. previous: the iteration before a skipped
+        range; by default, the one before `iteration`.
 
         Every rank calls it after every step and gets an equal result, although a signal may have reached only
         one rank, and only rank 0 reads the clock and files. largest_code: the largest `code_of_this_rank` of
@@ -84,8 +95,8 @@ class ExitConditions:
         """
         if largest_code is None:
             largest_code = all_reduce_max(self.code_of_this_rank(), device)
-        interval = self.training.exit_interval
-        at_interval = interval is not None and iteration % interval == 0
+        previous = iteration - 1 if previous is None else previous
+        at_interval = is_due(self.training.exit_interval, previous, iteration)
         return self._exit_reason(max(largest_code, _INTERVAL if at_interval else _NONE), iteration)
 
     def code_of_this_rank(self) -> int:

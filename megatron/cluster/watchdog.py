@@ -24,12 +24,14 @@ from statistics import median
 from types import FrameType
 from typing import NoReturn
 
+from megatron.child_processes import start_of
 from megatron.cluster.diagnosis import hang_position, waiting
 from megatron.cluster.exit_status import FAILURE_EXIT_CODE, HANG_EXIT_CODE, ExitStatus
 from megatron.cluster.node_diagnosis import end_rank, finish_rank_reports
-from megatron.cluster.node_processes import io_bytes, is_running, process_state
+from megatron.cluster.node_processes import find_launcher, io_bytes, is_running, process_state
 from megatron.cluster.rank_reports import RankReport
 from megatron.config.sections.training import EXIT_SIGNALS
+from megatron.errors import print_error
 
 
 class Phase(str, Enum):
@@ -143,10 +145,12 @@ _ENDING_SIGNALS = frozenset(signal.Signals[name] for name in EXIT_SIGNALS)
 
 class Watchdog:
     """Ends the process if it makes no progress (see `HangDetector`), on a signal that the main thread does
-    not handle, on a second SIGINT, and if another rank of the node failed. Create it in the main thread."""
+    not handle, on a second SIGINT, if torch's launcher was killed, and if another rank of the node failed.
+    Create it in the main thread."""
 
     def __init__(self, report: RankReport) -> None:
         self.report = report
+        self._launcher = find_launcher(os.environ)
         self._hangs = HangDetector(0.0)
         self._signals: list[int] = []
         self._handled: frozenset[int] = frozenset()
@@ -213,6 +217,7 @@ class Watchdog:
             if self.report.has_ended:
                 continue  # the main thread ends the process
             self._check_signals(now)
+            self._check_launcher()
             self._check_other_ranks(now)
             if self._hangs.tick(now, io_bytes()):
                 self._exit_on_hang()
@@ -237,6 +242,16 @@ class Watchdog:
         number = self._signals[-1]
         if number != signal.SIGINT or now - self._signalled_at > _INTERRUPT_S:
             self._exit(ExitStatus.SIGNALLED, 128 + number, f"ended by {signal.Signals(number).name}")
+
+    def _check_launcher(self) -> None:
+        """Ends the process if torch's launcher was killed: nobody would end this process any more, and it
+        would keep its --save folder. After a signal, which may have ended the launcher, the process saves."""
+        if self._launcher is None or self._signals:
+            return
+        pid, start = self._launcher
+        if not is_running(pid) or start_of(pid) not in (start, None):  # None: /proc cannot be read now
+            text = f"torch's launcher (process {pid}) was killed: start its command again to resume"
+            self._exit(ExitStatus.FAILED, FAILURE_EXIT_CODE, text)
 
     def _check_other_ranks(self, now: float) -> None:
         """Ends the process some seconds after a rank of this node failed or was killed. Does nothing with
@@ -263,7 +278,7 @@ class Watchdog:
         reported = self.report.end(ExitStatus.HANG, problem, place=place, stopped=stopped)
         if not reported:
             text = f"error: {self.report.rank_and_node}: {problem} (--hang-timeout), at {place}"
-            print(text, file=sys.stderr, flush=True)
+            print_error(text)
         facts = self._ask_device()
         if reported:
             self.report.note(**facts)

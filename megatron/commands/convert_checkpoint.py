@@ -11,6 +11,7 @@ format holds. A run needs no conversion: --load opens these formats on any layou
 from __future__ import annotations
 
 import argparse
+import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -27,6 +28,7 @@ from megatron.checkpoint.formats.registry import (
     open_reader,
     writer_class,
 )
+from megatron.config.mistakes import Mistakes
 from megatron.config.tool_parser import (
     ToolParser,
     add_universal_flag,
@@ -130,10 +132,14 @@ def convert(arguments: argparse.Namespace) -> None:
 
 
 def run(argv: Sequence[str] | None) -> None:
-    arguments = build_parser().parse_args(argv)
+    mistakes = Mistakes()
+    arguments = build_parser().collect(sys.argv[1:] if argv is None else argv, mistakes)
+    with mistakes.collect():
+        check_at_least_1(arguments, "workers")
+    with mistakes.collect():
+        check_folder("--from", arguments.source or "")
+    mistakes.raise_all()
     source = Path(arguments.source)
-    check_at_least_1(arguments, "workers")
-    check_folder("--from", arguments.source)
     is_model = format_of(source) in (HUGGING_FACE, TORCHTITAN)
     if is_model and arguments.format != UNIVERSAL:
         raise UserError(

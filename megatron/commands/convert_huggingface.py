@@ -16,7 +16,7 @@ import argparse
 import os
 import shlex
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -33,6 +33,7 @@ from megatron.tokenizer.flags import add_tokenizer_flags, tokenizer_flags, token
 
 if TYPE_CHECKING:
     from megatron.checkpoint.record import Checkpoint
+    from megatron.tokenizer import TokenizerFlags
 
 # The largest share of rows of the word embeddings without a token. Above it, the tokenizer belongs to another
 # model.
@@ -123,13 +124,10 @@ def check_direction(arguments: argparse.Namespace) -> None:
             raise UserError(f"{flag} acts only on {other}, and {folder} is {kind}: remove the flag")
 
 
-def tokenizer_writer(arguments: argparse.Namespace, checkpoint: Checkpoint) -> Callable[[Path], None] | None:
-    """Returns a function that writes the tokenizer into a folder; None with --no-tokenizer, or if the run had
-    no tokenizer."""
-    from megatron.checkpoint.huggingface.exporter import max_length_of
+def exported_tokenizer(arguments: argparse.Namespace, checkpoint: Checkpoint) -> TokenizerFlags | None:
+    """Returns the flags of the tokenizer to write; None with --no-tokenizer, or if the run had none."""
     from megatron.checkpoint.reading import find_tokenizer
     from megatron.config.sections.data import fitting_tokenizer_types
-    from megatron.tokenizer.hugging_face import save_as_hugging_face
 
     flags = tokenizer_flags(arguments, checkpoint.config.data)
     if arguments.no_tokenizer:
@@ -138,9 +136,8 @@ def tokenizer_writer(arguments: argparse.Namespace, checkpoint: Checkpoint) -> C
         return None
     if not fitting_tokenizer_types(flags):
         return None
-    kind = find_tokenizer(flags, checkpoint).name
-    max_length = max_length_of(checkpoint.config.model)
-    return lambda folder: save_as_hugging_face(kind, flags, folder, max_length)
+    find_tokenizer(flags, checkpoint)  # compares it with the checkpoint's
+    return flags
 
 
 def to_hugging_face(arguments: argparse.Namespace) -> list[str]:
@@ -153,12 +150,12 @@ def to_hugging_face(arguments: argparse.Namespace) -> list[str]:
     _, family = family_of(checkpoint.config.model)
     notes = [f"not the newest checkpoint: {checkpoint.skip_reason}"] if checkpoint.skip_reason else []
     notes += format_differences(checkpoint.config)
-    writer = tokenizer_writer(arguments, checkpoint)
-    if writer is None and not arguments.no_tokenizer:
+    tokenizer = exported_tokenizer(arguments, checkpoint)
+    if tokenizer is None and not arguments.no_tokenizer:
         notes.append("no tokenizer is written, since the run had none: set the tokenizer flags to write one")
     verify = not arguments.no_verify_digests
     output = Path(arguments.output)
-    compared = write_hugging_face(checkpoint, output, arguments.dtype, writer, verify=verify)
+    compared = write_hugging_face(checkpoint, output, arguments.dtype, tokenizer, verify=verify)
     precision = arguments.dtype or checkpoint.config.precision.name
     print(
         f"wrote {output}: {family.architecture} in {precision}, iteration {checkpoint.state.iteration} of "
@@ -184,9 +181,11 @@ def to_universal(arguments: argparse.Namespace) -> list[str]:
     """Writes the universal checkpoint; returns notes for the user."""
     from megatron.checkpoint.conversion.external import describe_run
     from megatron.checkpoint.formats.universal_writer import UniversalWriter
+    from megatron.checkpoint.huggingface.exporter import token_ids
     from megatron.checkpoint.huggingface.file_digests import check_digests
     from megatron.checkpoint.huggingface.importer import own_tokenizer, start_flags
     from megatron.checkpoint.huggingface.reader import HuggingFaceReader
+    from megatron.checkpoint.record import TOKEN_IDS_KEY
     from megatron.tokenizer.vocabulary import find_vocabulary
 
     source, output = Path(arguments.from_hugging_face), Path(arguments.output)
@@ -210,6 +209,8 @@ def to_universal(arguments: argparse.Namespace) -> list[str]:
             "the flags of the tokenizer that the model was trained with"
         )
     describe_run(reader, config, vocabulary)
+    if not tokenizer_settings(arguments):  # the ids are of the folder's own tokenizer
+        reader.checkpoint.run[TOKEN_IDS_KEY] = token_ids(source)
     # One thread: a weight is in memory as a whole. Its files were compared with their digests above.
     for _ in UniversalWriter.write_checkpoint(reader, output, workers=1, verify=False):
         pass

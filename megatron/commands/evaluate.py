@@ -7,7 +7,7 @@
 The checkpoint may be a native one of any layout, or a universal one. Its configuration sets the model, the
 sequence length, the split, the seed and the precision. Each data set is evaluated on its own and read once,
 in samples of the sequence length; the last tokens, fewer than a sample, are not read. The loss is the mean
-over the samples, computed as in training: on equal samples it equals the validation loss of the run.
+over the unmasked tokens, as in training: on equal samples it equals the validation loss of the run.
 
 --tasks runs tasks of EleutherAI's lm-evaluation-harness (pip install lm_eval) with the checkpoint's
 tokenizer; --tasks-path adds a folder of tasks. The task `toy` needs no download.
@@ -236,20 +236,23 @@ def micro_batches(
 def mean_loss(
     model: LanguageModel, dataset: GPTDataset, num_samples: int, size: int, checkpoint: Checkpoint
 ) -> float:
-    """Returns the mean over the samples of each sample's mean loss over its tokens. Computes `size` samples
-    at a time and shows progress on stderr."""
-    from megatron.model.scoring import masked_mean
-
-    total, done = 0.0, 0
+    """Returns the mean loss over the unmasked tokens. Computes `size` samples at a time and shows progress on
+    stderr. Raises UserError if all tokens are masked."""
+    total, tokens = 0.0, 0.0
     interval_s = 0.1 if sys.stderr.isatty() else 60.0
     with tqdm(total=num_samples, unit="sample", mininterval=interval_s) as bar:
         for batch in micro_batches(dataset, num_samples, size, checkpoint):
             losses = -model.score(batch.tokens, batch.labels).log_probs
-            total += masked_mean(losses, batch.loss_mask.to(losses.device)).item() * len(batch.samples)
-            done += len(batch.samples)
-            bar.set_postfix_str(f"loss {total / done:.4f}", refresh=False)
+            total += (losses * batch.loss_mask.to(losses.device)).sum().item()
+            tokens += batch.loss_mask.sum().item()
+            bar.set_postfix_str(f"loss {total / max(tokens, 1):.4f}", refresh=False)
             bar.update(len(batch.samples))
-    return total / num_samples
+    if not tokens:
+        raise UserError(
+            f"all tokens of the {num_samples:,} samples of {dataset.name} data are masked (--eod-mask-loss): "
+            "there is nothing to evaluate"
+        )
+    return total / tokens
 
 
 class Evaluation:
@@ -270,7 +273,8 @@ class Evaluation:
         except ImportError as error:
             raise no_harness("--tasks", str(error)) from error
         arguments = self.arguments
-        tokenizer = find_tokenizer(self.checkpoint.config.data, self.checkpoint)
+        # As the harness's own models do.
+        tokenizer = find_tokenizer(self.checkpoint.config.data, self.checkpoint, parse_special=True)
         length = arguments.seq_length or self.checkpoint.config.model.seq_length
         return Tasks(arguments.tasks, arguments.tasks_path, arguments.limit, tokenizer, length)
 

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING
 from megatron.config import LoggingConfig
 from megatron.config.tool_parser import ToolParser, add_verify_digests_flag, check_at_least_1, check_folder
 from megatron.errors import UserError, exit_on_user_error
-from megatron.tokenizer.flags import add_tokenizer_flags
+from megatron.tokenizer.flags import add_parse_special_flag, add_tokenizer_flags, check_parse_special
 
 if TYPE_CHECKING:
     from megatron.checkpoint.record import Checkpoint
@@ -68,7 +68,8 @@ def build_parser() -> ToolParser:
     group.add_argument("--greedy", action="store_true", help="always use the most likely token")
     group.add_argument("--seed", type=int, default=0, help="random seed of each prompt (default: 0)")
     add_verify_digests_flag(parser)
-    add_tokenizer_flags(parser, "tokenizer (default: the tokenizer of the checkpoint)")
+    tokenizer = add_tokenizer_flags(parser, "tokenizer (default: the tokenizer of the checkpoint)")
+    add_parse_special_flag(tokenizer, "prompts")
     return parser
 
 
@@ -145,7 +146,8 @@ def main(argv: Sequence[str] | None = None) -> None:
 
     sampling = read_sampling(arguments)
     checkpoint = read_checkpoint(arguments.load)
-    tokenizer = find_tokenizer(arguments, checkpoint)
+    tokenizer = find_tokenizer(arguments, checkpoint, arguments.parse_special_tokens)
+    check_parse_special(tokenizer, arguments.parse_special_tokens)
     model = load_model(checkpoint, verify=not arguments.no_verify_digests, fp32_on_cpu=True)
     print(f"{checkpoint.folder}, trained for {checkpoint.state.iteration} iterations", file=sys.stderr)
     start, new = time.monotonic(), 0

@@ -27,7 +27,14 @@ from megatron.data.indexed_dataset import (
     write_errors,
 )
 from megatron.errors import UserError, exit_on_user_error
-from megatron.tokenizer.vocabulary_record import common_digest, copy_record, record_path, remove_record
+from megatron.tokenizer.vocabulary_record import (
+    PARSE_SPECIAL_KEY,
+    common_digest,
+    copy_record,
+    read_record,
+    record_path,
+    remove_record,
+)
 
 
 def build_parser() -> ToolParser:
@@ -71,14 +78,17 @@ def merge(inputs: Sequence[str], output: str) -> list[str]:
     """Writes the merged data set; returns notes for the user. After an error, no file has been written."""
     datasets = [IndexedDataset(prefix, "--input") for prefix in inputs]
     common_digest([("--input", prefix) for prefix in inputs])
-    unrecorded = [prefix for prefix in inputs if not os.path.exists(record_path(prefix))]
+    records = {prefix: read_record(prefix) for prefix in inputs}
+    unrecorded = [prefix for prefix, record in records.items() if record is None]
+    parsed = {record.get(PARSE_SPECIAL_KEY) for record in records.values() if record is not None}
+    choice = {PARSE_SPECIAL_KEY: True in parsed} if parsed in ({True}, {False}) else {}
 
     def write_record(digests: dict[str, str]) -> None:
         with write_errors(record_path(output)):
             if unrecorded:
                 remove_record(output)
             else:
-                copy_record(inputs[0], output, digests)
+                copy_record(inputs[0], output, {**choice, **digests})
 
     num_bytes = sum(os.path.getsize(data_path(prefix)) for prefix in inputs)
     with (
@@ -88,7 +98,13 @@ def merge(inputs: Sequence[str], output: str) -> list[str]:
         for dataset in datasets:
             builder.add_dataset(dataset, bar.update)
         builder.finalize(write_record)
-    return [f"no vocabulary record is written, since {unrecorded[0]} has none"] if unrecorded else []
+    notes = [f"no vocabulary record is written, since {unrecorded[0]} has none"] if unrecorded else []
+    if len(parsed) > 1:
+        notes.append(
+            "special tokens in texts became ids in some of the data sets (--parse-special-tokens, or made by "
+            "an older version), and ordinary text in others"
+        )
+    return notes
 
 
 @exit_on_interrupt()

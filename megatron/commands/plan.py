@@ -61,6 +61,11 @@ def build_parser() -> RunFlagsParser:
 @exit_on_user_error()
 def main() -> None:
     arguments = build_parser().parse_args()
+    with arguments.mistakes.collect():
+        words = run_flags(arguments.training, arguments.script, arguments.gpus)
+        words, notes = with_defaults(words, chooses_layout=bool(arguments.search or arguments.recipe))
+        command_line = read_command_line(words, {}, mistakes=arguments.mistakes)
+    arguments.mistakes.raise_all()
     # Imported after the flags are checked: the import of DeepSpeed takes seconds, in the server process, too.
     from megatron.planner.simulation.processes import start_server
 
@@ -70,11 +75,6 @@ def main() -> None:
     configure_logging(LoggingConfig())
     from megatron.planner import plan_tool
 
-    words = run_flags(arguments.training, arguments.script, arguments.gpus)
-    notes: list[str] = []
-    if arguments.search or arguments.recipe:
-        words, notes = with_defaults(words)
-    command_line = read_command_line(words, {})
     config: Config = command_line.config
     for note in [*notes, *command_line.notes]:
         print(printable(f"note: {note}"))

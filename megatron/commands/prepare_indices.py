@@ -20,16 +20,16 @@ import time
 from collections.abc import Sequence
 
 from megatron.checkpoint.saved_config import read_saved_config
+from megatron.checkpoint.selection import planned_length
 from megatron.config import ConfigError, read_command_line
-from megatron.config.batch import RunLength
-from megatron.config.data import token_file_prefixes
+from megatron.config.data import check_index_memory, host_memory_bytes, token_file_prefixes
 from megatron.config.tool_parser import check_at_least_1, exit_on_interrupt
 from megatron.data.gpt_dataset import prepare_index_files
 from megatron.data.splits import verify_token_files
 from megatron.data.text_files import parse_shard
 from megatron.engine.deepspeed_config import read_deepspeed_config
 from megatron.errors import UserError, exit_on_user_error, printable
-from megatron.planner.command import RunFlagsParser, run_flags
+from megatron.planner.command import RunFlagsParser, check_batch_size, run_flags
 
 
 def build_parser() -> RunFlagsParser:
@@ -60,15 +60,26 @@ def build_parser() -> RunFlagsParser:
 @exit_on_user_error()
 def main(argv: Sequence[str] | None = None) -> None:
     arguments = build_parser().parse_args(argv)
-    check_at_least_1(arguments, "threads")
-    shard = parse_shard(arguments.shard, os.environ)
+    with arguments.mistakes.collect():
+        check_at_least_1(arguments, "threads")
+    with arguments.mistakes.collect():
+        shard = parse_shard(arguments.shard, os.environ)
     words = run_flags(arguments.training, arguments.script, None)
-    config = read_deepspeed_config(read_command_line(words, {}, read_saved_config).config).config
+    with arguments.mistakes.collect():
+        check_batch_size(words, "parallel.world_size")
+    readers = read_saved_config, read_deepspeed_config
+    config = read_command_line(words, {}, *readers, arguments.mistakes).config
+    if config.data.mock_data:
+        raise ConfigError("--mock-data: mock data have no indices, so there is nothing to prepare")
     if not token_file_prefixes(config.data):
         raise ConfigError("--data-path is missing: set it as in the run")
     start = time.monotonic()
     stamp = verify_token_files(config.data, shard)
-    samples = RunLength.from_config(config).samples_per_split(config)
+    length, _, origin = planned_length(config)
+    if config.checkpoint.load is not None:
+        print(printable(f"--load      {origin}"))
+    check_index_memory(config, length, host_memory_bytes())
+    samples = length.samples_per_split(config)
     where = (config.data, config.model.seq_length, config.training.seed, samples)
     found, built = prepare_index_files(*where, stamp, arguments.threads, reads_back=True)
     if not stamp.write():

@@ -25,13 +25,15 @@ from functools import partial
 
 from tqdm import tqdm
 
+from megatron.config.mistakes import Mistakes
 from megatron.config.tool_parser import ToolParser, check_at_least_1, check_output_prefix, exit_on_interrupt
 from megatron.data.preprocessing import Progress, preprocess
 from megatron.data.text_files import files_of_shard, find_files, parse_shard, size_of
 from megatron.errors import UserError, exit_on_user_error
 from megatron.object_urls import is_url
-from megatron.tokenizer.fast import BACKENDS
-from megatron.tokenizer.flags import add_tokenizer_flags
+from megatron.text_table import first_few
+from megatron.tokenizer.backends import BACKENDS
+from megatron.tokenizer.flags import add_parse_special_flag, add_tokenizer_flags
 
 SKIPPED_LINES_SHOWN = 5
 
@@ -66,6 +68,7 @@ def build_parser() -> ToolParser:
     group.add_argument(
         "--append-eod", action="store_true", help="end each document with the end-of-document token"
     )
+    add_parse_special_flag(group, "texts")
     group.add_argument(
         "--tokenizer-backend",
         choices=BACKENDS,
@@ -95,29 +98,37 @@ def build_parser() -> ToolParser:
     return parser
 
 
-def check_arguments(arguments: argparse.Namespace) -> None:
-    check_at_least_1(arguments, "workers", "log_interval")
-    prefix = arguments.output_prefix
+def check_arguments(arguments: argparse.Namespace, mistakes: Mistakes) -> None:
+    """Finds the input files and makes the output folder. Raises ConfigError with all mistakes."""
+    prefix, words, shard = arguments.output_prefix or "", arguments.input or (), None
+    with mistakes.collect():
+        check_at_least_1(arguments, "workers", "log_interval")
     if is_url(prefix):
-        raise UserError(
+        mistakes.add(
             f"--output-prefix {prefix}: expected a path, training maps token files into memory: copy them "
             "to the store afterwards"
         )
-    arguments.input = find_files(arguments.input)
-    if arguments.shard is not None:
-        shard, shards = parse_shard(arguments.shard, os.environ)
-        if not prefix.endswith("/"):
-            raise UserError(
+    elif not prefix.endswith("/"):
+        with mistakes.collect():
+            check_output_prefix(prefix)
+        if arguments.shard is not None:
+            mistakes.add(
                 f"--shard {arguments.shard}: the shards would all write {prefix}_*: give a folder, "
                 f"--output-prefix {prefix}/"
             )
-        arguments.input = files_of_shard(arguments.input, shard, shards)
+    with mistakes.collect():
+        arguments.input = find_files(words)
+    if arguments.shard is not None:
+        with mistakes.collect():
+            shard = parse_shard(arguments.shard, os.environ)
+    mistakes.raise_all()
+    if shard is not None:
+        arguments.input = files_of_shard(arguments.input, *shard)
     if prefix.endswith("/"):
         try:
             os.makedirs(prefix, exist_ok=True)
         except OSError as error:
             raise UserError(f"--output-prefix {prefix}: cannot make the folder ({error.strerror})") from error
-    check_output_prefix(prefix)
 
 
 @contextmanager
@@ -162,8 +173,9 @@ def speed(progress: Progress, start: float) -> str:
 @exit_on_interrupt()
 @exit_on_user_error()
 def main(argv: Sequence[str] | None = None) -> None:
-    arguments = build_parser().parse_args(argv)
-    check_arguments(arguments)
+    mistakes = Mistakes()
+    arguments = build_parser().collect(sys.argv[1:] if argv is None else argv, mistakes)
+    check_arguments(arguments, mistakes)
     start = time.monotonic()
     with progress_report(arguments.input, arguments.log_interval) as report:
         progress = preprocess(
@@ -175,6 +187,7 @@ def main(argv: Sequence[str] | None = None) -> None:
             workers=arguments.workers,
             skip_bad_lines=arguments.skip_bad_lines,
             backend=arguments.tokenizer_backend,
+            parse_special=arguments.parse_special_tokens,
             report=report,
             note=partial(tqdm.write, file=sys.stdout),
         )
@@ -187,6 +200,16 @@ def main(argv: Sequence[str] | None = None) -> None:
     for key, dropped in progress.empty_documents.items():
         if dropped:
             print(f"dropped {dropped:,} documents without tokens under the key '{key}'", file=sys.stderr)
+    kind = "are ordinary text (--parse-special-tokens: their ids)"
+    if arguments.parse_special_tokens:
+        kind = "became their ids (--parse-special-tokens)"
+    for counts, result in (
+        (progress.special_tokens, kind),
+        (progress.indivisible_tokens, "became their ids where the tokenizer's model has them as words"),
+    ):
+        if counts:
+            named = first_few(f"{count:,} of {token}" for token, count in counts.most_common())
+            print(f"{counts.total():,} special tokens in the texts {result}: {named}", file=sys.stderr)
     print(f"took {time.monotonic() - start:.1f} s, {speed(progress, start)}")
 
 

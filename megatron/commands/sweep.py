@@ -24,12 +24,13 @@ from pathlib import Path
 from typing import Any
 
 from megatron.cluster.exit_status import INTERRUPTED_EXIT_CODE
+from megatron.config.mistakes import Mistakes
 from megatron.config.tool_parser import ToolParser
 from megatron.errors import UserError, exit_on_user_error, printable
 from megatron.files import read_json, write_atomically, write_json
 from megatron.planner.page import write_page
 from megatron.planner.plots import draw_summary
-from megatron.planner.sweep.axes import check_base, make_rows, split_command
+from megatron.planner.sweep.axes import make_rows, split_command
 from megatron.planner.sweep.file_checks import MAX_REPEAT
 from megatron.planner.sweep.folder import Record, SweepFolder, machine_facts, now_text
 from megatron.planner.sweep.summary import summarize
@@ -41,14 +42,29 @@ class _SweepParser(ToolParser):
 
     def parse_args(self, args: Sequence[str] | None = None, namespace: Any = None) -> argparse.Namespace:  # type: ignore[override]
         words, axes, base = split_command(sys.argv[1:] if args is None else args)
-        options = self.parse_intermixed_args(words, namespace)
+        mistakes = Mistakes()
+        options = self.collect(words, mistakes)
         options.axes, options.base = axes, base
         if options.action == "report" and (axes or base):
-            raise UserError(
+            mistakes.add(
                 "report takes only a folder: it shows the runs that were made; remove --vary and the "
                 "command after --"
             )
+        elif options.action != "report":
+            with mistakes.collect():
+                make_rows(axes, base)
+        mistakes.raise_all()
         return options
+
+    def parse_known(self, words: list[str]) -> tuple[argparse.Namespace, list[str]]:
+        return self.parse_known_intermixed_args(words)
+
+    def check_values(self, parsed: argparse.Namespace, mistakes: Mistakes) -> None:
+        if parsed.steps < 1 or not 1 <= parsed.repeat <= MAX_REPEAT:
+            mistakes.add(
+                f"--steps {parsed.steps} --repeat {parsed.repeat}: expected at least 1, and at most "
+                f"{MAX_REPEAT:,} repeats"
+            )
 
 
 def build_parser() -> ToolParser:
@@ -100,15 +116,13 @@ def plan_sweep(options: argparse.Namespace) -> Record:
     from megatron.cluster.processes import configure_logging
     from megatron.config import LoggingConfig
 
-    rows = make_rows(options.axes, options.base)
     base, processes = options.base, None
     if options.sbatch:
         from megatron.planner.sweep.slurm import read_base_command
 
         script = read_base_command(options.sbatch, options.base, options.folder)
         base, processes, options.nodes = script.flags, script.processes, script.nodes
-        check_base(base)
-        rows = make_rows(options.axes, base)
+    rows = make_rows(options.axes, base)
     configure_logging(LoggingConfig())
     from megatron.planner.sweep.resolve import resolve_rows
 
@@ -141,11 +155,6 @@ def write_report(folder: SweepFolder) -> str:
 def run(argv: Sequence[str] | None) -> None:
     options = build_parser().parse_args(argv)
     options.argv = argv
-    if options.steps < 1 or not 1 <= options.repeat <= MAX_REPEAT:
-        raise UserError(
-            f"--steps {options.steps} --repeat {options.repeat}: expected at least 1, and at most "
-            f"{MAX_REPEAT:,} repeats"
-        )
     folder = SweepFolder(options.folder)
     try:
         if options.action == "plan":

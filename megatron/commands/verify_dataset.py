@@ -31,19 +31,21 @@ from typing import Any
 import numpy as np
 from tqdm import tqdm
 
-from megatron.config import Config, ConfigError, read_command_line
-from megatron.config.batch import RunLength
-from megatron.config.cli import make_parser
+from megatron.checkpoint.lineage.start import check_load_folder
+from megatron.checkpoint.selection import planned_length
+from megatron.config import Config, read_command_line
 from megatron.config.config import SECTIONS
 from megatron.config.data import SPLIT_NAMES
-from megatron.config.peer_flags import rewrite
+from megatron.config.flag_parser import make_parser
+from megatron.config.mistakes import Mistakes
+from megatron.config.peer_rewriting import rewrite
 from megatron.config.tool_parser import ToolParser
 from megatron.data.gpt_dataset import find_sample, requested_groups
 from megatron.data.indexed_dataset import IndexedDataset, data_path
 from megatron.data.statistics import dataset_statistics
 from megatron.engine.deepspeed_config import with_curriculum
 from megatron.errors import USER_ERROR_EXIT_CODE, UserError, exit_on_user_error, printable
-from megatron.planner.command import without_settings
+from megatron.planner.command import check_batch_size, without_settings
 from megatron.planner.page import write_page
 from megatron.text_table import format_table
 from megatron.tokenizer import Tokenizer, build_tokenizer
@@ -59,7 +61,7 @@ _DEFAULT_FLAGS = (
 
 
 class VerifyParser(ToolParser):
-    """Parses the flags of this tool. With --sample, the flags of a run are collected in `.run`."""
+    """Parses the flags of this tool. With --sample, `.run` is the configuration of the run."""
 
     def parse_args(  # type: ignore[override]
         self, args: Sequence[str] | None = None, namespace: argparse.Namespace | None = None
@@ -68,20 +70,20 @@ class VerifyParser(ToolParser):
         if "--help" not in words and any(word.partition("=")[0] == "--sample" for word in words):
             own = ToolParser(None)
             _add_sample_flags(own)
-            sampled, run = own.parse_known_args(words)
-            make_parser().parse_args(run)
-            sampled.run = run
+            mistakes = Mistakes()
+            sampled, run = own.collect_known(words, mistakes)
+            make_parser().collect(run, mistakes)
+            sampled.run = sampled_run(run, mistakes)
             return sampled
-        parsed = super().parse_args(words, namespace)
+        return super().parse_args(words, namespace)
+
+    def check_values(self, parsed: argparse.Namespace, mistakes: Mistakes) -> None:
         if parsed.subset != "train":
-            raise ConfigError(f"--subset {parsed.subset} is for --sample: set --sample, or remove it")
+            mistakes.add(f"--subset {parsed.subset} is for --sample: set --sample, or remove it")
         if not parsed.prefixes:
-            raise ConfigError("no data set: give its prefix, or --sample with the flags of a run")
+            mistakes.add("no data set: give its prefix, or --sample with the flags of a run")
         if parsed.html is None and tokenizer_settings(parsed):
-            raise ConfigError(
-                "the flags of the tokenizer are for --html and --sample: set --html, or remove them"
-            )
-        return parsed
+            mistakes.add("the flags of the tokenizer are for --html and --sample: set --html, or remove them")
 
 
 def _add_sample_flags(parser: argparse.ArgumentParser) -> None:
@@ -185,31 +187,38 @@ def report(prefix: str) -> bool:
     return True
 
 
-def sampled_run(words: Sequence[str]) -> Config:
+def sampled_run(words: Sequence[str], mistakes: Mistakes) -> Config:
     """Returns the configuration of the run with these flags, with a small model on one process: neither model
-    nor layout changes the order of the samples."""
+    nor layout changes the order of the samples. mistakes: found before. Raises ConfigError with all
+    mistakes."""
+    words = rewrite(words)[0]
+    with mistakes.collect():
+        check_batch_size(words)
     dropped = {
         f"{section}.{field.name}"
         for section in ("model", "parallel")
         for field in dataclasses.fields(SECTIONS[section])
     } - {"model.seq_length", "parallel.zero_stage"}
-    kept = without_settings(rewrite(words)[0], dropped)
-    return with_curriculum(read_command_line([*_DEFAULT_FLAGS, *kept], {}).config)
+    kept = without_settings(words, dropped)
+    return with_curriculum(read_command_line([*_DEFAULT_FLAGS, *kept], {}, mistakes=mistakes).config)
 
 
-def sample_report(i: int, subset: str, words: Sequence[str]) -> Iterator[str]:
-    """Yields a text for sample i of the run with the flags `words`: for each weighted group if the subset has
-    several. Raises UserError for flags that no run accepts, and for a sample outside the run."""
-    config = sampled_run(words)
+def sample_report(i: int, subset: str, config: Config) -> Iterator[str]:
+    """Yields a text for sample i of the run: for each weighted group if the subset has several. Raises
+    UserError for a sample outside the run."""
     data, seq_length = config.data, config.model.seq_length
-    length = RunLength.from_config(config)
+    length, checkpoint, origin = planned_length(config)
+    if checkpoint is None:
+        check_load_folder(config)
+    if config.checkpoint.load is not None:
+        yield f"--load {origin}"
     # The training data of a run may begin at a later sample.
     number = i - data.data_first_sample if subset == "train" else i
     groups = requested_groups(data, seq_length, length.samples_per_split(config))[SPLIT_NAMES.index(subset)]
     if not groups:
         raise UserError(f"--sample {i} --subset {subset}: a run with these flags reads no {subset} data")
     has_tokenizer = data.tokenizer_type is not None
-    tokenizer = build_tokenizer(data) if has_tokenizer else None
+    tokenizer = build_tokenizer(data, config.model.vocab_size) if has_tokenizer else None
     for group, num_samples in groups:
         if not 0 <= number < num_samples:
             raise UserError(

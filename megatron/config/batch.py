@@ -7,18 +7,45 @@ layout therefore have the same batches.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from itertools import islice
+from typing import Literal
 
 from megatron.config.config import Config
 from megatron.config.curriculum import SOURCE, LengthCurriculum
+from megatron.config.mistakes import raise_first
 from megatron.config.sections.batch import BatchConfig
-from megatron.config.sections.model import ModelConfig
-from megatron.config.sections.parallel import ParallelConfig
 from megatron.config.sections.training import TrainingConfig
 from megatron.errors import ConfigError
 
 # Each batch size of a ramp-up is checked. Published runs have at most 127 increments.
 _MAX_INCREMENTS = 100_000
+
+Unit = Literal["iterations", "samples", "tokens"]
+
+
+@dataclass(frozen=True)
+class Progress:
+    """What a run has consumed since iteration 0."""
+
+    iteration: int = 0
+    consumed_samples: int = 0
+    consumed_tokens: int = 0
+    warmup_end: tuple[float, ...] = field(default=(), kw_only=True)
+    """(samples, tokens) at which a warm-up in samples ends, if the decay counts in tokens; otherwise ()."""
+
+    def count(self, unit: Unit) -> int:
+        """Returns this progress in one unit."""
+        counts = {
+            "iterations": self.iteration,
+            "samples": self.consumed_samples,
+            "tokens": self.consumed_tokens,
+        }
+        return counts[unit]
+
+
+BEGIN = Progress()
+"""The start of a run without a checkpoint."""
 
 
 @dataclass(frozen=True)
@@ -108,51 +135,58 @@ class BatchSchedule:
         return iterations if self.consumed_after(iterations, consumed_samples) <= samples else iterations - 1
 
     def total_iterations(
-        self, training: TrainingConfig, seq_length: int, curriculum: LengthCurriculum | None = None
+        self,
+        training: TrainingConfig,
+        seq_length: int,
+        curriculum: LengthCurriculum | None = None,
+        start: Progress = BEGIN,
     ) -> int:
-        """Returns the iterations of the whole run: --train-iters, or the full batches in --train-samples.
+        """Returns the last iteration of a run that continues from `start`: --train-iters, or the last one
+        whose full batch is in --train-samples.
 
         --train-tokens can end the run earlier, at the first step that reaches this number of tokens.
         """
         if training.train_iters is not None:
             iterations = training.train_iters
         elif training.train_samples is not None:
-            iterations = max(0, self.iterations_within(training.train_samples))
+            within = self.iterations_within(training.train_samples, start.consumed_samples)
+            iterations = start.iteration + max(0, within)
         else:
             raise ConfigError("the length of the run is missing: set --train-samples or --train-iters")
-        if training.train_tokens is not None:
-            iterations = min(
-                iterations, self.iterations_until_tokens(training.train_tokens, seq_length, curriculum)
+        if (target := training.train_tokens) is not None:
+            iteration, samples, tokens, length = self._after_growth(
+                seq_length, curriculum, start, lambda samples, tokens: tokens >= target
             )
+            left = max(0, -(-(target - tokens) // length))
+            iterations = min(iterations, iteration + self.iterations_until(samples + left, samples))
         return iterations
 
-    def iterations_until_tokens(
-        self, target_tokens: int, seq_length: int, curriculum: LengthCurriculum | None
-    ) -> int:
-        """Returns the minimum number of steps that consume at least `target_tokens`."""
-        iteration, samples, tokens, length = self._after_growth(
-            seq_length, curriculum, lambda samples, tokens: tokens >= target_tokens
-        )
-        left = max(0, -(-(target_tokens - tokens) // length))
-        return iteration + self.iterations_until(samples + left, samples)
-
     def tokens_of_samples(
-        self, target_samples: float, seq_length: int, curriculum: LengthCurriculum | None
+        self,
+        target_samples: float,
+        seq_length: int,
+        curriculum: LengthCurriculum | None,
+        start: Progress = BEGIN,
     ) -> float:
-        """Returns the tokens consumed after `target_samples` samples, interpolated within a step."""
+        """Returns the tokens consumed after `target_samples` samples by a run that continues from `start`,
+        interpolated within a step."""
         _, samples, tokens, length = self._after_growth(
-            seq_length, curriculum, lambda samples, tokens: samples >= target_samples
+            seq_length, curriculum, start, lambda samples, tokens: samples >= target_samples
         )
         return tokens + (target_samples - samples) * length
 
     def _after_growth(
-        self, seq_length: int, curriculum: LengthCurriculum | None, is_enough: Callable[[int, int], bool]
+        self,
+        seq_length: int,
+        curriculum: LengthCurriculum | None,
+        start: Progress,
+        is_enough: Callable[[int, int], bool],
     ) -> tuple[int, int, int, int]:
-        """Returns (steps, samples, tokens, last sequence length) at the end of the curriculum, or after the
-        first step for which is_enough(samples, tokens) holds if this step is earlier."""
+        """Returns (iteration, samples, tokens, last sequence length) at the end of the curriculum, or after
+        the first step from `start` on for which is_enough(samples, tokens) holds if this step is earlier."""
+        iteration, samples, tokens = start.iteration, start.consumed_samples, start.consumed_tokens
         if curriculum is None:
-            return 0, 0, 0, seq_length
-        iteration, samples, tokens = 0, 0, 0
+            return iteration, samples, tokens, seq_length
         while iteration < curriculum.steps and not is_enough(samples, tokens):
             iteration += 1
             size = self.global_batch_size_at(samples)
@@ -160,9 +194,10 @@ class BatchSchedule:
             tokens += size * curriculum.length_at(iteration)
         return iteration, samples, tokens, curriculum.length_at(max(iteration, 1))
 
-    def ramp_up_steps(self) -> list[tuple[int, int]]:
-        """Returns (batch size, number of steps) of each batch size below the full one, in order."""
-        return [(size, steps) for _, size, steps in self._plateaus(0) if steps is not None]
+    def ramp_up_steps(self, consumed_samples: int = 0) -> list[tuple[int, int]]:
+        """Returns (batch size, number of steps) of each batch size below the full one, in order, from
+        `consumed_samples` on."""
+        return [(size, steps) for _, size, steps in self._plateaus(consumed_samples) if steps is not None]
 
     def _plateaus(self, consumed_samples: int) -> Iterator[tuple[int, int, int | None]]:
         """Yields (consumed samples at its start, batch size, steps) of each range of equal batch sizes. The
@@ -180,23 +215,25 @@ class BatchSchedule:
 
 @dataclass(frozen=True)
 class RunLength:
-    """The length of a run in iterations and in training samples."""
+    """The end of a run: its last iteration, and the training samples consumed by then."""
 
     iterations: int
     train_samples: int
 
     @classmethod
-    def from_config(cls, config: Config) -> RunLength:
-        """Returns the iterations and samples of the whole run, counted from iteration 0."""
+    def from_config(cls, config: Config, start: Progress = BEGIN) -> RunLength:
+        """Returns the end of the run that continues from `start`: of the steps before it, only what they have
+        consumed counts, because their batch sizes and sequence lengths may have been different."""
         schedule = BatchSchedule.from_config(config.batch)
-        iterations = schedule.total_iterations(config.training, config.model.seq_length, config.curriculum)
-        return cls(iterations, schedule.consumed_after(iterations))
+        lengths = (config.model.seq_length, config.curriculum)
+        iterations = schedule.total_iterations(config.training, *lengths, start)
+        remaining = max(0, iterations - start.iteration)
+        return cls(iterations, schedule.consumed_after(remaining, start.consumed_samples))
 
     def samples_per_split(self, config: Config) -> tuple[int, int, int]:
         """Returns the samples of the train, valid and test splits for which the data order is planned."""
-        read, *others = self.samples_read(config)
-        planned = config.data.data_order_samples
-        return (max(read, planned) if read and planned else read, others[0], others[1])
+        read, valid, test = self.samples_read(config)
+        return (self.ordered_samples(config) if read else 0, valid, test)
 
     def samples_read(self, config: Config) -> tuple[int, int, int]:
         """Returns the samples of the train, valid and test splits that the run reads. Validation runs at
@@ -208,6 +245,11 @@ class RunLength:
             validations * training.eval_iters * batch,
             training.eval_iters * batch,
         )
+
+    def ordered_samples(self, config: Config) -> int:
+        """Returns the training samples for which the data order is planned, also by an evaluation, which
+        reads none of them. See `data_samples`."""
+        return max(self.data_samples(config), config.data.data_order_samples or 0)
 
     def data_samples(self, config: Config) -> int:
         """Returns the training samples that the run reads from its own data. Raises ConfigError if this data
@@ -221,37 +263,34 @@ class RunLength:
         return self.train_samples - first
 
 
-def check_batches(config: Config) -> None:
-    """Raises ConfigError for batch sizes that the layout does not support.
+def batch_mistakes(config: Config) -> Iterator[str]:
+    """Yields a sentence for batch sizes that the layout does not support.
 
     A run with --load may resume after the smaller batches of a ramp-up: `check_remaining_batches` checks them
     when the checkpoint is known.
     """
     resumes = config.checkpoint.load is not None
     schedule = BatchSchedule.from_config(config.batch)
-    check_remaining_batches(
-        config, schedule.consumed_at_size(config.batch.global_batch_size) if resumes else 0
-    )
+    first = schedule.consumed_at_size(config.batch.global_batch_size) if resumes else 0
+    yield from islice(_remaining_batch_mistakes(config, first), 1)
 
 
 def check_remaining_batches(config: Config, consumed_samples: int) -> None:
     """Raises ConfigError for an unsupported batch size in a step after `consumed_samples`."""
+    raise_first(_remaining_batch_mistakes(config, consumed_samples))
+
+
+def _remaining_batch_mistakes(config: Config, consumed_samples: int) -> Iterator[str]:
     schedule = BatchSchedule.from_config(config.batch)
     if problem := _batch_problem(config, schedule.global_batch_size):
-        raise ConfigError(f"--global-batch-size {problem}")
+        yield f"--global-batch-size {problem}"
     for size in schedule.sizes(consumed_samples):
         if problem := _batch_problem(config, size):
             ramp = " ".join(map(str, schedule.rampup or ()))
-            raise ConfigError(
+            yield (
                 f"--rampup-batch-size {ramp}: a batch of {problem} (or START or INCREMENT), or resume a "
                 f"checkpoint of at least {first_supported_sample(config):,} consumed samples"
             )
-
-
-def check_batch_size(config: Config, size: int) -> None:
-    """Raises ConfigError if the layout does not support batches of `size` samples."""
-    if problem := _batch_problem(config, size):
-        raise ConfigError(f"a batch of {problem}")
 
 
 def first_supported_sample(config: Config) -> int:
@@ -269,7 +308,11 @@ def _batch_problem(config: Config, size: int) -> str | None:
     """Returns why the layout does not support batches of `size` samples, and the remedy; None if it does."""
     parallel, micro = config.parallel, config.batch.micro_batch_size
     data = parallel.data_parallel_size
-    if size % (micro * data):
+    if parallel.world_size % parallel.ranks_per_replica:  # the data-parallel size is unknown
+        data = 1
+        if size % micro:
+            return f"{size} is not divisible by --micro-batch-size {micro}: change one of them"
+    elif size % (micro * data):
         return (
             f"{size} is not divisible by --micro-batch-size {micro} x data-parallel size {data} = "
             f"{micro * data}: change one of the sizes, or the number of processes"
@@ -291,38 +334,39 @@ def _batch_problem(config: Config, size: int) -> str | None:
     return None
 
 
-def check_length(config: Config) -> None:
-    """Raises ConfigError unless exactly one flag sets the length of the run, to at least one batch."""
+def length_mistakes(config: Config) -> Iterator[str]:
+    """Yields a sentence unless exactly one flag sets the length of the run, to at least one batch."""
     training = config.training
-    if (training.train_iters is None) == (training.train_samples is None):
+    if not training.has_length:
         given = [str(length) for length in (training.train_iters, training.train_samples) if length]
         found = " and ".join(given) or "neither of them"
-        raise ConfigError(f"exactly one of --train-iters and --train-samples is required: got {found}")
+        yield f"exactly one of --train-iters and --train-samples is required: got {found}"
     first_batch = BatchSchedule.from_config(config.batch).global_batch_size_at(0)
     if training.train_samples is not None and training.train_samples < first_batch:
-        raise ConfigError(
+        yield (
             f"--train-samples {training.train_samples} is less than the first batch of {first_batch}: "
             "increase it, or reduce --global-batch-size"
         )
 
 
-def check_curriculum(
-    curriculum: LengthCurriculum, model: ModelConfig, parallel: ParallelConfig, training: TrainingConfig
-) -> None:
-    """Raises ConfigError for sequence lengths that the run does not support."""
+def curriculum_mistakes(config: Config) -> Iterator[str]:
+    """Yields a sentence for sequence lengths of a curriculum that the run does not support."""
+    curriculum, model, parallel = config.curriculum, config.model, config.parallel
+    if curriculum is None:
+        return
     if curriculum.max_length > model.seq_length:
-        raise ConfigError(
+        yield (
             f"{SOURCE} reaches {curriculum.max_length} tokens, --seq-length is {model.seq_length}: reduce "
             "max_difficulty, or increase --seq-length"
         )
     multiple = parallel.length_multiple
     if odd := [n for n in curriculum.all_lengths() if n % multiple]:
-        raise ConfigError(
+        yield (
             f"{SOURCE} has sequences of {odd[0]} tokens, which must be divisible by "
             f"{parallel.length_multiple_terms}: choose multiples of it (difficulty_step)"
         )
-    if training.compile:
-        raise ConfigError(
+    if config.training.compile:
+        yield (
             "--compile with a curriculum of sequence lengths: layers would be recompiled for each length; "
             "remove --compile until the curriculum is complete"
         )

@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from megatron.config.batch import BatchSchedule
+from megatron.config.batch import BEGIN, Progress, RunLength
 from megatron.config.config import SECTIONS, Config
 from megatron.config.fields import changes_model, option_name, setting_option
 from megatron.config.registries import TOKENIZERS
@@ -30,13 +30,13 @@ TOKENIZER_FIELDS = frozenset({"tokenizer_type"}).union(
 class SavedConfig:
     """The configuration that a checkpoint records.
 
-    source: folder of the checkpoint. consumed_samples: at the checkpoint. is_branch_checkpoint: whether
-    --branch-at uses a checkpoint of the branch itself, because the branch point cannot be read any more.
+    source: folder of the checkpoint. progress: of its run. is_branch_checkpoint: whether --branch-at uses a
+    checkpoint of the branch itself, because the branch point cannot be read any more.
     """
 
     source: str
     config: Config
-    consumed_samples: int = 0
+    progress: Progress = BEGIN
     is_branch_checkpoint: bool = False
 
 
@@ -150,7 +150,7 @@ def add_branch_settings(settings: dict[str, Any], saved: SavedConfig) -> str:
     decay = settings.get(f"schedule.lr_wsd_decay_{unit}")
     if not decay:
         raise ConfigError(f"{flag} without --lr-wsd-decay-{unit}: set it to the length of the decay")
-    start = iteration if by_iters else saved.consumed_samples
+    start = saved.progress.count("iterations" if by_iters else "samples")
     _set(settings, f"schedule.lr_decay_{unit}", start + decay, f"{flag} with --lr-wsd-decay-{unit} {decay}")
     settings.setdefault(f"training.train_{unit}", start + decay)
     settings["schedule.lr_decay_style"] = "WSD"
@@ -200,11 +200,9 @@ def _add_data_order(settings: dict[str, Any], saved: SavedConfig) -> None:
     """Adds the base run's data order, which depends on its length. With --override-data, the branch reads the
     other data from its first sample on."""
     if settings.get("checkpoint.override_data"):
-        settings.setdefault("data.data_first_sample", saved.consumed_samples)
+        settings.setdefault("data.data_first_sample", saved.progress.consumed_samples)
         return
     base = saved.config
-    batches = BatchSchedule.from_config(base.batch)
-    iterations = batches.total_iterations(base.training, base.model.seq_length, base.curriculum)
-    first = settings.setdefault("data.data_first_sample", base.data.data_first_sample)
-    planned = base.data.data_order_samples or batches.consumed_after(iterations) - first
+    settings.setdefault("data.data_first_sample", base.data.data_first_sample)
+    planned = RunLength.from_config(base, saved.progress).ordered_samples(base)
     settings.setdefault("data.data_order_samples", planned)

@@ -48,6 +48,12 @@ class Config:
     curriculum: LengthCurriculum | None = None
     """From --deepspeed_config, not from a flag."""
 
+    def __post_init__(self) -> None:
+        if self.batch.global_batch_size is None:
+            size = self.batch.micro_batch_size * max(self.parallel.data_parallel_size, 1)
+            batch = dataclasses.replace(self.batch, global_batch_size=size)
+            object.__setattr__(self, "batch", batch)
+
     def with_settings(self, settings: Mapping[str, Any]) -> Config:
         """Returns a copy with other values, by 'section.field'. It is not validated: see `validate`."""
         sections: dict[str, dict[str, Any]] = {}

@@ -12,15 +12,16 @@ import operator
 import os
 import re
 import shlex
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 from functools import reduce
 from pathlib import Path
 
-from megatron.config.batch import BatchSchedule
+from megatron.config.batch import RunLength
 from megatron.config.config import Config
 from megatron.config.fields import option_name
+from megatron.config.mistakes import mistakes_of_call
 from megatron.config.registries import DATA_ORDERS, TOKENIZERS
 from megatron.config.sections.data import DataConfig, data_option, fitting_tokenizer_types
 from megatron.errors import ConfigError
@@ -222,59 +223,70 @@ def _shortened(text: str) -> str:
 _INDEX_BYTES_PER_SAMPLE = 32
 
 
+NO_EVALUATION_DATA = "no validation or test documents; change --split, or set --valid-data-path"
+
+
 def available_eval_splits(data: DataConfig) -> tuple[bool, bool, str]:
     """Returns (has validation data, has test data, why validation settings have no effect without data)."""
     if given := splits_with_own_data(data):
         circumstance = f"without {option_name(_words_field(data, 'valid'))}"
         return "valid" in given, "test" in given, circumstance
     _, valid, test = parse_split(data.split)
-    return valid > 0, test > 0, f"with --split {data.split}, which has no validation data"
+    return valid > 0, test > 0, f"with --split {data.split}"
 
 
-def check_data(config: Config) -> None:
-    """Raises ConfigError for data flags that contradict each other or cannot be parsed."""
+def data_mistakes(config: Config) -> Iterator[str]:
+    """Yields a sentence for data flags that contradict each other or cannot be parsed."""
     data = config.data
-    parse_split(data.split)
-    if splits_with_own_data(data):
-        _check_own_data(data)
+    yield from mistakes_of_call(parse_split, data.split)
     for split_name in SPLIT_NAMES:
-        for group in split_groups(data, split_name):
-            _check_blend(data, group, data_option(data, split_name))
+        try:
+            for group in split_groups(data, split_name):
+                yield from _blend_mistakes(data, group, data_option(data, split_name))
+        except ConfigError as error:
+            yield str(error)
     if data.max_epochs_action == "renormalize" and data.data_order != "native":
-        raise ConfigError(
+        yield (
             f"--max-epochs-action renormalize with --data-order {data.data_order}: only the native order "
             "keeps exact shares; remove one of the two flags"
         )
+    own = splits_with_own_data(data)
+    if not (data.data_path or own or data.mock_data or config.training.dry_run):
+        yield (
+            "--data-path is missing: set it to the prefix of a .bin/.idx pair, or set --mock-data (optional "
+            "with --dry-run)"
+        )
+    if own:
+        yield from _own_data_mistakes(data)
+    elif not config.training.no_train and not parse_split(data.split)[0]:
+        yield f"--split {data.split} assigns no document to the train split: give it a larger weight"
+
+
+def tokenizer_mistakes(config: Config) -> Iterator[str]:
+    """Yields a sentence for missing or ambiguous flags of the tokenizer."""
+    data = config.data
     fitting = fitting_tokenizer_types(data)
     if data.tokenizer_type is None and len(fitting) > 1:
-        raise ConfigError(
+        yield (
             f"the tokenizer files fit {' and '.join(fitting)}: choose one with --tokenizer-type, or remove "
             "the files of the others"
         )
     if data.tokenizer_type is not None:
+        if TOKENIZERS[data.tokenizer_type].takes_vocab_size and config.model.vocab_size is None:
+            yield f"--tokenizer-type {data.tokenizer_type} without --vocab-size: set the number of its tokens"
         for name in TOKENIZERS[data.tokenizer_type].settings:
             if getattr(data, name) is None:
-                raise ConfigError(
-                    f"--tokenizer-type {data.tokenizer_type} without {option_name(name)}: set its path"
-                )
-    if config.training.dry_run:
-        return
-    if not data.data_path and not splits_with_own_data(data):
-        raise ConfigError(
-            "--data-path is missing: set it to the prefix of a .bin/.idx pair (optional with --dry-run)"
-        )
-    if data.tokenizer_type is None:
+                yield (f"--tokenizer-type {data.tokenizer_type} without {option_name(name)}: set its path")
+    if data.tokenizer_type is None and not config.training.dry_run:
         documents = [
             name
             for name in ("reset_position_ids", "reset_attention_mask", "eod_mask_loss")
             if getattr(data, name)
         ]
         if documents:
-            raise ConfigError(
-                f"{option_name(documents[0])} needs the end-of-document token: set --tokenizer-type"
-            )
+            yield (f"{option_name(documents[0])} needs the end-of-document token: set --tokenizer-type")
         if config.model.vocab_size is None:
-            raise ConfigError("the size of the vocabulary is unknown: set --tokenizer-type or --vocab-size")
+            yield "the size of the vocabulary is unknown: set --tokenizer-type or --vocab-size"
 
 
 def splits_with_own_data(data: DataConfig) -> list[str]:
@@ -307,7 +319,7 @@ def _words_field(data: DataConfig, split_name: str) -> str:
     return f"{split_name}_data_path" if per_split else f"{split_name}_weighted_split_paths"
 
 
-def _check_own_data(data: DataConfig) -> None:
+def _own_data_mistakes(data: DataConfig) -> Iterator[str]:
     given = splits_with_own_data(data)
     option = data_option(data, given[0])
     if data.data_path or data.data_args_path is not None:
@@ -316,9 +328,7 @@ def _check_own_data(data: DataConfig) -> None:
             if data.data_args_path
             else f"--data-path {_shortened(' '.join(data.data_path))}"
         )
-        raise ConfigError(
-            f"{option} with {other}: {option} names its own prefixes; remove one of the two flags"
-        )
+        yield (f"{option} with {other}: {option} names its own prefixes; remove one of the two flags")
     own = [name for name in SPLIT_NAMES if getattr(data, f"{name}_data_path")]
     if data.split != DataConfig.split:
         documents = (
@@ -326,34 +336,34 @@ def _check_own_data(data: DataConfig) -> None:
             if own
             else "the groups set the documents of each prefix as START:END"
         )
-        raise ConfigError(f"{option} with --split {data.split}: {documents}; remove --split")
+        yield f"{option} with --split {data.split}: {documents}; remove --split"
     ranges = [name for name in given if getattr(data, f"{name}_weighted_split_paths")]
     if ranges and (own or data.per_split_data_args_path is not None):
-        raise ConfigError(
+        yield (
             f"--{ranges[0]}-weighted-split-paths with "
             f"{data_option(data, own[0]) if own else '--per-split-data-args-path'}: a run names its data in "
             "one way; remove one of the two flags"
         )
     if given[0] != "train":
         train = "--train-data-path" if own else "--train-weighted-split-paths"
-        raise ConfigError(f"{option} without {train}: set {train} too")
+        yield f"{option} without {train}: set {train} too"
     groups = {name: split_groups(data, name) for name in SPLIT_NAMES}
     if len(groups["train"]) > 1:
-        raise ConfigError(
+        yield (
             f"{option} has {len(groups['train'])} groups: training uses one; put all prefixes into it, "
             "separated by commas"
         )
     both = {group.name for group in groups["valid"]} & {group.name for group in groups["test"]}
     if both:
-        raise ConfigError(
+        yield (
             f"{data_option(data, 'valid')} and {data_option(data, 'test')} both have a group named "
             f"'{min(both)}': groups are logged under their names; rename one of them"
         )
 
 
-def _check_blend(data: DataConfig, group: PathGroup, option: str) -> None:
+def _blend_mistakes(data: DataConfig, group: PathGroup, option: str) -> Iterator[str]:
     if group.is_by_size and not DATA_ORDERS[data.data_order].blends_by_size:
-        raise ConfigError(
+        yield (
             f"{option} has no weights: --data-order {data.data_order} has no blends without weights; set a "
             "weight before each prefix, or choose native or megatron-core"
         )
@@ -381,26 +391,25 @@ def host_memory_bytes() -> int:
     return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
 
 
-def check_index_memory(config: Config, memory_bytes: int) -> None:
+def check_index_memory(config: Config, length: RunLength, memory_bytes: int) -> None:
     """Raises ConfigError if the sample index of the training or validation data cannot be built in memory."""
-    training, batch = config.training, BatchSchedule.from_config(config.batch)
-    iterations = batch.total_iterations(training, config.model.seq_length, config.curriculum)
-    evaluations = (iterations // training.eval_interval + 1) * training.eval_iters
+    training = config.training
+    if config.data.mock_data:  # its samples have no index
+        return
+    train, valid, _ = length.samples_per_split(config)
     unit = "iters" if training.train_iters is not None else "samples"
     requests = {
-        f"--train-{unit} {getattr(training, f'train_{unit}')}": (
-            0 if training.no_train else batch.consumed_after(iterations)
-        ),
+        f"--train-{unit} {getattr(training, f'train_{unit}')}": train,
         f"--eval-iters {training.eval_iters} every --eval-interval {training.eval_interval}": (
-            evaluations * batch.global_batch_size if any(available_eval_splits(config.data)[:2]) else 0
+            valid if any(available_eval_splits(config.data)[:2]) else 0
         ),
     }
     for flags, samples in requests.items():
         needed = samples * _INDEX_BYTES_PER_SAMPLE * _largest_share(config.data)
         if needed > memory_bytes:
             raise ConfigError(
-                f"{flags} with --global-batch-size {batch.global_batch_size} reads {samples:,} samples: "
-                f"building their index takes {needed / 1e9:,.0f} GB of memory, and this machine has "
+                f"{flags} with --global-batch-size {config.batch.global_batch_size} reads {samples:,} "
+                f"samples: building their index takes {needed / 1e9:,.0f} GB of memory, and this machine has "
                 f"{memory_bytes / 1e9:,.0f} GB: reduce these values"
             )
 
@@ -414,11 +423,20 @@ def _largest_share(data: DataConfig) -> Fraction:
     return max(weights) / sum(weights)
 
 
-def check_files(data: DataConfig) -> None:
-    """Raises ConfigError for the first missing file."""
-    files = [(option, file) for option, _, file in token_files(data)]
+def missing_file_mistakes(config: Config) -> Iterator[str]:
+    """Yields a sentence for each missing file, one for the two files of a prefix."""
+    data, reported = config.data, set[str]()
+    yield from missing_tokenizer_files(data)
+    for option, prefix, file in token_files(data):
+        if prefix not in reported and not Path(file).is_file():
+            reported.add(prefix)
+            yield f"{option}: there is no file {file}: correct the path"
+
+
+def missing_tokenizer_files(data: DataConfig) -> Iterator[str]:
+    """Yields a sentence for each missing file of the tokenizer."""
     used = () if data.tokenizer_type is None else TOKENIZERS[data.tokenizer_type].settings
-    files += [(option_name(name), getattr(data, name)) for name in used if name != "tokenizer_name_or_path"]
-    for option, file in files:
-        if not Path(file).is_file():
-            raise ConfigError(f"{option}: there is no file {file}: correct the path")
+    for name in used:
+        file = getattr(data, name)
+        if file is not None and name != "tokenizer_name_or_path" and not Path(file).is_file():
+            yield f"{option_name(name)}: there is no file {file}: correct the path"

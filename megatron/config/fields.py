@@ -48,8 +48,7 @@ class Flag:
     the value is not the default, with {} for the value.
 
     For fields of ModelConfig: changes_layer_time, whether the time of a layer depends on the value (times in
-    --partition-profile are then rejected for another value); megatron_arg, whether Megatron's checkpoints
-    have the value in their `args` under the same name.
+    --partition-profile are then rejected for another value).
     """
 
     help: str
@@ -73,7 +72,6 @@ class Flag:
     changes_model: bool | None = None
     summary: str | None = None
     changes_layer_time: bool = True
-    megatron_arg: bool = False
 
     def __post_init__(self) -> None:
         if self.registry is None and isinstance(self.choices, Registry):
@@ -115,6 +113,14 @@ def setting_option(setting: str) -> str:
     return option_name(setting.partition(".")[2])
 
 
+class InvalidSettings(ConfigError):
+    """The invalid values of a section. mistakes: field -> sentence."""
+
+    def __init__(self, mistakes: Mapping[str, str]) -> None:
+        super().__init__(next(iter(mistakes.values())))
+        self.mistakes = mistakes
+
+
 @dataclass(frozen=True, kw_only=True)
 class Section:
     """Base of the config sections: checks bounds and choices, then computes derived defaults."""
@@ -123,14 +129,18 @@ class Section:
     changes_model: ClassVar[bool] = False
 
     def __post_init__(self) -> None:
+        mistakes: dict[str, str] = {}
         for field in dataclasses.fields(self):
             value = getattr(self, field.name)
-            if value is not None:
-                _check_choice(field, value)
-                _check_bounds(field, value)
-                _check_path(field, value)
-        for name, value in self.derive().items():
-            object.__setattr__(self, name, value)
+            if value is not None and (found := _mistake(field, value)) is not None:
+                mistakes[field.name] = found
+        if not mistakes:
+            for name, value in self.derive().items():
+                if isinstance(value, ConfigError):
+                    mistakes[name] = str(value)
+                object.__setattr__(self, name, value)
+        if mistakes:
+            raise InvalidSettings(mistakes)
 
     def chosen_settings(self) -> set[str]:
         """Returns the fields that the chosen values use and other choices may not: `Choice.settings`."""
@@ -148,27 +158,31 @@ class Section:
                 yield choices, value
 
     def derive(self) -> dict[str, Any]:
-        """Returns the values of fields with a derived default. Called once, by the constructor."""
+        """Returns the values of fields with a derived default, or the ConfigError of a field that has none.
+        Called once, by the constructor."""
         return {}
 
 
-def _check_choice(field: dataclasses.Field[Any], value: Any) -> None:
+def _mistake(field: dataclasses.Field[Any], value: Any) -> str | None:
+    """Returns why a field cannot have this value; None if it can."""
     choices = flag_of(field).choices
     if choices is not None and value not in choices:
-        raise ConfigError(f"{option_name(field.name)} is '{value}': expected one of {', '.join(choices)}")
+        return f"{option_name(field.name)} is '{value}': expected one of {', '.join(choices)}"
+    return _wrong_bounds(field, value) or _too_long_path(field, value)
 
 
-def _check_path(field: dataclasses.Field[Any], value: Any) -> None:
+def _too_long_path(field: dataclasses.Field[Any], value: Any) -> str | None:
     """Checks the length of a path. System calls would report it only later, each with its own error."""
     if flag_of(field).metavar not in _PATHS:
-        return
+        return None
     for path in value if isinstance(value, tuple) else (value,):
         names = [os.fsencode(name) for name in str(path).split("/")]
         if max(map(len, names)) > _LONGEST_NAME or sum(map(len, names)) + len(names) > _LONGEST_PATH:
-            raise ConfigError(
+            return (
                 f"{option_name(field.name)} {str(path)[:40]}... is too long: expected names of at most "
                 f"{_LONGEST_NAME} bytes, and {_LONGEST_PATH:,} in all: set a shorter path"
             )
+    return None
 
 
 def bounds_of(description: Flag) -> Iterator[tuple[str, str, float, Callable[[Any, Any], bool]]]:
@@ -183,13 +197,14 @@ def bounds_of(description: Flag) -> Iterator[tuple[str, str, float, Callable[[An
             yield words, sign, bound, holds
 
 
-def _check_bounds(field: dataclasses.Field[Any], value: Any) -> None:
+def _wrong_bounds(field: dataclasses.Field[Any], value: Any) -> str | None:
     description = flag_of(field)
     for number in value if isinstance(value, tuple) else (value,):
         if isinstance(number, bool) or not isinstance(number, (int, float)):
             continue
         if not math.isfinite(number):
-            raise ConfigError(f"{option_name(field.name)} is {number}: expected a finite number")
+            return f"{option_name(field.name)} is {number}: expected a finite number"
         for words, _, bound, holds in bounds_of(description):
             if not holds(number, bound):
-                raise ConfigError(f"{option_name(field.name)} is {number}: expected {words} {bound}")
+                return f"{option_name(field.name)} is {number}: expected {words} {bound}"
+    return None

@@ -10,16 +10,11 @@ import dataclasses
 import typing
 from typing import Any
 
-from megatron.config.cli import HELP_GROUPS, default_text, value_type
 from megatron.config.config import SECTIONS
 from megatron.config.fields import Flag, bounds_of, flag_of, option_name
-from megatron.config.peer_flags import (
-    IGNORED_FLAGS,
-    REWRITTEN_FLAGS,
-    UNSUPPORTED_FAMILIES,
-    UNSUPPORTED_FLAGS,
-    IgnoredFlag,
-)
+from megatron.config.flag_parser import HELP_GROUPS, default_text, value_type
+from megatron.config.peer_flags import IGNORED_FLAGS, UNSUPPORTED_FAMILIES, UNSUPPORTED_FLAGS, IgnoredFlag
+from megatron.config.peer_rewriting import REWRITTEN_FLAGS, REWRITTEN_VALUES
 
 _HEAD = """# Flags
 
@@ -49,6 +44,11 @@ def other_frameworks_tables() -> str:
     """Returns the tables of docs/migration.md: flags of other frameworks, and how they are treated."""
     ignored = [f"| {_code(flag.name)}{_accepted(flag)} | {_escaped(flag.reason)} |" for flag in IGNORED_FLAGS]
     rewritten = [f"| {_code(name)} | {_code(' '.join(words))} |" for name, words in REWRITTEN_FLAGS.items()]
+    rewritten += [
+        f"| {_code(f'{flag} {value}')} | {_code(f'{flag} {instead}')} |"
+        for flag, values in REWRITTEN_VALUES.items()
+        for value, instead in values.items()
+    ]
     rejected = [f"| {_code(name)} | {_escaped(answer)} |" for name, answer in UNSUPPORTED_FLAGS.items()]
     families = [
         f"| {', '.join(_code(f'{begin}*') for begin in begins)} | {_escaped(answer)} |"

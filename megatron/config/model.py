@@ -3,37 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Collection, Mapping
-from typing import Any
+from collections.abc import Iterator
 
 from megatron.config.config import Config
 from megatron.config.fields import flag_of, option_name, value_text
 from megatron.config.sections.model import ModelConfig
 from megatron.config.window_pattern import WINDOW
 from megatron.errors import ConfigError
-
-MEGATRON_MODEL_ARGS = tuple(
-    field.name for field in dataclasses.fields(ModelConfig) if flag_of(field).megatron_arg
-)
-"""Fields that Megatron's checkpoints have in their `args` under the same name."""
-MEGATRON_POSITIONS: Mapping[Any, str] = {
-    1: "rotary",
-    2: "absolute",
-    3: "alibi",
-    "learned_absolute": "absolute",
-    "rope": "rotary",
-}
-"""Values of BigScience's enumeration of position embeddings, and Megatron-LM's names -> this program's."""
-
-
-def argument_differences(config: Config, saved: Mapping[str, Any], names: Collection[str]) -> list[str]:
-    """Returns how the model of a run differs from the arguments that another framework saved. names: the
-    fields to compare. An argument that the other framework does not have is not compared."""
-    return [
-        f"{option_name(name)} was {saved[name]}, is {value}"
-        for name, value in config.model_settings().items()
-        if name in names and saved.get(name) not in (None, value)
-    ]
 
 
 def model_summary(model: ModelConfig) -> str:
@@ -78,18 +54,18 @@ def check_vocab_divides(padded: int, tensor_parallel: int) -> None:
         )
 
 
-def check_model(config: Config) -> None:
-    """Raises ConfigError for sizes that do not fit each other or the tensor-parallel size."""
+def model_mistakes(config: Config) -> Iterator[str]:
+    """Yields a sentence for sizes that do not fit each other or the tensor-parallel size."""
     model, tensor = config.model, config.parallel.tensor_model_parallel_size
     if problem := model.heads_problem(tensor):
-        raise ConfigError(problem)
+        yield problem
     if model.ffn_hidden_size % tensor:
-        raise ConfigError(
+        yield (
             f"--ffn-hidden-size {model.ffn_hidden_size} is not divisible by --tensor-model-parallel-size "
             f"{tensor}: change one of them"
         )
     if model.qk_layernorm_scope == "projection" and model.normalization != "RMSNorm":
-        raise ConfigError(
+        yield (
             f"--qk-layernorm-scope projection with --normalization {model.normalization}: expected RMSNorm; "
             "change one of them"
         )
@@ -97,36 +73,36 @@ def check_model(config: Config) -> None:
         which, flags = (
             ("all", "") if model.window_pattern == (WINDOW,) else ("none of the", " and --window-size")
         )
-        raise ConfigError(
+        yield (
             f"--window-pattern gives {which} {model.num_layers} layers the window of --window-size: expected "
             f"layers with and without it; remove --window-pattern{flags}, or change the pattern"
         )
-    if model.pad_vocab_size_to is not None:
-        check_vocab_divides(model.pad_vocab_size_to, tensor)
-    if model.vocab_size is not None:
-        padded_vocab_size(model.vocab_size, model, tensor)
     if model.seq_length > model.max_position_embeddings:
-        raise ConfigError(
+        yield (
             f"--seq-length {model.seq_length} is larger than --max-position-embeddings "
             f"{model.max_position_embeddings}: increase --max-position-embeddings, or reduce --seq-length"
         )
     if model.position_embedding_type == "rotary":
-        _check_rotary(model)
+        yield from _rotary_mistakes(model)
     if model.position_embedding_type == "alibi" and config.data.reset_position_ids:
-        raise ConfigError(
+        yield (
             "--reset-position-ids has no effect with --position-embedding-type alibi, whose positions are "
             "relative: remove --reset-position-ids (--reset-attention-mask separates documents)"
         )
+    if model.vocab_size is not None:
+        padded_vocab_size(model.vocab_size, model, tensor)
+    elif model.pad_vocab_size_to is not None:
+        check_vocab_divides(model.pad_vocab_size_to, tensor)
 
 
-def _check_rotary(model: ModelConfig) -> None:
+def _rotary_mistakes(model: ModelConfig) -> Iterator[str]:
     if model.kv_channels % 2:
-        raise ConfigError(
+        yield (
             f"--position-embedding-type rotary needs an even head dimension, but it is {model.kv_channels}: "
             "change --kv-channels (default: hidden size / heads)"
         )
-    if model.rotary_dim % 2 or not model.rotary_dim:
-        raise ConfigError(
+    elif model.rotary_dim % 2 or not model.rotary_dim:
+        yield (
             f"--rotary-percent {model.rotary_percent:g} rotates {model.rotary_dim} of {model.kv_channels} "
             "elements of each head: expected an even number above 0; change --rotary-percent"
         )
@@ -135,7 +111,7 @@ def _check_rotary(model: ModelConfig) -> None:
         ("rope_beta_slow", "rope_beta_fast"),
     ):
         if getattr(model, low) >= getattr(model, high):
-            raise ConfigError(
+            yield (
                 f"{option_name(low)} {getattr(model, low):g} is not below {option_name(high)} "
                 f"{getattr(model, high):g}: change one of them"
             )

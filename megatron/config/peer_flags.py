@@ -2,16 +2,14 @@
 does not have.
 
 Each flag is in one of three tables: it is accepted and ignored (`IGNORED_FLAGS`), replaced by other flags
-(`REWRITTEN_FLAGS`), or rejected with the alternative (`UNSUPPORTED_FLAGS`, and families of flags by the
+(`peer_rewriting`), or rejected with the alternative (`UNSUPPORTED_FLAGS`, and families of flags by the
 beginning of their names in `UNSUPPORTED_FAMILIES`). docs/migration.md lists all of them.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
-
-from megatron.errors import ConfigError
 
 
 @dataclass(frozen=True)
@@ -26,6 +24,10 @@ class IgnoredFlag:
     """The values that are accepted; None: all."""
     otherwise: str = ""
     """The alternative for any other value."""
+    only_in_plans: bool = False
+    """Whether a run rejects the flag, because it would change the losses; a dry run is not affected."""
+    not_with: str = ""
+    """A setting, 'section.field', with which the flag is rejected."""
 
     @property
     def note(self) -> str:
@@ -51,7 +53,37 @@ _LAYERS_ON_STAGES = "set --partition-method, see docs/partition.md"
 _DEEPSPEED_FORMAT = "checkpoints have DeepSpeed's format, or torch's with --save-format dcp"
 _REQUEUE = "the scripts of examples/slurm requeue a stopped job, see docs/cluster.md; remove the flag"
 
+_ONE_LR = (
+    "all parameters have one learning rate, except with --mup; remove the flag, which only a dry run accepts"
+)
+
 IGNORED_FLAGS: tuple[IgnoredFlag, ...] = (
+    *(
+        IgnoredFlag(name, _ONE_LR, nargs=None, only_in_plans=True)
+        for name in ("--decoupled-lr", "--decoupled-min-lr")
+    ),
+    IgnoredFlag(
+        "--calculate-per-token-loss",
+        "without --eod-mask-loss all micro-batches have equal numbers of tokens, so the mean of their losses "
+        "is the mean over the tokens",
+        not_with="data.eod_mask_loss",
+    ),
+    IgnoredFlag(
+        "--grad-reduce-in-bf16", "gradients are accumulated and reduced in fp32, which is more exact"
+    ),
+    _value("--distributed-timeout-minutes", "--start-timeout and --hang-timeout limit how long ranks wait"),
+    _value("--tiktoken-pattern", "no tokenizer of this program has it"),
+    _value(
+        "--recompute-method",
+        "layers are recomputed in groups of --checkpoint-num-layers",
+        ("uniform",),
+        "a recomputation of only some layers is not implemented; set --recompute-granularity full",
+    ),
+    *_switches("use an external profiler, such as nsys", "--profile", "--use-pytorch-profiler"),
+    *(
+        IgnoredFlag(name, "use an external profiler, such as nsys", nargs="*")
+        for name in ("--profile-step-start", "--profile-step-end", "--profile-ranks")
+    ),
     # What this program always does.
     IgnoredFlag("--deepspeed", reason="DeepSpeed is always used"),
     IgnoredFlag(
@@ -188,6 +220,12 @@ IGNORED_FLAGS: tuple[IgnoredFlag, ...] = (
         *("--ckpt-fully-parallel-load", "--ckpt-assume-constant-structure"),
         "--dist-ckpt-optim-fully-reshardable",
     ),
+    _value(
+        "--ckpt-format",
+        "--save-format sets the format of saves, and the format of a checkpoint to load is detected",
+        ("torch", "torch_dist", "torch_dcp"),
+        "set --save-format",
+    ),
     _value("--dist-ckpt-strictness", "checkpoints are always loaded strictly"),
     # Data.
     *_switches(
@@ -217,28 +255,6 @@ IGNORED_FLAGS: tuple[IgnoredFlag, ...] = (
     _value("--codecarbon-dir", "emissions are not tracked"),
 )
 
-# A flag -> the words that replace it. A value after the flag goes after the last word.
-REWRITTEN_FLAGS: Mapping[str, tuple[str, ...]] = {
-    "--use-distributed-optimizer": ("--zero-stage", "1"),
-    "--openai-gelu": ("--activation", "gelu"),
-    "--use-rotary-position-embeddings": ("--position-embedding-type", "rotary"),
-    "--rotary-position-embeddings-theta": ("--rotary-base",),
-    "--use-rope-scaling": ("--rope-scaling-type", "llama3"),
-    "--num-key-value-heads": ("--group-query-attention", "--num-query-groups"),
-    "--norm-epsilon": ("--layernorm-epsilon",),
-    "--window-attn-skip-freq": ("--window-pattern",),
-    "--enable-zbh1-pipeline": ("--pipeline-schedule", "zero-bubble"),
-    "--recompute-activations": ("--recompute-granularity", "selective"),
-    "--distribute-saved-activations": ("--partition-activations",),
-    "--distribute-checkpointed-activations": ("--partition-activations",),
-    "--cpu-optimizer": ("--cpu-offload",),
-    "--optimizer-cpu-offload": ("--cpu-offload",),
-    "--muon-nesterov": ("--muon-use-nesterov",),
-    "--kill-switch-file": ("--kill-switch-path",),
-    "--skip-train": ("--no-train",),
-    "--wandb-exp-name": ("--wandb-name",),
-}
-
 # A flag -> the alternative.
 UNSUPPORTED_FLAGS: Mapping[str, str] = {
     # Batch, length and schedule.
@@ -259,11 +275,8 @@ UNSUPPORTED_FLAGS: Mapping[str, str] = {
     "--start-weight-decay": "a weight decay that changes is not implemented; set --weight-decay",
     "--end-weight-decay": "a weight decay that changes is not implemented; set --weight-decay",
     "--lr-warmup-init": "the warmup starts at 0; remove the flag",
-    "--decoupled-lr": "all parameters have one learning rate, except with --mup; remove the flag",
-    "--decoupled-min-lr": "all parameters have one learning rate, except with --mup; remove the flag",
     "--head-lr-mult": "all parameters have one learning rate, except with --mup; remove the flag",
     "--step-batch-size-schedule": "set --rampup-batch-size",
-    "--calculate-per-token-loss": "the loss of a micro-batch is the mean over its tokens; remove the flag",
     # Layout.
     "--num-layers-per-virtual-pipeline-stage": "set --virtual-pipeline-stages to the number of layers "
     "divided by --pipeline-model-parallel-size and by the value of this flag",
@@ -284,13 +297,10 @@ UNSUPPORTED_FLAGS: Mapping[str, str] = {
     "--data-parallel-sharding-strategy": "set --zero-stage 1, 2 or 3",
     "--num-distributed-optimizer-instances": "optimizer state is sharded over all data-parallel ranks; "
     "remove the flag",
-    "--distributed-timeout-minutes": "set --hang-timeout and --start-timeout, both in seconds",
     "--remote-device": "set --cpu-offload, which keeps the optimizer states in host memory",
     "--optimizer-offload-fraction": "set --cpu-offload, which keeps all optimizer states in host memory",
     "--data-parallel-random-init": "replicas have equal weights; remove the flag",
     # The model.
-    "--swiglu": "set --glu-activation swiglu and --ffn-hidden-size; Megatron-LM's default of the latter is "
-    "8/3 of --hidden-size, rounded down to a multiple of 64",
     "--squared-relu": "this activation is not implemented; CONTRIBUTING.md shows how to add one",
     "--quick-geglu": "set --glu-activation geglu, which gives different results",
     "--rotary-seq-len-interpolation-factor": "set --rope-scaling-type linear and --rope-scaling-factor",
@@ -307,11 +317,8 @@ UNSUPPORTED_FLAGS: Mapping[str, str] = {
     "--spec": "the architecture flags define the model, see docs/models.md",
     "--vocab-extra-ids": "tokens for span corruption are not implemented; remove the flag",
     # Recomputation and memory.
-    "--recompute-method": "layers are recomputed in groups of --checkpoint-num-layers, as with uniform; "
-    "remove the flag",
     "--activations-checkpoint-method": "layers are recomputed in groups of --checkpoint-num-layers, as with "
     "uniform; remove the flag",
-    "--recompute-num-layers": "set --checkpoint-num-layers",
     "--recompute-modules": "set --recompute-granularity selective, which recomputes the attention's core",
     "--scattered-embeddings": "set --sequence-parallel",
     "--split-transformers": "set --checkpoint-activations",
@@ -329,7 +336,6 @@ UNSUPPORTED_FLAGS: Mapping[str, str] = {
     "--wgrad-deferral-limit": "set --pipeline-schedule zero-bubble, which defers weight gradients",
     "--apply-wd-to-qk-layernorm": "biases and norm parameters have no weight decay; remove the flag",
     "--no-weight-decay-cond-type": "biases and norm parameters have no weight decay; remove the flag",
-    "--grad-reduce-in-bf16": "gradients are accumulated and reduced in fp32; remove the flag",
     "--use-precision-aware-optimizer": "set --use-bnb-optimizer for 8-bit moments",
     # Checkpoints.
     "--no-save-optim": "checkpoints always hold the optimizer state; remove the flag, see --no-load-optim",
@@ -342,8 +348,6 @@ UNSUPPORTED_FLAGS: Mapping[str, str] = {
     "--save; remove the flag",
     "--pretrained-checkpoint": "set --load and --finetune",
     # Data.
-    "--mock-data": "make token files with tools/preprocess_data.py and set --data-path",
-    "--tiktoken-pattern": "set --tokenizer-type PretrainedFromHF and --tokenizer-name-or-path",
     "--per-dataset-sequences-path": "token files contain their numbers of sequences; remove the flag",
     "--use-dataset-only": "data are read in the order of this program; remove the flag",
     "--return-data-index": "data are read in the order of this program; remove the flag",
@@ -364,7 +368,6 @@ UNSUPPORTED_FLAGS: Mapping[str, str] = {
     "--adlr-autoresume-interval": _REQUEUE,
     "--yaml-cfg": "write the settings as flags",
     "--tp-comm-overlap-cfg": "set --tp-comm-overlap and --tp-comm-overlap-chunks",
-    "--wandb-save-dir": "set the environment variable WANDB_DIR",
     "--wandb-entity": "set the environment variable WANDB_ENTITY",
     "--use-mup": "set --mup and --mup-base-hidden-size",
 }
@@ -443,45 +446,5 @@ UNSUPPORTED_FAMILIES: Mapping[str, tuple[str, ...]] = {
             "--model-prov",
         ),
     ),
-    "use an external profiler, such as nsys; remove the flag": ("--profile",),
+    "use an external profiler, such as nsys; remove the flag": ("--profile-",),
 }
-
-
-def rewrite(words: Sequence[str]) -> tuple[list[str], list[str]]:
-    """Returns the words of a command line with `REWRITTEN_FLAGS` replaced, and a note for each replacement.
-
-    Raises ConfigError for a value after a flag that takes none.
-    """
-    typed = {word.partition("=")[0] for word in words}
-    result: list[str] = []
-    notes: list[str] = []
-    for word in words:
-        name, equals, value = word.partition("=")
-        stands_for = REWRITTEN_FLAGS.get(name)
-        if stands_for is None:
-            result.append(word)
-        elif stands_for[-1].startswith("--"):
-            result += [*stands_for[:-1], stands_for[-1] + equals + value]
-            notes.append(f"{name} is read as {' '.join(stands_for)}")
-        elif equals:
-            raise ConfigError(f"{word}: {name} takes no value; it is read as {' '.join(stands_for)}")
-        elif stands_for[0] in typed:
-            notes.append(f"{name} is ignored: {stands_for[0]} is given")
-        else:
-            result += stands_for
-            notes.append(f"{name} is read as {' '.join(stands_for)}")
-    return result, list(dict.fromkeys(notes))
-
-
-def unsupported(name: str) -> str | None:
-    """Returns the alternative to a flag of another framework; None for a flag that is in no table."""
-    spelled = "--" + name.lstrip("-").replace("_", "-")
-    if (answer := UNSUPPORTED_FLAGS.get(spelled)) is not None:
-        return answer
-    begins = [
-        (begin, instead)
-        for instead, all_begins in UNSUPPORTED_FAMILIES.items()
-        for begin in all_begins
-        if spelled.startswith(begin)
-    ]
-    return max(begins, key=lambda found: len(found[0]))[1] if begins else None

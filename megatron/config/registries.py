@@ -378,24 +378,37 @@ SAVE_FORMATS = Registry(
     },
 )
 
-# Classes whose arguments are the values of `settings`, in this order. All of these settings are required.
+
+@dataclass(frozen=True)
+class TokenizerChoice(Choice):
+    """A tokenizer: a class whose arguments are the values of `settings`, in this order. All of these settings
+    are required. takes_vocab_size: --vocab-size is its only argument, and required."""
+
+    takes_vocab_size: bool = False
+
+
 TOKENIZERS = Registry(
     "--tokenizer-type",
     {
-        "GPT2BPETokenizer": Choice(
+        "GPT2BPETokenizer": TokenizerChoice(
             "GPT-2's byte-level BPE",
             "megatron.tokenizer.gpt2_bpe:GPT2BPETokenizer",
             settings=("vocab_file", "merge_file"),
         ),
-        "PretrainedFromHF": Choice(
+        "PretrainedFromHF": TokenizerChoice(
             "a tokenizer of Hugging Face transformers",
             "megatron.tokenizer.hugging_face:HuggingFaceTokenizer",
             settings=("tokenizer_name_or_path",),
         ),
-        "SentencePieceTokenizer": Choice(
+        "SentencePieceTokenizer": TokenizerChoice(
             "a SentencePiece model",
             "megatron.tokenizer.sentence_piece:SentencePieceTokenizer",
             settings=("tokenizer_model",),
+        ),
+        "NullTokenizer": TokenizerChoice(
+            "the numbers below --vocab-size as tokens, and an end-of-document token; for --mock-data",
+            "megatron.tokenizer.null:NullTokenizer",
+            takes_vocab_size=True,
         ),
     },
 )

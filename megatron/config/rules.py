@@ -11,20 +11,19 @@ from megatron.config.config import SECTIONS, Config
 from megatron.config.data import available_eval_splits
 from megatron.config.fields import Flag, flag_of, setting_option, value_text
 from megatron.config.registries import ROPE_SCALINGS
-from megatron.errors import ConfigError
 
 
-def check_rules(config: Config) -> None:
-    """Raises ConfigError for a flag without another flag that it needs, or with one that it excludes."""
+def rule_mistakes(config: Config) -> Iterator[str]:
+    """Yields a sentence for a flag without another flag that it needs, or with one that it excludes."""
     for setting, flag in _flags():
         if not _is_given(config, setting):
             continue
         for other, end in flag.needs.items():
             if not _is_given(config, other):
-                raise ConfigError(f"{_flag_text(config, setting)} without {_required(other)}: {end}")
+                yield f"{_flag_text(config, setting)} without {_required(other)}: {end}"
         for other, end in flag.excludes.items():
             if _is_given(config, other):
-                raise ConfigError(f"{_flag_text(config, setting)} with {_flag_text(config, other)}: {end}")
+                yield f"{_flag_text(config, setting)} with {_flag_text(config, other)}: {end}"
 
 
 def unused_setting_notes(config: Config, typed: Collection[str] = ()) -> tuple[str, ...]:

@@ -1,23 +1,163 @@
-"""The command line of the tools: parser, checks of arguments, and the exit of an interrupted tool."""
+"""The parsers of command lines, which report all mistakes in one error; checks of the tools' arguments, and
+the exit of an interrupted tool."""
 
 from __future__ import annotations
 
 import argparse
+import difflib
 import os
 import re
 import signal
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from types import FrameType
 from typing import NoReturn
 
+from megatron.config.mistakes import Mistakes, named_flags
 from megatron.errors import ConfigError
 
 
-class ToolParser(argparse.ArgumentParser):
-    """An argparse parser that raises ConfigError.
+class _Rejected(ConfigError):
+    """What argparse rejects. argument: as argparse names it, "" if it names none. complaint: without it."""
+
+    def __init__(self, sentence: str, message: str) -> None:
+        super().__init__(sentence)
+        prefix, _, rest = message.partition(": ")
+        is_named = prefix.startswith("argument ")
+        self.argument = prefix.removeprefix("argument ") if is_named else ""
+        self.required = rest.split(", ") if prefix == "the following arguments are required" else []
+
+
+class CollectingParser(argparse.ArgumentParser):
+    """An argparse parser that raises one ConfigError with all mistakes. A flag with an invalid value is left
+    out."""
+
+    def rejection(self, message: str) -> str:
+        """Returns the sentence for a message of argparse."""
+        return f"{message} (--help lists the flags)"
+
+    def unknown_flag(self, name: str) -> str:
+        """Returns the sentence about an unknown flag."""
+        return nearest_flag(name, self._option_string_actions)  # argparse has no public list
+
+    def check_values(self, parsed: argparse.Namespace, mistakes: Mistakes) -> None:
+        """Adds the mistakes in values that argparse accepts."""
+
+    def parse_known(self, words: list[str]) -> tuple[argparse.Namespace, list[str]]:
+        """Calls argparse's parser, which raises `_Rejected`."""
+        return self.parse_known_args(words)
+
+    def error(self, message: str) -> NoReturn:
+        raise _Rejected(self.rejection(message), message)
+
+    def parse_args(  # type: ignore[override]
+        self, args: Sequence[str] | None = None, namespace: argparse.Namespace | None = None
+    ) -> argparse.Namespace:
+        mistakes = Mistakes()
+        parsed = self.collect(sys.argv[1:] if args is None else args, mistakes)
+        mistakes.raise_all()
+        return parsed
+
+    def collect(self, words: Sequence[str], mistakes: Mistakes) -> argparse.Namespace:
+        """Parses a command line, and adds its mistakes to `mistakes`.
+
+        Words after an unknown flag may be its values. The value of a flag that a sentence recommends is
+        unknown, unless the flag is given: the user may have meant this flag.
+        """
+        parsed, unknown, missing = self._parse(words, mistakes)
+        self.check_values(parsed, mistakes)
+        if unknown and not FLAG.match(unknown[0]):
+            before = [word.partition("=")[0] for word in words[: words.index(unknown[0])] if FLAG.match(word)]
+            sentence = f"unexpected value '{unknown[0]}': quote a value that contains spaces, or see --help"
+            mistakes.add(sentence, before[-1:])  # the value of the flag before it may be incomplete
+        given = {word.partition("=")[0].replace("_", "-") for word in words}
+        for name in dict.fromkeys(word.partition("=")[0] for word in unknown if FLAG.match(word)):
+            sentence = self.unknown_flag(name)
+            mistakes.add(sentence, named_flags(sentence) - given, is_cause=True)
+        self._add_missing(missing, mistakes)
+        return parsed
+
+    def collect_known(self, words: Sequence[str], mistakes: Mistakes) -> tuple[argparse.Namespace, list[str]]:
+        """Behaves like `collect`, but returns the words of unknown flags, which are no mistakes."""
+        parsed, unknown, missing = self._parse(words, mistakes)
+        self._add_missing(missing, mistakes)
+        return parsed, unknown
+
+    def _parse(
+        self, words: Sequence[str], mistakes: Mistakes
+    ) -> tuple[argparse.Namespace, list[str], list[str]]:
+        """Returns the namespace, the unknown words, and the names of the missing arguments."""
+        missing: list[str] = []
+        while True:
+            try:
+                return (*self.parse_known(list(words)), missing)
+            except _Rejected as rejected:
+                absent = [action for action in self._actions if _name(action) in rejected.required]
+                wrong = [action for action in self._actions if _name(action) == rejected.argument]
+                if absent:
+                    missing += map(_name, absent)
+                    for action in absent:
+                        action.required = False
+                elif wrong and len(rest := _without_flag(words, wrong[0])) < len(words):
+                    mistakes.add(str(rejected), wrong[0].option_strings, is_cause=True)
+                    words = rest
+                else:
+                    mistakes.add(str(rejected))
+                    mistakes.raise_all()
+                    raise
+
+    def _add_missing(self, names: Sequence[str], mistakes: Mistakes) -> None:
+        absent = [name for name in names if mistakes.unknown.isdisjoint(name.split("/"))]
+        if absent:
+            sentence = self.rejection(f"the following arguments are required: {', '.join(absent)}")
+            mistakes.add(sentence, absent)
+
+
+def _name(action: argparse.Action) -> str:
+    """Returns the name of an argument in argparse's messages."""
+    metavar = action.metavar if isinstance(action.metavar, str) else action.dest
+    return "/".join(action.option_strings) or metavar
+
+
+def _without_flag(words: Sequence[str], action: argparse.Action) -> list[str]:
+    """Returns the words without a flag and its values."""
+    limit = len(words)  # of values: any number with the nargs * and +
+    if action.nargs in (None, "?") or isinstance(action.nargs, int):
+        limit = action.nargs if isinstance(action.nargs, int) else 1
+    kept, values = list[str](), 0
+    for word in words:
+        if FLAG.match(word):
+            name, equals, _ = word.partition("=")
+            values = 0
+            if name in action.option_strings:
+                values = 0 if equals else limit
+                continue
+        elif values > 0:
+            values -= 1
+            continue
+        kept.append(word)
+    return kept
+
+
+def nearest_flag(name: str, known: Iterable[str]) -> str:
+    """Returns the sentence about an unknown flag, with the flags that the user may have meant."""
+    spelled = "--" + name.lstrip("-").replace("_", "-")
+    nearest = difflib.get_close_matches(spelled, sorted(known), n=1, cutoff=_MIN_SIMILARITY)
+    nearest = nearest or sorted(option for option in known if option.startswith(f"{spelled}-"))
+    hint = f"did you mean {' or '.join(nearest)}?" if 1 <= len(nearest) <= _MAX_HINTS else "see --help"
+    return f"unknown flag {name}: {hint}"
+
+
+FLAG = re.compile("--?[A-Za-z]")
+# One wrong letter in a flag of 5 or more letters stays above it; --batch-size and --micro-batch-size do not.
+_MIN_SIMILARITY = 0.85
+_MAX_HINTS = 3
+
+
+class ToolParser(CollectingParser):
+    """The parser of a tool.
 
     `description` is printed with its line breaks: it can be a tool's docstring. In an installation,
     `megatron-NAME` replaces `python tools/NAME.py` in it. Flags cannot be abbreviated, since a new flag would
@@ -30,9 +170,6 @@ class ToolParser(argparse.ArgumentParser):
             formatter_class=argparse.RawDescriptionHelpFormatter,
             allow_abbrev=False,
         )
-
-    def error(self, message: str) -> NoReturn:
-        raise ConfigError(f"{message} (--help lists the flags)")
 
 
 def typed_name(script: str) -> str:
@@ -48,11 +185,13 @@ def _typed(command: re.Match[str]) -> str:
 
 
 def check_at_least_1(arguments: argparse.Namespace, *names: str) -> None:
-    """Raises ConfigError for an argument of these names that is set and below 1."""
+    """Raises ConfigError for the arguments of these names that are set and below 1."""
+    mistakes = Mistakes()
     for name in names:
         value = getattr(arguments, name)
         if value is not None and value < 1:
-            raise ConfigError(f"--{name.replace('_', '-')} is {value}: expected at least 1")
+            mistakes.add(f"--{name.replace('_', '-')} is {value}: expected at least 1")
+    mistakes.raise_all()
 
 
 def check_folder(flag: str, path: str) -> None:

@@ -8,13 +8,13 @@ import os
 import re
 import signal
 from argparse import Namespace
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field
 from functools import partial
-from itertools import accumulate, pairwise
+from itertools import accumulate, chain, pairwise
 from multiprocessing import resource_tracker
 from multiprocessing.connection import Connection
 from queue import SimpleQueue
@@ -37,9 +37,16 @@ from megatron.data.text_files import MAX_LINE_BYTES, LineBatch, identity_of, rea
 from megatron.errors import UserError
 from megatron.text_table import first_few
 from megatron.tokenizer import Tokenizer, TokenizerFlags, build_tokenizer
-from megatron.tokenizer.fast import TextsEncoder, texts_encoder
-from megatron.tokenizer.flags import tokenizer_settings
-from megatron.tokenizer.vocabulary_record import read_record, record_path, vocabulary_digest, write_record
+from megatron.tokenizer.backends import texts_encoder
+from megatron.tokenizer.fast import TextsEncoder, finder_of
+from megatron.tokenizer.flags import check_parse_special, tokenizer_settings
+from megatron.tokenizer.vocabulary_record import (
+    PARSE_SPECIAL_KEY,
+    read_record,
+    record_path,
+    vocabulary_digest,
+    write_record,
+)
 
 BATCHES_IN_FLIGHT_PER_WORKER = 3
 _JSON = json.JSONDecoder()
@@ -69,6 +76,8 @@ class EncodedBatch:
     bad_lines: list[BadLine]
     empty_documents: dict[str, int]
     """Per JSON key, the number of documents without tokens, which are skipped."""
+    special_tokens: Counter[str]
+    """Special tokens that the texts contain literally."""
 
 
 @dataclass
@@ -82,6 +91,10 @@ class Progress:
     lines: int = 0
     input_bytes: int = 0
     skipped: list[BadLine] = field(default_factory=list)
+    special_tokens: Counter[str] = field(default_factory=Counter)
+    """Special tokens that the texts contain literally."""
+    indivisible_tokens: Counter[str] = field(default_factory=Counter)
+    """Special tokens that the model of the tokenizer, a list of words for example, does not split."""
 
 
 @dataclass(frozen=True)
@@ -94,6 +107,8 @@ class BatchEncoder:
     """Type of the ids in the result."""
     eod: int | None
     """This id ends each document; None for no id."""
+    find_special: Callable[[str], list[str]]
+    """Lists the special tokens in a text."""
 
     def encode(self, batch: LineBatch) -> EncodedBatch:
         """Tokenizes the texts of a batch. An invalid line is listed in `bad_lines` and gives no document.
@@ -107,7 +122,8 @@ class BatchEncoder:
         is_first = batch.first_line == 1
         documents = {key: self._tokenize(texts[key], is_first) for key in self.json_keys}
         empty = {key: len(texts[key]) - len(documents[key][1]) for key in self.json_keys}
-        return EncodedBatch(documents, num_bytes, num_lines, bad_lines, empty)
+        special = Counter(chain.from_iterable(map(self.find_special, chain.from_iterable(texts.values()))))
+        return EncodedBatch(documents, num_bytes, num_lines, bad_lines, empty, special)
 
     def _parse(self, batch: LineBatch) -> tuple[dict[str, list[str]], list[BadLine], int]:
         """Returns the texts of each key, the bad lines, and the number of lines that are not blank."""
@@ -152,6 +168,7 @@ def preprocess(
     workers: int = 1,
     skip_bad_lines: bool = False,
     backend: str = "auto",
+    parse_special: bool = False,
     report: Callable[[Progress], None] | None = None,
     note: Callable[[str], object] = lambda line: None,
 ) -> Progress:
@@ -166,13 +183,15 @@ def preprocess(
     """
     # The threads of the tokenizers library would compete with the worker processes.
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
-    tokenizer = build_tokenizer(flags)
+    tokenizer = build_tokenizer(flags, parse_special=parse_special)
+    check_parse_special(tokenizer, parse_special)
     keys = tuple(dict.fromkeys(json_keys))
     documents, tokens, empty = (dict.fromkeys(keys, 0) for _ in range(3))
     progress = Progress(documents, tokens, empty)
     settings = {
         "append_eod": append_eod,
         "skip_bad_lines": skip_bad_lines,
+        PARSE_SPECIAL_KEY: parse_special,
         "vocabulary_sha256": vocabulary_digest(tokenizer),
     }
     with ExitStack() as stack:
@@ -187,6 +206,9 @@ def preprocess(
                     _batches_encoder(flags, tokenizer, keys, append_eod, backend, workers)
                 )
             job.run(keys, encode, progress, report, note, output_prefix.endswith("/"))
+    for token in () if parse_special else [*progress.special_tokens]:
+        if tokenizer.special_tokens[token] in tokenizer.tokenize(token):
+            progress.indivisible_tokens[token] = progress.special_tokens.pop(token)
     return progress
 
 
@@ -264,6 +286,7 @@ class _Job:
                 progress.skipped.extend(result.bad_lines)
                 progress.lines += result.num_lines
                 progress.input_bytes += result.input_bytes
+                progress.special_tokens += result.special_tokens
                 for key, (ids, sizes) in result.documents.items():
                     builders[key].add_documents(ids, sizes)
                     progress.documents[key] += len(sizes)
@@ -363,7 +386,7 @@ def _batches_encoder(
         threads = ThreadPoolExecutor(workers)
         stack.callback(threads.shutdown, cancel_futures=True)  # after the workers, so that no thread waits
         for _ in range(workers):
-            worker = _Worker(tokenizer_settings(flags), settings)
+            worker = _Worker(tokenizer_settings(flags), settings, tokenizer.parse_special)
             stack.callback(worker.kill)
             idle.put(worker)
         yield encode
@@ -373,11 +396,12 @@ class _Worker:
     """A process that encodes batches. It has a pipe of its own: if the process is killed, even while it sends
     a result, the pipe ends."""
 
-    def __init__(self, flags: dict[str, str], settings: tuple[Any, ...]) -> None:
+    def __init__(self, flags: dict[str, str], settings: tuple[Any, ...], parse_special: bool = False) -> None:
         # fork is unsafe in a process with threads (the progress bar has one).
         context = multiprocessing.get_context("spawn")
         self._pipe, other_end = context.Pipe()
-        self.process = context.Process(target=_encode_batches, args=(other_end, flags, settings), daemon=True)
+        arguments = (other_end, flags, settings, parse_special)
+        self.process = context.Process(target=_encode_batches, args=arguments, daemon=True)
         resource_tracker.ensure_running()  # the start of this process of Python's unblocks SIGINT
         with signals_blocked({signal.SIGINT}):  # Ctrl-C reaches all processes of a terminal
             self.process.start()
@@ -405,11 +429,13 @@ class _Worker:
         self.process.join()
 
 
-def _encode_batches(pipe: Connection, flags: dict[str, str], settings: tuple[Any, ...]) -> None:
+def _encode_batches(
+    pipe: Connection, flags: dict[str, str], settings: tuple[Any, ...], parse_special: bool
+) -> None:
     """Encodes the batches that arrive. flags: see `tokenizer_settings`; settings: arguments of `_encoder`."""
     end_with_parent()
     given: dict[str, str | None] = {**dict.fromkeys(TOKENIZER_FIELDS), **flags}
-    encoder = _encoder(build_tokenizer(Namespace(**given)), *settings)
+    encoder = _encoder(build_tokenizer(Namespace(**given), parse_special=parse_special), *settings)
     with suppress(EOFError, ConnectionError):  # the main process has ended
         while True:
             batch = _receive(pipe)
@@ -432,4 +458,5 @@ def _encoder(
 ) -> BatchEncoder:
     eod = tokenizer.eod if append_eod else None
     dtype = smallest_dtype(tokenizer.vocab_size)
-    return BatchEncoder(texts_encoder(tokenizer, backend), json_keys, dtype, eod)
+    find_special = finder_of(tokenizer.special_tokens)
+    return BatchEncoder(texts_encoder(tokenizer, backend), json_keys, dtype, eod, find_special)

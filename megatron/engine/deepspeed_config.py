@@ -11,15 +11,15 @@ from __future__ import annotations
 
 import dataclasses
 import json
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
 
 from megatron.config.config import Config
 from megatron.config.curriculum import read_curriculum
+from megatron.config.mistakes import Mistakes
 from megatron.config.sections.precision import PrecisionConfig
-from megatron.config.validate import validate
 from megatron.errors import ConfigError
 from megatron.files import read_json
 
@@ -77,18 +77,16 @@ _LOSS_SCALE_KEYS: dict[str, tuple[str, Callable[[float], float | None]]] = {
 # The loss scale is stored in fp32.
 _LARGEST_SCALE_POWER = 127
 
+# Sections that this module reads.
+_OWN_SECTIONS = ("zero_optimization", "fp16", "bf16", "bfloat16", "data_types", "curriculum_learning")
+
 # Keys that this module handles itself; they are not passed to DeepSpeed.
 _OWN_KEYS = (
     "train_batch_size",
     "train_micro_batch_size_per_gpu",
     "gradient_accumulation_steps",
     "gradient_clipping",
-    "zero_optimization",
-    "fp16",
-    "bf16",
-    "bfloat16",
-    "data_types",
-    "curriculum_learning",
+    *_OWN_SECTIONS,
     "steps_per_print",
     "elastic_checkpoint",
     "zero_allow_untested_optimizer",
@@ -96,34 +94,30 @@ _OWN_KEYS = (
 )
 
 
-@dataclass(frozen=True)
-class DeepSpeedSettings:
-    """The config with the file's settings, and notes for the user, one sentence each."""
-
-    config: Config
-    notes: tuple[str, ...]
-
-
-def read_deepspeed_config(config: Config) -> DeepSpeedSettings:
+def read_deepspeed_config(config: Config, mistakes: Mistakes) -> tuple[Config, tuple[str, ...]]:
     """Reads the file of --deepspeed_config, if any, and checks it against the flags.
 
-    Only the loss scale's settings and the curriculum of the returned config can differ from `config`. Raises
-    ConfigError for a file that is missing or not JSON, for a contradiction with a flag (both are named), and
-    for unsupported keys. With --dry-run a missing file is only noted.
+    Returns the config with the file's settings, and notes for the user, one sentence each. Only the loss
+    scale's settings and the curriculum can differ from `config`. Adds a mistake for a file that is missing or
+    not JSON, for each contradiction with a flag (both are named), and for each unsupported key. With
+    --dry-run a missing file is only noted.
     """
     path = config.training.deepspeed_config
     if path is None:
-        return DeepSpeedSettings(config, ())
+        return config, ()
     if _file_is_absent(config):
-        return DeepSpeedSettings(config, (f"there is no --deepspeed_config {path}: it was not checked",))
-    settings = _load(path)
-    _reject_unsupported(settings)
-    _check_passed_through(settings)
-    _compare_with_flags(config, settings)
+        return config, (f"there is no --deepspeed_config {path}: it was not checked",)
+    settings: dict[str, Any] = {}
+    with mistakes.collect():
+        settings = _load(path)
+    mistakes.extend(_mistakes_of_types(settings))
+    mistakes.extend(_mistakes_of_keys(settings))
+    mistakes.extend(_contradictions(config, settings))
     notes: list[str] = []
     precision = config.precision
     if precision.fp16:
-        precision = _override_loss_scale(precision, _section(settings, "fp16"), notes)
+        with mistakes.collect():
+            precision = _override_loss_scale(precision, _section(settings, "fp16"), notes)
     if settings.get("steps_per_print") is not None:
         notes.append(
             f"the DeepSpeed config's steps_per_print {settings['steps_per_print']} is not used: "
@@ -144,11 +138,12 @@ def read_deepspeed_config(config: Config) -> DeepSpeedSettings:
     for name, value in _passed_through(settings).items():
         if not _is_off(value):
             notes.append(f"the DeepSpeed config's {name} is passed to DeepSpeed unchanged")
-    config = _with_curriculum(dataclasses.replace(config, precision=precision), settings)
+    config = dataclasses.replace(config, precision=precision)
+    with mistakes.collect():
+        config = _with_curriculum(config, settings)
     if config.curriculum is not None:
         notes.append(config.curriculum.describe())
-    validate(config)
-    return DeepSpeedSettings(config, tuple(notes))
+    return config, tuple(notes)
 
 
 def with_curriculum(config: Config) -> Config:
@@ -224,13 +219,9 @@ def _is_off(value: Any) -> bool:
 
 
 def _section(settings: Mapping[str, Any], name: str) -> dict[str, Any]:
-    """Returns a section of the file; {} if it is absent."""
+    """Returns a section of the file; {} if it is absent, or no object (`_mistakes_of_types`)."""
     section = settings.get(name)
-    if _unset(section):
-        return {}
-    if not isinstance(section, dict):
-        raise ConfigError(f"the DeepSpeed config's {name} is {section!r}: expected an object in braces")
-    return section
+    return section if isinstance(section, dict) else {}
 
 
 def _value(settings: Mapping[str, Any], key: str) -> Any:
@@ -239,26 +230,64 @@ def _value(settings: Mapping[str, Any], key: str) -> Any:
     return (_section(settings, section) if section else settings).get(name)
 
 
-def _reject_unsupported(settings: Mapping[str, Any]) -> None:
+def _mistakes_of_types(settings: Mapping[str, Any]) -> Iterator[str]:
+    """Yields a sentence for each section that is no object, and each switch that is not true or false."""
+    sections = [name for name, kind in _PASSED_THROUGH.items() if kind is dict]
+    for name in (*sections, *_OWN_SECTIONS):
+        if not _unset(settings.get(name)) and not isinstance(settings[name], dict):
+            yield f"the DeepSpeed config's {name} is {settings[name]!r}: expected an object in braces"
+    for name, kind in _PASSED_THROUGH.items():
+        value = settings.get(name)
+        if kind is bool and not _unset(value) and not isinstance(value, bool):
+            yield f"the DeepSpeed config's {name} is {json.dumps(value)}: expected true or false"
+
+
+def _mistakes_of_keys(settings: Mapping[str, Any]) -> Iterator[str]:
+    """Yields a sentence for each key that is unknown, or that this program does not support."""
+    for name, value in settings.items():
+        if name not in (*_OWN_KEYS, *_PASSED_THROUGH) and not _unset(value):
+            yield (
+                f"the DeepSpeed config has {name}, which is not supported: "
+                f"{_correction(name, (*_OWN_KEYS, *_PASSED_THROUGH))} (DeepSpeed gets only "
+                f"{', '.join(_PASSED_THROUGH)})"
+            )
     for name, instead in _REJECTED_SECTIONS.items():
         if not _is_off(settings.get(name)):
-            raise ConfigError(f"the DeepSpeed config has {name}: {instead}")
+            yield f"the DeepSpeed config has {name}: {instead}"
     for name, value in _section(settings, "data_types").items():
         if not _unset(value) and value != "fp32":
-            raise ConfigError(
+            yield (
                 f"the DeepSpeed config's data_types.{name} is {value}, but gradients are always summed in "
                 "fp32: remove it from the file"
             )
     for name in ("offload_optimizer", "offload_param"):
         device = _offload_device(settings, name)
         if device not in (None, "none", "cpu") or (name == "offload_param" and device == "cpu"):
-            raise ConfigError(
+            yield (
                 f"the DeepSpeed config's zero_optimization.{name} to {device} is not supported: remove it "
                 "from the file (--cpu-offload keeps the optimizer's state on the CPU)"
             )
-    for name, value in _section(settings, "fp16").items():
-        if name not in ("enabled", *_LOSS_SCALE_KEYS) and value and not _unset(value):
-            raise ConfigError(f"the DeepSpeed config's fp16.{name} is not supported: remove it from the file")
+    for section, supported in (
+        ("fp16", ("enabled", *_LOSS_SCALE_KEYS)),
+        *((name, ("enabled",)) for name in ("bf16", "bfloat16")),
+        ("checkpoint", _CHECKPOINT_KEYS),
+    ):
+        for name, value in _section(settings, section).items():
+            if name not in supported and not _is_off(value):
+                yield (
+                    f"the DeepSpeed config's {section}.{name} is not supported: "
+                    f"{_correction(name, supported)}"
+                )
+    if len({"bf16", "bfloat16"} & settings.keys()) == 2:
+        yield "the DeepSpeed config has bf16 and bfloat16: remove one of them from the file"
+
+
+_REMOVE = "remove it from the file"
+
+
+def _correction(name: str, known: Sequence[str]) -> str:
+    nearest = get_close_matches(name, known, n=1, cutoff=0.8)
+    return f"did you mean {nearest[0]}? Otherwise remove it from the file" if nearest else _REMOVE
 
 
 def _offload_device(settings: Mapping[str, Any], name: str) -> Any:
@@ -271,48 +300,33 @@ def _offload_device(settings: Mapping[str, Any], name: str) -> Any:
     return None if _unset(device) or device is False else device
 
 
-def _check_passed_through(settings: Mapping[str, Any]) -> None:
-    """Raises ConfigError for an unknown key, and for a value of the wrong type."""
-    for name, value in settings.items():
-        if name in _OWN_KEYS or _unset(value):
-            continue
-        if name not in _PASSED_THROUGH:
-            raise ConfigError(
-                f"the DeepSpeed config has {name}, which is not supported: remove it from the file "
-                f"(DeepSpeed gets only {', '.join(_PASSED_THROUGH)})"
-            )
-        if _PASSED_THROUGH[name] is dict:
-            _section(settings, name)
-        elif not isinstance(value, bool):
-            raise ConfigError(f"the DeepSpeed config's {name} is {json.dumps(value)}: expected true or false")
-    for name, value in _section(settings, "checkpoint").items():
-        if name not in _CHECKPOINT_KEYS and not _is_off(value):
-            raise ConfigError(
-                f"the DeepSpeed config's checkpoint.{name} is not supported: remove it from the file"
-            )
-
-
-def _compare_with_flags(config: Config, settings: Mapping[str, Any]) -> None:
-    """Raises ConfigError if a value of the file differs from its flag."""
-    parallel, precision = config.parallel, config.precision
+def _contradictions(config: Config, settings: Mapping[str, Any]) -> Iterator[str]:
+    """Yields a sentence for each value of the file that differs from its flag."""
+    parallel, precision, batch = config.parallel, config.precision, config.batch
     accumulation = "--global-batch-size / (--micro-batch-size x data-parallel size)"
-    flags = {
-        "train_micro_batch_size_per_gpu": ("--micro-batch-size", config.batch.micro_batch_size),
-        "train_batch_size": ("--global-batch-size", config.batch.global_batch_size),
-        "gradient_accumulation_steps": (accumulation, config.micro_batches_per_step),
+    flags: dict[str, tuple[str, Any]] = {
+        "train_micro_batch_size_per_gpu": ("--micro-batch-size", batch.micro_batch_size),
+        "train_batch_size": ("--global-batch-size", batch.global_batch_size),
         "gradient_clipping": ("--clip-grad", config.optimizer.clip_grad),
         "zero_optimization.stage": ("--zero-stage", parallel.zero_stage),
         "fp16.enabled": ("--fp16", precision.fp16),
         f"{'bfloat16' if 'bfloat16' in settings else 'bf16'}.enabled": ("--bf16", precision.bf16),
     }
+    # Without whole micro-batches on each replica, the batch size or the number of processes is the mistake.
+    per_step = batch.micro_batch_size * parallel.data_parallel_size
+    if per_step and batch.global_batch_size % per_step == 0:
+        flags["gradient_accumulation_steps"] = (accumulation, config.micro_batches_per_step)
     pairs = [(key, _value(settings, key), *flag) for key, flag in flags.items()]
     offload = {"cpu": True, "none": False}.get(_offload_device(settings, "offload_optimizer"))
     pairs.append(
         ("zero_optimization.offload_optimizer to cpu", offload, "--cpu-offload", parallel.cpu_offload)
     )
+    different = {key for key, in_file, _, value in pairs if not _unset(in_file) and in_file != value}
+    if different & {"train_micro_batch_size_per_gpu", "train_batch_size"}:
+        different -= {"gradient_accumulation_steps"}
     for key, in_file, flag, value in pairs:
-        if not _unset(in_file) and in_file != value:
-            raise ConfigError(
+        if key in different:
+            yield (
                 f"the DeepSpeed config's {key} is {json.dumps(in_file)} but {flag} is {json.dumps(value)}: "
                 "change one of them, or remove the key from the file"
             )

@@ -44,6 +44,8 @@ class ScheduleExecutor(PatchedPipelineEngine):
 
     loss: Tensor
     total_loss: Tensor | None
+    _sample_totals: list[tuple[Tensor, Tensor]]
+    """`CrossEntropy.sample_totals` of each micro-batch of this rank."""
     grad_layer: Tensors | None
     _is_built = False
     _model_chunk_id: int | None = None
@@ -123,6 +125,7 @@ class ScheduleExecutor(PatchedPipelineEngine):
 
     def _exec_schedule(self, pipe_schedule: InstructionSchedule) -> None:
         self._buffers_per_chunk = pipe_schedule.num_micro_batches
+        self._sample_totals = []
         super()._exec_schedule(pipe_schedule)
         self._wait_for_sends()
 
@@ -131,6 +134,10 @@ class ScheduleExecutor(PatchedPipelineEngine):
     def _exec_load_micro_batch(self, buffer_id: int) -> None:
         """Starts copying what the rank's stages need to the device, from pinned memory."""
         micro_batch, buffers = next(self.data_iterator), self.pipe_buffers
+        if not isinstance(micro_batch, MicroBatch):
+            raise TypeError(
+                f"the iterator yields {type(micro_batch).__name__}: expected megatron.data.loader.MicroBatch"
+            )
 
         def send(x: Tensor) -> Tensor:
             return get_accelerator().pin_memory(x).to(self.device, non_blocking=True)
@@ -171,12 +178,38 @@ class ScheduleExecutor(PatchedPipelineEngine):
         """Does what DeepSpeed does with the outputs of the last stage."""
         if self.eval_return_logits:
             self.outputs = outputs
-        self.loss = self.module.loss_fn(outputs, self.pipe_buffers["labels"][buffer_id])
+        labels = self.pipe_buffers["labels"][buffer_id]
+        self.loss = self.module.loss_fn(outputs, labels) if self._compute_loss else outputs
         loss = self.loss.detach()
         self.fwd_outputs.append(loss)
         self.total_loss = loss.clone() if self.total_loss is None else self.total_loss + loss
+        self._sample_totals.append(self.module.cross_entropy.sample_totals)
         if torch.is_grad_enabled():
             self.pipe_buffers["losses"][buffer_id] = self.loss
+
+    def token_totals(self) -> Tensor:
+        """Returns, of all unmasked tokens of the last step or evaluation, the sum of their losses and their
+        number, equal on all ranks. Collective."""
+        totals = self._own_token_totals()
+        if self.is_last_stage() and self.is_data_parallel:
+            dist.all_reduce(totals, group=self.grid.get_data_parallel_group())
+        if self.is_pipe_parallel:
+            dist.broadcast(totals, self._loss_stage_global_rank(), group=self._pipeline)
+        return totals
+
+    def _own_token_totals(self) -> Tensor:
+        """Returns this replica's part of `token_totals`; zeros without a head."""
+        if not self.is_last_stage():
+            return torch.zeros(2, device=self.device)
+        losses, tokens = map(torch.cat, zip(*self._sample_totals, strict=True))
+        # The weights of a sample's tokens add up to CP / rows of the micro-batch.
+        rows, cp_size = len(self._sample_totals[0][0]), self.module.cp_group.size
+        return torch.stack((torch.dot(losses, tokens) * rows, tokens.sum())) / cp_size
+
+    def _aggregate_total_loss(self) -> Tensor:
+        """Entry 18 of `engine.workarounds`."""
+        losses, tokens = self.token_totals()
+        return losses / tokens
 
     def _exec_backward_pass(self, buffer_id: int, model_chunk_id: int) -> None:
         buffers, following = self.pipe_buffers, self._next_on_this_rank(buffer_id, model_chunk_id)

@@ -1,7 +1,8 @@
 """The engine of a run: DeepSpeed's pipeline engine with this repository's optimizer and dropout."""
 
+import math
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, nullcontext, suppress
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -12,14 +13,15 @@ from deepspeed.runtime.config import DeepSpeedConfig
 from torch import Tensor, nn
 
 from megatron.config import Config
-from megatron.config.batch import check_batch_size
 from megatron.data.loader import MicroBatch
+from megatron.deepspeed_names import restrict
 from megatron.engine.deepspeed_config import deepspeed_dict
 from megatron.engine.device_progress import DeviceProgress
 from megatron.engine.executor import ScheduleExecutor
 from megatron.engine.pass_times import PassTimes
 from megatron.engine.profiler_ranges import TRAIN_STEP, profiler_range
 from megatron.engine.workarounds import reuse_tp_group
+from megatron.model.layer_list import PARAMETER_DTYPES
 from megatron.model.pipeline_module import GPTModelPipe
 from megatron.mpu.layout import ParallelLayout, TPGroup
 from megatron.mpu.parameters import own_storage
@@ -30,9 +32,49 @@ from megatron.optimizer.parameter_groups import make_optimizer, parameter_groups
 from megatron.optimizer.zero import OptimizerProcessGroups, ZeroConfig
 from megatron.shares import share_out
 
+# Methods of DeepSpeed's engines that do what DeepSpeed documents; all others raise an error.
+_SUPPORTED = (
+    "autotuning_enabled checkpoint_tag_validation_enabled checkpoint_tag_validation_fail "
+    "collect_python_gc communication_data_type data_efficiency_enabled destroy dump_state eval eval_batch "
+    "flops_profiler_enabled get_additional_losses get_lr get_pipeline_parallel_rank "
+    "gradient_accumulation_steps is_deepcompile_active is_deepcompile_enabled is_first_stage "
+    "is_gradient_accumulation_boundary is_last_stage load_universal_checkpoint memory_breakdown "
+    "optimizer_name random_ltd_enabled steps_per_print torch_autocast_enabled train train_batch_size "
+    "train_micro_batch_size_per_gpu wall_clock_breakdown was_step_applied zero_grad zero_optimization"
+)
+_ANSWERS: dict[str, Callable[[Any], Any]] = {
+    "bfloat16_enabled": lambda engine: engine.run_config.precision.bf16,
+    "curriculum_learning_enabled": lambda engine: engine.run_config.curriculum is not None,
+    "dynamic_loss_scale": lambda engine: engine.optimizer.scaler.dynamic,
+    "fp16_enabled": lambda engine: engine.run_config.precision.fp16,
+    "get_batch_info": lambda engine: (
+        engine.train_batch_size(),
+        engine.train_micro_batch_size_per_gpu(),
+        engine.gradient_accumulation_steps(),
+    ),
+    "get_data_parallel_rank": lambda engine: engine.layout.dp_rank,
+    "get_data_types": lambda engine: (PARAMETER_DTYPES[engine.run_config.precision.name], torch.float32),
+    "get_global_grad_norm": lambda engine: engine.optimizer.grad_norm if engine.global_steps else None,
+    "get_model_parallel_rank": lambda engine: engine.layout.tp_rank,
+    "get_mom": lambda engine: [g.get("betas", g.get("momentum", 0.0)) for g in engine.optimizer.param_groups],
+    "get_tensor_parallel_rank": lambda engine: engine.layout.tp_rank,
+    "gradient_clipping": lambda engine: engine.run_config.optimizer.clip_grad,
+    "is_compiled": lambda engine: engine.run_config.training.compile,
+    "loss_scale": lambda engine: engine.run_config.precision.loss_scale or 0.0,
+    "zero_cpu_offload": lambda engine: engine.run_config.parallel.cpu_offload,
+    "zero_optimization_partition_gradients": lambda engine: engine.zero_optimization_stage() >= 2,
+    "zero_optimization_partition_weights": lambda engine: engine.zero_optimization_stage() >= 3,
+    "zero_optimization_stage": lambda engine: engine.run_config.parallel.zero_stage,
+}
+"""Results of methods of DeepSpeed's engines: the run's values, with which DeepSpeed is not configured."""
 
+
+@restrict(_SUPPORTED, _ANSWERS)
 class GPTEngine(ScheduleExecutor):
-    """Trains and evaluates the stages of a `GPTModelPipe`."""
+    """Trains and evaluates the stages of a `GPTModelPipe`.
+
+    Of the methods that it inherits from DeepSpeed, only `_SUPPORTED` and `_ANSWERS` are for callers.
+    """
 
     def __init__(
         self, config: Config, layout: ParallelLayout, tp_group: TPGroup, model: GPTModelPipe
@@ -41,6 +83,7 @@ class GPTEngine(ScheduleExecutor):
         self.layout = layout
         self.tp_group = tp_group
         self._heartbeat: Callable[[], None] = _no_heartbeat
+        self._seq_length = config.model.seq_length
         self.device_progress = DeviceProgress(get_accelerator())
         self.pass_times = PassTimes() if config.logging.log_bubble else None
         reuse_tp_group(model.mpu(), tp_group.group)
@@ -72,23 +115,18 @@ class GPTEngine(ScheduleExecutor):
         exit_code_fn: Callable[[], int] | None = None,
         heartbeat: Callable[[], None] | None = None,
     ) -> Tensor:
-        """Trains one step; returns the mean loss on the device.
+        """Trains one step; returns the mean loss over the unmasked tokens, on the device.
 
         micro_batches: for this data-parallel rank. lr: learning rate of the step. seq_length: tokens per
         sample of `micro_batches`, by default --seq-length. skips_non_finite, exit_code_fn: see
         `MixedPrecisionOptimizer.begin_step`. skip_update_fn: given the mean loss and the grad norm, equal on
         all ranks, returns whether to skip the update. heartbeat: called for every micro-batch. Raises
-        NonFiniteError on all ranks, before the update, and ConfigError for a batch size that the layout does
-        not support.
+        NonFiniteError on all ranks, before the update.
         """
         self._heartbeat = heartbeat or _no_heartbeat
         self._seq_length = seq_length or self.run_config.model.seq_length
-        # DeepSpeed counts a sample once per context-parallel rank.
-        counted = global_batch_size * self.layout.cp_size
-        if counted != self.train_batch_size():
-            # After a rollback, the ramp-up may have a batch size that was not checked at startup.
-            check_batch_size(self.run_config, global_batch_size)
-            self.set_train_batch_size(counted)
+        if global_batch_size != self.train_batch_size():
+            super().set_train_batch_size(global_batch_size * self.layout.cp_size)
         self.optimizer.begin_step(
             skips_non_finite,
             skip_update_fn and (lambda grad_norm: skip_update_fn(*self._loss_and_norm_everywhere(grad_norm))),
@@ -101,7 +139,7 @@ class GPTEngine(ScheduleExecutor):
         if self.pass_times:
             self.pass_times.begin_step()
         with profiler_range(TRAIN_STEP):
-            loss = self.train_batch(micro_batches)
+            loss = super().train_batch(micro_batches)
         self._free_pipe_buffers()
         return loss
 
@@ -112,27 +150,48 @@ class GPTEngine(ScheduleExecutor):
         heartbeat: Callable[[], None] | None = None,
         seq_length: int | None = None,
     ) -> Tensor:
-        """Returns the mean loss, a device scalar, over `num_micro_batches` per data-parallel rank. heartbeat:
-        called for every micro-batch. seq_length: length of these samples; --seq-length if None."""
+        """Returns the mean loss over the unmasked tokens of `evaluate_totals`, a device scalar."""
+        losses, tokens = self.evaluate_totals(micro_batches, num_micro_batches, heartbeat, seq_length)
+        return losses / tokens
+
+    def evaluate_totals(
+        self,
+        micro_batches: Iterator[MicroBatch],
+        num_micro_batches: int,
+        heartbeat: Callable[[], None] | None = None,
+        seq_length: int | None = None,
+    ) -> Tensor:
+        """Returns `token_totals` of `num_micro_batches` per data-parallel rank. heartbeat: called for every
+        micro-batch. seq_length: length of these samples; --seq-length if None. Collective."""
         self._heartbeat = heartbeat or _no_heartbeat
         self._seq_length = seq_length or self.run_config.model.seq_length
         self.device_progress.begin_step()
-        loss = self.eval_batch(micro_batches, num_micro_batches=num_micro_batches)
+        self.eval_batch(
+            micro_batches, num_micro_batches=num_micro_batches, reduce_output=None, bcast_loss=False
+        )
         self._free_pipe_buffers()
-        return loss
+        return self.token_totals()
+
+    def train_batch_size(self) -> int:
+        """Returns the global batch size. DeepSpeed counts a sample once per context-parallel rank, and checks
+        that number while the engine is built."""
+        return int(super().train_batch_size()) // (self.layout.cp_size if self._is_built else 1)
+
+    def was_step_applied(self) -> bool:
+        """Returns whether the last step changed the weights."""
+        return bool(super().was_step_applied()) and not self.optimizer.skipped
 
     def _loss_and_norm_everywhere(self, grad_norm: float) -> tuple[float, float]:
         """Returns the step's mean loss and rank 0's grad norm, before the update, on all ranks.
         Collective."""
-        both = torch.zeros(2, dtype=torch.float64, device=self.device)
+        found = torch.zeros(3, dtype=torch.float64, device=self.device)
         if self.is_last_stage() and self.layout.tp_rank == 0:
-            assert self.total_loss is not None
-            both[0] = self.total_loss.detach() / (self.micro_batches * self.layout.dp_cp_size)
+            found[:2] = self._own_token_totals()
         if self.global_rank == 0:
-            both[1] = grad_norm
-        dist.all_reduce(both)
-        loss, norm = both.tolist()
-        return loss, norm
+            found[2] = grad_norm
+        dist.all_reduce(found)
+        losses, tokens, norm = found.tolist()
+        return losses / tokens if tokens else math.nan, norm
 
     def save_files(
         self, folder: str, name: str, client_state: dict[str, Any], files: CheckpointEngine
@@ -141,7 +200,7 @@ class GPTEngine(ScheduleExecutor):
         before: CheckpointEngine = self.checkpoint_engine  # type: ignore[has-type]
         self.checkpoint_engine = files
         try:
-            self.save_checkpoint(folder, tag=name, client_state=client_state, save_latest=False)
+            super().save_checkpoint(folder, tag=name, client_state=client_state, save_latest=False)
         finally:
             self.checkpoint_engine = before
 
@@ -172,11 +231,13 @@ class GPTEngine(ScheduleExecutor):
                     path = self.module.layer_path(self._curr_ckpt_path, index)
                     self.checkpoint_engine.save(state_dict=state, path=path)
 
+    def _create_checkpoint_file(self, save_dir: str, tag: str, zero_checkpoint: bool) -> bool:
+        """Does nothing: `module_state_dict` creates the folder, and its error has the reason of a failure.
+        DeepSpeed's method logs a line without it on each rank."""
+        return True
+
     def _copy_recovery_script(self, save_path: str) -> None:
-        """Copies DeepSpeed's scripts beside the checkpoint; called by DeepSpeed. A failure must not end the
-        training, which continues if a checkpoint in the background cannot be written."""
-        with suppress(OSError):
-            super()._copy_recovery_script(save_path)
+        """Copies nothing: DeepSpeed's zero_to_fp32.py cannot read a checkpoint of a pipeline."""
 
     def _free_pipe_buffers(self) -> None:
         """Frees the activations of the last micro-batches, which include logits.
@@ -193,7 +254,7 @@ class GPTEngine(ScheduleExecutor):
         self.optimizer.unit_overlap.begin_micro_batch()
         samples = self.pipe_buffers["samples"][buffer_id % self._buffers_per_chunk]
         head_loss: AbstractContextManager[None] = nullcontext()
-        if not self.eval_return_logits:
+        if self._compute_loss and not self.eval_return_logits:
             # DeepSpeed divides the loss by the number of micro-batches before the backward pass.
             head_loss = self.module.fused_head_loss(self.optimizer.scaler.scale / self.micro_batches)
         with self._timed_pass(), self.module.dropout_rng.use_samples(samples), head_loss:

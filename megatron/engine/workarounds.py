@@ -69,6 +69,7 @@ from deepspeed.runtime.zero.partition_parameters import ZeroParamStatus
 from torch.distributed import distributed_c10d
 
 from megatron.engine.profiler_ranges import in_profiler_range
+from megatron.mpu.parameters import has_memory
 from megatron.optimizer.mixed_precision import MixedPrecisionOptimizer
 
 _SHARED_MEMORY_OP = "deepspeed_shm_comm"
@@ -112,7 +113,7 @@ class PatchedPipelineEngine(PipelineEngine):
 
     def _broadcast_model(self) -> None:
         """Entry 19."""
-        empty = [p for p in self.module.parameters() if p.untyped_storage().nbytes() == 0]
+        empty = [p for p in self.module.parameters() if not has_memory(p)]
         for parameter in empty:
             parameter.ds_status = ZeroParamStatus.NOT_AVAILABLE
         super()._broadcast_model()
@@ -139,13 +140,3 @@ class PatchedPipelineEngine(PipelineEngine):
         if self.is_last_stage():
             self.optimizer.register_loss(self.total_loss)
         self.optimizer.reduce_gradients()
-
-    def _aggregate_total_loss(self) -> torch.Tensor:
-        """Entry 18."""
-        if self.is_last_stage():
-            return super()._aggregate_total_loss()
-        losses = torch.zeros(2, device=self.device)
-        source, stages = self._loss_stage_global_rank(), self.grid.get_pipe_parallel_group()
-        dist.broadcast(losses, src=source, group=stages)
-        self.dp_group_loss, step_loss = losses.clone().unbind()
-        return step_loss

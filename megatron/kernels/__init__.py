@@ -7,7 +7,7 @@ CPUs and GPUs without triton:
 
     dropout        dropout, bias and residual addition  `mpu.random.dropout_add`
     norms          norms of many tensors                `optimizer.gradient_norm.accurate_norm`
-                   copy that finds non-finite elements  `optimizer.flat_group.move_to_main_grad`
+                   copy that finds non-finite elements  `optimizer.flat_group.move_grad`
     attention      flash attention with hash dropout    `model.core_attention.CoreAttention`
     cross_entropy  loss and gradient of logits          `mpu.logit_chunks.LogitChunks`
     embedding      gradient of an embedding             `mpu.embedding._add_rows`

@@ -104,8 +104,9 @@ def run_uses_kernels(config: Config) -> bool:
     return not is_old and os.environ.get("MEGATRON_KERNELS") != "pytorch"
 
 
-def training_attention(config: Config, has_window: bool = False) -> Implementation:
-    """Returns the implementation that a training run on GPUs uses in its layers with or without a window."""
+def training_attention(config: Config, has_window: bool = False, on_cpu: bool = False) -> Implementation:
+    """Returns the implementation that a training run on GPUs, or `on_cpu`, uses in its layers with or without
+    a window."""
     model = config.model
     window = model.window_size if has_window else None
     required = AttentionRequirements(
@@ -114,8 +115,8 @@ def training_attention(config: Config, has_window: bool = False) -> Implementati
         documents=config.data.reset_attention_mask,
         seq_length=model.seq_length,
         head_dim=model.kv_channels,
-        on_cpu=False,
-        kernels_unsupported_reason=None if run_uses_kernels(config) else "no kernels",
+        on_cpu=on_cpu,
+        kernels_unsupported_reason=None if run_uses_kernels(config) and not on_cpu else "no kernels",
         window=window if window and window < model.seq_length else None,
         context_parallel=config.parallel.context_parallel_size > 1,
     )

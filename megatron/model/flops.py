@@ -1,82 +1,83 @@
-"""Floating-point operations of a training step, counted with Megatron-LM's formula (arXiv 2104.04473).
+"""Floating-point operations of a training step, counted as in Megatron-LM (arXiv 2104.04473).
 
-FLOPs per step = 24 f B s L h^2 (1 + s / (6 h) + V / (16 L h)), for B samples of s tokens, L layers of hidden
-size h, and a padded vocabulary of V tokens. f is the number of passes over the matrices: 3 (1 forward, 2
-backward), or 4 with recomputation of the forward pass. A gated MLP has a third matrix: 32 replaces 24.
+Only matrix products count, 2 FLOPs per multiply-add, and their backward pass counts twice:
 
-The head is never recomputed, so its term counts 3 passes if f is 4. If f is 3, the term counts only three
-quarters of the head. The formula is kept, because published throughputs were computed with it.
+    FLOPs = 6 tokens (L (matrices + 2 keys x query width) + hidden x padded vocabulary) + recomputation
+
+matrices are the elements of a layer's weight matrices, so gated MLPs, grouped queries and any MLP width need
+no factors of their own. keys is the number of keys with which each query is multiplied: all of the sequence,
+although the causal mask forbids half of them, or the window of --window-size. The masks between documents
+(--reset-attention-mask) save work, which is not subtracted. The LM head is never recomputed.
 """
 
 from __future__ import annotations
 
 from megatron.config import Config, ModelConfig
+from megatron.config.model import padded_vocab_size
 from megatron.config.registries import LAYER_ARRANGEMENTS
 from megatron.kernels.attention import scores_within
 from megatron.model.attention_choice import Implementation, run_uses_kernels, training_attention
 from megatron.mpu.layout import CPGroup
 
 _FORWARD_AND_BACKWARD = 3
-_RECOMPUTED_FORWARD = 1
 
 
 def iteration_flops(
+    config: Config,
+    vocab_size: int,
     *,
-    num_layers: int,
-    hidden_size: int,
-    seq_length: int,
-    padded_vocab_size: int,
-    batch_size: int,
-    recompute: bool,
-    recompute_attention: bool = False,
-    gated_mlp: bool = False,
+    batch_size: int | None = None,
+    seq_length: int | None = None,
+    with_recomputation: bool = True,
+    on_cpu: bool = False,
 ) -> float:
-    """Returns the hardware FLOPs of one step over `batch_size` samples, summed over all devices.
+    """Returns the FLOPs of one step, summed over all devices.
 
-    recompute: the forward pass of every layer is recomputed (--checkpoint-activations).
-    recompute_attention: the attention scores are recomputed (--recompute-granularity selective).
+    batch_size, seq_length: of the step; by default --global-batch-size and --seq-length. with_recomputation:
+    counts the forward pass of recomputed layers, or the one product of recomputed scores
+    (--recompute-granularity selective). on_cpu: whether the run is on CPUs.
     """
-    passes = _FORWARD_AND_BACKWARD + (_RECOMPUTED_FORWARD if recompute else 0)
-    coefficient = 32 if gated_mlp else 24
-    matrices = coefficient * passes * batch_size * seq_length * num_layers * hidden_size**2
-    attention = seq_length / (6 * hidden_size)
-    head = padded_vocab_size / (16 * num_layers * hidden_size)
-    scores = 2 * batch_size * seq_length**2 * num_layers * hidden_size if recompute_attention else 0
-    return matrices * (1 + attention + head) + scores
+    model = config.model
+    seq_length = seq_length or model.seq_length
+    tokens = (batch_size or config.batch.global_batch_size) * seq_length
+    padded = padded_vocab_size(vocab_size, model, config.parallel.tensor_model_parallel_size)
+    keys = _keys_by_window(model, seq_length)
+    layers = 2 * tokens * model.num_layers * layer_matrix_elements(model)
+    layers += 4 * tokens * sum(keys.values()) * model.query_width
+    head = 2 * tokens * model.hidden_size * padded
+    recomputed = 0
+    if with_recomputation and config.training.recomputes_layers:
+        recomputed = layers
+    elif with_recomputation:
+        scores = [n for window, n in keys.items() if n and recomputes_scores(config, window, on_cpu)]
+        recomputed = 2 * tokens * model.query_width * sum(scores)
+    return _FORWARD_AND_BACKWARD * (layers + head) + recomputed
 
 
-def model_iteration_flops(
-    model: ModelConfig,
-    *,
-    seq_length: int,
-    padded_vocab_size: int,
-    batch_size: int,
-    recompute: bool,
-    recompute_attention: bool,
-) -> float:
-    """Returns the hardware FLOPs of one step, summed over all devices.
+def palm_flops(config: Config, vocab_size: int, num_parameters: int, batch_size: int | None = None) -> float:
+    """Returns the FLOPs of one step, summed over all devices, by the formula of PaLM's model FLOPs
+    utilization (arXiv 2204.02311, appendix B): 6 N + 12 L H Q T per token.
 
-    With an MLP of 4 h and plain multi-head attention this is `iteration_flops`. For other layers the matrix
-    products are counted one by one, with 3 passes over the head.
+    N: `num_parameters` of the whole model without tables that are only looked up (positions, an untied word
+    embedding). L, H, Q, T: layers, heads, head size, and tokens of a sequence, or of the window if it is
+    shorter. batch_size: see `iteration_flops`.
     """
-    hidden, gated = model.hidden_size, model.glu_activation is not None
-    if (model.ffn_hidden_size, model.query_width, model.key_width) == (4 * hidden, hidden, hidden):
-        return iteration_flops(
-            num_layers=model.num_layers,
-            hidden_size=hidden,
-            seq_length=seq_length,
-            padded_vocab_size=padded_vocab_size,
-            batch_size=batch_size,
-            recompute=recompute,
-            recompute_attention=recompute_attention,
-            gated_mlp=gated,
-        )
-    tokens = batch_size * seq_length
-    passes = _FORWARD_AND_BACKWARD + (_RECOMPUTED_FORWARD if recompute else 0)
-    layer = 2 * layer_matrix_elements(model) + 4 * seq_length * model.query_width
-    scores = 2 * tokens * seq_length * model.num_layers * model.query_width if recompute_attention else 0
-    head = 2 * _FORWARD_AND_BACKWARD * tokens * hidden * padded_vocab_size
-    return passes * tokens * model.num_layers * layer + head + scores
+    model = config.model
+    padded = padded_vocab_size(vocab_size, model, config.parallel.tensor_model_parallel_size)
+    lookups = padded if model.untie_embeddings_and_output_weights else 0
+    if model.position_embedding_type == "absolute":
+        lookups += model.max_position_embeddings
+    keys = sum(_keys_by_window(model, model.seq_length).values())
+    per_token = 6 * (num_parameters - lookups * model.hidden_size) + 12 * keys * model.query_width
+    return per_token * (batch_size or config.batch.global_batch_size) * model.seq_length
+
+
+def _keys_by_window(model: ModelConfig, seq_length: int) -> dict[bool, int]:
+    """Returns the number of keys with which a query is multiplied, summed over the transformer layers without
+    (False) and with a window (True)."""
+    with_window = sum(model.has_window(layer) for layer in range(model.num_layers))
+    keys = min(model.window_size or seq_length, seq_length)
+    return {False: (model.num_layers - with_window) * seq_length, True: with_window * keys}
 
 
 def layer_matrix_elements(model: ModelConfig) -> int:
@@ -108,10 +109,10 @@ def transformer_layer_flops(config: Config, has_window: bool = False) -> float:
     total: float = _FORWARD_AND_BACKWARD * forward
     if attention == Implementation.TRITON:
         total += 3 * scores
-    elif attention != Implementation.UNFUSED or recomputes_scores(config):
+    elif attention != Implementation.UNFUSED or recomputes_scores(config, has_window):
         total += scores
     if training.recomputes_layers:
-        total += _RECOMPUTED_FORWARD * forward
+        total += forward
         if skips_last_product(config):
             last_product = 2 * tokens * model.ffn_hidden_size * model.hidden_size
             total -= last_product / training.checkpoint_num_layers
@@ -133,9 +134,11 @@ def skips_last_product(config: Config) -> bool:
     return no_mask and not arrangement.ends_with_norm
 
 
-def recomputes_scores(config: Config) -> bool:
-    """Returns whether the attention scores are recomputed. Fused kernels never store them."""
-    return config.training.recomputes_attention and training_attention(config) == Implementation.UNFUSED
+def recomputes_scores(config: Config, has_window: bool = False, on_cpu: bool = False) -> bool:
+    """Returns whether a layer's attention scores are recomputed. Fused kernels never store them."""
+    if not config.training.recomputes_attention:
+        return False
+    return training_attention(config, has_window, on_cpu) == Implementation.UNFUSED
 
 
 def head_flops(config: Config, padded_vocab_size: int) -> float:

@@ -54,7 +54,7 @@ from megatron.model.core_attention import CoreAttention
 from megatron.model.layer_context import LayerContext, LayerIO, join_layer_io, split_layer_io
 from megatron.model.layer_list import FIRST_TRANSFORMER_LAYER, TIED_EMBEDDING
 from megatron.model.norm import norm_arguments, norm_class
-from megatron.model.position import PositionEmbedding, document_ids_of, positions_within_documents
+from megatron.model.position import document_ids_of, positions_within_documents
 from megatron.mpu.compilation import not_compiled
 from megatron.mpu.context_parallel import shard_sequence
 from megatron.mpu.layers import (
@@ -63,7 +63,6 @@ from megatron.mpu.layers import (
     VocabParallelEmbedding,
     parallel_logits,
 )
-from megatron.mpu.layout import TPGroup
 from megatron.mpu.mappings import gather_from_rank_block, gather_from_tensor_region
 from megatron.mpu.parameters import mark_sequence_parallel_grads
 from megatron.mpu.random import dropout, dropout_add
@@ -138,10 +137,10 @@ class EmbeddingPipe(nn.Module):
             return
         if model.embed_layernorm:
             self.word_embeddings.norm = norm_class(context.config)(*norm_arguments(context.config))
-        self.absolute = context.positions.learned_table
-        if self.absolute:
-            sharded_over = context.tp_group if context.sequence_parallel else TPGroup()
-            self.position_embeddings = PositionEmbedding(model, sharded_over)
+        table = context.positions.table
+        self.absolute = table is not None
+        if table is not None:
+            self.position_embeddings = table(model)
         self.eod = eod
         self.reset_position_ids = context.config.data.reset_position_ids
         self.passes_document_ids = context.layers_need_document_ids
@@ -166,8 +165,7 @@ class EmbeddingPipe(nn.Module):
                 positions = positions_within_documents(document_ids)
             else:
                 positions = torch.arange(tokens.shape[1], device=tokens.device).unsqueeze(0)
-            positions = shard_sequence(positions, self.cp_group, dim=1)
-            hidden = hidden + self.position_embeddings(positions, len(tokens))
+            hidden = hidden + self._position_vectors(positions, len(tokens)).to(hidden.dtype)
         if self.multiplier != 1.0:
             hidden = hidden * self.multiplier
         if self.fp32_residual:
@@ -178,6 +176,13 @@ class EmbeddingPipe(nn.Module):
             part = self.dropout_part(hidden, 1 - batch_dim)
             hidden = dropout(hidden, rate, rng, salt, batch_dim=batch_dim, part=part, tp_group=self.tp_group)
         return join_layer_io(hidden, document_ids if self.passes_document_ids else None)
+
+    def _position_vectors(self, positions: Tensor, batch: int) -> Tensor:
+        positions = shard_sequence(positions, self.cp_group, dim=1)
+        if not self.sequence_parallel:
+            return self.position_embeddings(positions, batch)
+        own = positions.chunk(self.tp_group.size, dim=1)[self.tp_group.rank]
+        return self.position_embeddings(own, batch).transpose(0, 1)
 
     @property
     def head_weight(self) -> Tensor:

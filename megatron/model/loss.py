@@ -10,10 +10,12 @@ from megatron.mpu.parameters import main_grad_of
 
 
 class CrossEntropy:
-    """Loss of a micro-batch: mean over samples of each sample's mean over its unmasked tokens.
+    """Loss of a micro-batch, which is differentiated: mean over samples of each sample's mean over its
+    unmasked tokens; 0 for a sample without any.
 
-    The mean per sample comes first. So the loss of a global batch does not depend on how the batch is divided
-    into micro-batches and data-parallel ranks, even if `--eod-mask-loss` masks unequal numbers of tokens.
+    The mean per sample comes first. So the gradient of a global batch does not depend on how the batch is
+    divided into micro-batches and data-parallel ranks, even if `--eod-mask-loss` masks unequal numbers of
+    tokens. The loss that is logged is the mean over all unmasked tokens, from `sample_totals`.
     `z_loss_weight` applies to `from_hidden` in training, see `vocab_parallel_linear_cross_entropy`.
 
     With context parallelism each rank has the logits of its own tokens, and all labels and the whole mask.
@@ -33,16 +35,18 @@ class CrossEntropy:
         self.tp_group, self.cp_group = tp_group, cp_group or CPGroup()
         self.vocab_size = vocab_size
         self.z_loss_weight = z_loss_weight
+        self.sample_totals = (torch.zeros(0), torch.zeros(0))
+        """Of each sample of the last micro-batch: its weighted loss on this rank, and its unmasked tokens."""
 
     def __call__(self, logits: Tensor, labels_and_mask: tuple[Tensor, Tensor]) -> Tensor:
         """logits [batch, seq / CP, padded_vocab / TP], labels [batch, seq], mask [batch, seq] -> scalar
         fp32."""
-        labels, token_weights = self._own_labels_and_weights(*labels_and_mask)
+        labels, token_weights, tokens = self._own_labels_and_weights(*labels_and_mask)
         # In training nothing reads the logits again: their memory is reused for the probabilities.
         losses = vocab_parallel_cross_entropy(
             logits, labels, self.tp_group, self.vocab_size, overwrite_logits=torch.is_grad_enabled()
         )
-        return (losses * token_weights).sum()
+        return self._sum(losses * token_weights, tokens)
 
     def from_hidden(
         self,
@@ -57,8 +61,8 @@ class CrossEntropy:
         If the weight has a `main_grad` (the optimizer sets it), its gradient is added to `main_grad` in fp32.
         loss_gradient: the gradient of the loss in the backward pass, needed for that sum.
         """
-        labels, token_weights = self._own_labels_and_weights(*labels_and_mask)
-        return vocab_parallel_linear_cross_entropy(
+        labels, token_weights, tokens = self._own_labels_and_weights(*labels_and_mask)
+        losses = vocab_parallel_linear_cross_entropy(
             hidden,
             weight,
             labels,
@@ -68,15 +72,24 @@ class CrossEntropy:
             z_loss_weight=self.z_loss_weight if torch.is_grad_enabled() else 0.0,
             main_grad=main_grad_of(weight),
             loss_gradient=loss_gradient,
-        ).sum()
+        )
+        return self._sum(losses, tokens)
 
-    def _own_labels_and_weights(self, labels: Tensor, mask: Tensor) -> tuple[Tensor, Tensor]:
-        """Returns the labels of this rank's tokens, and their weights in the loss, both [batch, seq / CP].
-        The mean is a weighted sum, so that the gradients computed in the forward pass are final."""
-        token_weights = mask / (mask.sum(dim=1, keepdim=True).clamp(min=1.0) * len(mask))
+    def _sum(self, weighted_losses: Tensor, tokens: Tensor) -> Tensor:
+        """Returns the sum, and sets `sample_totals`. weighted_losses [batch, seq / CP], tokens [batch]."""
+        self.sample_totals = (weighted_losses.detach().sum(dim=1), tokens)
+        return weighted_losses.sum()
+
+    def _own_labels_and_weights(self, labels: Tensor, mask: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Returns the labels of this rank's tokens, their weights in the loss, both [batch, seq / CP], and
+        each sample's number of unmasked tokens [batch]. The mean is a weighted sum, so that the gradients
+        computed in the forward pass are final."""
+        tokens = mask.sum(dim=1, keepdim=True)
+        token_weights = mask / (tokens.clamp(min=1.0) * len(mask))
         if self.cp_group.size > 1:
             token_weights = token_weights * self.cp_group.size
         return (
             shard_sequence(labels, self.cp_group, dim=1),
             shard_sequence(token_weights, self.cp_group, dim=1),
+            tokens.squeeze(1),
         )

@@ -27,6 +27,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from megatron.config import Config, TrainingConfig
+from megatron.deepspeed_names import restrict
 from megatron.model.gpt_model import (
     LMHeadPipe,
     ParallelTransformerLayerPipe,
@@ -40,7 +41,13 @@ from megatron.model.loss import CrossEntropy
 from megatron.mpu.compilation import compile_in_place
 from megatron.mpu.deferred_gradients import DeferredGradients
 from megatron.mpu.layout import ParallelLayout, TPGroup, chunks_of_rank
-from megatron.mpu.parameters import InitialValues, initial_values, initialize_parameters, spec_of
+from megatron.mpu.parameters import (
+    InitialValues,
+    initial_values,
+    initialize_parameters,
+    spec_of,
+    without_memory,
+)
 from megatron.mpu.random import DropoutRNG
 from megatron.mpu.step_metrics import StepMetrics
 
@@ -89,10 +96,15 @@ class _DeviceLayerSpec(LayerSpec):
         with torch.device(get_accelerator().current_device_name()):
             layer = super().build(log).to(self.dtype)
         for parameter in layer.parameters() if self.is_sharded else ():
-            parameter.untyped_storage().resize_(0)
+            parameter.data = without_memory(parameter)
         return layer
 
 
+@restrict(
+    "forward get_additional_losses get_tied_weights_and_groups mpu num_pipeline_stages partitions "
+    "stage_owner topology",
+    {},
+)
 class GPTModelPipe(PipelineModule):
     """This rank's pipeline stages of the model.
 
@@ -138,7 +150,7 @@ class GPTModelPipe(PipelineModule):
             super().__init__(layers=layers, topology=layout.topology, loss_fn=self.loss)
         self.activation_checkpointing = ActivationCheckpointing(training, tp_group, self.dropout_rng)
         initialize_parameters(self, training.seed, tp_group, values)
-        self.to(dtype)
+        super().to(dtype)
         if training.compile:
             for layer in self.modules():
                 if isinstance(layer, ParallelTransformerLayerPipe):
@@ -253,7 +265,7 @@ class GPTModelPipe(PipelineModule):
 
     def layer_path(self, folder: str, index: int) -> str:
         """Returns the name that DeepSpeed gives the file of a layer. index: in the list."""
-        return self.ckpt_layer_path(folder, index - self._local_start)
+        return str(super().ckpt_layer_path(folder, index - self._local_start))
 
     def _synchronize_tied_weights(self) -> None:
         # DeepSpeed broadcasts the parameters with autograd enabled, which would record the broadcast.

@@ -47,21 +47,14 @@ def positions_within_documents(document_ids: Tensor | None) -> Tensor:
 class PositionEmbedding(nn.Module):
     """Learned absolute positions: a table [max_positions, hidden], replicated over tensor-parallel ranks."""
 
-    def __init__(self, model: ModelConfig, sharded_over: TPGroup) -> None:
-        """`sharded_over`: with --sequence-parallel the tensor-parallel group, otherwise a group of one."""
+    def __init__(self, model: ModelConfig) -> None:
         super().__init__()
         shape = (model.max_position_embeddings, model.hidden_size)
         self.weight = new_parameter(ParameterSpec(shape, init_std=model.init_method_std), TPGroup())
-        self.sharded_over = sharded_over
 
     def forward(self, positions: Tensor, batch: int) -> Tensor:
-        """positions [batch, seq], or [1, seq] for all samples -> [batch, seq, hidden]. If sharded -> this
-        rank's shard [seq / TP, batch, hidden]."""
-        if self.sharded_over.size == 1:
-            return embedding(positions, self.weight, batch)
-        width = positions.shape[1] // self.sharded_over.size
-        own = positions.narrow(1, self.sharded_over.rank * width, width)
-        return embedding(own, self.weight, batch).transpose(0, 1)
+        """positions [batch, seq], or [1, seq] for all samples -> [batch, seq, hidden]."""
+        return embedding(positions, self.weight, batch)
 
 
 def alibi_slopes(num_heads: int) -> list[float]:
@@ -324,17 +317,17 @@ def _rotated(heads: Tensor, cosine: Tensor, sine: Tensor, interleaved: bool, sig
 class PositionScheme:
     """The components of a position embedding type.
 
-    learned_table: learned position embeddings are added to the word embeddings.
+    table: class of the embedding that is added to the word embeddings, such as `PositionEmbedding`.
     rotary: class of the rotary embedding of queries and keys; its arguments are the ModelConfig and the
     context-parallel group.
     slopes: function from the number of heads to the ALiBi slopes.
     """
 
-    learned_table: bool = False
+    table: Callable[[ModelConfig], nn.Module] | None = None
     rotary: type[RotaryEmbedding] | None = None
     slopes: Callable[[int], list[float]] | None = None
 
 
-ABSOLUTE = PositionScheme(learned_table=True)
+ABSOLUTE = PositionScheme(table=PositionEmbedding)
 ROTARY = PositionScheme(rotary=RotaryEmbedding)
 ALIBI = PositionScheme(slopes=alibi_slopes)

@@ -72,11 +72,3 @@ def _argmax(logits: Tensor, tp_group: TPGroup, vocab_size: int) -> Tensor:
         index = index.masked_fill(own < largest, vocab_size)
         dist.all_reduce(index, op=dist.ReduceOp.MIN, group=tp_group.group)
     return index
-
-
-def masked_mean(losses: Tensor, mask: Tensor) -> Tensor:
-    """Returns the mean over samples of each sample's mean over its unmasked tokens, as in `CrossEntropy`.
-
-    losses, mask [batch, seq] -> scalar.
-    """
-    return ((losses * mask).sum(dim=1) / mask.sum(dim=1).clamp(min=1.0)).mean()

@@ -8,6 +8,7 @@ from functools import cached_property
 from typing import TYPE_CHECKING
 
 from megatron.config import ConfigError, ParallelConfig
+from megatron.text_table import counted
 
 if TYPE_CHECKING:
     from deepspeed.runtime.pipe.topology import PipeModelDataParallelTopology
@@ -93,13 +94,13 @@ class ParallelLayout:
         if world_size % per_replica != 0:
             context = f" x --context-parallel-size ({cp_size})" if cp_size > 1 else ""
             raise ConfigError(
-                f"{world_size} processes cannot be divided into groups of {per_replica}: the number of "
-                f"processes must be a multiple of --tensor-model-parallel-size ({tp_size}){context} x "
-                f"--pipeline-model-parallel-size ({pp_size})"
+                f"{counted(world_size, 'process')} cannot be divided into groups of {per_replica}: the "
+                f"number of processes must be a multiple of --tensor-model-parallel-size ({tp_size})"
+                f"{context} x --pipeline-model-parallel-size ({pp_size})"
             )
         if not 0 <= rank < world_size:
             raise ConfigError(
-                f"rank {rank} is outside a job of {world_size} processes: check RANK, WORLD_SIZE"
+                f"rank {rank} is outside a job of {counted(world_size, 'process')}: check RANK, WORLD_SIZE"
             )
         return cls(tp_size, pp_size, world_size // per_replica, rank, cp_size)
 

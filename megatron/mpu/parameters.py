@@ -131,11 +131,20 @@ def new_parameter(spec: ParameterSpec, tp_group: TPGroup, dtype: torch.dtype | N
     return parameter
 
 
-def set_main_grad(parameter: torch.Tensor, total: torch.Tensor, *, stays_allocated: bool) -> None:
-    """Makes `total`, fp32, the sum of the parameter's gradients over micro-batches. stays_allocated: whether
-    `total` always has memory, so that a product can add to it (`weight_gradient.fuses_accumulation`)."""
+def without_memory(parameter: torch.Tensor) -> torch.Tensor:
+    """Returns data for a parameter whose values are elsewhere (ZeRO-3): of its shape, NaN, with the memory of
+    one element. `copy_` to it raises RuntimeError."""
+    return parameter.new_full((), math.nan).expand(parameter.shape)
+
+
+def has_memory(parameter: torch.Tensor) -> bool:
+    """Returns whether the parameter holds its values: its data is not from `without_memory`."""
+    return parameter.untyped_storage().nbytes() >= parameter.nbytes
+
+
+def set_main_grad(parameter: torch.Tensor, total: torch.Tensor) -> None:
+    """Makes `total`, fp32, the sum of the parameter's gradients over micro-batches. It always has memory."""
     parameter.main_grad = total  # type: ignore[attr-defined]
-    parameter.keeps_main_grad = stays_allocated  # type: ignore[attr-defined]
 
 
 def main_grad_of(parameter: torch.Tensor) -> torch.Tensor | None:
@@ -199,7 +208,7 @@ def initialize_parameters(
     """
     with torch.no_grad():
         for name, parameter in module.named_parameters():
-            if parameter.untyped_storage().nbytes():
+            if has_memory(parameter):
                 parameter.copy_(values(spec_of(parameter), seed, name, tp_group, None))
 
 

@@ -31,9 +31,8 @@ _HALF = (torch.bfloat16, torch.float16)
 
 
 def fuses_accumulation(weight: Tensor) -> bool:
-    """Returns whether products add the gradient of this weight to its `main_grad`, which must always be
-    allocated (`FlatGroup` marks it)."""
-    return getattr(weight, "keeps_main_grad", False) and supports_fused_accumulation(weight)
+    """Returns whether products add the gradient of this weight to its `main_grad`."""
+    return main_grad_of(weight) is not None and supports_fused_accumulation(weight)
 
 
 def supports_fused_accumulation(tensor: Tensor) -> bool:

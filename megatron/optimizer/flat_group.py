@@ -16,10 +16,13 @@ of the fp32 master weights. The ZeRO stage decides which full buffers are alloca
     ZeRO 3    as ZeRO 2, and full weights of a transformer layer only during its forward and backward pass:
               they are all-gathered before each pass
 
-Invariant: parameters and their `main_grad` are views of the full buffers at all times. A full buffer is freed
-by resizing its storage to zero. Views of it stay valid objects, and so do tensors that autograd saved for the
-backward pass: they have their contents again once the storage is allocated and filled again. The hooks in
-`megatron.optimizer.overlap` do this around each layer.
+A full buffer is freed by resizing its storage to zero. Views of it stay valid objects, and so do tensors that
+autograd saved for the backward pass: they have their contents again once the storage is allocated and filled
+again. The hooks in `megatron.optimizer.overlap` do this around each layer.
+
+Invariant: parameters are views of the full weights while these are allocated, and hold NaN otherwise
+(`without_memory`): a read of freed memory would end the process. Only full gradients that are always
+allocated are the parameters' `main_grad`.
 """
 
 from __future__ import annotations
@@ -36,7 +39,7 @@ from torch import Tensor, nn
 from megatron.kernels.norms import copy_gradient_op
 from megatron.kernels.selection import uses_kernels
 from megatron.mpu.layout import TPGroup
-from megatron.mpu.parameters import main_grad_of, set_main_grad, spec_of
+from megatron.mpu.parameters import main_grad_of, set_main_grad, spec_of, without_memory
 from megatron.optimizer.quantized import BLOCK_SIZE, QuantizedMoment, read_moment
 from megatron.torch_versions import all_gather_single, reduce_scatter_single
 
@@ -98,19 +101,26 @@ class FlatGroup:
         self.start = partition * self.size
         # Weights before gradients: the parameters' original memory is freed in between.
         self.weights = torch.zeros(length, dtype=first.dtype, device=first.device)
-        for parameter in self.parameters:
-            view = self._part(self.weights, parameter).view_as(parameter)
-            if initial_values is None:
+        views = [self._part(self.weights, p).view_as(p) for p in self.parameters]
+        # Made once: the hooks of each layer assign them.
+        self._full_params = list(zip(self.parameters, views, strict=True))
+        self._freed_params = []
+        if initial_values is None:
+            for parameter, view in self._full_params:
                 view.copy_(parameter.data)
-            parameter.data = view
+                parameter.data = view
+        else:
+            self._freed_params = [(p, without_memory(p)) for p in self.parameters]
         self.local_weights = self._own_part(self.weights)
         if initial_values is not None:
             self.free_full_params()
             self.local_weights = self._make_local_weights(initial_values)
         self.gradients = torch.zeros(length, dtype=torch.float32, device=first.device)
-        for parameter in self.parameters:
-            total = self.full_grad(parameter).view_as(parameter)
-            set_main_grad(parameter, total, stays_allocated=not shards_gradients)
+        self.full_grads = [self.full_grad(p).view_as(p) for p in self.parameters]
+        for parameter, total in (
+            () if shards_gradients else zip(self.parameters, self.full_grads, strict=True)
+        ):
+            set_main_grad(parameter, total)
         self.local_gradients = self._own_part(self.gradients)
         if shards_gradients:
             self.local_gradients = torch.zeros_like(self.local_gradients)
@@ -215,6 +225,8 @@ class FlatGroup:
         own = self.local_weights
         if self.shards_weights:
             _alloc_storage(self.weights)
+            for parameter, view in self._full_params:
+                parameter.data = view
         elif dist.get_backend(self._dp_group) == dist.Backend.GLOO:
             own = own.clone()  # gloo does not support an input that overlaps the output
         # Tensors that autograd saved stay valid: a parameter does not share the buffer's version counter.
@@ -223,6 +235,8 @@ class FlatGroup:
     def free_full_params(self) -> None:
         """Frees the full weights; this rank's partition stays."""
         _free_storage(self.weights)
+        for parameter, freed in self._freed_params:
+            parameter.data = freed
 
     # --- gradients ---
 
@@ -286,11 +300,11 @@ def add_to_main_grad(parameter: Tensor) -> None:
         parameter.grad = None
 
 
-def move_to_main_grad(parameter: Tensor, norm: Tensor) -> None:
-    """Copies a micro-batch's gradient to `main_grad`, which has no value yet, and frees it. `norm`, an fp64
+def move_grad(parameter: Tensor, total: Tensor, norm: Tensor) -> None:
+    """Copies a micro-batch's gradient to `total`, which has no value yet, and frees it. `norm`, an fp64
     scalar, becomes non-finite if the gradient is. With kernels this takes no second pass over memory."""
-    gradient, total = parameter.grad, main_grad_of(parameter)
-    assert gradient is not None and total is not None  # called when it is there; set by FlatGroup
+    gradient = parameter.grad
+    assert gradient is not None  # called when it is there
     if uses_kernels(gradient) and gradient.is_contiguous():
         copy_gradient_op(gradient, total, norm)
     else:

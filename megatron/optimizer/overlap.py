@@ -44,7 +44,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from megatron.mpu.compilation import not_compiled
-from megatron.optimizer.flat_group import FlatGroup, move_to_main_grad
+from megatron.optimizer.flat_group import FlatGroup, move_grad
 
 
 def divide_into_buckets(layer_sizes: Sequence[int], bucket_size: int) -> list[range]:
@@ -222,7 +222,8 @@ class ShardedUnit(_HookedLayers):
         self.module = module
         self._overlap = overlap
         norms = [norm for flat in flats for norm in flat.reduced_grad_norms.unbind()]
-        self._norms = dict(zip(self._parameters, norms, strict=True))
+        totals = [total for flat in flats for total in flat.full_grads]
+        self._targets = dict(zip(self._parameters, zip(totals, norms, strict=True), strict=True))
         self._pending_params = set(self._parameters)
         self._in_backward = False
         self._reducing: list[dist.Work] = []
@@ -288,7 +289,7 @@ class ShardedUnit(_HookedLayers):
                 self._overlap.finish_reduction()
             for flat in self.flats:
                 flat.alloc_full_grads()
-        move_to_main_grad(parameter, self._norms[parameter])
+        move_grad(parameter, *self._targets[parameter])
         self._pending_params.discard(parameter)
         if not self._pending_params:
             self._overlap.reduce(self)

@@ -9,32 +9,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
-from functools import partial
-from typing import Literal
+from dataclasses import asdict, dataclass
+from typing import Any
 
 from megatron.config import BatchSchedule, Config, ConfigError, ScheduleConfig, TrainingConfig
+from megatron.config.batch import BEGIN, Progress, Unit
 from megatron.config.registries import LR_DECAY_STYLES, WSD_DECAY_STYLES, WarmupRelativeStyle
-
-Unit = Literal["iterations", "samples", "tokens"]
-
-
-@dataclass(frozen=True)
-class Progress:
-    """Training progress, including the current step."""
-
-    iteration: int
-    consumed_samples: int
-    consumed_tokens: int
-
-    def count(self, unit: Unit) -> int:
-        """Returns this progress in one unit."""
-        counts = {
-            "iterations": self.iteration,
-            "samples": self.consumed_samples,
-            "tokens": self.consumed_tokens,
-        }
-        return counts[unit]
+from megatron.config.validate import WSD_BY_TOKENS
 
 
 @dataclass(frozen=True)
@@ -95,7 +76,7 @@ class LearningRateSchedule:
             )
         wsd_style = None
         if schedule.lr_decay_style == "WSD":
-            start, wsd_style = _stable_end(schedule, start, length, unit), schedule.lr_wsd_decay_style
+            start, wsd_style = _stable_end(schedule, length, unit), schedule.lr_wsd_decay_style
         return cls(
             max_lr=float(schedule.lr),
             min_lr=float(schedule.min_lr),
@@ -107,6 +88,21 @@ class LearningRateSchedule:
             decay_unit=unit,
             wsd_style=wsd_style,
         )
+
+    def effective_settings(self, progress: Progress) -> dict[str, Any]:
+        """Returns the settings that determine the learning rates after `progress`. A schedule without a decay
+        has only its maximum, and the warm-up until it is over."""
+        if self.style != "constant" and self.min_lr != self.max_lr:
+            return asdict(self)
+        is_warm = progress.count(self.warmup_unit) >= self.warmup
+        warmup = {} if is_warm else {"warmup": self.warmup, "warmup_unit": self.warmup_unit}
+        return {"max_lr": self.max_lr, **warmup}
+
+    @property
+    def warmup_end(self) -> tuple[float, ...]:
+        """See `Progress`."""
+        is_counted_twice = (self.warmup_unit, self.decay_unit) == ("samples", "tokens")
+        return (self.warmup, self.decay_start) if is_counted_twice else ()
 
     def lr(self, progress: Progress) -> float:
         """Returns the learning rate of the step that ends at `progress`."""
@@ -154,14 +150,18 @@ class LearningRateSchedule:
         )
 
 
-def schedule_of(config: Config) -> LearningRateSchedule:
-    """Returns the schedule of a run's flags. Raises ConfigError like `LearningRateSchedule.from_config`."""
+def schedule_of(config: Config, start: Progress = BEGIN) -> LearningRateSchedule:
+    """Returns the schedule of the flags of a run that continues from `start`. Raises ConfigError like
+    `LearningRateSchedule.from_config`."""
     seq_length = config.model.seq_length
-    tokens_of_samples = partial(
-        BatchSchedule.from_config(config.batch).tokens_of_samples,
-        seq_length=seq_length,
-        curriculum=config.curriculum,
-    )
+
+    def tokens_of_samples(samples: float) -> float:
+        is_past = samples < start.consumed_samples
+        if is_past and samples in start.warmup_end[:1]:
+            return start.warmup_end[-1]
+        batches = BatchSchedule.from_config(config.batch)
+        return batches.tokens_of_samples(samples, seq_length, config.curriculum, BEGIN if is_past else start)
+
     return LearningRateSchedule.from_config(config.schedule, config.training, seq_length, tokens_of_samples)
 
 
@@ -196,23 +196,13 @@ def inverse_square_root_decay(max_lr: float, min_lr: float, growth: float) -> fl
     return max(min_lr, max_lr / math.sqrt(growth))
 
 
-def _stable_end(schedule: ScheduleConfig, warmup: float, end: int, unit: Unit) -> int:
-    """Returns the end of WSD's stable phase. Raises ConfigError if it is before the end of the warm-up."""
+def _stable_end(schedule: ScheduleConfig, end: int, unit: Unit) -> int:
+    """Returns the end of WSD's stable phase. Raises ConfigError if --train-tokens ends the decay."""
     if unit == "tokens":
-        raise ConfigError(
-            "--lr-decay-style WSD with a decay that ends by tokens (--lr-decay-tokens or --train-tokens): "
-            "WSD counts in iterations or samples; set --lr-decay-iters or --lr-decay-samples instead"
-        )
+        raise ConfigError(WSD_BY_TOKENS)
     by_iters = unit == "iterations"
     length = schedule.lr_wsd_decay_iters if by_iters else schedule.lr_wsd_decay_samples
-    option = f"--lr-wsd-decay-{_flag_end(unit)}"
-    if length is None:
-        raise ConfigError(f"--lr-decay-style WSD without {option}: set it to the length of the decay")
-    if end - length < warmup:
-        raise ConfigError(
-            f"{option} {length}: the decay has to end after {end:,} {unit} and would begin before the end of "
-            f"the warm-up ({warmup:,.0f} {unit}): shorten one of them, or raise --lr-decay-{_flag_end(unit)}"
-        )
+    assert length is not None  # checked by config.validate
     return end - length
 
 

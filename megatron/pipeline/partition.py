@@ -12,7 +12,9 @@ of more micro-batches. Costs are added as integer multiples of a common unit, so
 from __future__ import annotations
 
 import math
+from bisect import bisect_right
 from collections.abc import Callable, Sequence
+from decimal import Decimal
 from fractions import Fraction
 from itertools import accumulate, pairwise
 
@@ -46,21 +48,27 @@ def partition(costs: Sequence[Sequence[Weight]]) -> list[int]:
     whole = _integer_costs(costs, weighted)
     sums = _prefix_sums(whole, _LIMIT_BITS)
     limit = _smallest_limit(sums)
-    mirrored = _reachable([row[-1] - row[::-1] for row in reversed(sums)], limit)
+    backward = {id(row): row[-1] - row[::-1] for row in sums}
+    mirrored = _reachable([backward[id(row)] for row in reversed(sums)], limit)
     possible = [
         np.flatnonzero(a & b[::-1]) for a, b in zip(_reachable(sums, limit), mirrored[::-1], strict=True)
     ]
-    _check_steps(sum(len(starts) * len(ends) for starts, ends in pairwise(possible)))
+    # The stage that ends at ends[j] starts at one of starts[first[j]] to starts[stop[j] - 1].
+    ranges = [
+        (np.searchsorted(row[starts], row[ends] - limit), np.searchsorted(starts, ends))
+        for row, (starts, ends) in zip(sums, pairwise(possible), strict=True)
+    ]
+    _check_steps(sum(len(first) * int((stop - first).max()) for first, stop in ranges))
     squares, choices = np.zeros(1, dtype=np.int64), []
-    rows = zip(sums, _prefix_sums(whole, _SQUARE_BITS), pairwise(possible), strict=True)
-    for exact, rounded, (starts, ends) in rows:
-        sizes = exact[ends] - exact[starts][:, None]
-        fits = (sizes <= limit) & (starts[:, None] < ends)
-        total = np.where(
-            fits, squares[:, None] + (rounded[ends] - rounded[starts][:, None]) ** 2, np.iinfo(int).max
-        )
-        choices.append(total.argmin(axis=0))  # among equal sums, the smallest bound
-        squares = total.min(axis=0)
+    rounded = _prefix_sums(whole, _SQUARE_BITS)
+    for row, (starts, ends), (first, stop) in zip(rounded, pairwise(possible), ranges, strict=True):
+        window = first[:, None] + np.arange((stop - first).max())
+        fits, window = window < stop[:, None], np.minimum(window, len(starts) - 1)
+        sizes = row[ends][:, None] - row[starts][window]
+        total = np.where(fits, squares[window] + sizes**2, np.iinfo(int).max)
+        best = total.argmin(axis=1)  # among equal sums, the smallest bound
+        choices.append(first + best)
+        squares = total.min(axis=1)
     bounds, index = [], 0
     for choice, starts in zip(reversed(choices), reversed(possible[:-1]), strict=True):
         index = int(choice[index])
@@ -70,10 +78,25 @@ def partition(costs: Sequence[Sequence[Weight]]) -> list[int]:
 
 def _smallest_limit(sums: Sequence[np.ndarray]) -> int:
     """Returns the smallest cost of the heaviest stage. sums: prefix sums of the costs on each stage."""
-    too_small, enough = -1, max(int(row[-1]) for row in sums)
+    different = {id(row): row for row in sums}
+    layers = np.array([np.diff(row) for row in different.values()])
+    largest = layers.max()
+    rows = {key: row.tolist() for key, row in different.items()}
+
+    def is_enough(limit: int) -> bool:
+        if limit < largest:
+            return bool(_reachable(sums, limit)[-1][-1])
+        # Every stage can hold any layer, so stages that are as long as possible reach farthest.
+        end = 0
+        for row in map(rows.__getitem__, map(id, sums)):
+            end = bisect_right(row, row[end] + limit) - 1
+        return end == layers.shape[1]
+
+    # Every layer is on a stage.
+    too_small, enough = int(layers.min(axis=0).max()) - 1, max(row[-1] for row in rows.values())
     while too_small + 1 < enough:
         limit = (too_small + enough) // 2
-        if _reachable(sums, limit)[-1][-1]:
+        if is_enough(limit):
             enough = limit
         else:
             too_small = limit
@@ -183,14 +206,21 @@ def _integer_costs(costs: Sequence[Sequence[Weight]], weighted: Sequence[int]) -
     """Returns the costs of the layers `weighted` on each stage, as multiples of a common unit. A float counts
     as the decimal that it prints as. Equal rows share one list."""
     rows = {id(row): row for row in costs}
-    exact = {key: [Fraction(str(row[index])) for index in weighted] for key, row in rows.items()}
-    unit = math.lcm(*(value.denominator for row in exact.values() for value in row))
+    exact = {key: [_ratio(row[index]) for index in weighted] for key, row in rows.items()}
+    unit = math.lcm(*(denominator for row in exact.values() for _, denominator in row))
     whole = {
-        key: [value.numerator * (unit // value.denominator) for value in row] for key, row in exact.items()
+        key: [numerator * (unit // denominator) for numerator, denominator in row]
+        for key, row in exact.items()
     }
     divisor = max(math.gcd(*(value for row in whole.values() for value in row)), 1)
     whole = {key: [value // divisor for value in row] for key, row in whole.items()}
     return [whole[id(row)] for row in costs]
+
+
+def _ratio(value: Weight) -> tuple[int, int]:
+    """Returns (numerator, denominator)."""
+    exact = value if isinstance(value, Fraction) else Decimal(str(value))
+    return exact.as_integer_ratio()
 
 
 def _prefix_sums(whole: Sequence[list[int]], bits: int) -> list[np.ndarray]:

@@ -13,6 +13,7 @@ import selectors
 import shlex
 import signal
 import subprocess
+import sys
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
@@ -22,10 +23,11 @@ from pathlib import Path
 from typing import Any
 
 from megatron.config import ConfigError
-from megatron.config.cli import make_parser
 from megatron.config.config import SECTIONS
 from megatron.config.fields import setting_option
-from megatron.config.peer_flags import rewrite
+from megatron.config.flag_parser import make_parser
+from megatron.config.mistakes import Mistakes
+from megatron.config.peer_rewriting import rewrite
 from megatron.config.tool_parser import ToolParser
 
 PROGRAM = "pretrain_gpt.py"
@@ -43,10 +45,11 @@ class RunFlagsParser(ToolParser):
     def parse_args(  # type: ignore[override]
         self, args: Sequence[str] | None = None, namespace: argparse.Namespace | None = None
     ) -> argparse.Namespace:
-        """Raises UserError for a flag that neither program has."""
-        parsed, training = self.parse_known_args(args, namespace)
-        parsed.training = training
-        make_parser().parse_args(parsed.training)
+        """Returns the tool's flags with the flags of the run in `training`, which `read_command_line` checks,
+        and the mistakes in the tool's own flags in `mistakes`."""
+        mistakes = Mistakes()
+        parsed, training = self.collect_known(sys.argv[1:] if args is None else args, mistakes)
+        parsed.training, parsed.mistakes = training, mistakes
         return parsed
 
 
@@ -67,20 +70,30 @@ def run_flags(flags: Sequence[str], script: str | None, gpus: int | None) -> lis
     return words if "training.dry_run" in _given(words) else ["--dry-run", *words]
 
 
-def with_defaults(words: Sequence[str]) -> tuple[list[str], list[str]]:
-    """Returns the flags with defaults for those that a search needs and that hardly affect its result, such
-    as --lr; and notes on the defaults that a user should know."""
+def with_defaults(words: Sequence[str], chooses_layout: bool = True) -> tuple[list[str], list[str]]:
+    """Returns the flags with defaults for those that a plan needs and that hardly affect its result, such as
+    --lr; and notes on the defaults that a user should know. chooses_layout: whether a search starts from the
+    flags, so that layout and precision have defaults, too."""
     given, words, notes = _given(words), list(words), []
-    defaults = {"schedule.lr": ("--lr", "1e-4"), "batch.micro_batch_size": ("--micro-batch-size", "1")}
+    if "schedule.lr" not in given:
+        words += ["--lr", "1"]  # no --min-lr is above it
+    if "batch.micro_batch_size" not in given:
+        words += ["--micro-batch-size", "1"]
+        notes.append("--micro-batch-size is not set: planned with 1")
     if not {"training.train_iters", "training.train_samples"} & given:
-        defaults["training.train_iters"] = ("--train-iters", "1000")
+        words += ["--train-iters", "1000"]
         notes.append("neither --train-iters nor --train-samples is set: the days are for 1,000 iterations")
-    for name, flag in defaults.items():
-        if name not in given:
-            words += flag
-    if "model.max_position_embeddings" not in given and "--seq-length" in words:
-        words += ["--max-position-embeddings", words[words.index("--seq-length") + 1]]
-    if not {"precision.bf16", "precision.fp16"} & given:
+    if "batch.global_batch_size" not in given:
+        size = "micro-batch size x data-parallel size"
+        if chooses_layout:
+            settings = _parsed(words)
+            size = str(settings.get("batch.micro_batch_size", 1) * settings.get("parallel.world_size", 1))
+            words += ["--global-batch-size", size]
+        notes.append(f"--global-batch-size is not set: planned with {size}; set it to compare layouts")
+    has_precision = {"precision.bf16", "precision.fp16"} & given
+    if not chooses_layout:
+        return words, notes + ["neither --bf16 nor --fp16 is set: planned in fp32"] * (not has_precision)
+    if not has_precision:
         v100 = "--gpu" in words and words[words.index("--gpu") + 1].startswith("v100")
         words.append("--fp16" if v100 else "--bf16")
         notes.append(f"neither --bf16 nor --fp16 is set: planned with {words[-1]}")
@@ -92,7 +105,7 @@ def with_defaults(words: Sequence[str]) -> tuple[list[str], list[str]]:
 def _first_pipeline_size(words: Sequence[str]) -> int:
     """Returns the smallest number of stages with which the batch sizes are divisible by the data-parallel
     size times the micro-batch size, so that a search has a valid layout to start from; 1 if there is none."""
-    settings = vars(make_parser().parse_args(words))
+    settings = _parsed(words)
     world_size, micro_batch = (settings.get(f, 1) for f in ("parallel.world_size", "batch.micro_batch_size"))
     sizes = [settings.get("batch.global_batch_size", micro_batch)]
     sizes += [size for size in settings.get("batch.rampup_batch_size", ())[:2] if size]
@@ -101,6 +114,11 @@ def _first_pipeline_size(words: Sequence[str]) -> int:
     divisors = (size for size in range(1, world_size + 1) if world_size % size == 0)
     fitting = (p for p in divisors if all(size % (micro_batch * world_size // p) == 0 for size in sizes))
     return next(fitting, 1)
+
+
+def _parsed(words: Sequence[str]) -> dict[str, Any]:
+    """Returns the settings of the flags without the invalid ones, which `read_command_line` reports."""
+    return vars(make_parser().collect(words, Mistakes()))
 
 
 def replaced(words: Sequence[str], change: Mapping[str, Any]) -> list[str]:
@@ -132,6 +150,17 @@ def _given(words: Sequence[str]) -> set[str]:
     """Returns the settings, as 'section.field', that the flags set."""
     options = _options()
     return {options[word.partition("=")[0]] for word in words if word.partition("=")[0] in options}
+
+
+def check_batch_size(words: Sequence[str], *sufficient: str) -> None:
+    """Raises ConfigError if the flags do not determine the global batch size of the run. sufficient: settings
+    that determine it as --global-batch-size does."""
+    if _given(words).isdisjoint({"batch.global_batch_size", *sufficient}):
+        flags = " or ".join(map(setting_option, ("batch.global_batch_size", *sufficient)))
+        raise ConfigError(
+            f"the global batch size, on which the order of the samples depends, is unknown: set {flags} as "
+            "in the run"
+        )
 
 
 def without_settings(words: Sequence[str], names: set[str]) -> list[str]:

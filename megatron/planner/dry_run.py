@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from pathlib import Path
 
-from megatron.checkpoint.compatibility import resumed_schedule
-from megatron.checkpoint.lineage.start import choose_checkpoint
+from megatron.checkpoint.compatibility import resumed_schedule, start_of
+from megatron.checkpoint.record import Checkpoint
 from megatron.cluster import processes
 from megatron.cluster.exit_status import ExitStatus
 from megatron.cluster.preflight import read_network_figures
@@ -14,7 +13,9 @@ from megatron.config import BatchSchedule, Config
 from megatron.config.batch import check_remaining_batches, first_supported_sample
 from megatron.errors import printable
 from megatron.pipeline.stages import StagePlan, stage_flops
-from megatron.planner.memory import StageMemory, fit_summary, plan_memory
+from megatron.planner.fit import free_saving, with_verdict
+from megatron.planner.memory import StageMemory
+from megatron.planner.plan import Plan, make_plan
 from megatron.planner.step_time import StepTime, planned_step, time_lines
 from megatron.text_table import format_table
 from megatron.training.build import Setup
@@ -28,30 +29,32 @@ def dry_run(config: Config, notes: list[str]) -> ExitStatus:
     plan does not fit the device. notes: sentences about the flags, printed at the start of the report."""
     setup = Setup.from_config(config)
     assert setup.plan is not None
-    memory = plan_memory(config, setup.vocab.size, setup.plan)
-    fits, sentence = fit_summary(config, setup.vocab.size, memory)
+    plan = with_verdict(make_plan(config, setup.vocab.size, setup.plan))
     if processes.is_main_process():
-        print(printable(_report(config, notes, setup, setup.plan, memory)))
-        if sentence:
-            print(f"\nmemory     {sentence}")
+        print(printable(_report(config, notes, setup, plan)))
+        if plan.verdict:
+            print(f"\nmemory     {plan.verdict}")
+        if plan.fits and (saving := free_saving(plan)):
+            print(f"note       {saving}")
         if config.training.simulate:
             from megatron.planner.simulation.stages import simulation_report
 
             print("\n" + simulation_report(config))
-    return ExitStatus.FINISHED if fits else ExitStatus.USER_ERROR
+    return ExitStatus.FINISHED if plan.fits is not False else ExitStatus.USER_ERROR
 
 
-def _report(
-    config: Config, notes: list[str], setup: Setup, plan: StagePlan, memory: list[StageMemory]
-) -> str:
-    vocab, length = setup.vocab, setup.length
-    notes = [*notes, *ramp_up_notes(config)]
-    data = planned_data_report(config, length)
-    checkpoint, found = planned_start(config, length, vocab)
+def _report(config: Config, notes: list[str], setup: Setup, plan: Plan) -> str:
+    vocab = setup.vocab
+    checkpoint, found = planned_start(config, vocab)
+    notes = [*notes, *ramp_up_notes(config, checkpoint)]
+    start = start_of(checkpoint)
+    data = planned_data_report(config, start)
     lr_schedule = resumed_schedule(checkpoint, config)
-    notes += found + start_notes(checkpoint, config, length, setup.batches, lr_schedule)
-    step = planned_step(config, plan, vocab.size)
-    text = planned_run_report(config, plan, vocab.size, notes, lr_schedule.describe(), memory, step)
+    notes += found + start_notes(checkpoint, config, lr_schedule)
+    step = planned_step(config, plan.stages, vocab.size, start)
+    text = planned_run_report(
+        config, plan.stages, vocab.size, notes, lr_schedule.describe(), plan.memory, step
+    )
     return f"{text}\n\n{data}"
 
 
@@ -92,18 +95,18 @@ def memory_table(config: Config, plan: StagePlan, vocab_size: int, memory: Seque
     return format_table(rows)
 
 
-def ramp_up_notes(config: Config) -> list[str]:
-    """Returns a note on the batch sizes that remain of --rampup-batch-size after --load; [] without both.
+def ramp_up_notes(config: Config, checkpoint: Checkpoint | None) -> list[str]:
+    """Returns a note on the batch sizes that remain of --rampup-batch-size after `checkpoint`, which --load
+    names; [] without both.
 
     If --load has no checkpoint on this machine, the note names the batch sizes that the layout supports, and
-    the number of consumed samples from which a run can resume. Raises ConfigError if the checkpoint cannot be
-    opened, or if the layout does not support a batch size that remains.
+    the number of consumed samples from which a run can resume. Raises ConfigError if the
+    layout does not support a batch size that remains.
     """
     load = config.checkpoint.load
     if load is None or config.batch.rampup_batch_size is None:
         return []
     schedule = BatchSchedule.from_config(config.batch)
-    checkpoint = choose_checkpoint(config.checkpoint, None) if Path(load).is_dir() else None
     if checkpoint is not None:
         consumed = checkpoint.start_state.consumed_samples
         check_remaining_batches(config, consumed)

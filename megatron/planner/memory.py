@@ -9,7 +9,6 @@ compares the planned memory with a whole simulated step.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from contextlib import suppress
 from dataclasses import dataclass
 from itertools import chain
 
@@ -17,12 +16,10 @@ from megatron.checkpoint.saving.writer import ring_bytes
 from megatron.cluster.devices import device_memory_bytes
 from megatron.config import Config
 from megatron.engine.instructions import pipeline_schedule
-from megatron.errors import UserError
-from megatron.pipeline.stages import StagePlan, plan_stages
+from megatron.pipeline.stages import StagePlan
 from megatron.planner.in_flight import filling_micro_batches
 from megatron.planner.simulation.costs import spec_bytes
 from megatron.planner.simulation.stage_costs import StageCosts, rank_update, stage_costs
-from megatron.training.out_of_memory import memory_flags
 from megatron.units import GIB
 
 _LABEL_BYTES = 8 + 4
@@ -35,9 +32,6 @@ COMMUNICATOR_BYTES = 600_000_000
 # Memory that the allocator has reserved and cannot use, as a share of the planned memory. It assumes
 # expandable segments, which a run sets. Without them BigScience's logs of 2021 show 11 to 22 %.
 FRAGMENTATION = 0.05
-_MAX_FLAGS = 3
-# A flag is suggested only if it reduces the planned memory by at least this share.
-_MIN_SAVING = 0.02
 
 
 @dataclass(frozen=True)
@@ -270,47 +264,3 @@ def fits(config: Config, planned: float) -> bool:
     known."""
     device = device_memory_bytes(config)
     return device is None or planned + reserve_bytes(config, planned) <= device
-
-
-def fit_summary(config: Config, vocab_size: int, memory: Sequence[StageMemory]) -> tuple[bool, str]:
-    """Returns whether the plan fits the device, and a sentence; (True, '') if the device is not known."""
-    device = device_memory_bytes(config)
-    if device is None:
-        return True, ""
-    planned = [part.total for part in memory]
-    largest = max(planned)
-    reserve = reserve_bytes(config, largest)
-    name = config.training.gpu or f"{config.training.device_memory:g} GiB"
-    what = "stage" if config.parallel.stages_per_rank == 1 else "rank"
-    needs = (
-        f"{what} {planned.index(largest)} needs {_gib(largest)} and a reserve of {_gib(reserve)} for CUDA, "
-        f"NCCL ({communicators(config)} communicators) and the allocator; the device ({name}) has "
-        f"{_gib(device)}"
-    )
-    spare = device - largest - reserve
-    if fits(config, largest):
-        return True, f"fits with {_gib(spare)} to spare: {needs}"
-    over = [i for i, size in enumerate(planned) if not fits(config, size)]
-    flags = ", ".join(
-        f"{flag} ({_gib(size)}{', fits' if fits(config, size) else ''})"
-        for flag, size in most_effective_flags(config, vocab_size, largest)
-    )
-    places = f"{what} {over[0]}" if len(over) == 1 else f"{len(over)} of {len(planned)} {what}s"
-    return False, f"does not fit ({places}), {_gib(-spare)} too much: {needs}. Try {flags or 'more devices'}"
-
-
-def _gib(size: float) -> str:
-    return f"{size / GIB:.2f} GiB"
-
-
-def most_effective_flags(config: Config, vocab_size: int, planned: float) -> list[tuple[str, float]]:
-    """Returns up to three flags that reduce the peak memory most, best first: (flag and value, planned bytes
-    of the most loaded rank with it). The flags do not change the model or the global batch. planned: bytes of
-    the most loaded rank without these flags."""
-    found = []
-    for flag, changed in memory_flags(config):
-        with suppress(UserError):
-            size = max(planned_bytes(changed, vocab_size, plan_stages(changed, vocab_size)))
-            if size < (1 - _MIN_SAVING) * planned:
-                found.append((flag, size))
-    return sorted(found, key=lambda entry: entry[1])[:_MAX_FLAGS]

@@ -16,8 +16,10 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Literal
 
+import megatron
 from megatron.errors import UserError
 from megatron.files import write_atomically
+from megatron.planner.sweep.folder import machine_facts, now_text
 
 Kind = Literal["plan", "search", "recipe", "sweep", "data"]
 
@@ -48,11 +50,13 @@ def write_page(path: Path, kind: Kind, command: str, data: Mapping[str, Any]) ->
 
 def page_text(kind: Kind, command: str, data: Mapping[str, Any]) -> str:
     """Returns the HTML of the page; the arguments are those of `write_page`."""
-    title = _TITLES[kind]
+    facts = machine_facts()
+    title = f"{_TITLES[kind]}: {data['title']}" if data.get("title") else _TITLES[kind]
+    made = f"{now_text()}, version {megatron.__version__}, commit {facts['commit'] or 'unknown'}"
     parts = {
         "title": html.escape(title),
         "style": (_SOURCES / "page.css").read_text(encoding="utf-8"),
-        "data": _script_json({"kind": kind, "title": title, "command": command, "data": data}),
+        "data": _script_json({"kind": kind, "title": title, "made": made, "command": command, "data": data}),
         "script": "\n".join((_SOURCES / name).read_text(encoding="utf-8") for name in _SCRIPTS),
     }
     template = (_SOURCES / "page.html").read_text(encoding="utf-8")

@@ -19,6 +19,7 @@ from megatron.planner.simulation.costs import spec_bytes
 from megatron.planner.simulation.passes import Collective
 from megatron.planner.simulation.stage_costs import rank_update, stage_costs
 from megatron.planner.step_time import StepTime, planned_step, timeline
+from megatron.text_table import counted
 
 _MOST_EVENTS = 4000
 """Passes that a timeline shows, at most."""
@@ -59,6 +60,7 @@ class WhatIf:
     peak_bytes: float | None
     tokens_per_second: float | None
     reason: str = ""
+    changes_training: bool = False
 
 
 @dataclass(frozen=True)
@@ -75,6 +77,17 @@ class Plan:
     change: Mapping[str, Any] = field(default_factory=dict)
     """Settings that a search has changed: 'section.field' -> value."""
     what_if: tuple[WhatIf, ...] = ()
+    verdict: str = ""
+    """See `megatron.planner.fit.with_verdict`."""
+
+    @property
+    def title(self) -> str:
+        """The model and the devices."""
+        model, gpu = self.config.model, self.config.training.gpu
+        number, count = self.config.parallel.world_size, self.stages.total_parameters
+        size = f"{count / 1e9:.3g} B" if count >= 1e9 else f"{count / 1e6:.3g} M"
+        devices = f"{number} x {gpu}" if gpu else counted(number, "device")
+        return f"{size} parameters ({model.num_layers} layers x {model.hidden_size}), {devices}"
 
     @property
     def prediction(self) -> StepTime:
@@ -106,6 +119,14 @@ class Plan:
     def fits(self) -> bool | None:
         """Whether the most loaded rank fits the device; None if the device is not known."""
         return None if self.device_bytes is None else fits(self.config, self.peak_bytes)
+
+    @property
+    def best_change(self) -> WhatIf | None:
+        """The fastest change that fits and computes the same numbers; None if the plan fits and is faster."""
+        rows = [row for row in self.what_if if row.fits and not row.changes_training]
+        best = max(rows, key=lambda row: row.tokens_per_second or 0, default=None)
+        is_slower = best is not None and (best.tokens_per_second or 0) <= self.tokens_per_second
+        return None if self.fits and is_slower else best
 
     @cached_property
     def communication(self) -> list[CommunicationRow]:
@@ -144,6 +165,7 @@ class Plan:
             {**asdict(part), "rank": rank, "total": part.total} for rank, part in enumerate(self.memory)
         ]
         return {
+            "title": self.title,
             "layout": _layout(self.config),
             "parameters": self.stages.total_parameters,
             "weight_unit": self.stages.partition.unit,
@@ -158,6 +180,8 @@ class Plan:
             "what_if": list(map(asdict, self.what_if)),
             "peak_bytes": self.peak_bytes,
             "fits": self.fits,
+            "verdict": self.verdict,
+            "best_change": self.best_change and self.best_change.change,
         }
 
 

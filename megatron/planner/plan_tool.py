@@ -19,12 +19,12 @@ from megatron.config import Config, ConfigError
 from megatron.errors import UserError
 from megatron.planner.command import PROGRAM, replaced
 from megatron.planner.dry_run import planned_run_report
-from megatron.planner.memory import fit_summary
+from megatron.planner.fit import free_saving, with_verdict
 from megatron.planner.network import find_network
 from megatron.planner.plan import NO_GPU, Plan, WhatIf, make_plan, recomputation_of
-from megatron.planner.search import PARTITION_METHODS, Change, SearchResult, evaluate, search
+from megatron.planner.search import PARTITION_METHODS, Change, SearchResult, evaluate, schedules, search
 from megatron.planner.step_time import time_lines
-from megatron.text_table import format_table
+from megatron.text_table import counted, format_table
 from megatron.tokenizer.vocabulary import find_vocabulary
 from megatron.units import GIB
 
@@ -44,14 +44,15 @@ class Report:
 def plan_report(config: Config) -> Report:
     """Returns the plan of a run, and the effect of changing one setting at a time."""
     vocab_size = find_vocabulary(config).size
-    plan = make_plan(config, vocab_size)
+    plan = with_verdict(make_plan(config, vocab_size))
     # The predicted step is printed below the line on the memory instead.
     parts = [planned_run_report(config, plan.stages, vocab_size, [], "", plan.memory)]
-    _, sentence = fit_summary(config, vocab_size, plan.memory)
-    lines = f"memory     {sentence or 'set --gpu to check whether the plan fits'}"
+    lines = f"memory     {plan.verdict or 'set --gpu to check whether the plan fits'}"
     if plan.step is not None:
-        plan = replace(plan, what_if=what_if(config, vocab_size))
-        parts += [f"{lines}\n{time_lines(plan.prediction)}", what_if_table(plan)]
+        plan = replace(plan, what_if=what_if(plan))
+        saving = free_saving(plan) if plan.fits else ""
+        lines += f"\n{time_lines(plan.prediction)}{saving and f'{chr(10)}note       {saving}'}"
+        parts += [lines, what_if_table(plan)]
     else:
         parts.append(f"{lines}\ntime       {NO_GPU}")
     return Report("\n\n".join(part.strip("\n") for part in parts), plan.as_dict(), plan)
@@ -64,16 +65,17 @@ def search_report(config: Config, words: Sequence[str], top: int) -> Report:
     result = search(config, vocab_size)
     if not result.candidates:
         raise ConfigError(_nothing_fits(config, result.too_large))
-    best = list(result.candidates[:_IN_JSON])
+    best = list(map(with_verdict, result.candidates[:_IN_JSON]))
     text = [
-        f"{result.combinations:,} combinations for {config.parallel.world_size} devices, "
+        f"{result.combinations:,} combinations for {counted(config.parallel.world_size, 'device')}, "
         f"{result.planned} planned in full, {len(result.candidates)} fit",
         search_table(best[: max(top, 10)]),
         *(explain(number, plan, result, words) for number, plan in enumerate(best[:top], 1)),
     ]
-    best[0] = replace(best[0], what_if=what_if(best[0].config, vocab_size))
+    best[0] = replace(best[0], what_if=what_if(best[0]))
     text.append(f"layout 1: {what_if_table(best[0])}")
     data = {
+        "title": best[0].title,
         "combinations": result.combinations,
         "planned": result.planned,
         "candidates": [{**plan.as_dict(), "flags": replaced(words, plan.change)} for plan in best],
@@ -84,7 +86,7 @@ def search_report(config: Config, words: Sequence[str], top: int) -> Report:
 def recipe_report(config: Config, words: Sequence[str], recipe: str) -> Report:
     """Returns the steps of a recipe. Raises ConfigError if the recipe fails. words: the flags of `config`."""
     vocab_size = find_vocabulary(config).size
-    steps = RECIPES[recipe](config, vocab_size)
+    steps = [(step, with_verdict(plan)) for step, plan in RECIPES[recipe](config, vocab_size)]
     text = [f"recipe {recipe}"]
     data = []
     for number, (step, plan) in enumerate(steps, 1):
@@ -98,17 +100,16 @@ def recipe_report(config: Config, words: Sequence[str], recipe: str) -> Report:
     kept = max(
         (plan for plan in whole if plan.fits), key=lambda plan: plan.tokens_per_second, default=whole[-1]
     )
-    return Report("\n\n".join(text), {"steps": data}, kept)
+    return Report("\n\n".join(text), {"title": kept.title, "steps": data}, kept)
 
 
 def _figures(plan: Plan) -> str:
     """Returns the report's lines on the memory and the time of a layout."""
-    _, memory = fit_summary(plan.config, plan.vocab_size, plan.memory)
-    return f"memory     {memory}\n{time_lines(plan.prediction)}"
+    return f"memory     {with_verdict(plan).verdict}\n{time_lines(plan.prediction)}"
 
 
 def _nothing_fits(config: Config, planned: Sequence[Plan]) -> str:
-    text = f"no layout of {config.parallel.world_size} devices of kind {config.training.gpu} fits"
+    text = f"no layout of {counted(config.parallel.world_size, 'device')} of kind {config.training.gpu} fits"
     if planned:
         least = min(planned, key=lambda plan: plan.peak_bytes)
         text += f": the smallest one needs {least.peak_bytes / GIB:.1f} GiB ({layout_words(least.config)})"
@@ -167,8 +168,11 @@ def _tensor_parallel_line(plan: Plan, result: SearchResult) -> str:
     return f"TP {own}       {'; '.join(parts) or alone}"
 
 
-def what_if(config: Config, vocab_size: int) -> tuple[WhatIf, ...]:
-    """Plans the run with one change at a time: sizes doubled and halved, other choices of settings."""
+def what_if(plan: Plan) -> tuple[WhatIf, ...]:
+    """Plans the run with one change at a time: sizes doubled and halved, other choices of settings. The
+    fastest changes that fit come first, then the fastest ones that do not, then the rejected ones. Partition
+    methods that give the stages of `plan` are omitted."""
+    config = plan.config
     parallel, batch, model = config.parallel, config.batch, config.model
     changes: list[tuple[str, dict[str, object]]] = []
     tp_size, pp_size = parallel.tensor_model_parallel_size, parallel.pipeline_model_parallel_size
@@ -189,15 +193,15 @@ def what_if(config: Config, vocab_size: int) -> tuple[WhatIf, ...]:
         "training.recompute_granularity": None,
     }
     changes.append((f"recompute {'full' if recomputes else 'none'}", change))
-    changes += [(f"ZeRO {z}", {"parallel.zero_stage": z}) for z in range(4) if z != parallel.zero_stage]
+    if parallel.dp_cp_size > 1:
+        changes += [(f"ZeRO {z}", {"parallel.zero_stage": z}) for z in range(4) if z != parallel.zero_stage]
     own = (parallel.pipeline_schedule, parallel.virtual_pipeline_stages)
-    schedules = (("1f1b", 1), ("interleaved", 2), ("interleaved", 4), ("dualpipev", 1), ("zero-bubble", 1))
-    for schedule, virtual in schedules:
+    for schedule, virtual in schedules(pp_size, model.num_layers, config.micro_batches_per_step):
         if (schedule, virtual) != own:
             title = f"schedule {schedule}" + (f" x {virtual}" if virtual > 1 else "")
             change = {"parallel.pipeline_schedule": schedule, "parallel.virtual_pipeline_stages": virtual}
             changes.append((title, change))
-    for method in PARTITION_METHODS:
+    for method in PARTITION_METHODS if pp_size > 1 else ():
         if method != parallel.partition_method:
             changes.append((f"partition {method}", {"parallel.partition_method": method}))
     if tp_size > 1:
@@ -211,25 +215,33 @@ def what_if(config: Config, vocab_size: int) -> tuple[WhatIf, ...]:
     if model.hidden_dropout > 0 or model.attention_dropout > 0:
         changes.append(("no dropout", {"model.hidden_dropout": 0.0, "model.attention_dropout": 0.0}))
     with ThreadPoolExecutor() as pool:  # recording, which takes most of the time, runs in other processes
-        return tuple(pool.map(lambda change: _what_if(config, vocab_size, *change), changes))
+        rows = [row for row in pool.map(lambda change: _what_if(plan, *change), changes) if row is not None]
+    return tuple(
+        sorted(rows, key=lambda row: (bool(row.reason), not row.fits, -(row.tokens_per_second or 0)))
+    )
 
 
-def _what_if(config: Config, vocab_size: int, text: str, change: dict[str, object]) -> WhatIf:
+def _what_if(plan: Plan, text: str, change: dict[str, object]) -> WhatIf | None:
     try:
-        plan = evaluate(config, change, vocab_size)
+        changed = evaluate(plan.config, change, plan.vocab_size)
     except UserError as error:
         return WhatIf(text, None, None, None, str(error))
-    return WhatIf(text, plan.fits, plan.peak_bytes, plan.tokens_per_second)
+    if "parallel.partition_method" in change and changed.stages.bounds == plan.stages.bounds:
+        return None
+    trains_another = any(setting.startswith("model.") for setting in change)
+    return WhatIf(text, changed.fits, changed.peak_bytes, changed.tokens_per_second, "", trains_another)
 
 
 def what_if_table(plan: Plan) -> str:
-    """Returns a table with a row per change, followed by the rejected changes and the reason for each."""
+    """Returns a table with a row per change, followed by the rejected changes and the reason for each. The
+    fastest row that fits is marked, unless the plan itself is faster and fits."""
     rows = [["change", "tokens/s", "relative", "GiB", "fits"]]
     for row in plan.what_if:
         if row.tokens_per_second is not None and row.peak_bytes is not None:
             relative = f"{100 * (row.tokens_per_second / plan.tokens_per_second - 1):+.1f} %"
             rows.append([row.change, f"{row.tokens_per_second:,.0f}", relative])
-            rows[-1] += [f"{row.peak_bytes / GIB:.1f}", "yes" if row.fits else "no"]
+            fits = "no" if not row.fits else "yes, best" if row is plan.best_change else "yes"
+            rows[-1] += [f"{row.peak_bytes / GIB:.1f}", fits]
     rejected = [f"rejected: {row.change}: {row.reason}" for row in plan.what_if if row.reason]
     return "what if\n" + format_table(rows) + "".join(f"\n{line}" for line in rejected)
 
@@ -253,7 +265,8 @@ def nodes_recipe(config: Config, vocab_size: int) -> list[RecipeStep]:
     world, node = config.parallel.world_size, network.node_size
     if world % node:
         raise ConfigError(
-            f"--recipe nodes: {world} devices are not a multiple of --node-size {node}. Change one of them."
+            f"--recipe nodes: {counted(world, 'device')} cannot be divided by --node-size {node}. Change one "
+            "of them."
         )
     nodes = world // node
     ranks = max(n for n in range(1, nodes + 1) if nodes % n == 0 and n <= config.model.num_layers)
@@ -344,8 +357,8 @@ def micro_batch_recipe(config: Config, vocab_size: int) -> list[RecipeStep]:
             text = f"the whole model on the fewest devices per replica, {devices}: TP {tp}, PP {pp}"
             return [*steps, (text, whole)]
     raise ConfigError(
-        f"--recipe micro-batch: the model does not fit on {world} devices or any part of them. Add devices, "
-        "or set --checkpoint-activations."
+        f"--recipe micro-batch: the model does not fit on {counted(world, 'device')} or any part of them. "
+        "Add devices, or set --checkpoint-activations."
     )
 
 

@@ -87,7 +87,7 @@ def combinations(config: Config, node_size: int) -> Iterator[dict[str, Any]]:
                 count, rest = divmod(config.batch.global_batch_size // dp_size, micro_batch)
                 if rest or not count:
                     continue
-                for schedule, virtual in _schedules(pp_size, layers, count):
+                for schedule, virtual in schedules(pp_size, layers, count):
                     overlaps = not PIPELINE_SCHEDULES[schedule].splits_backward
                     for zero_stage in (1, 2, 3) if pp_size == 1 and replicas > 1 else (1,):
                         for (recomputes, granularity), sharded in product(recomputations, sequence):
@@ -110,7 +110,7 @@ def combinations(config: Config, node_size: int) -> Iterator[dict[str, Any]]:
                             }
 
 
-def _schedules(pp_size: int, layers: int, micro_batches: int) -> Iterator[tuple[str, int]]:
+def schedules(pp_size: int, layers: int, micro_batches: int) -> Iterator[tuple[str, int]]:
     """Yields (schedule, --virtual-pipeline-stages) if a replica has enough layers and micro-batches."""
     yield "1f1b", 1
     for name, schedule in PIPELINE_SCHEDULES.items() if pp_size > 1 else ():

@@ -20,9 +20,9 @@ from functools import cached_property
 
 from megatron.cluster.devices import GPU, find_gpu
 from megatron.config import BatchSchedule, Config
-from megatron.config.model import padded_vocab_size
+from megatron.config.batch import BEGIN, Progress, RunLength
 from megatron.config.sections.parallel import ParallelConfig
-from megatron.model.flops import model_iteration_flops, recomputes_scores, tflops_per_device
+from megatron.model.flops import iteration_flops, palm_flops, tflops_per_device
 from megatron.mpu.layout import ParallelLayout
 from megatron.pipeline.schedule import Timeline, simulate_schedule
 from megatron.pipeline.stages import StagePlan
@@ -111,10 +111,15 @@ class StepTime:
     """TFLOP/s per GPU, by the formula of a run's log."""
     mfu: float
     """Model FLOPs utilization: FLOPs without recomputation, as a fraction of the peak rate."""
+    palm_mfu: float
+    """The utilization by PaLM's formula, see `megatron.model.flops.palm_flops`."""
     doubt: str
     """A sentence if no published run has reached this utilization; otherwise ''."""
     days: float | None
-    """Days of the whole run, including the batch ramp-up; None if the length of the run is not known."""
+    """Days of the steps that remain, including the batch ramp-up; None if the length of the run is not
+    known."""
+    is_resumed: bool
+    """Whether a part of the run is done."""
 
     @property
     def total(self) -> float:
@@ -130,14 +135,19 @@ def find_cluster(config: Config) -> Cluster | None:
     return Cluster(kind, gpu, network, LAUNCH_S if host_us is None else 1e-6 * host_us)
 
 
-def planned_step(config: Config, plan: StagePlan, vocab_size: int) -> StepTime | None:
-    """Returns the predicted step on the cluster of `find_cluster`; None without --gpu."""
+def planned_step(
+    config: Config, plan: StagePlan, vocab_size: int, start: Progress = BEGIN
+) -> StepTime | None:
+    """Returns the predicted step on the cluster of `find_cluster`; None without --gpu. start: what the run's
+    checkpoint has consumed."""
     cluster = find_cluster(config)
-    return None if cluster is None else predict_step(config, plan, vocab_size, cluster)
+    return None if cluster is None else predict_step(config, plan, vocab_size, cluster, start)
 
 
-def predict_step(config: Config, plan: StagePlan, vocab_size: int, cluster: Cluster) -> StepTime:
-    """Returns the predicted step on a cluster."""
+def predict_step(
+    config: Config, plan: StagePlan, vocab_size: int, cluster: Cluster, start: Progress = BEGIN
+) -> StepTime:
+    """Returns the predicted step on a cluster. start: see `planned_step`."""
     ranks = config.parallel.pipeline_model_parallel_size
     costs = [stage_costs(config, plan, vocab_size, stage) for stage in range(config.parallel.num_stages)]
     updates = [rank_update(config, plan, vocab_size, rank) for rank in range(ranks)]
@@ -152,9 +162,8 @@ def predict_step(config: Config, plan: StagePlan, vocab_size: int, cluster: Clus
     reduction, optimizer, gather = (max(0.0, *parts) for parts in zip(*after, strict=True))
     outside = reduction + gather + optimizer
     step = pipeline.seconds(micro_batches) + outside
-    mfu = _iteration_flops(config, vocab_size, False) / (
-        step * config.parallel.world_size * cluster.gpu.peak_flops[config.precision.name]
-    )
+    peak_flops = step * config.parallel.world_size * cluster.gpu.peak_flops[config.precision.name]
+    mfu = iteration_flops(config, vocab_size, with_recomputation=False) / peak_flops
     busy = [0.0] * ranks
     waits = [0.0] * ranks
     for time in stages:
@@ -172,13 +181,13 @@ def predict_step(config: Config, plan: StagePlan, vocab_size: int, cluster: Clus
         exposed_communication=max(waits) + reduction + gather,
         tokens_per_second=config.batch.global_batch_size * config.model.seq_length / step,
         logged_tflops=tflops_per_device(
-            _iteration_flops(config, vocab_size, config.training.recomputes_layers),
-            step,
-            config.parallel.world_size,
+            iteration_flops(config, vocab_size), step, config.parallel.world_size
         ),
         mfu=mfu,
+        palm_mfu=palm_flops(config, vocab_size, plan.total_parameters) / peak_flops,
         doubt=_doubt(cluster.kind, plan.total_parameters, mfu),
-        days=_days(config, pipeline, outside),
+        days=_days(config, pipeline, outside, start),
+        is_resumed=start != BEGIN,
     )
 
 
@@ -326,18 +335,6 @@ class PipelineTime:
         return timeline(*self._pipeline, micro_batches).makespan
 
 
-def _iteration_flops(config: Config, vocab_size: int, recompute: bool) -> float:
-    model = config.model
-    return model_iteration_flops(
-        model,
-        seq_length=model.seq_length,
-        padded_vocab_size=padded_vocab_size(vocab_size, model, config.parallel.tensor_model_parallel_size),
-        batch_size=config.batch.global_batch_size,
-        recompute=recompute,
-        recompute_attention=recompute and recomputes_scores(config),
-    )
-
-
 def _doubt(kind: str, parameters: int, mfu: float) -> str:
     best = best_published_mfu(kind, parameters)
     if best is None or 100 * mfu <= best[0]:
@@ -348,33 +345,34 @@ def _doubt(kind: str, parameters: int, mfu: float) -> str:
     )
 
 
-def _days(config: Config, pipeline: PipelineTime, outside: float) -> float | None:
-    """Returns the days of training, or None if the length of the run is not known. The smaller batches of a
-    ramp-up have fewer micro-batches."""
+def _days(config: Config, pipeline: PipelineTime, outside: float, start: Progress) -> float | None:
+    """Returns the days of the training that remains at `start`, or None if the length of the run is not
+    known. The smaller batches of a ramp-up have fewer micro-batches."""
     training, schedule = config.training, BatchSchedule.from_config(config.batch)
     if training.train_samples is None and training.train_iters is None:
         return None
-    total = schedule.total_iterations(training, config.model.seq_length, config.curriculum)
-    unit = config.batch.micro_batch_size * config.parallel.data_parallel_size
-    seconds, done = 0.0, 0
-    for size in schedule.sizes():
-        last = size == config.batch.global_batch_size
-        following = size + (config.batch.rampup_batch_size or (0, 0))[1]
-        until = total if last else min(schedule.iterations_until(schedule.consumed_at_size(following)), total)
+    left = max(0, RunLength.from_config(config, start).iterations - start.iteration)
+    unit, seconds = config.batch.micro_batch_size * config.parallel.data_parallel_size, 0.0
+    for size, steps in [
+        *schedule.ramp_up_steps(start.consumed_samples),
+        (config.batch.global_batch_size, left),
+    ]:
         # The schedule may not support the smallest batches of the ramp-up: a run that resumes skips them.
         multiple = config.parallel.micro_batch_multiple
         micro_batches = max(-(-size // unit // multiple) * multiple, config.parallel.min_micro_batches)
-        seconds += (until - done) * (pipeline.seconds(micro_batches) + outside)
-        done = until
+        seconds += min(steps, left) * (pipeline.seconds(micro_batches) + outside)
+        left -= min(steps, left)
     return seconds / 86400
 
 
 def time_lines(step: StepTime) -> str:
     """Returns the lines of the report on the predicted step: its total, rates, and shares of its time."""
-    days = f", {step.days:.1f} days for the whole run" if step.days is not None else ""
+    part = "rest of the" if step.is_resumed else "whole"
+    days = f", {step.days:.1f} days for the {part} run" if step.days is not None else ""
     return (
         f"step       {step.total:.2f} s predicted: {step.tokens_per_second:,.0f} tokens/s, "
-        f"{step.logged_tflops:.1f} TFLOP/s per GPU as logged, MFU {100 * step.mfu:.1f} %{days}\n"
+        f"{step.logged_tflops:.1f} TFLOP/s per GPU as logged, MFU {100 * step.mfu:.1f} % "
+        f"({100 * step.palm_mfu:.1f} % by PaLM's formula){days}\n"
         f"time       {time_shares(step)}{step.doubt and chr(10) + 'note       ' + step.doubt}"
     )
 

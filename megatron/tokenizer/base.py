@@ -34,11 +34,20 @@ class Tokenizer(Protocol):
         """Whether texts of this tokenizer conventionally begin with `bos`, as Llama's do. `tokenize` does not
         add it."""
 
+    @property
+    def parse_special(self) -> bool:
+        """Whether a special token that a text literally contains becomes its id. If not, it is ordinary text,
+        as in OpenAI's encoder of GPT-2, which BigScience's code has."""
+
+    @property
+    def special_tokens(self) -> dict[str, int]:
+        """The special tokens that a text may contain literally, with their ids."""
+
     def vocabulary(self) -> dict[str, int]:
         """Returns the id of every token, special tokens included."""
 
     def tokenize(self, text: str) -> list[int]:
-        """Returns the token ids of `text`, without added special tokens."""
+        """Returns the token ids of `text`, without added special tokens. See `parse_special`."""
 
     def tokenize_batch(self, texts: Sequence[str]) -> list[list[int]]:
         """Returns the token ids of each text. With some libraries, faster than one call per text."""

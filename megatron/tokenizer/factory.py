@@ -11,19 +11,26 @@ from megatron.tokenizer.base import Tokenizer, TokenizerFlags, require_setting
 TOKENIZER_TYPES = tuple(TOKENIZERS)
 
 
-def build_tokenizer(flags: TokenizerFlags) -> Tokenizer:
-    """Builds the tokenizer for `flags`, a DataConfig or the parsed arguments of a tool.
+def build_tokenizer(
+    flags: TokenizerFlags, vocab_size: int | None = None, parse_special: bool = False
+) -> Tokenizer:
+    """Builds the tokenizer for `flags`, a DataConfig or the parsed arguments of a tool. vocab_size:
+    --vocab-size. parse_special: see `Tokenizer`.
 
     Without --tokenizer-type, the given files determine the type. Raises UserError if several types can use
     them, for a missing flag, and for a missing or damaged file.
     """
     tokenizer_type = flags.tokenizer_type or _type_from_files(flags)
-    values = [
+    values: list[str | int] = [
         require_setting(getattr(flags, name), option_name(name), tokenizer_type)
         for name in TOKENIZERS[tokenizer_type].settings
     ]
+    if TOKENIZERS[tokenizer_type].takes_vocab_size:
+        if vocab_size is None:
+            raise UserError(f"--tokenizer-type {tokenizer_type} without --vocab-size: set another tokenizer")
+        values = [vocab_size]
     # Only the library of this tokenizer is imported: each library takes seconds to import.
-    tokenizer: Tokenizer = TOKENIZERS.load(tokenizer_type)(*values)
+    tokenizer: Tokenizer = TOKENIZERS.load(tokenizer_type)(*values, parse_special=parse_special)
     return tokenizer
 
 

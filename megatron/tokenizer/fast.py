@@ -4,8 +4,9 @@ tokenizer's library. The first two are faster than the library, and are compared
 from __future__ import annotations
 
 import random
+import re
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 from itertools import chain
 from typing import Any, Protocol
 
@@ -15,8 +16,6 @@ import numpy.typing as npt
 from megatron.errors import UserError
 from megatron.tokenizer.base import Tokenizer
 
-# From the fastest, after auto.
-BACKENDS = ("auto", "gigatoken", "words", "reference")
 # Of the first batch of a file this many texts are compared, of each other batch one.
 COMPARED_AT_FIRST = 20
 # Longer texts are compared only up to this number of characters, so that a comparison takes a small part of
@@ -25,6 +24,14 @@ COMPARED_CHARACTERS = 10_000
 
 Encoded = tuple[npt.NDArray[Any], npt.NDArray[np.int64]]
 """The concatenated ids of several texts, and the number of tokens of each text."""
+
+
+def finder_of(tokens: Iterable[str]) -> Callable[[str], list[str]]:
+    """Returns a function that lists the occurrences of tokens in a text, the longest of several."""
+    longest_first = sorted(tokens, key=len, reverse=True)
+    find_all = re.compile("|".join(map(re.escape, longest_first)) or r"(?!)").findall
+    # Searches for single tokens are much faster, and most texts have none.
+    return lambda text: find_all(text) if any(token in text for token in longest_first) else []
 
 
 class TextsEncoder(Protocol):
@@ -47,19 +54,37 @@ class ReferenceEncoder:
 
 
 class ComparedEncoder(ABC):
-    """Tokenizes in another way than the tokenizer's library, and compares some texts with the library."""
+    """Tokenizes in another way than the tokenizer's library, and compares some texts with the library.
+
+    The library tokenizes the texts with special tokens that are ordinary text (`Tokenizer.parse_special`).
+    """
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         self.tokenizer = tokenizer
+        self.literals = () if getattr(tokenizer, "parse_special", True) else tuple(tokenizer.special_tokens)
+        self._find_literals = finder_of(self.literals)
 
     @abstractmethod
     def encode_texts(self, texts: Sequence[str]) -> Encoded:
-        """Tokenizes texts, of which there is at least one."""
+        """Tokenizes texts, of which there is at least one. None contains any of `literals`."""
+
+    def _encode_all(self, texts: Sequence[str]) -> Encoded:
+        is_literal = [bool(self._find_literals(text)) for text in texts]
+        if not any(is_literal):
+            return self.encode_texts(texts)
+        others = [text for text, literal in zip(texts, is_literal, strict=True) if not literal]
+        ids, sizes = self.encode_texts(others) if others else (np.empty(0, np.int64), np.empty(0, np.int64))
+        parts = iter(np.split(ids, np.cumsum(sizes)[:-1]))
+        documents = [
+            np.array(self.tokenizer.tokenize(text), np.int64) if literal else next(parts)
+            for text, literal in zip(texts, is_literal, strict=True)
+        ]
+        return np.concatenate(documents), np.array([len(ids) for ids in documents], np.int64)
 
     def encode(self, texts: Sequence[str], is_first: bool) -> Encoded:
         if not texts:
             return np.empty(0, np.int64), np.empty(0, np.int64)
-        ids, sizes = self.encode_texts(texts)
+        ids, sizes = self._encode_all(texts)
         ends = np.cumsum(sizes)
         compared: Sequence[int] = range(min(len(texts), COMPARED_AT_FIRST))
         if not is_first:
@@ -72,7 +97,7 @@ class ComparedEncoder(ABC):
     def _compare(self, text: str, ids: npt.NDArray[Any]) -> None:
         if len(text) > COMPARED_CHARACTERS:
             text = text[:COMPARED_CHARACTERS]
-            ids, _ = self.encode_texts([text])
+            ids, _ = self._encode_all([text])
         if self.tokenizer.tokenize(text) != ids.tolist():
             raise UserError(
                 "--tokenizer-backend: gigatoken and words give other token ids than the tokenizer's own "
@@ -106,28 +131,3 @@ class GigatokenEncoder(ComparedEncoder):
         found = self._fast.encode_batch(list(texts), parallel=False)
         sizes = awkward.to_numpy(awkward.num(found)).astype(np.int64)
         return awkward.to_numpy(awkward.flatten(found)), sizes
-
-
-def texts_encoder(tokenizer: Tokenizer, backend: str) -> TextsEncoder:
-    """Returns the encoder of --tokenizer-backend; of 'auto', the first that supports the tokenizer. Raises
-    UserError if the backend does not support it."""
-    for name in BACKENDS[1:] if backend == "auto" else (backend,):
-        try:
-            return _new_encoder(name, tokenizer)
-        except ValueError as error:
-            if backend != "auto":
-                raise UserError(
-                    f"--tokenizer-backend {backend} does not support this tokenizer ({error}): set "
-                    "--tokenizer-backend reference"
-                ) from error
-    raise AssertionError("the reference supports every tokenizer")
-
-
-def _new_encoder(name: str, tokenizer: Tokenizer) -> TextsEncoder:
-    if name == "gigatoken":
-        return GigatokenEncoder(tokenizer)
-    if name == "words":
-        from megatron.tokenizer.words import WordEncoder
-
-        return WordEncoder(tokenizer)
-    return ReferenceEncoder(tokenizer)

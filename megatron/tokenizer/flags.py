@@ -5,7 +5,9 @@ from __future__ import annotations
 import argparse
 
 from megatron.config.checkpoint_args import TOKENIZER_FIELDS
-from megatron.tokenizer.base import TokenizerFlags
+from megatron.config.peer_rewriting import REWRITTEN_VALUES
+from megatron.errors import UserError
+from megatron.tokenizer.base import Tokenizer, TokenizerFlags
 from megatron.tokenizer.factory import TOKENIZER_TYPES
 
 
@@ -13,13 +15,35 @@ def add_tokenizer_flags(parser: argparse.ArgumentParser, title: str = "tokenizer
     """Adds the tokenizer flags to `parser`; its result satisfies `TokenizerFlags`. Returns their group."""
     group = parser.add_argument_group(title)
     group.add_argument(
-        "--tokenizer-type", choices=TOKENIZER_TYPES, help="default: the type that the given files fit"
+        "--tokenizer-type",
+        type=lambda name: REWRITTEN_VALUES["--tokenizer-type"].get(name, name),
+        choices=TOKENIZER_TYPES,
+        help="default: the type that the given files fit",
     )
     group.add_argument("--vocab-file", help="GPT-2's vocab.json")
     group.add_argument("--merge-file", help="GPT-2's merges.txt")
     group.add_argument("--tokenizer-name-or-path", help="folder with a Hugging Face tokenizer")
     group.add_argument("--tokenizer-model", help="SentencePiece .model file")
     return group
+
+
+def add_parse_special_flag(group: argparse._ArgumentGroup, texts: str) -> None:
+    """Adds --parse-special-tokens, which sets `Tokenizer.parse_special`. texts: what it acts on."""
+    group.add_argument(
+        "--parse-special-tokens",
+        action="store_true",
+        help=f"replace special tokens such as <|endoftext|> in {texts} by their ids (default: they are "
+        "ordinary text, as in GPT-2's own encoder)",
+    )
+
+
+def check_parse_special(tokenizer: Tokenizer, is_set: bool) -> None:
+    """Raises UserError if --parse-special-tokens is set and the tokenizer cannot do it."""
+    if is_set and not tokenizer.parse_special:
+        raise UserError(
+            f"--parse-special-tokens: a {tokenizer.name} reads special tokens in texts as ordinary text: "
+            "remove the flag, or use a Hugging Face tokenizer"
+        )
 
 
 def tokenizer_settings(flags: TokenizerFlags) -> dict[str, str]:

@@ -13,11 +13,12 @@ END_OF_TEXT = "<|endoftext|>"
 
 
 class GPT2BPETokenizer:
-    """Gives the token ids of OpenAI's and transformers' GPT-2 tokenizers with these two files."""
+    """Gives the token ids of OpenAI's GPT-2 encoder with these two files, which reads `<|endoftext|>` in a
+    text as ordinary text; with `parse_special`, the ids of transformers' GPT-2 tokenizer."""
 
     name = "GPT2BPETokenizer"
 
-    def __init__(self, vocab_file: str, merge_file: str) -> None:
+    def __init__(self, vocab_file: str, merge_file: str, parse_special: bool = False) -> None:
         try:
             model = models.BPE.from_file(vocab_file, merge_file)
         except Exception as error:  # the library raises plain Exception
@@ -39,10 +40,12 @@ class GPT2BPETokenizer:
         tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=True)
         tokenizer.decoder = decoders.ByteLevel()
         tokenizer.add_special_tokens([END_OF_TEXT])
+        tokenizer.encode_special_tokens = not parse_special
         self._tokenizer = self.source = tokenizer
         self.vocab_size = max(vocabulary.values()) + 1
         self.eod = vocabulary[END_OF_TEXT]
         self.bos, self.adds_bos = self.eod, False
+        self.parse_special, self.special_tokens = parse_special, {END_OF_TEXT: self.eod}
 
     def vocabulary(self) -> dict[str, int]:
         return self._tokenizer.get_vocab()

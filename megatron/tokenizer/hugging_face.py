@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 from megatron.errors import UserError
 from megatron.tokenizer.base import TokenizerFlags, require_setting
@@ -19,7 +21,7 @@ class HuggingFaceTokenizer:
 
     name = "PretrainedFromHF"
 
-    def __init__(self, name_or_path: str) -> None:
+    def __init__(self, name_or_path: str, parse_special: bool = False) -> None:
         from transformers import AutoTokenizer
 
         try:
@@ -46,6 +48,13 @@ class HuggingFaceTokenizer:
         self.eod: int = tokenizer.eos_token_id
         self.bos: int = self.eod if tokenizer.bos_token_id is None else tokenizer.bos_token_id
         self.adds_bos: bool = tokenizer.encode("a")[:1] == [self.bos]
+        tokenizer.split_special_tokens = not parse_special
+        self.parse_special = parse_special
+        special = dict(zip(tokenizer.all_special_tokens, tokenizer.all_special_ids, strict=True))
+        if library := getattr(tokenizer, "backend_tokenizer", None):
+            added = library.get_added_tokens_decoder()
+            special |= {token.content: number for number, token in added.items() if token.special}
+        self.special_tokens: dict[str, int] = special
 
     def vocabulary(self) -> dict[str, int]:
         return dict(self._tokenizer.get_vocab())
@@ -64,8 +73,17 @@ class HuggingFaceTokenizer:
         return str(text)
 
 
+# What transformers 5 records of how it loaded a tokenizer. transformers 4 passes it to the tokenizer's class.
+_LOADING_KEYS = ("backend", "is_local", "local_files_only")
+
+
+EXPORTED_TYPES = frozenset({"PretrainedFromHF", "GPT2BPETokenizer"})
+"""Values of --tokenizer-type that `save_as_hugging_face` can write."""
+
+
 def save_as_hugging_face(kind: str, flags: TokenizerFlags, folder: Path, max_length: int | None) -> None:
-    """Saves the tokenizer of `flags`, of type `kind`, in `folder`, so that `AutoTokenizer` can load it.
+    """Saves the tokenizer of `flags`, of type `kind`, in `folder`, so that `AutoTokenizer` of transformers 4
+    and 5 can load it.
 
     max_length: maximum number of tokens of the model; None for unlimited. Raises UserError for a type without
     a Hugging Face equivalent, and OSError for a file that cannot be written.
@@ -74,10 +92,12 @@ def save_as_hugging_face(kind: str, flags: TokenizerFlags, folder: Path, max_len
 
     bound = {} if max_length is None else {"model_max_length": max_length}
     if kind == HuggingFaceTokenizer.name:
+        source = Path(str(flags.tokenizer_name_or_path))
         tokenizer = AutoTokenizer.from_pretrained(
-            flags.tokenizer_name_or_path, local_files_only=True, trust_remote_code=False, **bound
+            source, local_files_only=True, trust_remote_code=False, **bound
         )
     elif kind == "GPT2BPETokenizer":
+        source = folder
         shutil.copyfile(require_setting(flags.vocab_file, "--vocab-file", kind), folder / "vocab.json")
         shutil.copyfile(require_setting(flags.merge_file, "--merge-file", kind), folder / "merges.txt")
         tokenizer = GPT2TokenizerFast.from_pretrained(
@@ -93,3 +113,25 @@ def save_as_hugging_face(kind: str, flags: TokenizerFlags, folder: Path, max_len
         if type(error) is Exception:  # the class that tokenizers raises for a file that it cannot write
             raise OSError(f"the tokenizer cannot be saved: {error}") from error
         raise
+    model_file = source / "tokenizer.model"
+    if model_file.is_file() and not (folder / model_file.name).exists():
+        shutil.copyfile(model_file, folder / model_file.name)  # read by llama.cpp
+    path = folder / "tokenizer_config.json"
+    settings = {key: value for key, value in json.loads(path.read_text()).items() if key not in _LOADING_KEYS}
+    path.write_text(json.dumps(settings | _for_version_4(settings, tokenizer), indent=2) + "\n")
+
+
+def _for_version_4(settings: dict[str, Any], tokenizer: Any) -> dict[str, Any]:
+    """Returns settings of a tokenizer_config.json with which transformers 4 gives the ids of version 5."""
+    # Without it, transformers 4 adds token_type_ids, which these models do not accept.
+    changes: dict[str, Any] = {"model_input_names": ["input_ids", "attention_mask"]}
+    if isinstance(special := settings.pop("extra_special_tokens", None), list):
+        changes["additional_special_tokens"] = special
+    elif special is not None:
+        changes["extra_special_tokens"] = special
+    if tokenizer.is_fast:
+        # tokenizer.json holds all that decides the ids; other classes of transformers 4 change it.
+        state = json.loads(tokenizer.backend_tokenizer.to_str())["pre_tokenizer"] or {}
+        changes["tokenizer_class"] = "PreTrainedTokenizerFast"
+        changes["add_prefix_space"] = state.get("add_prefix_space", False)
+    return changes

@@ -10,11 +10,12 @@ from megatron.errors import UserError
 
 
 class SentencePieceTokenizer:
-    """A SentencePiece .model file. Its end-of-sentence piece is the end-of-document token."""
+    """A SentencePiece .model file. Its end-of-sentence piece is the end-of-document token. Its library reads
+    control pieces such as `</s>` in a text as ordinary text: `parse_special` has no effect."""
 
     name = "SentencePieceTokenizer"
 
-    def __init__(self, model_file: str) -> None:
+    def __init__(self, model_file: str, parse_special: bool = False) -> None:
         try:
             self._processor = sentencepiece.SentencePieceProcessor(model_file=model_file)
         except (RuntimeError, OSError) as error:
@@ -26,7 +27,12 @@ class SentencePieceTokenizer:
                 f"--tokenizer-model {model_file}: has no end-of-sentence piece (eos_id is -1), needed "
                 "as the end-of-document token"
             )
-        self.bos, self.adds_bos = self.eod, False
+        own_bos: int = self._processor.bos_id()
+        self.bos, self.adds_bos = (self.eod if own_bos < 0 else own_bos), False
+        self.parse_special = False
+        self.special_tokens = {
+            piece: number for piece, number in self.vocabulary().items() if self._processor.is_control(number)
+        }
 
     @property
     def source(self) -> bytes:

@@ -4,7 +4,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from megatron.config import Config
-from megatron.config.data import token_file_prefixes
+from megatron.config.data import missing_tokenizer_files, token_file_prefixes
+from megatron.config.registries import TOKENIZERS
 from megatron.errors import UserError
 from megatron.tokenizer import build_tokenizer
 from megatron.tokenizer.vocabulary_record import check_record, common_digest, vocabulary_digest
@@ -29,11 +30,14 @@ def find_vocabulary(config: Config) -> Vocabulary:
     or if token files were made with a different vocabulary.
     """
     data, model = config.data, config.model
-    named = [data.vocab_file, data.merge_file, data.tokenizer_model, data.tokenizer_name_or_path]
-    files = [name for name in named if name is not None]
-    if files and (not config.training.dry_run or all(Path(name).exists() for name in files)):
-        tokenizer = build_tokenizer(data)
-        if model.vocab_size not in (None, tokenizer.vocab_size):
+    choice = None if data.tokenizer_type is None else TOKENIZERS[data.tokenizer_type]
+    files = [value for name in TOKENIZERS.settings() if (value := getattr(data, name)) is not None]
+    needs_no_files = choice is not None and not choice.settings
+    has_files = files and (not config.training.dry_run or all(Path(name).exists() for name in files))
+    if needs_no_files or has_files:
+        tokenizer = build_tokenizer(data, model.vocab_size)
+        takes_size = choice is not None and choice.takes_vocab_size
+        if not takes_size and model.vocab_size not in (None, tokenizer.vocab_size):
             raise UserError(
                 f"--vocab-size {model.vocab_size} contradicts the tokenizer, which has "
                 f"{tokenizer.vocab_size} tokens: remove the flag"
@@ -44,8 +48,6 @@ def find_vocabulary(config: Config) -> Vocabulary:
         return Vocabulary(tokenizer.vocab_size, tokenizer.eod, digest)
     size = model.vocab_size or (model.pad_vocab_size_to if config.training.dry_run else None)
     if size is None:
-        raise UserError(
-            "the size of the vocabulary is unknown, since no tokenizer file is set or found: set the "
-            "flags of the tokenizer, or --vocab-size"
-        )
+        missing = [*missing_tokenizer_files(data), "no tokenizer is set: set the flags of a tokenizer"]
+        raise UserError(f"the size of the vocabulary is unknown: {missing[0]}, or set --vocab-size")
     return Vocabulary(size, None, common_digest(token_file_prefixes(data)))

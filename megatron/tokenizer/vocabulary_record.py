@@ -21,6 +21,9 @@ from megatron.errors import UserError
 from megatron.files import HostileFileError, read_json, write_json
 from megatron.tokenizer.base import Tokenizer
 
+# Whether special tokens in texts became their ids; older records, of data in which they did, lack it.
+PARSE_SPECIAL_KEY = "parse_special_tokens"
+
 
 def vocabulary_digest(tokenizer: Tokenizer) -> str:
     """Returns the SHA-256 of all (id, token) pairs: equal for two tokenizers whose ids have equal meaning.

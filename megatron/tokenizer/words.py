@@ -60,9 +60,9 @@ class WordEncoder(ComparedEncoder):
             raise ValueError("its model is not a BPE without dropout")
         if model.continuing_subword_prefix or model.end_of_word_suffix:
             raise ValueError("its tokens depend on their place in a word")
-        if library.encode_special_tokens:
-            raise ValueError("it splits special tokens in texts")
         super().__init__(tokenizer)
+        if library.encode_special_tokens and not self.literals:
+            raise ValueError("it splits special tokens in texts")
         self._normal_form = _normal_form(library)
         patterns = [*_word_patterns(library)]
         self._stages = [_all_words(pattern) for pattern in patterns]

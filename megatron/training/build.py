@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from itertools import chain
 from typing import Any
 
 import torch
@@ -27,8 +28,9 @@ from megatron.cluster.exit_codes import SharedUserError
 from megatron.cluster.watchdog import Watchdog
 from megatron.config import BatchSchedule, Config, ParallelConfig
 from megatron.config.batch import RunLength
-from megatron.config.model import check_model
-from megatron.config.validate import check_layout
+from megatron.config.mistakes import raise_first
+from megatron.config.model import model_mistakes
+from megatron.config.validate import layout_mistakes
 from megatron.engine.device_progress import flight_record
 from megatron.engine.pipeline_engine import GPTEngine
 from megatron.errors import UserError
@@ -50,13 +52,11 @@ from megatron.training.trainer import Trainer
 
 @dataclass(frozen=True)
 class Setup:
-    """Vocabulary, stages, batches and length of a run, known before the processes connect."""
+    """Vocabulary and stages of a run, known before the processes connect."""
 
     vocab: Vocabulary
     plan: StagePlan | None
     """None if `find_stages` must be called when the processes have connected; never in a dry run."""
-    batches: BatchSchedule
-    length: RunLength
 
     @classmethod
     def from_config(cls, config: Config) -> Setup:
@@ -70,10 +70,9 @@ class Setup:
         plan = None
         if config.training.dry_run or not needs_processes:
             plan = plan_stages(config, vocab.size, times)
-        batches = BatchSchedule.from_config(config.batch)
-        length = RunLength.from_config(config)
-        schedule_of(config)  # only for its errors: the checkpoint's schedule may replace it
-        return cls(vocab, plan, batches, length)
+        if config.checkpoint.load is None:
+            schedule_of(config)  # an error is found before the data are read
+        return cls(vocab, plan)
 
 
 def find_stages(config: Config, layout: ParallelLayout, tp_group: TPGroup, vocab: Vocabulary) -> StagePlan:
@@ -188,8 +187,7 @@ _FOR_TRAINING = {
 def config_of_layout(checkpoint: Checkpoint, parallel: ParallelConfig) -> Config:
     """Returns the config of the checkpoint's model on another layout. Raises UserError if they do not fit."""
     config = replace(checkpoint.config, parallel=parallel).with_settings(_FOR_TRAINING)
-    check_layout(config)
-    check_model(config)
+    raise_first(chain(layout_mistakes(config), model_mistakes(config)))
     plan_stages(config, checkpoint.vocab_size)
     return config
 

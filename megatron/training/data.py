@@ -9,11 +9,12 @@ from pathlib import Path
 import torch.distributed as dist
 
 from megatron.config import Config, ConfigError, DataConfig, parse_split
-from megatron.config.batch import RunLength
-from megatron.config.data import SPLIT_NAMES, splits_with_own_data, token_files
+from megatron.config.batch import Progress, RunLength
+from megatron.config.data import NO_EVALUATION_DATA, SPLIT_NAMES, splits_with_own_data, token_files
 from megatron.data.blended_dataset import SampleDataset
 from megatron.data.gpt_dataset import (
     VOCABULARY_KEY,
+    Datasets,
     RequestedGroups,
     build_gpt_datasets,
     data_fingerprint,
@@ -24,6 +25,7 @@ from megatron.data.gpt_dataset import (
 )
 from megatron.data.index_stamp import IndexStamp
 from megatron.data.loader import GPTBatchLoader
+from megatron.data.mock_dataset import MockDataset
 from megatron.data.splits import Component, verify_token_files
 from megatron.mpu.layout import ParallelLayout
 from megatron.text_table import format_table
@@ -47,17 +49,23 @@ class RunData:
 
 
 def run_fingerprint(
-    config: Config, length: RunLength, vocabulary: Vocabulary | None = None, stamp: IndexStamp | None = None
+    config: Config, start: Progress, vocabulary: Vocabulary | None = None, stamp: IndexStamp | None = None
 ) -> dict:
     """Returns what identifies the training data, its order and its vocabulary, as JSON types for a
-    checkpoint. stamp: of the token files; None reads it.
+    checkpoint. start: what the run has consumed when it starts. stamp: of the token files; None reads it.
 
     Raises ConfigError if there is no document to train on.
     """
-    model, training = config.model, config.training
-    # An evaluation reads no training samples, but records the planned ones.
-    num_samples = max(length.data_samples(config), config.data.data_order_samples or 0)
-    fingerprint = data_fingerprint(config.data, model.seq_length, training.seed, num_samples, stamp)
+    model, training, length = config.model, config.training, RunLength.from_config(config, start)
+    if config.data.mock_data:  # their order does not depend on the length of the run
+        return {
+            "mock_data": True if vocabulary is None else vocabulary.size,
+            **{"paths": [], "weights": [1], "split": list(parse_split(config.data.split))},
+            **{"seed": training.seed, "seq_length": model.seq_length, "documents": [], "tokens": []},
+            **{"epochs": [1], "last_epoch_apart": [False]},
+        }
+    samples = length.ordered_samples(config)
+    fingerprint = data_fingerprint(config.data, model.seq_length, training.seed, samples, stamp)
     if fingerprint["epochs"] is None and not training.no_train:
         raise ConfigError(
             f"--split {config.data.split} assigns no document of {' '.join(fingerprint['paths'])} to "
@@ -77,7 +85,11 @@ def data_report(config: Config, length: RunLength, stamp: IndexStamp) -> str:
     Raises ConfigError above the limit with --max-epochs-action stop.
     """
     data, samples = config.data, length.samples_read(config)
+    if data.mock_data:
+        return "data       random tokens of the vocabulary (--mock-data)"
     groups = requested_groups(data, config.model.seq_length, samples, stamp)
+    if config.training.no_train and not any(groups[1:]):
+        raise ConfigError(f"--eval-only finds {NO_EVALUATION_DATA}")
     usages = dataset_usage(groups, config.model.seq_length, config.training.seed, data.data_cache_path)
     exceeding = _exceeding(usages, data.max_epochs_per_dataset)
     if exceeding and data.max_epochs_action == "stop":
@@ -117,7 +129,7 @@ def index_notes(config: Config, length: RunLength, stamp: IndexStamp) -> list[st
 
 def missing_token_file(config: Config) -> str:
     """Returns why this machine cannot read the data, for a dry run; "" if it can."""
-    if not (files := token_files(config.data)):
+    if not (files := token_files(config.data)) and not config.data.mock_data:
         return "no --data-path"
     for option, prefix, file in files:
         if not Path(file).is_file():
@@ -125,7 +137,7 @@ def missing_token_file(config: Config) -> str:
     return ""
 
 
-def planned_data_report(config: Config, length: RunLength) -> str:
+def planned_data_report(config: Config, start: Progress) -> str:
     """Returns `data_report` for a dry run, or a line that names the missing data file.
 
     Raises ConfigError for damaged data and for a split with too few documents or tokens.
@@ -133,8 +145,8 @@ def planned_data_report(config: Config, length: RunLength) -> str:
     if missing := missing_token_file(config):
         return f"data       not checked: {missing}"
     stamp = verify_token_files(config.data)
-    run_fingerprint(config, length, stamp=stamp)
-    return data_report(config, length, stamp)
+    run_fingerprint(config, start, stamp=stamp)
+    return data_report(config, RunLength.from_config(config, start), stamp)
 
 
 def _requested_samples(
@@ -154,17 +166,10 @@ def open_data(
 ) -> RunData:
     """Builds missing index files, then opens the data on every rank. Collective. stamp: of the token files;
     None reads it."""
-    stamp = stamp or IndexStamp(config.data)
-    where = _requested_samples(config, length)
-    # Rank 0 builds first. On a shared file system, the other nodes find its files and only verify them.
-    if layout.rank == 0:
-        prepare_index_files(*where, stamp)
-    dist.barrier()
-    if config.parallel.local_rank == 0 and layout.rank != 0:
-        stamp.refresh()
-        prepare_index_files(*where, stamp)
-    dist.barrier()
-    train, valid, test = build_gpt_datasets(*where, stamp)
+    if config.data.mock_data:
+        train, valid, test = _mock_datasets(config, length, vocabulary)
+    else:
+        train, valid, test = _datasets_of_files(config, layout, length, stamp or IndexStamp(config.data))
 
     def loader(dataset: SampleDataset, num_workers: int, first_sample: int = 0) -> GPTBatchLoader:
         return GPTBatchLoader(
@@ -192,6 +197,32 @@ def open_data(
         evaluated(valid, "validation"),
         evaluated(test, "test"),
     )
+
+
+def _datasets_of_files(
+    config: Config, layout: ParallelLayout, length: RunLength, stamp: IndexStamp
+) -> Datasets:
+    where = _requested_samples(config, length)
+    # Rank 0 builds first. On a shared file system, the other nodes find its files and only verify them.
+    if layout.rank == 0:
+        prepare_index_files(*where, stamp)
+    dist.barrier()
+    if config.parallel.local_rank == 0 and layout.rank != 0:
+        stamp.refresh()
+        prepare_index_files(*where, stamp)
+    dist.barrier()
+    return build_gpt_datasets(*where, stamp)
+
+
+def _mock_datasets(config: Config, length: RunLength, vocabulary: Vocabulary) -> Datasets:
+    data, seq_length, seed, samples = _requested_samples(config, length)
+    train, valid, test = (
+        (MockDataset(name, wanted, seq_length, seed, vocabulary.size, vocabulary.eod),)
+        if wanted and share
+        else ()
+        for name, wanted, share in zip(SPLIT_NAMES, samples, parse_split(data.split), strict=True)
+    )
+    return Datasets(train[0] if train else None, valid, test)
 
 
 # More epochs than this in an evaluation are a typo in the flags. The index of _ALWAYS_ALLOWED_SAMPLES takes

@@ -136,9 +136,10 @@ _DIVERGED_STEPS = 100
 class StepRecord:
     """One training step. `loss` and `grad_norm` may be tensors; they are read only when a line is printed.
 
-    state: training state after the step. seq_length: tokens per sample. loss: mean over the global batch.
-    loss_scale: None without fp16. skipped: whether the weights were not updated, after an fp16 overflow or
-    because of a policy. seconds: wall time. recorded: `StepMetrics` of the interval that ends with this step.
+    state: training state after the step. seq_length: tokens per sample. loss: mean over the unmasked tokens
+    of the global batch, NaN without any. loss_scale: None without fp16. skipped: whether the weights were not
+    updated, after an fp16 overflow or because of a policy. seconds: wall time. recorded: `StepMetrics` of the
+    interval that ends with this step.
     """
 
     state: TrainingState
@@ -158,7 +159,7 @@ class StepRecord:
 class Throughput:
     """Converts samples per second to other rates.
 
-    flops_per_sample: function from tokens per sample to `megatron.model.flops.iteration_flops` of one sample.
+    flops_per_sample: function from tokens per sample to `megatron.model.flops.iteration_flops` of a sample.
     has_curriculum: whether the sequence length changes, so that lines include it.
     """
 
@@ -217,8 +218,8 @@ class MetricsLogger:
     def log_validation(
         self, state: TrainingState, loss: float, name: str = "validation", at: str = ""
     ) -> None:
-        """Prints and writes one evaluation. loss: mean over all its samples. name: 'validation', 'test' or
-        the name of a group. at: the moment as printed; '' for 'iteration N'."""
+        """Prints and writes one evaluation. loss: mean over its unmasked tokens. name: 'validation', 'test'
+        or the name of a group. at: the moment as printed; '' for 'iteration N'."""
         if not self._enabled:
             return
         self.print("\n".join(format_validation_lines(name, at or f"iteration {state.iteration}", loss)))
@@ -308,6 +309,8 @@ class MetricsLogger:
             for record in records
         )
         counted = [loss for record, loss in zip(records, losses, strict=True) if not record.skipped]
+        # A step that is not skipped has a loss, unless all of its tokens are masked.
+        counted = [loss for loss in counted if not math.isnan(loss)] or counted
         return IntervalSummary(
             iteration=last.state.iteration,
             total_iterations=last.total_iterations,

@@ -23,6 +23,8 @@ from megatron.training.startup_report import local_memory
 from megatron.units import GIB
 
 _MAX_FLAGS = 3
+UNPREDICTED = frozenset({"--use-bnb-optimizer", "--cpu-offload"})
+"""Flags of `memory_flags` that change the training, or whose time the planner does not predict."""
 # The memory is fragmented if the allocator reserves at least this fraction of the device without using it.
 _FRAGMENTED_SHARE = 0.1
 # How errors that are not a torch.OutOfMemoryError describe an allocation that failed: PyTorch's allocators
@@ -98,7 +100,8 @@ def memory_flags(config: Config) -> Iterator[tuple[str, Config]]:
     """Yields (flag and value, configuration with it) of each flag that may reduce the memory and that the
     other flags allow. Model and global batch sizes do not change.
 
-    The order is the order in which to try them: activations, optimizer state, fewer data-parallel replicas.
+    The order is the one in which to try them: by the time that they typically cost, least first. The planner
+    sorts them by the time that it predicts.
     """
     for setting, value in _candidates(config):
         changed = config.with_settings({setting: value})
@@ -112,25 +115,28 @@ def memory_flags(config: Config) -> Iterator[tuple[str, Config]]:
 def _candidates(config: Config) -> Iterator[tuple[str, Any]]:
     """Yields ('section.field', value) of settings that may reduce the memory."""
     parallel, training, micro_batch = config.parallel, config.training, config.batch.micro_batch_size
+    stage, last_stage = parallel.zero_stage + 1, 3 if parallel.pipeline_model_parallel_size == 1 else 1
+    shards_more = parallel.dp_cp_size > 1 and stage <= last_stage
+    if shards_more and stage == 1:
+        yield "parallel.zero_stage", stage
     if parallel.tensor_model_parallel_size > 1 and not parallel.sequence_parallel:
         yield "parallel.sequence_parallel", True
+    stores_scores = training_attention(config) == Implementation.UNFUSED
+    if stores_scores and not training.recomputes_layers and not training.recomputes_attention:
+        yield "training.recompute_granularity", "selective"
     if micro_batch > 1:
         yield "batch.micro_batch_size", micro_batch // 2
+    if shards_more and stage > 1:
+        yield "parallel.zero_stage", stage
     if not training.recomputes_layers:
-        stores_scores = training_attention(config) == Implementation.UNFUSED
-        if stores_scores and not training.recomputes_attention:
-            yield "training.recompute_granularity", "selective"
         yield "training.checkpoint_activations", True
-    if parallel.dp_cp_size > 1:
-        for stage in range(parallel.zero_stage + 1, 4 if parallel.pipeline_model_parallel_size == 1 else 2):
-            yield "parallel.zero_stage", stage
-    if not parallel.cpu_offload:
-        # A published run with 8-bit moments and without the embedding norm stagnated.
-        if config.model.embed_layernorm and not config.optimizer.use_bnb_optimizer:
-            yield "optimizer.use_bnb_optimizer", True
-        yield "parallel.cpu_offload", True
     if config.is_long_enough_for(2 * parallel.context_parallel_size):
         yield "parallel.context_parallel_size", 2 * parallel.context_parallel_size
     yield "parallel.tensor_model_parallel_size", 2 * parallel.tensor_model_parallel_size
     if not parse_partition_method(parallel.partition_method).stages:
         yield "parallel.pipeline_model_parallel_size", 2 * parallel.pipeline_model_parallel_size
+    if not parallel.cpu_offload:
+        # A published run with 8-bit moments and without the embedding norm stagnated.
+        if config.model.embed_layernorm and not config.optimizer.use_bnb_optimizer:
+            yield "optimizer.use_bnb_optimizer", True
+        yield "parallel.cpu_offload", True

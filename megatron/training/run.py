@@ -4,18 +4,19 @@ import importlib.util
 import os
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
 from torch.distributed import Store
 
 from megatron.checkpoint import selection
-from megatron.checkpoint.compatibility import resumed_schedule
+from megatron.checkpoint.compatibility import resumed_schedule, start_of
 from megatron.checkpoint.lineage import owner, start
 from megatron.checkpoint.local.saves import LocalCheckpoints
 from megatron.checkpoint.local.start import select_checkpoint
 from megatron.checkpoint.object_store.checkpoints import ObjectCheckpoints, open_object_checkpoints
+from megatron.checkpoint.ranks import errors_of_rank_0
 from megatron.checkpoint.record import Checkpoint
 from megatron.cluster import processes
 from megatron.cluster.exit_status import ExitStatus
@@ -26,6 +27,8 @@ from megatron.cluster.processes import is_main_process
 from megatron.cluster.rendezvous import announce_errors
 from megatron.cluster.watchdog import Phase, Watchdog
 from megatron.config import Config, ConfigError
+from megatron.config.batch import BatchSchedule, RunLength
+from megatron.config.data import check_index_memory, host_memory_bytes
 from megatron.data.index_stamp import IndexStamp
 from megatron.data.splits import verify_token_files
 from megatron.engine.device_progress import flight_record, waiting_facts
@@ -33,8 +36,11 @@ from megatron.errors import printable
 from megatron.files import open_own, open_stream
 from megatron.mpu.layout import ParallelLayout
 from megatron.mpu.parameters import initial_values
+from megatron.mpu.world import broadcast_from_rank_0
+from megatron.tokenizer.vocabulary import Vocabulary
 from megatron.training.build import Setup, build_engine, build_trainer, find_stages, zeros
 from megatron.training.data import data_report, index_notes, open_data, run_fingerprint
+from megatron.training.free_space import check_free_space
 from megatron.training.harness.live import load_tasks
 from megatron.training.out_of_memory import explained_out_of_memory
 from megatron.training.run_report import run_report, start_notes
@@ -54,16 +60,16 @@ def run(
     if objects is not None:
         config = replace(config, checkpoint=objects.options)
     setup = Setup.from_config(config)
-    vocab, plan, length, batches = setup.vocab, setup.plan, setup.length, setup.batches
-    found = _find_inputs(config, setup, objects, on_exit)
+    vocab, plan = setup.vocab, setup.plan
+    found = _find_inputs(config, vocab, objects, on_exit)
     preparation.end()
     on_exit.enter_context(explained_out_of_memory())
     rank, store = _connect(config, watchdog)
     stamp = found.stamp or IndexStamp(config.data)  # the first process of the node has written it
-    fingerprint = found.fingerprint or run_fingerprint(config, length, vocab, stamp)
-    notes = [*notes, *found.notes]
+    fingerprint_at = found.fingerprint_at or _fingerprints(config, vocab, stamp)
     with watchdog.phase(Phase.PREFLIGHT):
-        notes += check_kernels(config.training.require_kernels) + preflight(config, fingerprint)
+        fingerprint = fingerprint_at(broadcast_from_rank_0(start_of(found.checkpoint)))
+        notes = [*notes, *check_kernels(config.training.require_kernels), *preflight(config, fingerprint)]
         notes += check_attention(config) + processes.device_notes(config)
     with watchdog.phase(Phase.LOAD):
         if objects is not None:
@@ -73,15 +79,21 @@ def run(
             local = LocalCheckpoints.connect(config.checkpoint, node, store)
             notes += local.notes()
         checkpoint = select_checkpoint(
-            found.checkpoint, local, config, vocab.size, fingerprint, watchdog.heartbeat, objects
+            found.checkpoint, local, config, vocab.size, fingerprint_at, watchdog.heartbeat, objects
         )
+        length = RunLength.from_config(config, start_of(checkpoint))
+        with errors_of_rank_0():
+            if rank == 0:
+                found.plan_data(config, length)  # again, if it is an older or a local checkpoint
+    notes += found.notes
     lr_schedule, metrics = resumed_schedule(checkpoint, config), make_metrics(config, vocab.size, rank)
-    notes += start_notes(checkpoint, config, length, batches, lr_schedule)
+    notes += start_notes(checkpoint, config, lr_schedule)
     layout = ParallelLayout.from_config(config.parallel, rank)
     context = {"cp_rank": layout.cp_rank} if layout.cp_size > 1 else {}
     watchdog.report.note(stage=layout.pipeline_stage, **context)
     tp_group = layout.make_tp_group()
     plan = plan or find_stages(config, layout, tp_group, vocab)
+    notes += check_free_space(config, plan.total_parameters, start_of(checkpoint), length.iterations, local)
     metrics.print(run_report(config, plan, vocab.size, notes, lr_schedule.describe()))
     metrics.print(f"\n{found.data_table}")
     on_exit.enter_context(explained_out_of_memory(config, layout.pipeline_stage))
@@ -92,11 +104,11 @@ def run(
         engine,
         vocab,
         length,
-        batches,
+        BatchSchedule.from_config(config.batch),
         lr_schedule,
         metrics,
         watchdog,
-        fingerprint=fingerprint,
+        fingerprint=fingerprint_at(start_of(checkpoint)),
         owner=found.folder_owner,
         store=store,
         local=local,
@@ -124,7 +136,9 @@ class _Inputs:
 
     stamp: IndexStamp | None = None
     """Of the token files, of a process that has verified them."""
-    fingerprint: dict[str, Any] | None = None
+    fingerprint_at: selection.FingerprintAt | None = None
+    length: RunLength | None = None
+    """Of the run, for which `data_table` and `notes` were made."""
     data_table: str = ""
     notes: list[str] = field(default_factory=list)
     folder_owner: owner.FolderOwner | None = None
@@ -133,9 +147,19 @@ class _Inputs:
     tasks: Any = None
     """Of --eval-harness-tasks."""
 
+    def plan_data(self, config: Config, length: RunLength) -> None:
+        """Describes the data that a run of this length reads. Raises ConfigError if it cannot read them."""
+        if self.length == length:
+            return
+        assert self.stamp is not None
+        check_index_memory(config, length, host_memory_bytes())
+        self.length = length
+        self.data_table = data_report(config, length, self.stamp)
+        self.notes = index_notes(config, length, self.stamp)
+
 
 def _find_inputs(
-    config: Config, setup: Setup, objects: ObjectCheckpoints | None, on_exit: ExitStack
+    config: Config, vocab: Vocabulary, objects: ObjectCheckpoints | None, on_exit: ExitStack
 ) -> _Inputs:
     """Reads the inputs of this process, and makes the output folders. Rank 0 takes over --save until
     `on_exit` is closed."""
@@ -150,13 +174,10 @@ def _find_inputs(
     make_output_folders(config)
     if not is_main_process():
         return found
-    length, vocab, stamp = setup.length, setup.vocab, found.stamp
-    assert stamp is not None
+    assert found.stamp is not None
+    found.fingerprint_at = _fingerprints(config, vocab, found.stamp)
     owned = None if config.training.no_train else config.checkpoint.save
     with announce_errors():
-        found.fingerprint = run_fingerprint(config, length, vocab, stamp)
-        found.data_table = data_report(config, length, stamp)
-        found.notes = index_notes(config, length, stamp)
         claims = owner.ClaimFolder(Path(owned)) if owned else None
         if objects is not None and owned:
             claims = objects.claims(owned)
@@ -164,9 +185,17 @@ def _find_inputs(
         if objects is not None:
             objects.read()
             start.check_load_folder(config)
-        found.checkpoint = selection.find_checkpoint(config, vocab.size, found.fingerprint)
+        found.checkpoint = selection.find_checkpoint(config, vocab.size, found.fingerprint_at)
+        consumed = start_of(found.checkpoint)
+        found.fingerprint_at(consumed)
+        found.plan_data(config, RunLength.from_config(config, consumed))
+        resumed_schedule(found.checkpoint, config)  # for its errors
         found.tasks = load_tasks(config)
     return found
+
+
+def _fingerprints(config: Config, vocab: Vocabulary, stamp: IndexStamp) -> selection.FingerprintAt:
+    return cache(partial(run_fingerprint, config, vocabulary=vocab, stamp=stamp))
 
 
 def _print(line: str) -> None:

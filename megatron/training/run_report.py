@@ -4,23 +4,29 @@ The notes say what a resume changes and what the rest of the run will do.
 """
 
 from collections.abc import Iterator, Sequence
+from functools import partial
 from itertools import groupby
 from pathlib import Path
 
-from megatron.checkpoint.compatibility import starts_at_zero
-from megatron.checkpoint.record import Checkpoint, TrainingState, describe_start
-from megatron.checkpoint.selection import find_checkpoint
+from deepspeed.accelerator import get_accelerator
+
+from megatron.checkpoint.compatibility import start_of, starts_at_zero
+from megatron.checkpoint.record import Checkpoint, describe_start
+from megatron.checkpoint.selection import find_checkpoint, planned_checkpoint
+from megatron.cluster.devices import find_gpu, gpu_of_process
 from megatron.config import BatchSchedule, Config
-from megatron.config.batch import RunLength
+from megatron.config.batch import Progress, RunLength
 from megatron.config.fields import option_name
 from megatron.config.model import model_summary, padded_vocab_size
 from megatron.config.registries import OPTIMIZERS
 from megatron.config.sections.parallel import ParallelConfig
-from megatron.optimizer.schedule import LearningRateSchedule, Progress
+from megatron.model.flops import iteration_flops, palm_flops
+from megatron.object_urls import is_url
+from megatron.optimizer.schedule import LearningRateSchedule
 from megatron.pipeline.methods import MEMORY_UNIT, TIME_UNITS
 from megatron.pipeline.schedule import mean_bubble
 from megatron.pipeline.stages import StagePlan
-from megatron.text_table import format_table
+from megatron.text_table import counted, format_table
 from megatron.tokenizer.vocabulary import Vocabulary
 from megatron.training.data import missing_token_file, run_fingerprint
 
@@ -53,8 +59,27 @@ def _model_lines(config: Config, plan: StagePlan, vocab_size: int) -> str:
     return (
         f"model      {model_summary(model)}, {config.precision.name}\n"
         f"vocabulary {vocab_size:,} tokens, padded to {padded:,}\n"
-        f"parameters {plan.total_parameters:,}"
+        f"parameters {plan.total_parameters:,}\n"
+        f"FLOPs      {_flops_line(config, vocab_size, plan.total_parameters)}"
     )
+
+
+def _flops_line(config: Config, vocab_size: int, num_parameters: int) -> str:
+    """Returns the FLOPs of a step as logged, without recomputation, and by PaLM's formula. If the device's
+    peak rate is known, adds the model FLOPs utilization (MFU) that one logged TFLOPs stands for."""
+    is_on_cpu = not config.training.dry_run and get_accelerator().device_name() == "cpu"
+    logged = iteration_flops(config, vocab_size, on_cpu=is_on_cpu)
+    counts = {
+        "without recomputation": iteration_flops(config, vocab_size, with_recomputation=False),
+        "by PaLM's formula": palm_flops(config, vocab_size, num_parameters),
+    }
+    gpu = find_gpu(config) if config.training.dry_run else gpu_of_process()
+    line = f"{logged:.4g} per step as logged, " + ", ".join(f"{n:.4g} {how}" for how, n in counts.items())
+    if gpu is None:
+        return line
+    peak = gpu.peak_flops[config.precision.name]
+    mfu, palm = (100 * 1e12 * count / logged / peak for count in counts.values())
+    return f"{line}; MFU is {mfu:.4f} % x TFLOPs of the log, {palm:.4f} % by PaLM's formula"
 
 
 def _layout_lines(config: Config, network: Sequence[str]) -> str:
@@ -64,8 +89,9 @@ def _layout_lines(config: Config, network: Sequence[str]) -> str:
     micro_batches = config.micro_batches_per_step
     context = f"CP {parallel.context_parallel_size} x " if parallel.context_parallel_size > 1 else ""
     lines = [
-        f"layout     {parallel.world_size} processes = TP {tensor} x {context}PP {stages} x DP {data}, "
-        f"ZeRO stage {parallel.zero_stage}" + (", optimizer state on the host" * parallel.cpu_offload),
+        f"layout     {counted(parallel.world_size, 'process')} = TP {tensor} x {context}PP {stages} x DP "
+        f"{data}, ZeRO stage {parallel.zero_stage}"
+        + (", optimizer state on the host" * parallel.cpu_offload),
         f"batch      {batch.global_batch_size} samples = micro-batch {batch.micro_batch_size} "
         f"x {micro_batches} accumulation steps x DP {data}",
         _pipeline_line(parallel, micro_batches),
@@ -152,11 +178,12 @@ def heaviest_line(plan: StagePlan) -> str:
     if not heaviest:
         return f"heaviest   none: all layers have weight 0 by --partition-method {plan.method}"
     ratio = heaviest / mean
-    consequence = (
-        f"it needs {100 * (ratio - 1):.1f} % more than the mean"
-        if plan.partition.unit == MEMORY_UNIT
-        else f"imbalance loses up to {100 * (1 - 1 / ratio):.1f} % efficiency"
-    )
+    if ratio < 1.0005:
+        consequence = f"all {what}s are equal" if len(weights) > 1 else f"the only {what}"
+    elif plan.partition.unit == MEMORY_UNIT:
+        consequence = f"it needs {100 * (ratio - 1):.1f} % more than the mean"
+    else:
+        consequence = f"imbalance loses up to {100 * (1 - 1 / ratio):.1f} % efficiency"
     return (
         f"heaviest   {what} {weights.index(heaviest)} by --partition-method {plan.method}, "
         f"max/mean = {ratio:.3f}: {consequence}"
@@ -195,32 +222,28 @@ _CHANGEABLE_SETTINGS = {
 
 
 def start_notes(
-    checkpoint: Checkpoint | None,
-    config: Config,
-    length: RunLength,
-    batches: BatchSchedule,
-    lr_schedule: LearningRateSchedule,
+    checkpoint: Checkpoint | None, config: Config, lr_schedule: LearningRateSchedule
 ) -> list[str]:
     """Returns notes on a start with nothing to train, on a batch size or settings that differ from the
     checkpoint's, and on a learning rate of 0."""
     if config.training.no_train:
         return []
-    state = checkpoint.start_state if checkpoint is not None else TrainingState()
-    if state.iteration >= length.iterations:
+    start = start_of(checkpoint)
+    length = RunLength.from_config(config, start)
+    if start.iteration >= length.iterations:
         return [
-            f"nothing to train: the checkpoint is at iteration {state.iteration} and the run ends at "
-            f"iteration {length.iterations} (--train-iters, --train-samples, --train-tokens)"
+            f"nothing to train: the checkpoint is at iteration {start.iteration}, with "
+            f"{start.consumed_samples:,} samples and {start.consumed_tokens:,} tokens consumed, and the run "
+            f"ends at iteration {length.iterations} (--train-iters, --train-samples, --train-tokens)"
         ]
     return [
-        *_batch_notes(checkpoint, batches, length),
+        *_batch_notes(checkpoint, config, length),
         *_settings_notes(checkpoint, config),
-        *_rate_notes(config, length, batches, lr_schedule),
+        *_rate_notes(config, start, length, lr_schedule),
     ]
 
 
-def planned_start(
-    config: Config, length: RunLength, vocab: Vocabulary
-) -> tuple[Checkpoint | None, list[str]]:
+def planned_start(config: Config, vocab: Vocabulary) -> tuple[Checkpoint | None, list[str]]:
     """Returns the checkpoint from which a run with the flags of a dry run would start, and a note on it.
 
     The checkpoint is checked as in a run if --load is a folder on this machine and the data exists. Raises
@@ -230,24 +253,25 @@ def planned_start(
     if load is None:
         return None, []
     if not Path(load).is_dir():
-        return None, [f"--load is not checked: {load} does not exist here"]
+        where = "is in an object store" if is_url(load) else "does not exist here"
+        return None, [f"--load is not checked: {load} {where}"]
     if missing := missing_token_file(config):
-        return None, [f"--load {load} is not checked: {missing}"]
-    fingerprint = run_fingerprint(config, length, vocab)
-    checkpoint = find_checkpoint(config, vocab.size, fingerprint)
+        return planned_checkpoint(config), [f"--load {load} is not checked: {missing}"]
+    checkpoint = find_checkpoint(config, vocab.size, partial(run_fingerprint, config, vocabulary=vocab))
     return checkpoint, [describe_start(checkpoint, load)]
 
 
-def _batch_notes(checkpoint: Checkpoint | None, batches: BatchSchedule, length: RunLength) -> Iterator[str]:
+def _batch_notes(checkpoint: Checkpoint | None, config: Config, length: RunLength) -> Iterator[str]:
     if checkpoint is None or not checkpoint.records_run or starts_at_zero(checkpoint):
         return
-    saved, samples = BatchSchedule.from_config(checkpoint.config.batch), checkpoint.state.consumed_samples
+    samples = checkpoint.state.consumed_samples
+    saved, batches = (BatchSchedule.from_config(each.batch) for each in (checkpoint.config, config))
     if saved != batches:
         yield (
             f"the batch size differs from the checkpoint's: {saved.global_batch_size_at(samples)} samples "
             f"there (up to {saved.global_batch_size}), {batches.global_batch_size_at(samples)} samples from "
             f"iteration {checkpoint.state.iteration + 1} on (up to {batches.global_batch_size}); the run "
-            f"ends at iteration {length.iterations}"
+            f"ends at iteration {length.iterations}, with {length.train_samples:,} samples"
         )
 
 
@@ -269,12 +293,12 @@ def _settings_notes(checkpoint: Checkpoint | None, config: Config) -> Iterator[s
 
 
 def _rate_notes(
-    config: Config, length: RunLength, batches: BatchSchedule, lr_schedule: LearningRateSchedule
+    config: Config, start: Progress, length: RunLength, lr_schedule: LearningRateSchedule
 ) -> Iterator[str]:
+    batches = BatchSchedule.from_config(config.batch)
+
     def progress_at(iteration: int, samples: int) -> Progress:
-        tokens = batches.tokens_of_samples(
-            samples, seq_length=config.model.seq_length, curriculum=config.curriculum
-        )
+        tokens = batches.tokens_of_samples(samples, config.model.seq_length, config.curriculum, start)
         return Progress(iteration, samples, int(tokens))
 
     # The last step may lie beyond the end of the decay, because the last batch is rounded up.

@@ -25,8 +25,10 @@ from megatron.checkpoint.digests import fragment_digests
 from megatron.checkpoint.manager import CheckpointManager
 from megatron.checkpoint.record import TrainingState
 from megatron.cluster.exit_codes import RunStopped
+from megatron.cluster.signals import is_due
 from megatron.cluster.watchdog import Phase, Watchdog
 from megatron.config import BatchSchedule, Config, StabilityConfig
+from megatron.config.batch import Progress
 from megatron.engine.pipeline_engine import GPTEngine
 from megatron.mpu.layout import ParallelLayout, TPGroup
 from megatron.mpu.parameter_spec import ParameterSpec
@@ -119,14 +121,12 @@ class StabilityMonitor:
             f"{cause}: rolled back to {checkpoint.folder}; the data of iterations "
             f"{restored.iteration + 1} to {state.iteration} are skipped"
         )
-        reached = advance_state(restored, state.iteration, self.config, self.batches)
-        return replace(reached, rollbacks=state.rollbacks + 1)
+        return replace(_skipped_to(state, restored), rollbacks=state.rollbacks + 1)
 
-    def check_invariants(self, iteration: int) -> None:
+    def check_invariants(self, previous: int, iteration: int) -> None:
         """Checks the replicas every --check-invariants-interval steps, before an evaluation or save. Raises
-        RunStopped on a violation."""
-        interval = self.config.stability.check_invariants_interval
-        if interval and iteration % interval == 0:
+        RunStopped on a violation. previous: see `is_due`."""
+        if is_due(self.config.stability.check_invariants_interval, previous, iteration):
             violation = find_invariant_violation(self.engine.optimizer, self.engine.layout)
             if violation:
                 raise RunStopped(
@@ -170,7 +170,7 @@ class SpikeDetector:
         """Returns `state`, the state after the step, with the step added to its window if `taken`."""
         before = self._state
         losses, norms = before.recent_losses, before.recent_grad_norms
-        if taken and self._seen is not None:
+        if taken and self._seen is not None and not math.isnan(self._seen[0]):
             keep = self._options.spike_window
             losses, norms = (*losses, self._seen[0])[-keep:], (*norms, self._seen[1])[-keep:]
         return replace(state, recent_losses=losses, recent_grad_norms=norms)
@@ -193,12 +193,17 @@ def advance_state(state: TrainingState, last: int, config: Config, batches: Batc
         size = batches.global_batch_size_at(samples)
         samples += size
         tokens += size * config.seq_length_at(iteration)
+    return _skipped_to(Progress(max(last, state.iteration), samples, tokens), state)
+
+
+def _skipped_to(progress: Progress, state: TrainingState) -> TrainingState:
+    """Returns `state` at the later `progress`. The iterations between them have not updated the weights."""
     return replace(
         state,
-        iteration=max(last, state.iteration),
-        consumed_samples=samples,
-        consumed_tokens=tokens,
-        skipped_iterations=state.skipped_iterations + max(last - state.iteration, 0),
+        iteration=progress.iteration,
+        consumed_samples=progress.consumed_samples,
+        consumed_tokens=progress.consumed_tokens,
+        skipped_iterations=state.skipped_iterations + progress.iteration - state.iteration,
         pending_evaluations=0,
     )
 

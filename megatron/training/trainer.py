@@ -2,28 +2,30 @@
 
 import gc
 import logging
+import math
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from deepspeed.accelerator import get_accelerator
+
 from megatron.checkpoint.huggingface.run_export import export_model
 from megatron.checkpoint.manager import CheckpointManager, FolderTakenError, SaveError
 from megatron.checkpoint.record import TrainingState
-from megatron.cluster.exit_codes import RankStopped, RunStopped
+from megatron.cluster.exit_codes import RankStopped, RunStopped, SharedUserError
 from megatron.cluster.exit_status import ExitStatus
-from megatron.cluster.signals import ExitConditions, ExitReason
+from megatron.cluster.signals import ExitConditions, ExitReason, is_due
 from megatron.cluster.watchdog import Phase, Watchdog
 from megatron.config import CheckpointConfig, Config
 from megatron.config.batch import BatchSchedule, RunLength
-from megatron.config.model import padded_vocab_size
 from megatron.data.loader import GPTBatchLoader
 from megatron.engine.pass_times import bubble_line
 from megatron.engine.pipeline_engine import GPTEngine
 from megatron.errors import UserError
 from megatron.model.distributed_inference import MICRO_BATCHES_PER_STAGE
-from megatron.model.flops import model_iteration_flops, recomputes_scores
+from megatron.model.flops import iteration_flops
 from megatron.mpu.world import broadcast_from_rank_0
 from megatron.optimizer.mixed_precision import NonFiniteError
 from megatron.optimizer.schedule import LearningRateSchedule, Progress
@@ -31,7 +33,7 @@ from megatron.training.data import RunData
 from megatron.training.garbage import collections_after_steps
 from megatron.training.harness.live import run_tasks
 from megatron.training.metrics import MetricsLogger, StepRecord, Throughput
-from megatron.training.stability import StabilityMonitor
+from megatron.training.stability import StabilityMonitor, range_to_skip
 from megatron.training.startup_report import StartupReport
 from megatron.training.writers import make_writers
 
@@ -76,11 +78,6 @@ def after_failed_save(iteration: int, checkpoint: CheckpointConfig) -> str:
         return "nothing has been saved before; fix this, then start again"
     load = "" if checkpoint.load else f" with --load {checkpoint.save}"
     return f"fix this, then the run resumes from iteration {iteration}{load}"
-
-
-def is_due(interval: int | None, state: TrainingState) -> bool:
-    """Returns whether something with this interval in iterations is due; never if it is None."""
-    return interval is not None and state.iteration % interval == 0
 
 
 @dataclass
@@ -131,24 +128,28 @@ class Trainer:
             state = self._evaluate_interval(state, state.pending_evaluations)
         with collections_after_steps() as collect_garbage:
             while state.iteration < self.length.iterations and self.exit_reason is None:
-                self.exit_code = None
+                self.exit_code, previous = None, state.iteration
                 with self.watchdog.phase(Phase.STEP):
                     state = self.advance(state)
-                    self.stability.check_invariants(state.iteration)
+                    self.stability.check_invariants(previous, state.iteration)
                     collect_garbage(self.updates.num_steps)
                 self.watchdog.report.set_iteration(state.iteration)
-                if self.data.valid and training.eval_iters and state.iteration % training.eval_interval == 0:
+                now = (previous, state.iteration)
+                if self.data.valid and training.eval_iters and is_due(training.eval_interval, *now):
                     state = self._evaluate_interval(state, len(self.data.valid))
-                if is_due(options.save_interval, state):
+                if is_due(options.save_interval, *now):
                     self.checkpoint(state, in_background=options.async_save)
                     saved = state
-                elif is_due(options.save_local_interval, state):
+                elif is_due(options.save_local_interval, *now):
                     self.checkpoint_locally(state)
-                if is_due(options.save_hf_interval, state):
+                if is_due(options.save_hf_interval, *now):
                     self._export(state)
                 self._announce_saves()
-                self._evaluate_tasks(state)
-                self.exit_reason = self.exits.reason(state.iteration, self.engine.device, self.exit_code)
+                if is_due(training.eval_harness_interval, *now) and self.exit_reason is None:
+                    self._evaluate_tasks(state)
+                self.exit_reason = self.exits.reason(
+                    state.iteration, self.engine.device, self.exit_code, previous
+                )
         self.engine.optimizer.wait_for_params()  # a rank that ends the process would interrupt the others
         with self.watchdog.phase(Phase.SAVE):
             last = self.checkpoints.finish_save()
@@ -179,6 +180,14 @@ class Trainer:
         """Takes one step, or skips a range of iterations."""
         return self.stability.skip_range(state, self.length.iterations) or self.step(state)
 
+    def is_logged(self, iteration: int) -> bool:
+        """Returns whether a log line follows this iteration: if it is due then, or in the skipped ranges that
+        follow at once."""
+        total, end = self.length.iterations, iteration
+        while skipped := range_to_skip(self.config, end, total):
+            end = skipped[1]
+        return end == total or is_due(self.config.logging.log_interval, iteration - 1, end)
+
     def step(self, state: TrainingState) -> TrainingState:
         """Takes one optimizer step on the next global batch. Returns the state reached, or the state after a
         rollback."""
@@ -208,7 +217,7 @@ class Trainer:
             raise self.stability.diagnose(error, progress.iteration) from error
         optimizer = self.engine.optimizer
         self.exit_code = optimizer.exit_code
-        is_logged = self.config.logging.is_logged(progress.iteration, self.length.iterations)
+        is_logged = self.is_logged(progress.iteration)
         recorded = self.engine.module.metrics.collect(self.engine.device) if is_logged else {}
         self.updates.add(optimizer.skipped)
         reached = TrainingState(
@@ -218,6 +227,7 @@ class Trainer:
             state.skipped_iterations + int(optimizer.skipped),
             state.skips_in_a_row + 1 if optimizer.skipped else 0,
             state.rollbacks,
+            warmup_end=self.lr_schedule.warmup_end,
         )
         self.metrics.log_step(
             StepRecord(
@@ -234,7 +244,9 @@ class Trainer:
                 recorded=recorded,
             )
         )
-        if self.engine.pass_times and progress.iteration % self.config.logging.log_interval == 0:
+        if is_logged:
+            self.metrics.flush()
+        if self.engine.pass_times and is_logged:
             self.metrics.print(bubble_line(self.engine.pass_times, self.engine.layout))
         for text in self.startup_report.lines(optimizer, progress.iteration == self.length.iterations):
             self.metrics.print(text)
@@ -368,11 +380,7 @@ class Trainer:
         return replace(state, pending_evaluations=self.evaluate(state, "validation", count=count))
 
     def _evaluate_tasks(self, state: TrainingState) -> None:
-        """Runs --eval-harness-tasks if they are due. A request to stop ends them, and the resumed run does
-        not repeat them."""
-        interval = self.config.training.eval_harness_interval
-        if interval is None or state.iteration % interval or self.exit_reason is not None:
-            return
+        """Runs --eval-harness-tasks. A request to stop ends them; the resumed run does not repeat them."""
         self.exit_code = None
 
         def stop_requested() -> bool:
@@ -399,7 +407,9 @@ class Trainer:
             return 0
         self.exit_code = None
         # The checkpoint's iteration may be past the end of this run, which has no validation samples for it.
-        iteration = min(state.iteration, self.length.iterations)
+        iteration, interval = min(state.iteration, self.length.iterations), self.config.training.eval_interval
+        if count is not None:  # due at a multiple of the interval, perhaps inside of a range that was skipped
+            iteration -= iteration % interval
         first = validation_start(self.config, iteration) if split == "validation" else 0
         stop: list[ExitReason] = []
 
@@ -430,17 +440,10 @@ class Trainer:
 
 def make_metrics(config: Config, vocab_size: int, rank: int) -> MetricsLogger:
     """Returns the logger of a run, which prints and writes on rank 0."""
-    model, parallel = config.model, config.parallel
+    parallel, on_cpu = config.parallel, get_accelerator().device_name() == "cpu"
 
     def flops_per_sample(seq_length: int) -> float:
-        return model_iteration_flops(
-            model,
-            seq_length=seq_length,
-            padded_vocab_size=padded_vocab_size(vocab_size, model, parallel.tensor_model_parallel_size),
-            batch_size=1,
-            recompute=config.training.recomputes_layers,
-            recompute_attention=recomputes_scores(config),
-        )
+        return iteration_flops(config, vocab_size, batch_size=1, seq_length=seq_length, on_cpu=on_cpu)
 
     throughput = Throughput(
         flops_per_sample=flops_per_sample,
@@ -463,8 +466,9 @@ def evaluate(
     stop_requested: Callable[[], bool],
     heartbeat: Callable[[], None],
 ) -> float | None:
-    """Returns the mean loss over `--eval-iters` global batches from sample `first_sample` on, or None if
-    stopped. Collective.
+    """Returns the mean loss over the unmasked tokens of `--eval-iters` global batches from sample
+    `first_sample` on, NaN without any, or None if stopped. Raises SharedUserError
+    in --eval-only if all tokens are masked. Collective.
 
     stop_requested: collective function with an equal result on all ranks, called between groups of
     micro-batches. heartbeat: called for every micro-batch.
@@ -474,13 +478,18 @@ def evaluate(
     micro_batches = loader.micro_batches(first_sample, samples)
     # Every rank and every run of a layout has equal groups, so that the mean is rounded equally.
     group = MICRO_BATCHES_PER_STAGE * config.parallel.num_stages
-    total = 0.0
+    losses = tokens = 0.0
     for start in range(0, num_micro_batches, group):
         if start and stop_requested():
             return None
         count = min(group, num_micro_batches - start)
-        total += count * engine.evaluate(micro_batches, count, heartbeat=heartbeat).item()
-    return total / num_micro_batches
+        found = engine.evaluate_totals(micro_batches, count, heartbeat=heartbeat).tolist()
+        losses, tokens = losses + found[0], tokens + found[1]
+    if not tokens and config.training.no_train:
+        raise SharedUserError(
+            "--eval-only: all tokens are masked (--eod-mask-loss): give data with other tokens"
+        )
+    return losses / tokens if tokens else math.nan
 
 
 def validation_start(config: Config, iteration: int) -> int:

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, nullcontext
 from typing import Any, Protocol
 
 from megatron.checkpoint.record import TrainingState
 from megatron.config import Config, ConfigError
 from megatron.object_urls import settings_with_urls
+
+_LARGEST_STEP = 2**62
 
 
 class Writer(Protocol):
@@ -29,18 +32,32 @@ def make_writers(config: Config) -> list[Writer]:
     writers: list[Writer] = []
     if config.logging.tensorboard_dir:
         writers.append(
-            TensorBoardWriter(config.logging.tensorboard_dir, config.logging.tensorboard_queue_size)
+            TensorBoardWriter(
+                config.logging.tensorboard_dir,
+                config.logging.tensorboard_queue_size,
+                hides=not config.training.no_train,
+            )
         )
     if config.logging.wandb_project:
         settings = settings_with_urls(config.to_dict())
-        writers.append(WandbWriter(config.logging.wandb_project, config.logging.wandb_name, settings))
+        logging = config.logging
+        writers.append(
+            WandbWriter(config.logging.wandb_project, logging.wandb_name, settings, logging.wandb_save_dir)
+        )
     return writers
 
 
 class TensorBoardWriter:
-    """Writes each value three times: by iterations, by samples and by tokens."""
+    """Writes each value three times: by iterations, by samples and by tokens.
 
-    def __init__(self, folder: str, queue_size: int) -> None:
+    A resumed run repeats the steps after its checkpoint, so the first point of a tag in this process hides
+    the points of earlier processes from its step on. In files of version 1, TensorBoard's reader in Python
+    does so for points that are out of order; its reader in Rust always does. SummaryWriter's `purge_step`
+    would compare iterations with the numbers of samples and tokens. hides: false for an evaluation, which
+    repeats no step.
+    """
+
+    def __init__(self, folder: str, queue_size: int, hides: bool = True) -> None:
         # Imported late, because the import takes a second and most ranks do not need it.
         try:
             from torch.utils.tensorboard import SummaryWriter
@@ -49,6 +66,8 @@ class TensorBoardWriter:
                 f"--tensorboard-dir {folder}: TensorBoard cannot be imported ({error}): install tensorboard, "
                 "or remove the flag"
             ) from None
+        self._tags: set[str] = set()
+        self._hides = hides
         try:
             self._events = SummaryWriter(log_dir=folder, max_queue=queue_size)
         except OSError as error:
@@ -63,8 +82,23 @@ class TensorBoardWriter:
             " vs tokens": state.consumed_tokens,
         }
         for tag, value in values.items():
+            hide = self._hide_later_points if self._hides and tag not in self._tags else nullcontext
+            self._tags.add(tag)
             for axis, place in axes.items():
-                self._events.add_scalar(tag + axis, value, place, walltime=when)
+                with hide():
+                    self._events.add_scalar(tag + axis, value, place, walltime=when)
+
+    @contextmanager
+    def _hide_later_points(self) -> Iterator[None]:
+        """Makes the point that the block adds hide the earlier points of its tag from its step on."""
+        from tensorboard.compat.proto.event_pb2 import Event
+        from tensorboard.compat.proto.summary_pb2 import Summary
+
+        writer: Any = self._events.file_writer
+        writer.add_event(Event(file_version="brain.Event:1"))
+        writer.add_event(Event(step=_LARGEST_STEP, summary=Summary()))  # so that the point is out of order
+        yield
+        writer.add_event(Event(file_version="brain.Event:2"))
 
     def flush(self) -> None:
         self._events.flush()
@@ -76,11 +110,13 @@ class TensorBoardWriter:
 class WandbWriter:
     """Writes to a run of Weights & Biases. A resumed job with an equal WANDB_RUN_ID continues that run."""
 
-    def __init__(self, project: str, name: str | None, settings: dict[str, Any]) -> None:
+    def __init__(
+        self, project: str, name: str | None, settings: dict[str, Any], folder: str | None = None
+    ) -> None:
         import wandb
 
         try:
-            self._run = wandb.init(project=project, name=name, config=settings, resume="allow")
+            self._run = wandb.init(project=project, name=name, config=settings, dir=folder, resume="allow")
         except (wandb.Error, OSError) as error:
             raise ConfigError(
                 f"--wandb-project {project}: wandb could not start a run ({error}): log in with 'wandb "

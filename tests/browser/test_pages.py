@@ -95,6 +95,33 @@ def test_the_numbers_of_a_plan_are_shown(show: Show, plan: dict[str, Any]) -> No
     ]
 
 
+def test_the_verdict_the_advice_and_the_doubt_stand_on_top(show: Show, plan: dict[str, Any]) -> None:
+    verdict = "does not fit (stage 0), 47.40 GiB too much: stage 0 needs: all. Try --zero-stage 1 (fits)"
+    step = {**plan["step"], "doubt": "no published run has reached it"}
+    browser = show("plan", {**plan, "fits": False, "verdict": verdict, "step": step})
+    lines = browser.find_element(By.TAG_NAME, "main").text.splitlines()
+    assert lines[0] == f"Plan of a run: {plan['title']}" == browser.title
+    assert lines[2:6] == [
+        "Does not fit (stage 0), 47.40 GiB too much",
+        "Try --zero-stage 1 (fits).",
+        "Stage 0 needs: all.",
+        "Note: no published run has reached it.",
+    ]
+    marked = browser.find_elements(By.CSS_SELECTOR, "#what-if tr.selected td:first-child")
+    assert [cell.text for cell in marked] == ([plan["best_change"]] if plan["best_change"] else [])
+
+
+def is_cut(browser: Chrome) -> list[str]:
+    """Returns the tables that are wider than their place in a window of 1,400 pixels."""
+    script = (
+        "return [...document.querySelectorAll('.scroll')].filter((one) => one.scrollWidth > one.clientWidth)"
+    )
+    browser.set_window_size(1400, 1000)
+    found = browser.execute_script(f"{script}.map((one) => one.id)")
+    browser.set_window_size(1300, 1000)
+    return found
+
+
 def test_communication_is_that_of_the_chosen_rank(show: Show, plan: dict[str, Any]) -> None:
     browser = show("plan", plan)
     for rank in (1, 3):
@@ -181,6 +208,10 @@ def test_another_layout_of_a_search_is_shown(show: Show, monkeypatch: pytest.Mon
     assert cells(browser, "layouts", "throughput") == [f"{rate:,.0f}" for rate in rates]
     browser.find_element(By.XPATH, "//*[@id='layouts']//button[@aria-label='show 2']").click()
     chosen = browser.find_element(By.ID, "chosen").text
+    assert is_cut(browser) == []
+    titles = [one.text.split()[0] for one in browser.find_elements(By.CSS_SELECTOR, "#layouts th")]
+    varied = {one["layout"]["recompute"] for one in found["candidates"]} != {"none"}
+    assert "CP" not in titles and ("recompute" in titles) is varied
     assert chosen.startswith("Layout 2\npretrain_gpt.py ") and f"{rates[1]:,.0f}" in chosen
     assert cells(browser, "memory", "total") == [
         f"{part['total'] / GIB:.3f}" for part in found["candidates"][1]["memory"]
@@ -271,3 +302,7 @@ def test_the_numbers_of_token_files_are_shown(show: Show, tmp_path: Path) -> Non
     head(browser, "sets", "tokens").click()
     head(browser, "sets", "tokens").click()
     assert cells(browser, "sets", "tokens") == ["302", "13"]
+    data["sets"][1] = {**data["sets"][0], "prefix": "/data/corpora/common_crawl_deduplicated_text_document"}
+    data["sets"][1] |= {"tokens": 312_345_678_901, "bytes_per_token": 4.2}
+    data["sets"][1]["tokenizer"] = "GPT2BPETokenizer 50,257 5f3c8e2a90b1"
+    assert is_cut(show("data", data)) == []

@@ -31,7 +31,7 @@ def save_before(row, folder, changes):
 def resume_midway(row, folder, changes):
     options = {"load": str(folder), **changes.get("checkpoint", {})}
     config = config_of(row, **{**changes, "checkpoint": options})
-    checkpoint = find_checkpoint(config, VOCAB, FINGERPRINT)
+    checkpoint = find_checkpoint(config, VOCAB, lambda start: FINGERPRINT)
     engine = build_engine(config)
     train(engine, [9])  # other weights and moments: all must be replaced
     load_checkpoint(engine, checkpoint, FINGERPRINT)

@@ -102,7 +102,7 @@ def test_values_and_moments_are_those_of_the_engine(
     for _ in convert(open_source(source), tmp_path / f"{source.name}_universal"):
         pass
     config = config_of(Row(), checkpoint={"load": str(tmp_path), "universal_checkpoint": True})
-    checkpoint = find_checkpoint(config, VOCAB, FINGERPRINT)
+    checkpoint = find_checkpoint(config, VOCAB, lambda start: FINGERPRINT)
     assert checkpoint is not None and checkpoint.state == TrainingState(STEPS, 8 * STEPS, 0)
     reader = UniversalReader(checkpoint)
     specs = model_specs(config, VOCAB, EOD)

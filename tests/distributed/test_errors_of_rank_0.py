@@ -1,5 +1,6 @@
 """Only rank 0 reads files and the owner of --save. All ranks raise the error that it finds."""
 
+import logging
 import re
 from dataclasses import replace
 from unittest import mock
@@ -10,6 +11,7 @@ from megatron.checkpoint import manager, selection
 from megatron.checkpoint.discovery import open_checkpoint
 from megatron.checkpoint.manager import SaveError
 from megatron.checkpoint.ranks import first_problem
+from megatron.checkpoint.saving.files import DirectFiles
 from megatron.checkpoint.selection import select_valid_checkpoint
 from megatron.errors import UserError
 from megatron.files import HostileFileError
@@ -64,7 +66,7 @@ def meet_errors(folder):
         save()
         for call in (
             lambda: checkpoints.newest_valid(True),
-            lambda: select_valid_checkpoint(checkpoint, config, VOCAB, FINGERPRINT),
+            lambda: select_valid_checkpoint(checkpoint, config, VOCAB, lambda start: FINGERPRINT),
             lambda: checkpoints.restore_or_init(None, lambda text: None),
         ):
             checkpoints.identity = checkpoint if rank_0 else None  # anything with a lineage
@@ -83,6 +85,31 @@ def test_an_error_on_rank_0_is_raised_on_all_ranks(tmp_path):
     assert all(text in sentence for text, sentence in zip(expected, first, strict=True))
     assert "--load /load cannot be read" in first[4]
     assert steps_in(tmp_path) == [1, 2]
+
+
+def save_to_read_only(folder):
+    """Returns the error of a save into a folder that has become read-only, and DeepSpeed's log lines."""
+    engine, error, lines = build_engine(config_of(Row(dp=2, zero=1))), "", []
+    handler, logger = logging.Handler(logging.ERROR), logging.getLogger("DeepSpeed")
+    handler.emit = lambda record: lines.append(record.getMessage())
+    logger.addHandler(handler)
+
+    def make_folder(_, path):
+        if path != folder:
+            raise OSError(30, "Read-only file system", str(path))
+
+    with mock.patch.object(DirectFiles, "make_folder", make_folder):
+        try:
+            make_manager(engine, folder).save(state_after(9))
+        except SaveError as found:
+            error = str(found)
+    logger.removeHandler(handler)
+    return error, lines
+
+
+def test_a_folder_that_becomes_read_only_is_one_sentence(tmp_path):
+    for error, lines in run_world(2, save_to_read_only, tmp_path):
+        assert "Read-only file system" in error and lines == []
 
 
 def lose_the_folder():

@@ -78,7 +78,7 @@ def start(row, load, save, steps, flag, **optimizer):
     data = OWN_DATA if flag == "finetune" else FINGERPRINT
     engine = build_engine(config)
     train(engine, [9])  # other weights, moments and scale than a fresh engine's: all must be replaced
-    checkpoint = find_checkpoint(config, VOCAB, data)
+    checkpoint = find_checkpoint(config, VOCAB, lambda start: data)
     manager = make_manager(engine, save)
     manager.fingerprint = data
     log = []
@@ -107,7 +107,7 @@ def test_the_losses_are_those_of_the_fp32_weights_with_a_new_optimizer(opener, k
 def start_with_other_documents(load, save):
     flags = {"reset_position_ids": True, "reset_attention_mask": True, "eod_mask_loss": True}
     config = config_of(Row(), checkpoint={"load": str(load), "finetune": True}, data=flags)
-    checkpoint = find_checkpoint(config, VOCAB, OWN_DATA)
+    checkpoint = find_checkpoint(config, VOCAB, lambda start: OWN_DATA)
     log = []
     make_manager(build_engine(config), save).restore_or_init(checkpoint, log.append)
     return "\n".join(log)

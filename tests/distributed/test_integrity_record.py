@@ -155,7 +155,7 @@ def test_the_only_checkpoint_that_a_resume_accepts_is_kept_though_another_cannot
 def find(folder, fingerprint=FINGERPRINT, **changes):
     changes.setdefault("checkpoint", {})["load"] = str(folder)
     config = config_of(Row(), **changes)
-    return find_checkpoint(config, VOCAB, fingerprint), config
+    return find_checkpoint(config, VOCAB, lambda start: fingerprint), config
 
 
 def load_lines(folder, fingerprint, changes):

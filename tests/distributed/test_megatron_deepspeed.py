@@ -78,7 +78,7 @@ def resume_asset(row, folder, model):
     """Returns the state, and (loss, gradient norm) of Megatron-DeepSpeed's next steps on its samples."""
     options = {"load": str(folder), "universal_checkpoint": True}
     config = config_of(row, model=model, optimizer={"weight_decay": 0.0}, checkpoint=options)
-    checkpoint = find_checkpoint(config, ASSET_VOCAB, FINGERPRINT)
+    checkpoint = find_checkpoint(config, ASSET_VOCAB, lambda start: FINGERPRINT)
     layout = ParallelLayout.create(row.world_size, row.tp, row.pp, dist.get_rank())
     tp_group = layout.make_tp_group()
     engine = build_engine(config, layout, tp_group, Vocabulary(ASSET_VOCAB, EOD))

@@ -9,7 +9,6 @@ import pytest
 
 from megatron.checkpoint.discovery import open_checkpoint
 from megatron.checkpoint.record import TrainingState
-from megatron.mpu.parameters import main_grad_of
 from tests.distributed.parity import Changes, assert_same_numbers
 from tests.distributed.resharding import STEPS_AFTER, STEPS_BEFORE, resume_midway, save_before
 from tests.distributed.test_universal import is_equal, torch_files_in
@@ -39,12 +38,12 @@ def unaligned(row: Row) -> list[str]:
     the 64 bytes to which a CPU's memory is aligned."""
     engine = build_engine(config_of(row, **ODD))
     train(engine, [0])
-    found = []
+    found, gradients = [], {}
+    for flat in engine.optimizer.flat:
+        gradients |= zip(flat.parameters, flat.full_grads, strict=True)
     with engine.optimizer.gathered_params():
         for name, parameter in engine.module.named_parameters():
-            gradient = main_grad_of(parameter)
-            assert gradient is not None
-            for kind, tensor in (("weight", parameter), ("gradient", gradient)):
+            for kind, tensor in (("weight", parameter), ("gradient", gradients[parameter])):
                 offset = tensor.storage_offset() * tensor.element_size()
                 found += [f"{kind} {name}"] * (offset % 128 != 0 or tensor.data_ptr() % 64 != 0)
     return found

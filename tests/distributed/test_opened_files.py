@@ -10,7 +10,7 @@ from unittest import mock
 
 import torch.distributed as dist
 
-from megatron.config.batch import RunLength
+from megatron.config.batch import BEGIN, RunLength
 from megatron.data import index_stamp
 from megatron.data.gpt_dataset import prepare_index_files
 from megatron.data.index_stamp import IndexStamp
@@ -55,7 +55,7 @@ def start(words: tuple[str, ...]) -> tuple[list[str], list[str], list[str], int]
                 assert index_notes(config, length, stamp) == []
             dist.barrier()
             stamp = stamp or IndexStamp(config.data)
-            run_fingerprint(config, length, stamp=stamp)
+            run_fingerprint(config, BEGIN, stamp=stamp)
             layout = ParallelLayout.from_config(config.parallel, rank)
             data = open_data(config, layout, length, Vocabulary(VOCAB, None), stamp)
         assert data.train is not None

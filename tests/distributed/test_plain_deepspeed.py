@@ -108,7 +108,7 @@ def config_for(row: Row, folder: Path, **model: Any) -> Any:
 
 def resume(row: Row, folder: Path) -> tuple[TrainingState, list[float]]:
     config = config_for(row, folder)
-    checkpoint = find_checkpoint(config, VOCAB, FINGERPRINT)
+    checkpoint = find_checkpoint(config, VOCAB, lambda start: FINGERPRINT)
     engine = build_engine(config)
     load_checkpoint(engine, checkpoint, FINGERPRINT)
     size, layout, losses = row.micro_batch, engine.layout, []
@@ -125,7 +125,7 @@ def resume(row: Row, folder: Path) -> tuple[TrainingState, list[float]]:
 def test_the_next_losses_are_those_of_the_engine(zero: int, tmp_path: Path) -> None:
     (states, expected), _ = run_world(2, train_and_save, tmp_path, zero, 2)
     convert_as_deepspeed(tmp_path)
-    checkpoint = find_checkpoint(config_for(Row(), tmp_path), VOCAB, FINGERPRINT)
+    checkpoint = find_checkpoint(config_for(Row(), tmp_path), VOCAB, lambda start: FINGERPRINT)
     reader = UniversalReader(checkpoint)
     for name, kinds in states.items():
         assert all(torch.equal(reader.read(name, kind), tensor) for kind, tensor in kinds.items()), name
@@ -198,7 +198,7 @@ def test_shards_of_tensor_parallel_ranks_are_merged(megatron_names: bool, tmp_pa
     ranks = run_world(2, save_shards, tmp_path, megatron_names)
     convert_as_deepspeed(tmp_path)
     config = config_for(Row(), tmp_path, **SWIGLU)
-    checkpoint = find_checkpoint(config, VOCAB, FINGERPRINT)
+    checkpoint = find_checkpoint(config, VOCAB, lambda start: FINGERPRINT)
     assert checkpoint.state.iteration == STEPS
     reader = UniversalReader(checkpoint)
     specs = model_specs(config, VOCAB, EOD)

@@ -1,6 +1,8 @@
 """A resumed run equals the uninterrupted one; incompatible checkpoints are refused by name."""
 
+import errno
 import json
+import os
 import re
 from dataclasses import asdict, replace
 
@@ -114,7 +116,9 @@ def test_a_run_of_four_replicas_resumes_to_the_last_bit(precision, zero, tmp_pat
 
 def resume_from_valid_files(row, folder):
     engine = build_engine(config_for(row, "adam"))
-    checkpoint = select_valid_checkpoint(find_latest(folder), engine.run_config, VOCAB, FINGERPRINT)
+    checkpoint = select_valid_checkpoint(
+        find_latest(folder), engine.run_config, VOCAB, lambda start: FINGERPRINT
+    )
     load_checkpoint(engine, checkpoint, FINGERPRINT)
     return checkpoint.unverified_note, outcome(engine, range(3, 6))
 
@@ -156,7 +160,7 @@ def save_after(row, parallel, folder):
 
 def resume_with(row, parallel, folder):
     config = config_of(row, parallel=parallel, checkpoint={"load": str(folder)}, model=CHANGES["model"])
-    checkpoint = find_checkpoint(config, VOCAB, FINGERPRINT)
+    checkpoint = find_checkpoint(config, VOCAB, lambda start: FINGERPRINT)
     engine = build_engine(config)
     train(engine, [9])
     load_checkpoint(engine, checkpoint, FINGERPRINT)
@@ -206,7 +210,7 @@ def saved(tmp_path):
 
 def find(folder, row=None, vocab=VOCAB, fingerprint=FINGERPRINT, **changes):
     config = config_of(row or Row(), **{"checkpoint": {"load": str(folder)}, **changes})
-    return find_checkpoint(config, vocab, fingerprint)
+    return find_checkpoint(config, vocab, lambda start: fingerprint)
 
 
 def test_the_run_that_wrote_a_checkpoint_finds_it_and_a_fresh_one_finds_none(saved, tmp_path_factory):
@@ -314,9 +318,9 @@ def save_twice(row, folder, keep_last=None):
 def select(row, folder):
     config = config_of(row, checkpoint={"load": str(folder)})
     # Rank 0 alone searches.
-    checkpoint = find_checkpoint(config, VOCAB, FINGERPRINT) if dist.get_rank() == 0 else None
+    checkpoint = find_checkpoint(config, VOCAB, lambda start: FINGERPRINT) if dist.get_rank() == 0 else None
     try:
-        selectd = select_valid_checkpoint(checkpoint, config, VOCAB, FINGERPRINT)
+        selectd = select_valid_checkpoint(checkpoint, config, VOCAB, lambda start: FINGERPRINT)
     except UserError as error:
         return str(error)
     return selectd.state.iteration, selectd.skip_reason
@@ -353,7 +357,7 @@ def resume_and_save(row, folder, steps, keep_last):
     options = {"load": str(folder), "save": str(folder), "keep_last": keep_last}
     config = config_of(row, checkpoint=options)
     checkpoint = select_valid_checkpoint(
-        find_checkpoint(config, VOCAB, FINGERPRINT), config, VOCAB, FINGERPRINT
+        find_checkpoint(config, VOCAB, lambda start: FINGERPRINT), config, VOCAB, lambda start: FINGERPRINT
     )
     engine = build_engine(config)
     manager = make_manager(engine, folder)
@@ -379,6 +383,33 @@ def test_only_checkpoints_of_the_lineage_are_deleted(tmp_path):
     assert left == {"global_step2", "global_step3", "global_step4", "global_step6"}
 
 
+def sentence_of_a_full_disk(folder, num_bytes):
+    """The error of a save to a disk with so much space."""
+    engine = build_engine(config_of(Row()))
+    manager, write, left = make_manager(engine, folder), os.write, [num_bytes]
+
+    def limited(descriptor, data):
+        if left[0] == 0:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        done = write(descriptor, data[: left[0]])
+        left[0] -= done
+        return done
+
+    os.write = limited
+    try:
+        manager.save(state_after(1))
+    except SaveError as error:
+        return str(error)
+    finally:
+        os.write = write
+
+
+@pytest.mark.parametrize("num_bytes", [0, 100, 100_000])
+def test_a_full_disk_is_named_with_the_checkpoint(num_bytes, tmp_path):
+    (sentence,) = run_world(1, sentence_of_a_full_disk, tmp_path, num_bytes)
+    assert sentence == f"checkpoint {tmp_path}/global_step1 cannot be written (the disk is full)"
+
+
 def fail_to_save(row, folder, limit):
     """Saves while no file may be longer than `limit` bytes, as on a disk that fills up."""
     import resource
@@ -399,9 +430,9 @@ def fail_to_save(row, folder, limit):
 
 
 @pytest.mark.parametrize("limit", [100, 20_000])
-def test_a_full_disk_leaves_the_complete_checkpoints(limit, tmp_path):
+def test_a_limit_of_the_size_leaves_the_complete_checkpoints(limit, tmp_path):
     (sentence,) = run_world(1, fail_to_save, Row(), tmp_path, limit)
-    assert "global_step2 cannot be written" in sentence
+    assert sentence.startswith(f"checkpoint {tmp_path}/global_step2 cannot be written (File too large; ")
     found = find_latest(tmp_path)
     assert found.state.iteration == 1 and re.search(
         r"saving-global_step2\.\w{8} was never finished", found.skip_reason

@@ -103,7 +103,7 @@ def save_and_continue(row, bits, folder):
 
 def load_and_continue(row, bits, folder, universal=False):
     config = config_for(row, bits, load=str(folder), universal_checkpoint=universal)
-    checkpoint = find_checkpoint(config, VOCAB, FINGERPRINT)
+    checkpoint = find_checkpoint(config, VOCAB, lambda start: FINGERPRINT)
     engine = build_engine(config)
     train(engine, [9])  # other weights and moments: all must be replaced
     assert checkpoint.state == state_after(BEFORE)

@@ -4,6 +4,7 @@ are what megatron-core has written with TP 2 and PP 2 (`tests/reference/write_to
 import json
 import pickle
 from dataclasses import replace
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,7 @@ import pytest
 import torch
 from transformers import LlamaForCausalLM
 
+from megatron.checkpoint.discovery import open_checkpoint
 from megatron.checkpoint.formats.dcp_storage import DcpFolder
 from megatron.checkpoint.manager import load_checkpoint
 from megatron.checkpoint.record import TrainingState
@@ -58,7 +60,7 @@ def resume(row: Row, core: Path, folder: Path | None = None) -> tuple[TrainingSt
     """Loads a checkpoint, that of Megatron-Core if none is given, and takes the next steps on its batches."""
     config = config_for(row, folder or core, **(SMALL_MODEL if core.name in SMALL else {}))
     expected = json.loads((core / "expected.json").read_text())
-    checkpoint = find_checkpoint(config, VOCAB, FINGERPRINT)
+    checkpoint = find_checkpoint(config, VOCAB, lambda start: FINGERPRINT)
     engine = build_engine(config, vocab_size=VOCAB)
     load_checkpoint(engine, checkpoint, FINGERPRINT)
     size, layout, losses = row.micro_batch, engine.layout, []
@@ -164,9 +166,46 @@ def test_what_is_written_is_what_megatron_core_wrote(name: str, tmp_path: Path) 
     one, other = (torch.load(path / "common.pt", weights_only=False) for path in (folder, core))
     # Entries of `fully_sharded_model_space`, which is not written.
     old = {"param_state", "param_state_sharding_type"} if name == "torch_dist_model_space" else set()
-    assert lacking(one["optimizer"], other["optimizer"]) <= {"lr", "max_lr", *old}
+    assert lacking(one["optimizer"], other["optimizer"]) <= old
     assert (one["iteration"], vars(one["args"])["padded_vocab_size"]) == (3, VOCAB)
     assert one["args"].consumed_train_samples == one["opt_param_scheduler"]["num_steps"] == 3 * BATCH
+    # Also the names and values that Megatron-LM takes with --use-checkpoint-args: its own.
+    assert lacking(vars(one["args"]), vars(other["args"])) <= {
+        "tensor_model_parallel_size",
+        "pipeline_model_parallel_size",
+    }
+    taken = {"add_position_embedding": True, "apply_layernorm_1p": False, "squared_relu": False}
+    assert taken.items() <= vars(one["args"]).items()
+
+
+@pytest.mark.parametrize("way", [(), ("dcp",)])
+@pytest.mark.parametrize("name", ["torch_dist_llama", "torch_dist_reshardable"])
+def test_the_schedule_travels_to_native_and_back(name: str, way: tuple[str, ...], tmp_path: Path) -> None:
+    """Learning rates of the groups, and the state of the scheduler. The native checkpoint has its flags."""
+    core = unpack(name, tmp_path)
+    common = torch.load(core / "common.pt", weights_only=False)
+    rates = {"max_lr": 3e-3, "min_lr": 3e-4}
+    scheduler = rates | {"lr_warmup_steps": 40, "num_steps": 3 * BATCH, "lr_decay_style": "cosine"}
+    scheduler |= {"lr_decay_steps": 400, "start_wd": 0.0, "end_wd": 0.1, "wd_incr_style": "linear"}
+    common["opt_param_scheduler"] = scheduler | {"wd_incr_steps": 400}
+    vars(common["args"]).update(lr=3e-3, min_lr=3e-4, lr_decay_style="cosine", lr_decay_iters=100)
+    for group in groups_of(common):
+        group |= rates | {"lr": 9e-4, "weight_decay": 0.003 * group["wd_mult"]}
+    torch.save(common, core / "common.pt")
+    folders = [core, *(tmp_path / kind / "global_step3" for kind in ("native", *way, "torch_dist"))]
+    for source, target in pairwise(folders):
+        words = ["--from", str(source), "--to", str(target), "--format", target.parent.name]
+        convert_checkpoint.run(words)
+    written = torch.load(folders[-1] / "common.pt", weights_only=False)
+    assert written["opt_param_scheduler"] == common["opt_param_scheduler"]
+    assert lacking(groups_of(written), groups_of(common)) == set()
+    schedule = open_checkpoint(folders[1]).config.schedule
+    assert (schedule.lr, schedule.min_lr, schedule.lr_decay_style) == (3e-3, 3e-4, "cosine")
+
+
+def groups_of(common: dict[str, Any]) -> list[dict[str, Any]]:
+    state = common["optimizer"]
+    return state.get("optimizer", state)["param_groups"]
 
 
 def lacking(ours: Any, theirs: Any) -> set[str]:
@@ -198,16 +237,19 @@ def test_moments_by_bucket_are_refused(core: Path) -> None:
     metadata.state_dict_metadata = {renamed(name): entry for name, entry in tensors.items()}
     metadata.storage_data = {replace(index, fqn=renamed(index.fqn)): place for index, place in places.items()}
     path.write_bytes(pickle.dumps(metadata))
-    with pytest.raises(UserError, match="by bucket .dp_reshardable., where no file names the parameters"):
-        find_checkpoint(config_for(Row(), core), VOCAB, FINGERPRINT)
+    words = "by bucket .dp_reshardable.,.* start pretrain_gpt.py from it with --no-load-optim"
+    with pytest.raises(UserError, match=words):
+        find_checkpoint(config_for(Row(), core), VOCAB, lambda start: FINGERPRINT)
+    with pytest.raises(UserError, match=words):
+        convert_checkpoint.run(["--from", str(core), "--to", str(core.parent / "native" / "global_step3")])
     config = config_for(Row(), core)
     config = replace(config, checkpoint=replace(config.checkpoint, no_load_optim=True))
-    checkpoint = find_checkpoint(config, VOCAB, FINGERPRINT)
+    checkpoint = find_checkpoint(config, VOCAB, lambda start: FINGERPRINT)
     assert checkpoint is not None and checkpoint.state.iteration == 3
 
 
 def test_a_different_model_is_refused(core: Path) -> None:
     with pytest.raises(UserError, match="--ffn-hidden-size was 64, is 96"):
-        find_checkpoint(config_for(Row(), core, ffn_hidden_size=96), VOCAB, FINGERPRINT)
+        find_checkpoint(config_for(Row(), core, ffn_hidden_size=96), VOCAB, lambda start: FINGERPRINT)
     with pytest.raises(UserError, match="the vocabulary had 64 rows with padding, and has 65 tokens"):
-        find_checkpoint(config_for(Row(), core), 65, FINGERPRINT)
+        find_checkpoint(config_for(Row(), core), 65, lambda start: FINGERPRINT)

@@ -15,7 +15,7 @@ from megatron.checkpoint.formats.native import LayerFiles
 from megatron.checkpoint.manager import load_checkpoint
 from megatron.engine.pipeline_engine import GPTEngine
 from megatron.mpu.layout import TPGroup
-from megatron.mpu.parameters import initial_values
+from megatron.mpu.parameters import has_memory, initial_values
 from megatron.optimizer import mixed_precision
 from megatron.optimizer.eight_bit import WORD_EMBEDDING
 from megatron.optimizer.flat_group import ALIGNMENT, PARAMETER_ALIGNMENT
@@ -267,11 +267,11 @@ def test_hooks_do_not_keep_the_optimizer_alive():
 
 
 def start(row):
-    """Bytes of the layers' weights when the model is made, and the weights of the engine."""
+    """How many of the layers' weights have memory when the model is made, and the weights of the engine."""
     config = config_of(row)
     layout, tp_group, model = build_model(config)
     layers = [p for layer in model.transformer_layers().values() for p in layer.parameters()]
-    held = sum(p.untyped_storage().nbytes() for p in layers)
+    held = sum(map(has_memory, layers))
     return held, weights_of(GPTEngine(config, layout, tp_group, model))
 
 

@@ -58,5 +58,5 @@ def test_a_blend_file_is_limited_noted_recorded_and_compared(tmp_path: Path) -> 
     blend.write_text(f"3 {small}\n1 {other}\n")
     (error,) = run().errors
     assert "was trained on other data" in error and "paths: " in error
-    (error,) = run("--max-epochs-action", "stop").errors
+    (error,) = run("--max-epochs-action", "stop", "--override-data").errors
     assert f"--max-epochs-action stop: training reads {small}" in error

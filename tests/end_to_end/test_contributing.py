@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from megatron.training.log_lines import parse_log_line
-from tests.end_to_end.command import ROOT
+from tests.end_to_end.command import ROOT, environment
 from tests.end_to_end.flags import ABSOLUTE, MODEL, NO_DROPOUT
 from tests.support import HANG_TIMEOUT_S
 
@@ -37,7 +37,7 @@ def apply(folder: Path, path: str, name: str, language: str, block: str) -> None
         text = text.replace(old, new)
     elif name:
         # A registry's first entry, or the first field of a class.
-        head = rf"{name} = Registry\([^{{]*{{" if block[0] == '"' else rf"class {name}\(.*?\n\n"
+        head = rf"{name} = Registry\([^{{]*{{" if block[0] == '"' else rf'class {name}\(.*?"""\n\n'
         text, count = re.subn(head, lambda found: found[0] + block, text, count=1, flags=re.DOTALL)
         assert count == 1
     else:
@@ -48,17 +48,36 @@ def apply(folder: Path, path: str, name: str, language: str, block: str) -> None
 @pytest.fixture(scope="module")
 def copy(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("package")
-    shutil.copytree(ROOT / "megatron", folder / "megatron", ignore=shutil.ignore_patterns("__pycache__"))
-    shutil.copy(ROOT / "pretrain_gpt.py", folder)
+    for name in ("megatron", "tests", "tools", "docs", "benchmarks", "examples"):
+        shutil.copytree(ROOT / name, folder / name, ignore=shutil.ignore_patterns("__pycache__"))
+    for file in ROOT.iterdir():
+        if file.is_file():
+            shutil.copy(file, folder)
     for example in EXAMPLE.findall((ROOT / "CONTRIBUTING.md").read_text()):
         apply(folder, *example)
+    page = run_in(folder, "-m", "megatron.config.flags_page").stdout
+    (folder / "docs/flags.md").write_text(page)
     return folder
+
+
+def run_in(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
+    """Runs Python with the copy of the package; the test fails if the process does."""
+    finished = subprocess.run(
+        [sys.executable, *arguments],
+        cwd=folder,
+        env={**environment(), "PYTHONPATH": str(folder)},
+        capture_output=True,
+        text=True,
+        timeout=HANG_TIMEOUT_S,
+    )
+    assert finished.returncode == 0, finished.stdout + finished.stderr
+    return finished
 
 
 def test_every_example_changes_at_most_three_files() -> None:
     sections = (ROOT / "CONTRIBUTING.md").read_text().split("\n### ")[1:]
     counts = [len(EXAMPLE.findall(section.split("\n## ")[0])) for section in sections]
-    assert counts == [2, 2, 2, 2, 2, 2, 2, 1, 3]
+    assert counts == [2, 2, 2, 2, 2, 2, 2, 2, 2, 1, 2, 2, 3]
 
 
 def run_copy(copy: Path, data: list[str], *others: str, sgd: bool = True) -> str:
@@ -76,10 +95,7 @@ def run_copy(copy: Path, data: list[str], *others: str, sgd: bool = True) -> str
         *logging,
         *others,
     ]
-    command = [sys.executable, "pretrain_gpt.py", *flags]
-    run = subprocess.run(command, cwd=copy, capture_output=True, text=True, timeout=HANG_TIMEOUT_S)
-    assert run.returncode == 0, run.stderr
-    return run.stdout
+    return run_in(copy, "pretrain_gpt.py", *flags).stdout
 
 
 # Run in the copy, whose registries know what the checkpoint was trained with.
@@ -104,6 +120,26 @@ write_json(target / "run.json", add_checksum({**run, "files": {}}))
 """
 
 
+# Tests that read registries, fields of the config, the model's file and the documentation.
+AFFECTED = (
+    "tests/unit/config",
+    "tests/unit/data/test_statistics.py",
+    "tests/unit/model/test_one_file.py",
+    "tests/unit/optimizer/test_parameter_groups.py",
+    "tests/unit/pipeline/test_methods.py",
+    "tests/unit/test_docs.py",
+    "tests/unit/test_documented_names.py",
+    "tests/unit/test_imports.py",
+    "tests/unit/tokenizer/test_tokenizers.py",
+)
+
+
+@pytest.mark.full
+def test_the_tests_pass_with_the_examples(copy: Path) -> None:
+    finished = run_in(copy, "-m", "pytest", "-n", "0", "-p", "no:cacheprovider", "--tb=short", *AFFECTED)
+    assert re.search(r"\d{3,} passed", finished.stdout)
+
+
 @pytest.mark.full
 def test_a_run_trains_with_what_the_examples_add(copy: Path, data: list[str]) -> None:
     output = run_copy(copy, data, "--save", str(copy / "checkpoints"))
@@ -114,7 +150,7 @@ def test_a_run_trains_with_what_the_examples_add(copy: Path, data: list[str]) ->
     assert "has no effect" not in output
     assert "squared_relu" in output
     folders = [str(copy / name) for name in ("checkpoints/global_step4", "single")]
-    subprocess.run([sys.executable, "-c", WRITE_SINGLE_FILE, *folders], cwd=copy, check=True)
+    run_in(copy, "-c", WRITE_SINGLE_FILE, *folders)
     output = run_copy(copy, data, "--load", str(copy / "single"))
     assert f"starting from {copy / 'single'}, iteration 4" in output
     assert re.search(r"weights, fp32 +\d+ parameters, equal to the last bit", output)
@@ -122,11 +158,31 @@ def test_a_run_trains_with_what_the_examples_add(copy: Path, data: list[str]) ->
 
 
 @pytest.mark.full
-@pytest.mark.parametrize(("name", "moment"), [("radam", "exp_avg_sq"), ("polar", "momentum_buffer")])
-def test_a_run_trains_and_resumes_with_an_optimizer_that_the_examples_add(
-    name: str, moment: str, copy: Path, data: list[str]
+def test_a_run_reads_what_a_tokenizer_of_the_examples_made(copy: Path, corpus: Path) -> None:
+    tokenizer = "--tokenizer-type ByteTokenizer".split()
+    output, text = copy / "bytes", str(corpus / "text.jsonl")
+    run_in(copy, "tools/preprocess_data.py", "--input", text, "--output-prefix", str(output), *tokenizer)
+    data = ["--data-path", f"{output}_text_document", *tokenizer]
+    assert "vocabulary 257" in run_copy(copy, data)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize(
+    ("name", "moment", "model"),
+    [
+        ("radam", "exp_avg_sq", "--position-embedding-type sinusoidal"),
+        (
+            "polar",
+            "momentum_buffer",
+            "--position-embedding-type rotary --window-size 8 --window-pattern W F --rope-with-window-only",
+        ),
+    ],
+)
+def test_a_run_trains_and_resumes_with_an_optimizer_and_positions_that_the_examples_add(
+    name: str, moment: str, model: str, copy: Path, data: list[str]
 ) -> None:
-    flags = ["--optimizer", name, *"--zero-stage 1 --lr-decay-iters 6 --save".split(), str(copy / name)]
+    flags = ["--optimizer", name, *model.split(), *"--zero-stage 1 --lr-decay-iters 6 --save".split()]
+    flags.append(str(copy / name))
     run_copy(copy, data, *flags, sgd=False)
     output = run_copy(copy, data, *flags, "--load", str(copy / name), "--train-iters", "6", sgd=False)
     assert re.search(rf"moments, {moment} +\d+ parameters, equal to the last bit", output)

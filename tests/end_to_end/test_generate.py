@@ -11,6 +11,7 @@ import torch
 
 from megatron.checkpoint.reading import load_model, read_checkpoint
 from megatron.commands import generate
+from megatron.model import generation
 from tests.end_to_end.trained import NEW_TOKENS, SEQ, VARIANTS, Trained
 
 PROMPT = "def main(argv):\n    for argument in"
@@ -107,6 +108,21 @@ def test_a_tokenizer_that_was_moved_is_named_by_flags(
     flags = ["--load", str(trained.folder), "--greedy", "--max-new-tokens", "5", "--prompt", "x"]
     moved = ["--vocab-file", str(tmp_path / "vocab.json"), "--merge-file", str(tmp_path / "merges.txt")]
     assert output(capsys, *flags, *moved) == output(capsys, *flags)
+
+
+def test_a_special_token_in_a_prompt_is_text_without_the_flag(
+    trained: Trained, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    given: list[list[int]] = []
+    monkeypatch.setattr(
+        generation, "generate", lambda _model, tokens, *_, **__: given.append([*tokens]) or []
+    )
+    flags = ["--load", str(trained.folder), "--prompt", "a<|endoftext|>b"]
+    for more in ((), ("--parse-special-tokens",)):
+        output(capsys, *flags, *more)
+    a, b = (trained.tokenizer.tokenize(text) for text in "ab")
+    assert trained.tokenizer.eod not in given[0] and given[1] == [*a, trained.tokenizer.eod, *b]
+    assert trained.tokenizer.detokenize(given[0]) == trained.tokenizer.detokenize(given[1])
 
 
 def test_a_prompt_beyond_the_sequence_length_is_truncated_with_a_note(

@@ -201,7 +201,7 @@ def test_a_run_prints_nothing_but_its_own_lines(single: Run, four: Run) -> None:
     assert single.stderr == ""
     assert four.stderr == ""
     own = r" iteration +\d+/| (validation|test) loss at |-+$|starting from |initializing from scratch"
-    own += r"|learning rate: |note: |$"
+    own += r"|learning rate: |note: |FLOPs |$"
     own += r"|(model|vocabulary|parameters|layout|batch|pipeline|ramp-up|stage|heaviest) | +\d+  +\d+-\d+ "
     own += r"|(split +data set|train|valid|test) +\S"
     own += r"| +[\d,]+ steps at batches of |memory after the first steps|  stage +\d+ \| resident "

@@ -42,7 +42,7 @@ def test_fp32_is_refused_without_ieee_products(monkeypatch: pytest.MonkeyPatch) 
 def assert_reported_once(run: Run, *parts: str) -> None:
     assert run.exit_code != 0
     (error,) = run.errors
-    assert run.stderr.splitlines()[-1] == error  # after the launcher's traceback
+    assert run.stderr.splitlines()[-1] == error
     for part in parts:
         assert part in error
     # The launcher's SIGTERM may reach a rank that has not come as far as its own mistake.
@@ -85,6 +85,10 @@ def contradiction(data: list[str], folder: Path) -> tuple[list[str], tuple[str, 
     return flags, ("train_batch_size is 64", "--global-batch-size is 4")
 
 
+def too_many_samples(data: list[str], folder: Path) -> tuple[list[str], tuple[str, ...]]:
+    return ["--train-iters", str(10**14)], ("building their index takes 12,800,000 GB",)
+
+
 def unwritable_checkpoints(data: list[str], folder: Path) -> tuple[list[str], tuple[str, ...]]:
     (folder / "file").touch()
     return ["--save", str(folder / "file" / "checkpoints")], ("--save", "cannot be created (Not a directory)")
@@ -98,7 +102,10 @@ def absent_checkpoints(data: list[str], folder: Path) -> tuple[list[str], tuple[
 @pytest.mark.gate(rows=2)
 @pytest.mark.parametrize(
     "mistake",
-    [corrupted, truncated, absent, indivisible, contradiction, unwritable_checkpoints, absent_checkpoints],
+    [
+        *(corrupted, truncated, absent, indivisible, contradiction, too_many_samples),
+        *(unwritable_checkpoints, absent_checkpoints),
+    ],
     ids=lambda m: m.__name__,
 )
 def test_a_mistake_is_reported_once_before_the_processes_connect(

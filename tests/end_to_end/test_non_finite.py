@@ -19,7 +19,7 @@ def test_a_gradient_that_is_not_finite_stops_every_rank_and_is_not_saved(
     (error,) = run.errors
     assert error.startswith("error: iteration 2: the gradient is non-finite, the step was not taken")
     assert "rank 0 (stage 0" in error and "rank 1 (stage 1" in error and ".weight" in error
-    assert run.stderr.count("Traceback") <= 1  # the launcher's own; the cause follows it as the last line
+    assert run.stderr.count("Traceback") <= 1
     assert run.stderr.rstrip().endswith(error)
     assert run.rank_exit_codes == {1}
     assert [step["iteration"] for step in run.steps] == [1]

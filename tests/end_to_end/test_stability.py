@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 from pathlib import Path
+from shutil import rmtree
 
 import pytest
 
@@ -67,3 +68,46 @@ def test_a_run_interrupted_and_resumed_on_another_layout_skips_and_warns_as_an_u
     found = spikes.findall(uninterrupted.stdout)
     assert found == [*spikes.findall(first.stdout), *spikes.findall(second.stdout)]
     assert found, "no grad norm was above the median of three"
+
+
+INTERVALS = (
+    "--micro-batch-size 2 --global-batch-size 4 --train-iters 20 --lr 1e-3 --log-interval 5 "
+    "--eval-interval 5 --eval-iters 1 --save-interval 5 --check-invariants-interval 5 "
+    "--skip-train-iteration-range"
+).split()
+
+
+@pytest.mark.parametrize(
+    ("ranges", "events"),
+    [
+        (["3-7"], [7, 10, 15, 20]),
+        (["3-7", "8-8", "9-12"], [7, 12, 15, 20]),
+        (["4-17"], [17, 20]),  # several multiples, one event
+        (["13-99"], [5, 10, 20]),
+        (["6-6"], [5, 10, 15, 20]),
+    ],
+    ids=str,
+)
+def test_events_inside_a_skipped_range_happen_once_at_its_end(
+    ranges: list[str], events: list[int], data: list[str], tmp_path: Path
+) -> None:
+    """Saves, evaluations and replica checks; an exit in the middle of the range, and the resumed run."""
+    flags = [*MODEL, *ABSOLUTE, *data, *INTERVALS, *ranges, "--save", str(tmp_path), "--load", str(tmp_path)]
+    whole = pretrain(flags).ok()
+    at = [line["iteration"] for line in whole.evaluations if str(line["at"]).startswith("iteration")]
+    saved = sorted(int(path.name.removeprefix("global_step")) for path in tmp_path.glob("global_step*"))
+    assert at == saved == events
+    rmtree(tmp_path)
+    evaluated = {}
+    for _ in events:
+        part = pretrain([*flags, "--exit-interval", "5"]).ok()
+        evaluated |= {line["at"]: line["lm_loss"] for line in part.evaluations}
+    assert re.findall(r"at iteration (\d+) \(--exit-interval 5\)", part.stdout) == ["20"]
+    assert evaluated == {line["at"]: line["lm_loss"] for line in whole.evaluations}
+    assert (tmp_path / f"global_step{events[0]}").is_dir()
+
+
+def test_a_range_ends_the_log_interval_in_which_it_begins(data: list[str]) -> None:
+    run = pretrain([*MODEL, *ABSOLUTE, *data, *INTERVALS[:10], "--log-interval", "5", *INTERVALS[-1:], "3-7"])
+    assert [step["iteration"] for step in run.ok().steps] == [2, 10, 15, 20]
+    assert run.stdout.index("iteration        2/") < run.stdout.index("Skipped iterations 3 to 7")

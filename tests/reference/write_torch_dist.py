@@ -67,6 +67,7 @@ ARGS = {
     "pipeline_model_parallel_size": 2,
     "norm_epsilon": 1e-5,
     "rotary_base": 10000,
+    "rotary_percent": 1.0,
     "make_vocab_size_divisible_by": VOCAB // 2,
     "adam_beta1": 0.9,
     "adam_beta2": 0.95,
@@ -92,17 +93,19 @@ class OnCpu(TorchFunctionMode):
 
 
 def build(dtype: torch.dtype) -> GPTModel:
-    """Returns this rank's part of the model."""
+    """Returns this rank's part of the model that the arguments describe, as Megatron-LM reads them."""
     config = TransformerConfig(
-        num_layers=2,
-        hidden_size=HIDDEN,
-        ffn_hidden_size=FFN,
-        num_attention_heads=4,
-        num_query_groups=2,
-        normalization="RMSNorm",
-        gated_linear_unit=True,
-        activation_func=F.silu,
-        add_bias_linear=False,
+        num_layers=ARGS["num_layers"],
+        hidden_size=ARGS["hidden_size"],
+        ffn_hidden_size=ARGS["ffn_hidden_size"],
+        num_attention_heads=ARGS["num_attention_heads"],
+        num_query_groups=ARGS["num_query_groups"] if ARGS["group_query_attention"] else None,
+        normalization=ARGS["normalization"],
+        layernorm_epsilon=ARGS["norm_epsilon"],
+        gated_linear_unit=ARGS["swiglu"],
+        activation_func=F.silu if ARGS["swiglu"] else F.gelu,
+        add_bias_linear=ARGS["add_bias_linear"],
+        init_method_std=0.25 if KIND == "llama" else 0.02,  # a wrong rotation must change the losses
         hidden_dropout=0.0,
         attention_dropout=0.0,
         use_cpu_initialization=True,
@@ -117,13 +120,15 @@ def build(dtype: torch.dtype) -> GPTModel:
     )
     model = GPTModel(
         config,
-        get_gpt_layer_local_spec(normalization="RMSNorm"),
+        get_gpt_layer_local_spec(normalization=ARGS["normalization"]),
         vocab_size=VOCAB,
         max_sequence_length=SEQ,
         pre_process=parallel_state.is_pipeline_first_stage(),
         post_process=parallel_state.is_pipeline_last_stage(),
-        share_embeddings_and_output_weights=False,
-        position_embedding_type="rope",
+        share_embeddings_and_output_weights=not ARGS["untie_embeddings_and_output_weights"],
+        position_embedding_type=ARGS["position_embedding_type"],
+        rotary_base=ARGS["rotary_base"],
+        rotary_percent=ARGS["rotary_percent"],
     )
     return model.to(dtype)
 
@@ -292,6 +297,8 @@ def main(folder: Path, loaded: Path | None) -> None:
     if KIND == "model_space":
         numpy.product = numpy.prod  # version 0.13 calls it, and numpy 2 lacks it
     torch.manual_seed(5)
+    if loaded is not None:  # as with --use-checkpoint-args
+        ARGS.update(vars(torch.load(loaded / "common.pt", weights_only=False)["args"]))
     training = Training()
     generator = torch.Generator().manual_seed(7)
     tokens = torch.randint(VOCAB, (STEPS + MORE_STEPS, BATCH, SEQ + 1), generator=generator)

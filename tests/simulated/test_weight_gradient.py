@@ -39,8 +39,8 @@ def test_the_simulated_device_has_the_product_and_a_cpu_has_not():
     assert not _supports_fused_accumulation(torch.device("cpu"), torch.bfloat16)
 
 
-def test_cpus_and_weights_without_a_kept_sum_do_not():
+def test_cpus_and_weights_without_a_sum_do_not():
     weight = torch.nn.Parameter(torch.ones(2, 2, dtype=torch.bfloat16))
     assert not fuses_accumulation(weight)
-    weight.keeps_main_grad = True
+    weight.main_grad = torch.zeros(2, 2)
     assert not fuses_accumulation(weight)

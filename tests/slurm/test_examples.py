@@ -164,7 +164,9 @@ def test_104b_resumes_after_failures(
     after = (*ON_BOTH_NODES, f"--dependency=afterok:{convert.number}")
     job = submit("resume-universal.slurm", options=after, **variables)
     assert job.end() == 0, job.log()
-    assert convert.end() == 0 and convert.log().count("global_step16_universal: ") == 1, convert.log()
+    # A task that starts late finds that the others are done.
+    published = re.findall(r"global_step16_universal: \d+ parameters", convert.log())
+    assert convert.end() == 0 and len(published) == 1, convert.log()
     assert "iteration 16" in re.search("starting from .*global_step16_universal.*", job.log())[0]
     assert "TP 1 x PP 2 x DP 2" in job.log()
     assert steps(job.log()) == [17]

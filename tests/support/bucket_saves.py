@@ -45,12 +45,12 @@ def run_in_bucket(
         found = None
         if rank == 0:
             objects.read()
-            found = find_checkpoint(config, VOCAB, FINGERPRINT)
+            found = find_checkpoint(config, VOCAB, lambda start: FINGERPRINT)
         objects.connect(nodes[rank])
         assert [len(ranks) for ranks in objects.nodes.ranks] == [
             nodes.count(node) for node in dict.fromkeys(nodes)
         ]
-        found = select_valid_checkpoint(found, config, VOCAB, FINGERPRINT, objects=objects)
+        found = select_valid_checkpoint(found, config, VOCAB, lambda start: FINGERPRINT, objects=objects)
         manager = make_manager(build_engine(config), Path(str(config.checkpoint.save)), objects=objects)
         lines: list[str] = []
         state, history = manager.restore_or_init(found, lambda text: lines.append(str(text))), []

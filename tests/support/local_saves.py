@@ -44,11 +44,11 @@ def start(row: Row, folder: Path, nodes: Sequence[str], **settings: Any) -> Star
     places = {"save": save, "load": save, "save_local": str(folder / "disks" / "{node}")}
     config = config_of(row, checkpoint={**places, "save_local_interval": 1, **settings})
     rank, options = dist.get_rank(), config.checkpoint
-    found = find_checkpoint(config, VOCAB, FINGERPRINT) if rank == 0 else None
+    found = find_checkpoint(config, VOCAB, lambda start: FINGERPRINT) if rank == 0 else None
     local = None
     if options.save_local is not None:
         local = LocalCheckpoints.connect(options, nodes[rank], _get_default_store())
-    found = select_checkpoint(found, local, config, VOCAB, FINGERPRINT, lambda: None)
+    found = select_checkpoint(found, local, config, VOCAB, lambda start: FINGERPRINT, lambda: None)
     manager = make_manager(build_engine(config), Path(save), local=local)
     lines: list[str] = []
     state = manager.restore_or_init(found, lambda text: lines.append(str(text)))

@@ -78,7 +78,7 @@ def make_trainer(config: Config, bad_iterations: tuple[int, ...] = (), steps: in
         Vocabulary(VOCAB, EOD),
         SimpleNamespace(iterations=steps),
         BatchSchedule.from_config(config.batch),
-        SimpleNamespace(lr=lambda progress: RATE),
+        SimpleNamespace(lr=lambda progress: RATE, warmup_end=()),
         Log(),
         NoWatchdog(),
         data=data,

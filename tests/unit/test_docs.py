@@ -72,10 +72,11 @@ def test_the_page_quotes_many_lines() -> None:
 
 
 def produced(flags: str) -> str:
-    """Returns the error line of a command with wrong flags."""
+    """Returns the line about the first flag in the error of a command with wrong flags."""
     with pytest.raises(ConfigError) as error:
         read_command_line([*MODEL, *ABSOLUTE, *SHORT, *flags.split()], {})
-    return f"error: {error.value}"
+    (line,) = (line.strip() for line in str(error.value).splitlines() if flags.split()[0] in line)
+    return f"error: {line}"
 
 
 PRODUCED = [produced(flags) for flags in ("--hiden-size 8", "--ds-sequence-parallel-size 2")]

@@ -14,7 +14,8 @@ import pytest
 from torch.distributed.run import get_args_parser
 
 from megatron.config import ConfigError, read_command_line
-from megatron.config.cli import make_parser
+from megatron.config.flag_parser import make_parser
+from megatron.planner.command import RunFlagsParser
 from tests.end_to_end.command import ROOT
 from tests.end_to_end.flags import ABSOLUTE, MODEL, SHORT
 
@@ -62,7 +63,11 @@ def parse(words: list[str]) -> None:
         if "--dry-run" in flags:
             read_command_line(flags, {})
     elif program.startswith("tools/"):
-        importlib.import_module("megatron.commands." + Path(program).stem).build_parser().parse_args(flags)
+        tool = importlib.import_module("megatron.commands." + Path(program).stem).build_parser()
+        parsed = tool.parse_args(flags)
+        if isinstance(tool, RunFlagsParser):
+            parsed.mistakes.raise_all()
+            make_parser().parse_args(parsed.training)
     else:
         source = (ROOT / program).read_text()
         flags = [flag for flag in flags if flag.startswith("--")]

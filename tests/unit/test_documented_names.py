@@ -18,7 +18,10 @@ PACKAGES = {path.stem for path in (ROOT / "megatron").iterdir() if path.name != 
 FILE_ENDINGS = {"bin", "idx", "json", "log", "md", "py", "safetensors", "sha256", "sh", "slurm"}
 # Files of other programs, files that the examples of CONTRIBUTING.md add, and a key of GPT-NeoX.
 ELSEWHERE = {
-    "CONTRIBUTING.md": {"megatron/model/scale_norm.py", "megatron/checkpoint/formats/single_file.py"},
+    "CONTRIBUTING.md": {
+        *("megatron/model/scale_norm.py", "megatron/checkpoint/formats/single_file.py"),
+        "megatron/tokenizer/byte_level.py",
+    },
     "migration.md": {"tools/ckpts/convert_neox_to_hf.py", "optimizer.params.lr"},
 }
 

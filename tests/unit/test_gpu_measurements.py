@@ -18,10 +18,12 @@ from deepspeed.accelerator import get_accelerator
 from benchmarks import device_curves, device_throughput, gpu_table
 from benchmarks.device_throughput import MODELS, ROWS, TINY_ROWS, Row, busy_and_gaps
 from benchmarks.machine import add_row, read_rows
+from megatron.cluster import devices
 from megatron.cluster.launch import temporary_environment
 from megatron.config import read_command_line
 from megatron.pipeline.stages import plan_stages
-from megatron.planner.memory import fit_summary, plan_memory
+from megatron.planner.fit import with_verdict
+from megatron.planner.plan import make_plan
 from megatron.training.log_lines import IntervalSummary, format_training_line
 from tests.support import HANG_TIMEOUT_S
 
@@ -153,9 +155,8 @@ def test_curves_that_are_terminated_end_their_runs(tmp_path: Path, monkeypatch: 
 @pytest.mark.parametrize("model", sorted(name for name in MODELS if "tiny" not in name))
 def test_every_model_of_the_gpu_script_fits_an_h100(model: str) -> None:
     (row, *_) = (row for row in GPU_ROWS if row.key["model"] == model and row.implementation == "ours")
-    config, vocab = row.config("--gpu h100-80gb"), MODELS[model].vocab
-    fits, sentence = fit_summary(config, vocab, plan_memory(config, vocab, plan_stages(config, vocab)))
-    assert fits, sentence
+    plan = with_verdict(make_plan(row.config("--gpu h100-80gb"), MODELS[model].vocab))
+    assert plan.fits, plan.verdict
 
 
 def test_the_measured_configurations_of_the_gpu_script_are_accepted() -> None:
@@ -166,17 +167,22 @@ def test_the_measured_configurations_of_the_gpu_script_are_accepted() -> None:
     assert len({tuple(row.key.values()) for row in GPU_ROWS}) == len(GPU_ROWS)
 
 
-def test_flops_of_the_gpu_script_by_palms_formula() -> None:
+def test_flops_of_the_gpu_script_by_palms_formula(monkeypatch: pytest.MonkeyPatch) -> None:
     """GPT-3 XL's 24 layers of 2,048: 6 N + 12 L h s, N without the table of positions."""
-    model = MODELS["gpt-1.3b"]
-    plan = plan_stages(Row("gpt-1.3b", "ours", 8).config(), model.vocab)
+    row = Row("gpt-1.3b", "ours", 8)
+    plan = plan_stages(row.config(), row.model.vocab)
     weights = 24 * (12 * 2048**2 + 13 * 2048) + 50304 * 2048 + 2 * 2048
     assert plan.total_parameters == weights + 2048 * 2048
     attention = 12 * 24 * 2048 * 2048
-    assert model.palm_flops(plan.total_parameters, causal=False) == 6 * weights + attention
-    assert model.palm_flops(plan.total_parameters, causal=True) == 6 * weights + attention / 2
-    untied = MODELS["llama-8b-8-layers"]
-    assert untied.palm_flops(10**9, causal=True) == 6 * (10**9 - 128256 * 4096) + 6 * 8 * 4096 * 4096
+    monkeypatch.setattr(devices, "gpu_of_process", lambda: devices.H100_80GB)
+    found = device_throughput.figures(row, seconds=2.0)
+    tokens_per_s = row.samples * 2048 / 2.0
+    assert found["tokens_per_s"] == tokens_per_s
+    for name, per_token in (
+        ("mfu_palm", 6 * weights + attention),
+        ("mfu_causal", 6 * weights + attention / 2),
+    ):
+        assert found[name] == pytest.approx(tokens_per_s * per_token / 989.4e12)
 
 
 def test_gaps_between_kernels_of_the_gpu_script() -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ast
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 import pytest
@@ -25,7 +25,7 @@ LEVELS = (
     ("object_urls", "torch_versions"),
     ("child_processes", "errors", "shares", "text_table", "units"),
     ("config",),
-    ("files", "kernels", "object_store"),
+    ("deepspeed_names", "files", "kernels", "object_store"),
     ("mapped_file",),
     ("mpu", "tokenizer"),
     ("data", "model", "optimizer"),
@@ -96,6 +96,31 @@ def test_imports_of_a_package_point_down(package: str) -> None:
         if module.startswith("megatron.") and module.split(".")[1] not in allowed
     ]
     assert found == []
+
+
+def modules_imported(tree: ast.AST, modules: Mapping[str, Path]) -> Iterator[str]:
+    """The modules that a program imports when it runs: also inside functions, but not for type checking."""
+    for node in ast.iter_child_nodes(tree):
+        if isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node.test):
+            continue
+        if isinstance(node, (ast.Import, ast.ImportFrom)):
+            names = (name if name in modules else name.rpartition(".")[0] for name in imported_modules(node))
+            yield from (name for name in names if name in modules)
+        else:
+            yield from modules_imported(node, modules)
+
+
+def test_no_module_imports_itself_through_others() -> None:
+    """Each round takes away the modules that import none of the rest; a cycle and what uses it remains."""
+    paths = {path: path.relative_to(ROOT).with_suffix("").parts for path in (ROOT / "megatron").rglob("*.py")}
+    modules = {".".join(parts).removesuffix(".__init__"): path for path, parts in paths.items()}
+    rest = {name: set(modules_imported(parse(path), modules)) - {name} for name, path in modules.items()}
+    assert sum(map(len, rest.values())) > len(rest)
+    while free := {name for name, imported in rest.items() if imported.isdisjoint(rest)}:
+        rest = {name: imported for name, imported in rest.items() if name not in free}
+    while unused := rest.keys() - set().union(*rest.values()):
+        rest = {name: imported for name, imported in rest.items() if name not in unused}
+    assert sorted(rest) == []
 
 
 def test_a_training_run_names_no_module_that_plans_but_one() -> None:

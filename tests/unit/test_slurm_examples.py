@@ -162,7 +162,9 @@ def test_a_script_has_the_settings_of_the_published_run(name: str, tmp_path: Pat
             "--world-size",
             str(published.processes),
         ]
-        found.append(settings_of(read_deepspeed_config(read_command_line(words, {}).config).config))
+        found.append(
+            settings_of(read_command_line(words, {}, read_deepspeed_config=read_deepspeed_config).config)
+        )
     differences = {key: (found[0][key], found[1][key]) for key in found[0] if found[0][key] != found[1][key]}
     assert differences == PUBLISHED[name]
     for key in differences:

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Mapping
 from dataclasses import asdict
 from importlib.metadata import version
 from typing import Any
 
+from megatron.checkpoint.foreign_arguments import TRAINING_ARGUMENTS
 from megatron.checkpoint.formats.registry import open_reader
 from megatron.checkpoint.formats.state import StateReader
 from megatron.checkpoint.formats.universal_info import spec_record
@@ -14,13 +16,11 @@ from megatron.checkpoint.huggingface.importer import config_without_run, specs_w
 from megatron.checkpoint.reading import lacks_configuration
 from megatron.checkpoint.record import IMPORTED_KEY, Checkpoint
 from megatron.checkpoint.saving.run_record import layout_record
-from megatron.config import Config, ConfigError, DataConfig, OptimizerConfig, PrecisionConfig
+from megatron.config import Config, ConfigError, ModelConfig
+from megatron.config.config import SECTIONS
 from megatron.errors import UserError, one_line
 from megatron.pipeline.stages import plan_stages
 from megatron.tokenizer.vocabulary import Vocabulary, find_vocabulary
-
-# Arguments of Megatron that its optimizer takes from a checkpoint.
-_OPTIMIZER_ARGS = ("adam_beta1", "adam_beta2", "adam_eps", "weight_decay")
 
 
 def open_external(
@@ -41,16 +41,19 @@ def open_external(
     fields, num_tokens = recorded
     if vocab_size is None and not tokenizer:
         vocab_size = num_tokens
-    args = checkpoint.run["args"]
-    precision = {name: args.get(name) is True for name in ("bf16", "fp16")}
-    optimizer = {name: args[name] for name in _OPTIMIZER_ARGS if args.get(name) is not None}
+    args, own = checkpoint.run["args"], {field.name for field in dataclasses.fields(ModelConfig)}
+    given: dict[str, dict[str, Any]] = {
+        section: {name: args[name] for name in names if args.get(name) is not None}
+        for section, names in TRAINING_ARGUMENTS.items()
+    }
+    given["schedule"]["lr"] = given["schedule"].get("lr") or 1.0
+    given["batch"] = {"global_batch_size": 1, "micro_batch_size": 1} | given["batch"]
+    given["data"] |= tokenizer
     try:
         config = config_without_run(
-            fields,
+            {name: value for name, value in fields.items() if name in own},
             vocab_size,
-            DataConfig(**tokenizer),
-            PrecisionConfig(**precision),
-            OptimizerConfig(**optimizer),
+            **{section: SECTIONS[section](**settings) for section, settings in given.items()},
         )
     except (ConfigError, TypeError, ArithmeticError) as error:
         raise UserError(
@@ -73,6 +76,7 @@ def describe_run(reader: StateReader, config: Config, vocabulary: Vocabulary) ->
     of its parameters, without padding."""
     parallel, specs = config.parallel, specs_without_padding(config, vocabulary.size, vocabulary.eod)
     run = {
+        **reader.recorded_optimizer(),
         "state": asdict(reader.checkpoint.state),
         "config": config.to_dict(),
         "layout": layout_record(config),

@@ -4,17 +4,20 @@ from __future__ import annotations
 
 import hashlib
 import json
+from argparse import Namespace
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
 from megatron.checkpoint.discovery import open_checkpoint
+from megatron.checkpoint.foreign_arguments import plain_arguments, program_of
 from megatron.checkpoint.formats.deepspeed_files import (
     SHARDED_WEIGHTS,
     layer_files,
     model_files,
     sharded_weight_files,
 )
+from megatron.checkpoint.formats.external_universal import without_wrappers
 from megatron.checkpoint.formats.native import NativeReader
 from megatron.checkpoint.formats.registry import NATIVE
 from megatron.checkpoint.formats.torch_archive import read_file
@@ -146,6 +149,9 @@ def _external_source(folder: Path, strict: bool, warn: Callable[[str], object]) 
         )
     for pattern in unused:
         warn(f"pattern {pattern} matches no parameter")
+    if isinstance(args := states[0].get("args"), Namespace):
+        program = program_of(without_wrappers(specs).keys())
+        program.settings(plain_arguments(vars(args)), folder)
     return NativeReader(Checkpoint(folder, TrainingState(), {}), specs, tp_size)
 
 

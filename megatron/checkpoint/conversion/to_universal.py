@@ -34,15 +34,21 @@ from torch import Tensor
 from megatron.checkpoint.conversion.output_folder import check_space
 from megatron.checkpoint.conversion.shared_work import SharedWork
 from megatron.checkpoint.conversion.source import identity_of
-from megatron.checkpoint.discovery import read_name
 from megatron.checkpoint.files import add_checksum
 from megatron.checkpoint.formats.deepspeed_files import model_files
 from megatron.checkpoint.formats.native import BLOCK_BYTES, NativeReader
 from megatron.checkpoint.formats.registry import LATEST_UNIVERSAL_FILE, PARAMETER_FOLDER
+from megatron.checkpoint.formats.state import StateReader
 from megatron.checkpoint.formats.torch_archive import Stub, read_file, write_plain
 from megatron.checkpoint.formats.universal import LOSS_SCALE_KEY, OPTIMIZER_STATE_FILE
 from megatron.checkpoint.formats.universal_writer import UNFINISHED_FOLDER, UniversalWriter
-from megatron.checkpoint.formats.writing import PARTIAL, copy_parameter, largest_first, state_bytes
+from megatron.checkpoint.formats.writing import (
+    PARTIAL,
+    copy_parameter,
+    largest_first,
+    state_bytes,
+    verify_files,
+)
 from megatron.checkpoint.names import shown
 from megatron.checkpoint.record import RUN_FILE
 from megatron.errors import UserError
@@ -79,6 +85,21 @@ class _NativeConversion(UniversalWriter):
             _mark(self.folder / KEPT_FOLDER, name)
             return None
         return copy_parameter(self, name, verify_digests)
+
+
+class UniversalConversion(UniversalWriter):
+    """Writes universal checkpoints: from native ones with `convert`."""
+
+    @classmethod
+    def write_checkpoint(
+        cls, reader: StateReader, target: Path, workers: int = 4, verify: bool = True
+    ) -> Iterator[str]:
+        if not isinstance(reader, NativeReader):
+            yield from super().write_checkpoint(reader, target, workers, verify)
+            return
+        if verify:
+            verify_files(reader)
+        yield from convert(reader, target, workers, verify_digests=verify)
 
 
 def convert(
@@ -166,7 +187,7 @@ def _publish(source: NativeReader, partial: Path, target: Path) -> list[str]:
 def _announce(target: Path) -> None:
     """Ends a conversion: names the checkpoint in `latest_universal`, then removes what only it needed."""
     latest = target.parent / LATEST_UNIVERSAL_FILE
-    if read_name(latest) != target.name:
+    if not latest.is_file() or read_small(latest) != target.name.encode():
         write_atomically(latest, target.name)
     for name in (AVERAGED_FOLDER, KEPT_FOLDER):
         shutil.rmtree(target / name, ignore_errors=True)

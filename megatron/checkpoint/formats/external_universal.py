@@ -20,14 +20,14 @@ from typing import Any
 
 from torch import Tensor
 
+from megatron.checkpoint.foreign_arguments import plain_arguments
 from megatron.checkpoint.formats import megatron_deepspeed
 from megatron.checkpoint.formats.deepspeed_files import model_files, sharded_weight_files
 from megatron.checkpoint.formats.registry import PARAMETER_FOLDER
-from megatron.checkpoint.formats.torch_archive import Stub, read_file
+from megatron.checkpoint.formats.torch_archive import read_file
 from megatron.checkpoint.formats.universal_info import INFO_KEY, SHARDING, VOCAB_SIZE_KEY, check_info
 from megatron.checkpoint.names import check_parameter, shown
 from megatron.checkpoint.record import RUN_FILE, Checkpoint, TrainingState, step_of
-from megatron.config.model import MEGATRON_POSITIONS
 from megatron.errors import UserError
 
 # Modules that wrap a model add this prefix, once each, to the names of all parameters.
@@ -49,7 +49,8 @@ def open_external(folder: Path) -> Checkpoint:
     Reads the first model-state file; the others differ from it only in rank and random state. `run` of the
     result has:
 
-    args: the arguments of the source, with this program's names as well.
+    args: the arguments of the source.
+    gated: whether Microsoft's Megatron-DeepSpeed wrote it, and the model has a gated MLP.
     vocab_size: the size of the vocabulary without padding, or None.
     shapes: parameter -> shape of a tensor-parallel rank's shard, by stored name.
     unmerged_ranks: number of tensor-parallel ranks whose shards are concatenated along dimension 0, because
@@ -67,23 +68,21 @@ def open_external(folder: Path) -> Checkpoint:
         raise UserError(f"checkpoint file {paths[0]} holds no dict: it is not of a universal checkpoint")
     _check_attention_order(content.get("checkpoint_version"), paths[0])
     args = vars(content["args"]) if isinstance(content.get("args"), Namespace) else {}
-    args = {key: _json_value(value) for key, value in args.items()}
-    position = args.get("position_embedding_type")
-    if isinstance(position, (int, str)):
-        args["position_embedding_type"] = MEGATRON_POSITIONS.get(position, position)
+    args = plain_arguments(args)
     state = _training_state(content, args, folder, paths[0])
     shapes = _shapes(content)
-    note = _NOT_COMPARED
+    note, gated = _NOT_COMPARED, False
     if megatron_deepspeed.has_megatron_deepspeed_names(names):
         note += f". {megatron_deepspeed.describe_translation(names)}"
         if not args:
             note += f". {_NO_ARGUMENTS}"
-        args = megatron_deepspeed.translate_arguments(args, names, shapes)
+        gated = bool(args.get("swiglu")) if args else megatron_deepspeed.has_gated_mlp(shapes)
     info = content.get(INFO_KEY)
     info = check_info(info, paths[0]) if isinstance(info, Mapping) else {}
     ranks = 1 if any(info.get(key) for key in SHARDING) else _tensor_parallel_size(content)
     run = {
         "args": args,
+        "gated": gated,
         "vocab_size": info.get(VOCAB_SIZE_KEY),
         "shapes": shapes,
         "unmerged_ranks": ranks if ranks > 1 and _is_concatenated(folder, shapes, ranks) else 1,
@@ -164,13 +163,6 @@ def _check_attention_order(version: Any, path: Path) -> None:
             f"checkpoint file {path} has checkpoint_version {version}, expected 2 or later: rows of its "
             "query_key_value are in another order. Load and save it with the program that wrote it"
         )
-
-
-def _json_value(value: Any) -> Any:
-    """Converts an argument to a JSON type: an enumeration to its value, any other object to its text."""
-    if isinstance(value, Stub) and len(value.constructor_args) == 1:
-        value = value.constructor_args[0]
-    return value if isinstance(value, (str, int, float, bool, list, tuple, type(None))) else shown(value)
 
 
 def first_int(*values: Any) -> int:

@@ -49,7 +49,6 @@ _SOURCE_FIRST_LAYER = 2
 # This parameter identifies a transformer layer. No model has longer layer numbers.
 _INPUT_NORM = re.compile(r"(0|[1-9]\d{0,5})\.input_layernorm\.weight")
 _INDEXED = re.compile(r"(0|[1-9]\d{0,5})\.(.+)")
-_POSITIONS = f"{EMBEDDING}position_embeddings.weight"
 # Names in a model without a pipeline.
 _PLAIN_MODEL = "language_model."
 _PLAIN_LAYER = re.compile(r"language_model\.encoder\.layers\.(0|[1-9]\d{0,5})\.(.+)")
@@ -57,16 +56,8 @@ _PLAIN_EMBEDDING = "language_model.embedding."
 _PLAIN_FINAL_NORM = "language_model.encoder.final_layernorm."
 _PLAIN_HEAD = "language_model.output_layer."
 _UNTIED_EMBEDDING = "1."
-# Arguments of the source's megatron/arguments.py, not all in old versions -> the only supported value.
-_SUPPORTED = {"apply_layernorm_1p": False, "num_experts": [1], "squared_relu": False}
-_NORMS = {"layernorm": "LayerNorm", "rmsnorm": "RMSNorm"}
-# Results of `translate_arguments` that are compared with the config, in addition to Megatron's arguments.
-COMPARED_ARGUMENTS = ("activation", "normalization", "disable_bias_linear")
 # An argument that exists only in versions in which queries, keys and values are blocks.
-_NEWER_ARGUMENT = "ds_sequence_parallel_fpdt"
-# A result of `translate_arguments`: whether the rows of a gated MLP must be reordered.
-_GATED = "has_gated_mlp"
-_ROTARY_DEFAULTS = {"rope_theta": 10000, "rotary_percent": 1.0}
+NEWER_ARGUMENT = "ds_sequence_parallel_fpdt"
 
 
 def has_megatron_deepspeed_names(names: Collection[str]) -> bool:
@@ -100,38 +91,7 @@ def describe_translation(names: Collection[str]) -> str:
     )
 
 
-def translate_arguments(
-    args: Mapping[str, Any], names: Collection[str], shapes: Mapping[str, Sequence[int]]
-) -> dict[str, Any]:
-    """Returns the source's arguments, and the model's settings under this program's names as well.
-
-    args: empty if the source saved none. shapes: of the parameters, if they are known.
-    """
-    rotary = "rotary" if args.get("use_rotary_position_embeddings") else None
-    positions = "absolute" if _POSITIONS in translate_names(names) else rotary
-    norm, biases = args.get("normalization"), args.get("add_bias_linear")
-    here = {
-        **args,
-        "position_embedding_type": positions,
-        "glu_activation": "swiglu" if args.get("swiglu") else None,
-        _GATED: _has_gated_mlp(shapes) if not args else bool(args.get("swiglu")),
-        "activation": gelu_of(args),
-        "normalization": _NORMS.get(norm, norm) if isinstance(norm, str) else None,
-        "disable_bias_linear": None if biases is None else not biases,
-        "untie_embeddings_and_output_weights": has_own_head(names),
-    }
-    if rotary:
-        angles = {name: args.get(name) or default for name, default in _ROTARY_DEFAULTS.items()}
-        here |= {"rotary_base": angles["rope_theta"], "rotary_percent": angles["rotary_percent"]}
-    # Arguments of these names would have a different meaning in the source.
-    here |= {"group_query_attention": None, "num_query_groups": None}
-    groups = args.get("num_key_value_heads")
-    if groups not in (None, args.get("num_attention_heads")):
-        here |= {"group_query_attention": True, "num_query_groups": groups}
-    return here
-
-
-def _has_gated_mlp(shapes: Mapping[str, Sequence[int]]) -> bool:
+def has_gated_mlp(shapes: Mapping[str, Sequence[int]]) -> bool:
     """Returns whether the first matrix of an MLP has twice as many rows as the second has columns."""
     first, second = ("mlp.dense_h_to_4h.weight", "mlp.dense_4h_to_h.weight")
     name = next((name for name in shapes if name.endswith(first)), "")
@@ -139,52 +99,15 @@ def _has_gated_mlp(shapes: Mapping[str, Sequence[int]]) -> bool:
     return len(other) == 2 and shapes[name][0] == 2 * other[1]
 
 
-def gelu_of(args: Mapping[str, Any]) -> str | None:
-    """Returns the value of --activation for the arguments of Megatron-LM or of a program based on it; None
-    for a gated MLP, or if the arguments do not determine it."""
-    fused = args.get("bias_gelu_fusion")
-    if args.get("swiglu") or (fused is None and not args.get("onnx_safe") and not args.get("openai_gelu")):
-        return None
-    # In the source, openai_gelu and the fused kernel use tanh; onnx_safe and torch's GELU are exact.
-    is_tanh = args.get("openai_gelu") or (fused and not args.get("onnx_safe"))
-    return "gelu" if is_tanh else "gelu_exact"
-
-
-def has_own_head(names: Collection[str]) -> bool:
-    """Returns whether the LM head has a weight of its own."""
-    return any(".lm_head." in name or name.startswith(_PLAIN_HEAD) for name in names)
-
-
-def unsupported(args: Mapping[str, Any], names: Collection[str]) -> list[str]:
-    """Returns the unsupported parts of the source's model, as 'argument is value, expected value'.
-
-    args: the result of `translate_arguments`.
-    """
-    found = [
-        f"{key} is {args[key]}, expected {value}"
-        for key, value in _SUPPORTED.items()
-        if args.get(key) not in (None, value)
-    ]
-    if args.get("group_query_attention") and _NEWER_ARGUMENT in args:
-        found.append(
-            f"num_key_value_heads is {args['num_key_value_heads']}, expected "
-            f"{args.get('num_attention_heads')}: since commit 676a482c Megatron-DeepSpeed takes each "
-            "third of the rows for queries, keys and values"
-        )
-    has_arguments = "num_layers" in args
-    if has_arguments and args["position_embedding_type"] is None:
-        found.append("it has neither learned nor rotary position embeddings")
-    return found
-
-
-def translate_tensor(name: str, tensor: Tensor, args: Mapping[str, Any]) -> Tensor:
+def translate_tensor(name: str, tensor: Tensor, args: Mapping[str, Any], gated: bool) -> Tensor:
     """Returns a global parameter or moment with its rows in this program's order, as a copy if they move.
 
-    name: in this program. args: from `translate_arguments`. Raises UserError if they do not fit the tensor.
+    name: in this program. args: the source's arguments, {} if it saved none. gated: whether the MLP is gated.
+    Raises UserError if the arguments do not fit the tensor.
     """
-    if args[_GATED] and ".mlp.dense_h_to_4h." in name:
+    if gated and ".mlp.dense_h_to_4h." in name:
         return torch.cat(tensor.chunk(2)[::-1])
-    if _NEWER_ARGUMENT in args and ".query_key_value." in name:
+    if NEWER_ARGUMENT in args and ".query_key_value." in name:
         return _interleave_heads(name, tensor, args)
     return tensor
 

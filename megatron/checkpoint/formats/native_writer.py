@@ -35,7 +35,7 @@ from megatron.checkpoint.formats.native import parameter_prefix
 from megatron.checkpoint.formats.staged_archive import without_checksums
 from megatron.checkpoint.formats.state import StateBlocks, StateReader, padded_spec
 from megatron.checkpoint.formats.universal_info import INFO_KEY, client_state, derive_info, spec_record
-from megatron.checkpoint.formats.writing import ParameterWriter, rows_of, step_of_optimizer
+from megatron.checkpoint.formats.writing import ParameterWriter, rows_of, save_object, step_of_optimizer
 from megatron.model.layer_list import PARAMETER_DTYPES
 from megatron.mpu.layout import TPGroup
 from megatron.mpu.parameter_spec import ParameterSpec, local_shape, placed_slices
@@ -139,7 +139,7 @@ class NativeWriter(ParameterWriter):
                 self._places[name, state_name, rank] = _Place(path, offset, torch.float32)
         info = run.get(INFO_KEY) or derive_info(self._specs, self.reader.checkpoint.vocab_size)
         extra = client_state(info, self._config, run["state"])
-        torch.save(extra, self.folder / model_file(model_rank))
+        save_object(self.folder / model_file(model_rank), extra)
 
     def _groups(self, names: list[str]) -> dict[tuple[tuple[str, ...], float | None], list[str]]:
         """Returns (moments, optimizer's step) -> the parameters that have them."""

@@ -50,7 +50,7 @@ FORMATS = Registry(
         UNIVERSAL: CheckpointFormat(
             "DeepSpeed's format for exchange: one folder per parameter",
             "megatron.checkpoint.formats.universal:UniversalReader",
-            writer="megatron.checkpoint.formats.universal_writer:UniversalWriter",
+            writer="megatron.checkpoint.conversion.to_universal:UniversalConversion",
             markers=(PARAMETER_FOLDER,),
             latest_file=LATEST_UNIVERSAL_FILE,
         ),

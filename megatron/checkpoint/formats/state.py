@@ -20,6 +20,7 @@ from torch import Tensor, nn
 
 from megatron.checkpoint.digests import fragment_digests
 from megatron.checkpoint.files import digest_differs, file_problem
+from megatron.checkpoint.foreign_arguments import Program
 from megatron.checkpoint.formats.deepspeed_files import VALUES
 from megatron.checkpoint.record import RUN_FILE, Checkpoint
 from megatron.config import Config
@@ -117,6 +118,11 @@ class StateReader(ABC):
 
     # --- the model ---
 
+    @property
+    def program(self) -> Program | None:
+        """The program whose arguments an external checkpoint may hold; None: its format has no arguments."""
+        return None
+
     @cached_property
     def specs(self) -> dict[str, ParameterSpec]:
         """The parameters of the model in `run.json`; empty for checkpoints of other frameworks."""
@@ -156,12 +162,13 @@ class StateReader(ABC):
 
         specs = model_specs(config, vocab_size, None)
         differences = self.external_differences(config, specs, vocab_size)
+        writer = f", written by {self.program.title}," if self.program and self.checkpoint.run["args"] else ""
         held = set(self.stored_names)
         for names, what in ((specs.keys() - held, "it lacks"), (held - specs.keys(), "it also has")):
             if names:
                 differences.append(f"{what} {len(names)} parameters, among them {min(names)}")
         if differences:
-            raise UserError(f"checkpoint {self.folder} holds another model: {'; '.join(differences)}")
+            raise UserError(f"checkpoint {self.folder}{writer} holds another model: {'; '.join(differences)}")
 
     def external_differences(
         self, config: Config, specs: Mapping[str, ParameterSpec], vocab_size: int
@@ -178,6 +185,11 @@ class StateReader(ABC):
         the number of tokens, or of word embeddings with padding if the checkpoint does not record the number
         of tokens. None: it does not describe its model."""
         return None
+
+    def recorded_optimizer(self) -> dict[str, Any]:
+        """Returns entries of `run.json` with the optimizer's state of another framework that only the writer
+        of its format needs."""
+        return {}
 
     def describe(self, run: dict[str, Any], specs: dict[str, ParameterSpec]) -> None:
         """Gives a checkpoint of another framework a `run.json`, and the parameters of its model."""

@@ -27,21 +27,22 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from megatron.checkpoint.foreign_arguments import MEGATRON_CORE, Program, plain_arguments
 from megatron.checkpoint.formats.dcp import DcpReader
 from megatron.checkpoint.formats.dcp_storage import DcpFolder, Region
 from megatron.checkpoint.formats.deepspeed_files import VALUES
-from megatron.checkpoint.formats.megatron_deepspeed import gelu_of
 from megatron.checkpoint.formats.torch_archive import read_file
 from megatron.checkpoint.names import shown
 from megatron.checkpoint.record import Checkpoint, TrainingState
 from megatron.config import Config
-from megatron.config.model import MEGATRON_MODEL_ARGS, MEGATRON_POSITIONS, argument_differences
-from megatron.errors import UserError, one_line
+from megatron.errors import UserError
 from megatron.files import expect_layout
 from megatron.model.layer_list import EMBEDDING, FIRST_TRANSFORMER_LAYER, WORD_EMBEDDINGS, final_norm_of
 from megatron.mpu.parameter_spec import ParameterSpec
 
 COMMON_FILE = "common.pt"
+# In `run.json` of a converted checkpoint: see `TorchDistReader.recorded_optimizer`.
+OPTIMIZER_KEY = "megatron_core_optimizer"
 _LAYERS = "decoder.layers."
 # Name in Megatron-Core -> name in this program, outside of the transformer layers. {final} and {head} are
 # indices in the pipeline's layer list.
@@ -71,16 +72,6 @@ _OPTIMIZER = "optimizer."
 # Prefixes of the optimizer's fp32 values: in 16-bit runs, and in the distributed optimizer since 0.14.
 FP32_PARAM, DISTRIBUTED_PARAM = "optimizer.state.fp32_param.", "optimizer.state.param."
 _MOMENTS = ("exp_avg", "exp_avg_sq")
-# Arguments of models that no flag of this program describes, unless they have one of these values.
-_UNSUPPORTED = {
-    "num_experts": (None,),
-    "multi_latent_attention": (None, False),
-    "window_size": (None,),
-    "use_rope_scaling": (None, False),
-    "squared_relu": (None, False),
-    "mtp_num_layers": (None, 0),
-    "apply_layernorm_1p": (None, False),
-}
 
 
 class TorchDistReader(DcpReader):
@@ -100,13 +91,14 @@ class TorchDistReader(DcpReader):
             )
         sequence = args.get("seq_length")
         tokens = samples * sequence if type(sequence) is int and sequence > 0 else 0
-        plain = {name: value for name, value in args.items() if isinstance(value, (str, int, float))}
         note = (
             "Megatron-Core wrote it. Its data, dropout and schedule were not compared with this run's; its "
             "model was compared only by the shapes of its tensors and its arguments"
         )
         state = TrainingState(iteration, samples, tokens)
-        return Checkpoint(folder, state, {"args": plain, "vocab_size": None}, unverified_note=note)
+        return Checkpoint(
+            folder, state, {"args": plain_arguments(args), "vocab_size": None}, unverified_note=note
+        )
 
     def external_differences(
         self, config: Config, specs: Mapping[str, ParameterSpec], vocab_size: int
@@ -118,12 +110,10 @@ class TorchDistReader(DcpReader):
             raise UserError(
                 f"checkpoint {self.folder} holds no moments by parameter: Megatron-Core saved none, "
                 "or by bucket (dp_reshardable), where no file names the parameters. Save it with "
-                "--dist-ckpt-optim-fully-reshardable, or pass --no-load-optim to load only the weights"
+                "--dist-ckpt-optim-fully-reshardable; or start pretrain_gpt.py from it with --no-load-optim, "
+                "which loads only the weights and saves a checkpoint that can be converted"
             )
-        saved = self.checkpoint.run["args"]
-        position = saved.get("position_embedding_type")
-        saved = saved | {"position_embedding_type": MEGATRON_POSITIONS.get(position, position)}
-        differences = argument_differences(config, saved, MEGATRON_MODEL_ARGS)
+        differences = MEGATRON_CORE.differences(self.checkpoint.run["args"], config)
         words = next(name for name, spec in specs.items() if spec.num_valid_rows is not None)
         rows = self.shape_of(words, VALUES)[0] if words in self.stored_names else vocab_size
         if rows < vocab_size:
@@ -132,31 +122,20 @@ class TorchDistReader(DcpReader):
 
     def recorded_model(self) -> tuple[dict[str, Any], int]:
         """See `StateReader`. Translates the arguments of Megatron-Core."""
-        args = vars(self._common["args"])
+        args = self.checkpoint.run["args"]
         lacking = [name for name in ("num_layers", "hidden_size", "num_attention_heads") if name not in args]
         if lacking:
             raise UserError(f"checkpoint file {self.folder / COMMON_FILE}: its arguments lack {lacking[0]}")
-        for name, allowed in _UNSUPPORTED.items():
-            if args.get(name) not in allowed:
-                raise UserError(
-                    f"checkpoint {self.folder}: {name} is {one_line(args[name])} in the arguments of "
-                    f"Megatron-Core, expected {allowed[-1]}: such a model cannot be converted"
-                )
-        fields = {name: args[name] for name in MEGATRON_MODEL_ARGS if args.get(name) is not None}
-        position = fields.get("position_embedding_type")
-        if position is not None:
-            fields["position_embedding_type"] = MEGATRON_POSITIONS.get(position, position)
-        if (epsilon := args.get("norm_epsilon")) is not None:
-            fields["layernorm_epsilon"] = epsilon
-        if (norm := args.get("normalization")) is not None:
-            fields["normalization"] = norm
-        if args.get("swiglu"):
-            fields["glu_activation"] = "swiglu"
-        elif (activation := gelu_of(args)) is not None:
-            fields["activation"] = activation
-        if args.get("add_bias_linear") is False:
-            fields["disable_bias_linear"] = True
+        fields = MEGATRON_CORE.settings(args, self.folder)
         return fields, self.stored.tensor("embedding.word_embeddings.weight").shape[0]
+
+    def recorded_optimizer(self) -> dict[str, Any]:
+        """See `StateReader`. Returns the state of the learning-rate scheduler, and the optimizer's groups."""
+        with expect_layout(self.folder / COMMON_FILE, "the optimizer's state of Megatron-Core"):
+            state = self._common.get("optimizer") or {}
+            groups = state.get("optimizer", state).get("param_groups") or []
+            scheduler = self._common.get("opt_param_scheduler") or {}
+            return {OPTIMIZER_KEY: {"groups": [*map(_scalars, groups)], "scheduler": _scalars(scheduler)}}
 
     @cached_property
     def _common(self) -> Mapping[str, Any]:
@@ -166,6 +145,11 @@ class TorchDistReader(DcpReader):
     def _keys(self) -> dict[str, tuple[str, int | None]]:
         """Parameter -> its name in Megatron-Core, and its index in a tensor that stacks layers."""
         return parameter_keys(self.stored)
+
+    @property
+    def program(self) -> Program:
+        """See `StateReader`."""
+        return MEGATRON_CORE
 
     @property
     def stored_names(self) -> Collection[str]:
@@ -266,6 +250,17 @@ class TorchDistReader(DcpReader):
             step = state.get("state", {}).get("common_step")
             step = state["param_groups"][0]["step"] if step is None else step
             return {"step": torch.as_tensor(step, dtype=torch.float32).reshape(())}
+
+
+def _scalars(state: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns the entries that are numbers, texts or None. The step is read elsewhere."""
+    kept = {
+        name: value.item() if isinstance(value, Tensor) and value.numel() == 1 else value
+        for name, value in state.items()
+        if name != "step"
+    }
+    plain = {name: value for name, value in kept.items() if isinstance(value, (str, int, float, type(None)))}
+    return plain | ({"betas": [*map(float, state["betas"])]} if "betas" in state else {})
 
 
 def read_common(folder: Path) -> Mapping[str, Any]:

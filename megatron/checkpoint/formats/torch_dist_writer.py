@@ -15,12 +15,24 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from megatron.checkpoint.foreign_arguments import MEGATRON_CORE, TRAINING_ARGUMENTS
 from megatron.checkpoint.formats import dcp
 from megatron.checkpoint.formats.deepspeed_files import VALUES
 from megatron.checkpoint.formats.state import ReplicaMismatch, StateBlocks, StateReader, padded_spec
-from megatron.checkpoint.formats.torch_dist import COMMON_FILE, DISTRIBUTED_PARAM, FP32_PARAM, stored_name
-from megatron.checkpoint.formats.universal_info import megatron_args
-from megatron.checkpoint.formats.writing import ParameterWriter, has_all_digests, rows_of, step_of_optimizer
+from megatron.checkpoint.formats.torch_dist import (
+    COMMON_FILE,
+    DISTRIBUTED_PARAM,
+    FP32_PARAM,
+    OPTIMIZER_KEY,
+    stored_name,
+)
+from megatron.checkpoint.formats.writing import (
+    ParameterWriter,
+    has_all_digests,
+    rows_of,
+    save_object,
+    step_of_optimizer,
+)
 from megatron.errors import UserError
 from megatron.files import write_json
 from megatron.model.layer_list import PARAMETER_DTYPES
@@ -39,11 +51,13 @@ class TorchDistWriter(ParameterWriter):
         super().__init__(folder, reader)
         self._config = reader.checkpoint.config
         self._num_layers = self._config.model.num_layers
+        self._args = MEGATRON_CORE.arguments(self._config.model)  # rejects other models before writing
+        self._recorded = reader.checkpoint.run.get(OPTIMIZER_KEY) or {}
         # The weights of a 16-bit run have no digests.
         has_digests = self._config.precision.name == "fp32" and has_all_digests(reader)
         self._files = dcp.DcpFiles(folder, hashed=not has_digests)
         for name in reader.specs:
-            stored_name(name, self._num_layers)  # rejects other models before anything is written
+            stored_name(name, self._num_layers)  # rejects other models, too
             moments = sorted(set(reader.state_names(name)) - {VALUES})
             if moments not in ([], ["exp_avg", "exp_avg_sq"]):
                 raise UserError(
@@ -108,7 +122,7 @@ class TorchDistWriter(ParameterWriter):
             for module in _EXTRA_STATE:
                 name = f"decoder.layers.{module}._extra_state/shard_{layer}_{self._num_layers}"
                 self._files.write_object(name, [None])
-        torch.save(self._common(), self.folder / COMMON_FILE)
+        save_object(self.folder / COMMON_FILE, self._common())
         backends = {"sharded_backend": "torch_dist", "common_backend": "torch"}
         versions = {f"{name}_version": 1 for name in backends}
         write_json(self.folder / "metadata.json", backends | versions)
@@ -116,7 +130,6 @@ class TorchDistWriter(ParameterWriter):
 
     def _common(self) -> dict[str, Any]:
         checkpoint, optimizer = self.reader.checkpoint, self._config.optimizer
-        args = vars(megatron_args(self._config, checkpoint.run["state"]))
         words = next(spec for spec in self.reader.specs.values() if spec.num_valid_rows is not None)
         group = {
             "lr": self._config.schedule.lr,
@@ -139,6 +152,10 @@ class TorchDistWriter(ParameterWriter):
             {**group, **facts, "wd_mult": factor, "weight_decay": factor * optimizer.weight_decay}
             for factor in (1.0, 0.0)
         ]
+        if recorded := self._recorded.get("groups"):  # what Megatron-Core saved, with the schedule
+            groups = [
+                {**group, **entry, "betas": tuple(entry.get("betas", group["betas"]))} for entry in recorded
+            ]
         state: dict[str, Any] = {}
         if self._step is not None:
             state["common_step"] = torch.tensor(self._step)
@@ -150,13 +167,27 @@ class TorchDistWriter(ParameterWriter):
             # The fp32 optimizer has no entries beside torch's; all others nest them.
             "optimizer": inner | sharding | {"optimizer": inner},
             "args": Namespace(
-                **args,
-                iteration=checkpoint.state.iteration,
-                padded_vocab_size=self._padded(words)[0],
+                **self._args,
+                **{
+                    name: getattr(getattr(self._config, section), name)
+                    for section, names in TRAINING_ARGUMENTS.items()
+                    for name in names
+                },
+                micro_batch_size=self._config.batch.micro_batch_size,
+                tensor_model_parallel_size=self._config.parallel.tensor_model_parallel_size,
+                pipeline_model_parallel_size=self._config.parallel.pipeline_model_parallel_size,
+                hidden_dropout=self._config.model.hidden_dropout,
+                attention_dropout=self._config.model.attention_dropout,
                 tokenizer_type=self._config.data.tokenizer_type,
+                squared_relu=False,
+                apply_query_key_layer_scaling=False,
+                ckpt_format="torch_dist",
+                iteration=checkpoint.state.iteration,
+                consumed_train_samples=checkpoint.state.consumed_samples,
+                padded_vocab_size=self._padded(words)[0],
                 no_save_rng=True,  # Megatron-LM then looks for no random states
             ),
-            "opt_param_scheduler": self._scheduler(),
+            "opt_param_scheduler": self._recorded.get("scheduler") or self._scheduler(),
             # Tells Megatron-LM which names its distributed optimizer finds.
             "content_metadata": {"distrib_optim_sharding_type": FULLY_RESHARDABLE},
             "checkpoint_version": 3.0,

@@ -29,16 +29,15 @@ import torch
 from torch import Tensor
 
 from megatron.checkpoint.files import file_sizes
+from megatron.checkpoint.foreign_arguments import MICROSOFT, Program, program_of
 from megatron.checkpoint.formats import external_universal, megatron_deepspeed
 from megatron.checkpoint.formats.deepspeed_files import VALUES
 from megatron.checkpoint.formats.external_universal import first_int, parameter_folders, without_wrappers
-from megatron.checkpoint.formats.megatron_deepspeed import COMPARED_ARGUMENTS
 from megatron.checkpoint.formats.registry import PARAMETER_FOLDER
 from megatron.checkpoint.formats.state import StateReader, check_shape
 from megatron.checkpoint.formats.torch_archive import matches_checksums, read_file
 from megatron.checkpoint.record import Checkpoint
 from megatron.config import Config
-from megatron.config.model import MEGATRON_MODEL_ARGS, argument_differences
 from megatron.errors import UserError
 from megatron.files import expect_layout
 from megatron.model.layer_list import WORD_EMBEDDINGS
@@ -87,26 +86,17 @@ class UniversalReader(StateReader):
         self, config: Config, specs: Mapping[str, ParameterSpec], vocab_size: int
     ) -> list[str]:
         """See `StateReader`. Compares the arguments that the other framework saved, and the vocabulary."""
-        saved, compared = self._external["args"], {*MEGATRON_MODEL_ARGS}
-        if self._is_megatron_deepspeed:
-            compared |= {*COMPARED_ARGUMENTS}
-            if variants := megatron_deepspeed.unsupported(saved, self._stored.values()):
-                raise UserError(
-                    f"checkpoint {self.folder} was written by Microsoft's Megatron-DeepSpeed, with settings "
-                    f"that cannot be converted: {'; '.join(variants)}"
-                )
         self._check_files()
-        return argument_differences(config, saved, compared) + self._vocabulary_differences(specs, vocab_size)
+        differences = self.program.differences(args, config) if (args := self._external["args"]) else []
+        return differences + self._vocabulary_differences(specs, vocab_size)
 
     def recorded_model(self) -> tuple[dict[str, Any], int] | None:
         """See `StateReader`. The arguments of Megatron programs describe the model."""
         args = self._external["args"]
         if any(args.get(name) is None for name in ("num_layers", "hidden_size", "num_attention_heads")):
             return None
-        fields = {"activation": megatron_deepspeed.gelu_of(args)}
-        fields |= {name: args.get(name) for name in (*MEGATRON_MODEL_ARGS, *COMPARED_ARGUMENTS)}
-        num_tokens = self._external["vocab_size"] or self.read(WORD_EMBEDDINGS, VALUES).shape[0]
-        return {name: value for name, value in fields.items() if value is not None}, num_tokens
+        fields = self.program.settings(args, self.folder)
+        return fields, self._external["vocab_size"] or self.read(WORD_EMBEDDINGS, VALUES).shape[0]
 
     def _check_files(self) -> None:
         """Raises UserError if a parameter lacks a file that others have, as in an incomplete copy."""
@@ -143,8 +133,12 @@ class UniversalReader(StateReader):
 
     @cached_property
     def _is_megatron_deepspeed(self) -> bool:
-        names = without_wrappers(self._stored.values()).keys()
-        return bool(self._external) and megatron_deepspeed.has_megatron_deepspeed_names(names)
+        return bool(self._external) and self.program is MICROSOFT
+
+    @property
+    def program(self) -> Program:
+        """See `StateReader`."""
+        return program_of(without_wrappers(self._stored.values()).keys())
 
     @property
     def stored_names(self) -> Collection[str]:
@@ -172,7 +166,8 @@ class UniversalReader(StateReader):
                 tensor = _merge_shards(tensor, spec, ranks)
             check_shape(tuple(tensor.shape), spec, f"{path} holds")
         if self._is_megatron_deepspeed:
-            return megatron_deepspeed.translate_tensor(name, tensor, self._external["args"])
+            args, gated = self._external["args"], self._external["gated"]
+            return megatron_deepspeed.translate_tensor(name, tensor, args, gated)
         return tensor
 
     def _in_shape(self, name: str, flat: Any) -> Any:

@@ -16,9 +16,9 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+from megatron.checkpoint.foreign_arguments import MODEL_ARGUMENTS
 from megatron.checkpoint.names import shown
 from megatron.config.config import Config
-from megatron.config.model import MEGATRON_MODEL_ARGS
 from megatron.errors import UserError
 from megatron.mpu.parameter_spec import ParameterSpec
 
@@ -195,7 +195,7 @@ def megatron_args(config: Config, state: Mapping[str, Any]) -> Namespace:
     """
     model, parallel = config.model, config.parallel
     return Namespace(
-        **{name: getattr(model, name) for name in MEGATRON_MODEL_ARGS},
+        **{name: getattr(model, name) for name in MODEL_ARGUMENTS},
         tensor_model_parallel_size=parallel.tensor_model_parallel_size,
         pipeline_model_parallel_size=parallel.pipeline_model_parallel_size,
         consumed_train_samples=state["consumed_samples"],
@@ -205,4 +205,10 @@ def megatron_args(config: Config, state: Mapping[str, Any]) -> Namespace:
 
 def client_state(info: dict[str, Any], config: Config, state: Mapping[str, Any]) -> dict[str, Any]:
     """Returns the entries that DeepSpeed adds to every mp_rank file, for its tools and Megatron programs."""
-    return {INFO_KEY: info, "iteration": state["iteration"], "args": megatron_args(config, state)}
+    return {
+        INFO_KEY: info,
+        "iteration": state["iteration"],
+        "global_steps": state["iteration"],
+        "global_samples": state["consumed_samples"],
+        "args": megatron_args(config, state),
+    }

@@ -12,17 +12,15 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import torch
 
 from megatron.checkpoint.files import file_sizes
 from megatron.checkpoint.formats.deepspeed_files import model_file
-from megatron.checkpoint.formats.native import NativeReader
 from megatron.checkpoint.formats.registry import LATEST_UNIVERSAL_FILE, PARAMETER_FOLDER
 from megatron.checkpoint.formats.state import StateBlocks, StateReader
 from megatron.checkpoint.formats.torch_archive import is_intact, write_plain, write_tensor
 from megatron.checkpoint.formats.universal import LOSS_SCALE_KEY, OPTIMIZER_STATE_FILE, STATE_FILES, STEP_FILE
 from megatron.checkpoint.formats.universal_info import INFO_KEY, client_state, derive_info
-from megatron.checkpoint.formats.writing import ParameterWriter, step_of_optimizer, verify_files
+from megatron.checkpoint.formats.writing import ParameterWriter, save_object, step_of_optimizer
 from megatron.errors import UserError
 from megatron.files import rename_synced, sync_tree, write_atomically
 from megatron.mpu.parameter_spec import ParameterSpec
@@ -49,15 +47,7 @@ class UniversalWriter(ParameterWriter):
     def write_checkpoint(
         cls, reader: StateReader, target: Path, workers: int = 4, verify: bool = True
     ) -> Iterator[str]:
-        """See `ParameterWriter`. Native checkpoints are converted as by tools/ds_to_universal.py."""
-        # Imported only here: `to_universal` imports this module.
-        from megatron.checkpoint.conversion.to_universal import convert
-
-        if isinstance(reader, NativeReader):
-            if verify:
-                verify_files(reader)
-            yield from convert(reader, target, workers, verify_digests=verify)
-            return
+        """See `ParameterWriter`. Writes the name of the checkpoint into `latest_universal`, too."""
         yield from super().write_checkpoint(reader, target, workers, verify)
         write_atomically(target.parent / LATEST_UNIVERSAL_FILE, target.name)
 
@@ -132,7 +122,7 @@ class UniversalWriter(ParameterWriter):
         )
         info = checkpoint.run.get(INFO_KEY) or derive_info(self.reader.specs, checkpoint.vocab_size)
         content = client_state(info, checkpoint.config, checkpoint.run["state"])
-        torch.save(content, self.folder / model_file(0))
+        save_object(self.folder / model_file(0), content)
         sizes = file_sizes(self.folder, "*.pt")
         self.write_run_file({name: {"bytes": size} for name, size in sizes.items()})
 

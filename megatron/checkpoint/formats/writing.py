@@ -8,6 +8,7 @@ record.
 
 from __future__ import annotations
 
+import io
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -32,6 +33,13 @@ from megatron.mpu.parameter_spec import ParameterSpec
 PARTIAL = ".partial"
 # Entries of `run.json` that describe the files of one format.
 _OF_A_FORMAT = ("files", "index", "loss_scaler")
+
+
+def save_object(path: Path, value: Any) -> None:
+    """Runs torch.save for a small object. A full disk is an OSError, which torch.save(value, path) hides."""
+    archive = io.BytesIO()
+    torch.save(value, archive)
+    path.write_bytes(archive.getbuffer())
 
 
 class ParameterWriter(ABC):

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
@@ -16,15 +17,21 @@ from megatron.checkpoint.conversion.output_folder import temporary_folder
 from megatron.checkpoint.formats.registry import open_reader
 from megatron.checkpoint.huggingface.family import Parameter, count_non_finite, family_of
 from megatron.checkpoint.huggingface.file_digests import digest_of, write_digests
-from megatron.checkpoint.record import Checkpoint
+from megatron.checkpoint.huggingface.rope import flat_settings, is_lost_in_flat_settings
+from megatron.checkpoint.record import TOKEN_IDS_KEY, Checkpoint
 from megatron.config import Config, ModelConfig
+from megatron.config.sections.data import fitting_tokenizer_types
 from megatron.errors import UserError
-from megatron.files import rename_synced, sync_tree
+from megatron.files import read_json, rename_synced, sync_tree
 from megatron.model.layer_list import PARAMETER_DTYPES
+from megatron.tokenizer import TokenizerFlags, build_tokenizer
 
 CONTIGUOUS = torch.contiguous_format
 MAX_FILE_BYTES = 5 * 10**9
 """Size limit of one file of weights, unless a single tensor is larger."""
+# Files with the ids of special tokens, and the ids that are the tokenizer's.
+_FILES_WITH_IDS = ("config.json", "generation_config.json")
+_TOKEN_IDS = ("bos_token_id", "eos_token_id", "pad_token_id")
 
 
 def format_differences(config: Config) -> list[str]:
@@ -40,6 +47,12 @@ def format_differences(config: Config) -> list[str]:
             "the model was trained with --fp32-residual-connection: Hugging Face's model rounds the residual "
             f"stream to {config.precision.name}, unless it is loaded in fp32"
         )
+    model_type, family = family_of(config.model)
+    if is_lost_in_flat_settings({"model_type": model_type, **family.hf_settings(config.model)}):
+        found.append(
+            f"in transformers 4 the layers of {family.title} with a window cannot have their rotation "
+            "(--window-rotary-base, or --rope-scaling-type in all layers): open the model with transformers 5"
+        )
     return found
 
 
@@ -47,17 +60,18 @@ def write_hugging_face(
     checkpoint: Checkpoint,
     output: Path,
     precision: str | None = None,
-    write_tokenizer: Callable[[Path], None] | None = None,
+    tokenizer: TokenizerFlags | None = None,
     max_file_bytes: int = MAX_FILE_BYTES,
     verify: bool = True,
 ) -> str:
-    """Writes the folder `output`: config.json, weights as safetensors, the files of `write_tokenizer`, and
-    the digests of all files. Returns what the weights were compared with.
+    """Writes the folder `output`: config.json, weights as safetensors, the tokenizer, and the digests of all
+    files. Returns what the weights were compared with.
 
-    precision: 'fp32', 'fp16' or 'bf16'; None: the precision of the run. verify: compare the weights with
-    their digests if the checkpoint has any. Only one file of weights at a time is in memory. The folder
-    appears complete and synced, or not at all. Raises UserError if no family can express the model, files are
-    damaged, `output` exists or cannot be written, or the disk is too full.
+    precision: 'fp32', 'fp16' or 'bf16'; None: the precision of the run. tokenizer: its flags; None: none is
+    written. verify: compare the weights with their digests if the checkpoint has any. Only one file of
+    weights at a time is in memory. The folder appears complete and synced, or not at all. Raises UserError if
+    no family can express the model, files are damaged, `output` exists or cannot be written, or the disk is
+    too full.
     """
     config = checkpoint.config
     family_of(config.model)  # rejects other models before anything is written
@@ -66,7 +80,8 @@ def write_hugging_face(
     num_elements = sum(prod(spec.valid_shape) for spec in reader.specs.values())
     size_bytes = PARAMETER_DTYPES[precision].itemsize * num_elements
     with temporary_folder(output, ".tmp", size_bytes) as temporary:
-        write_settings(config, checkpoint.vocab_size, checkpoint.eod, precision, temporary)
+        facts = (checkpoint.vocab_size, checkpoint.eod, precision, temporary, tokenizer)
+        write_settings(config, *facts, checkpoint.run.get(TOKEN_IDS_KEY))
         writer = HuggingFaceWriter(temporary, config.model, precision, max_file_bytes)
         # The weights in the precision of the run may be less precise than the output.
         uses_master_weights = precision == "fp32" and config.precision.name != "fp32"
@@ -77,39 +92,86 @@ def write_hugging_face(
             writer.write_parameter(name, values)
         writer.write_pending()
         digests = number_files(temporary, writer.files)
-        if write_tokenizer is not None:
-            write_tokenizer(temporary)
+        if tokenizer is not None:
+            write_tokenizer(config, tokenizer, temporary)
         write_digests(temporary, digests)
         sync_tree(temporary)
         rename_synced(temporary, output)
     return reader.weights_verification(uses_master_weights)
 
 
-def write_settings(config: Config, vocab_size: int, eod: int | None, precision: str, folder: Path) -> None:
-    """Writes config.json and generation_config.json of a model that a family can express."""
+def write_settings(
+    config: Config,
+    vocab_size: int,
+    eod: int | None,
+    precision: str,
+    folder: Path,
+    tokenizer: TokenizerFlags | None = None,
+    recorded: Any = None,
+) -> None:
+    """Writes config.json and generation_config.json of a model that a family can express.
+
+    tokenizer: the flags of its tokenizer (default: of the run). recorded: the `token_ids` of the model that
+    was imported, if it has not been trained since.
+    """
     from transformers import AutoConfig, GenerationConfig
 
     model_type, family = family_of(config.model)
     settings = family.hf_settings(config.model) | {"vocab_size": vocab_size}
-    # In the training data one token marks both the end of a document and the start of the next. The model has
-    # no padding token. It is set to None, because transformers would mask the default padding token of some
-    # classes.
+    # The model has no padding token. It is set to None, because transformers would mask the default padding
+    # token of some classes.
+    ids = {"bos_token_id": _bos(tokenizer or config.data, eod), "eos_token_id": eod, "pad_token_id": None}
     hf_config = AutoConfig.for_model(
         model_type,
         **settings,
-        bos_token_id=eod,
-        eos_token_id=eod,
-        pad_token_id=None,
+        **ids,
         architectures=[family.architecture],
         dtype=PARAMETER_DTYPES[precision],
     )
     hf_config.save_pretrained(folder)
     GenerationConfig.from_model_config(hf_config).save_pretrained(folder)
+    found = recorded if isinstance(recorded, dict) else {}
+    for name in _FILES_WITH_IDS:
+        path = folder / name
+        content = json.loads(path.read_text())
+        if name == "config.json":
+            content |= {"torch_dtype": content["dtype"], **ids, **flat_settings(content)}
+        if isinstance(own := found.get(name), dict):
+            content |= {key: own.get(key) for key in ids}
+        path.write_text(json.dumps(content, indent=2, sort_keys=True) + "\n")
 
 
-def max_length_of(model: ModelConfig) -> int | None:
-    """Returns the most tokens that a model accepts; None if its positions are not learned."""
-    return model.max_position_embeddings if model.position_embedding_type == "absolute" else None
+def token_ids(folder: Path) -> dict[str, dict[str, Any]]:
+    """Returns the ids of special tokens in the settings of a model: file -> setting -> id, or list of ids."""
+    found = {}
+    for name in _FILES_WITH_IDS:
+        with suppress(OSError, ValueError, AttributeError):  # transformers does not need the second file
+            content = read_json(folder / name)
+            found[name] = {key: content[key] for key in _TOKEN_IDS if type(content.get(key)) in (int, list)}
+    return found
+
+
+def _bos(flags: TokenizerFlags, eod: int | None) -> int | None:
+    """Returns the id of the tokenizer's beginning-of-sequence token. If it has none, or its files are not
+    found, returns `eod`: in training data without BOS it also marks the start of a document."""
+    if eod is None or not fitting_tokenizer_types(flags):
+        return eod
+    try:
+        tokenizer = build_tokenizer(flags)
+    except UserError:
+        return eod
+    return tokenizer.bos if tokenizer.eod == eod else eod
+
+
+def write_tokenizer(config: Config, flags: TokenizerFlags, folder: Path) -> None:
+    """Writes the tokenizer of `flags` for a model whose settings are in `folder`."""
+    # Imported only here: transformers' tokenizers take seconds.
+    from megatron.tokenizer.hugging_face import save_as_hugging_face
+
+    # Only learned positions limit the number of tokens.
+    model, kind = config.model, build_tokenizer(flags, config.model.vocab_size).name
+    limit = model.max_position_embeddings if model.position_embedding_type == "absolute" else None
+    save_as_hugging_face(kind, flags, folder, limit)
 
 
 @dataclass(frozen=True)

@@ -18,17 +18,18 @@ import torch
 from safetensors import safe_open
 from torch import Tensor
 
+from megatron.checkpoint.foreign_arguments import harmless_in_hugging_face
 from megatron.checkpoint.formats.registry import TORCHTITAN, format_of
 from megatron.checkpoint.formats.torch_archive import read_file as load_torch_file
 from megatron.checkpoint.huggingface.family import FAMILIES, LM_HEAD, Family, Parameter, count_non_finite
 from megatron.checkpoint.huggingface.rope import check_numbers
+from megatron.checkpoint.huggingface.torchtitan_names import hugging_face_weights
 from megatron.checkpoint.names import check_plain, is_plain, shown
 from megatron.config import (
     BatchConfig,
     Config,
     DataConfig,
     ModelConfig,
-    OptimizerConfig,
     PrecisionConfig,
     ScheduleConfig,
 )
@@ -49,12 +50,6 @@ _LARGEST_SETTING = 1 << 40
 # Settings for which transformers creates a list or a dictionary of this length.
 _COUNTS = ("num_labels", "num_hidden_layers", "n_layer", "num_layers")
 _LARGEST_COUNT = 100_000
-# Settings of any config.json that do not change the logits: generation, files, and types of older versions.
-_NEVER_CHANGE_THE_MODEL = frozenset(
-    "model_type torch_dtype use_cache bos_token_id eos_token_id pad_token_id sep_token_id _commit_hash "
-    "gradient_checkpointing output_past torchscript use_bfloat16 tokenizer_class temperature top_k top_p "
-    "do_sample max_length min_length repetition_penalty attn_implementation _attn_implementation".split()
-)
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "vocab.json", "tokenizer.model")
 
 
@@ -87,7 +82,7 @@ class HuggingFaceModel:
     def config(self, data: DataConfig, vocab_size: int | None) -> Config:
         """See `config_without_run`. data: the tokenizer's flags."""
         precision = PrecisionConfig(fp16=self.precision == "fp16", bf16=self.precision == "bf16")
-        return config_without_run(self.fields, vocab_size, data, precision)
+        return config_without_run(self.fields, vocab_size, data, precision=precision)
 
     @cached_property
     def model(self) -> ModelConfig:
@@ -109,19 +104,13 @@ def config_without_run(
     fields: Mapping[str, Any],
     vocab_size: int | None,
     data: DataConfig,
-    precision: PrecisionConfig | None = None,
-    optimizer: OptimizerConfig | None = None,
+    **sections: Any,
 ) -> Config:
     """Returns the config of a run that could have saved a model of another framework. fields: of
-    `ModelConfig`. vocab_size: --vocab-size. All other settings have their defaults."""
-    return Config(
-        model=ModelConfig(**fields, vocab_size=vocab_size),
-        batch=BatchConfig(micro_batch_size=1, global_batch_size=1),
-        schedule=ScheduleConfig(lr=1.0),
-        precision=precision or PrecisionConfig(),
-        optimizer=optimizer or OptimizerConfig(),
-        data=data,
-    )
+    `ModelConfig`. vocab_size: --vocab-size. sections: other sections; their settings have their defaults."""
+    batch = BatchConfig(micro_batch_size=1, global_batch_size=1)
+    known = {"batch": batch, "schedule": ScheduleConfig(lr=1.0)} | sections
+    return Config(model=ModelConfig(**fields, vocab_size=vocab_size), data=data, **known)
 
 
 def own_tokenizer(folder: Path) -> dict[str, Any]:
@@ -211,7 +200,7 @@ def _check_names(
     """Raises UserError for a setting that is in no table and differs from the default of `hf_class`."""
     from transformers import PreTrainedConfig
 
-    known = family.known_settings() | _NEVER_CHANGE_THE_MODEL | PreTrainedConfig().to_dict().keys()
+    known = family.known_settings() | harmless_in_hugging_face() | PreTrainedConfig().to_dict().keys()
     known |= hf_class.attribute_map.keys()
     defaults = hf_class().to_dict()
     for name, value in settings.items():
@@ -225,9 +214,6 @@ def _check_names(
 def _all_weights(folder: Path, fields: Mapping[str, Any]) -> dict[str, StoredWeight]:
     """Returns every weight in a folder by its stored name, but by its Hugging Face name for torchtitan."""
     if format_of(folder) == TORCHTITAN:
-        # Imported only here: that module imports this one.
-        from megatron.checkpoint.formats.torchtitan import hugging_face_weights
-
         head_dim = ModelConfig(**fields).kv_channels
         return {name: StoredWeight(*facts) for name, *facts in hugging_face_weights(folder, head_dim)}
     return {name: tensor for file in _weight_files(folder) for name, tensor in _read(file).items()}

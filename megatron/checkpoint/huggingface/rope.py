@@ -259,3 +259,32 @@ LAYERED_ROPE = Conversion(
     check_file=_check_layers,
 )
 """The conversion for families with a sliding window in some layers."""
+
+
+def flat_settings(settings: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns the rotary settings of a config.json with `rope_parameters` as transformers 4, vLLM before 0.24
+    and llama.cpp read them. transformers 5 reads the same values from them.
+    """
+    kind, rope = settings["model_type"], settings.get("rope_parameters")
+    if not rope:
+        return {}
+    full = rope.get(_FULL, rope)
+    names = _OUTSIDE_PARTIAL if kind == "gpt_neox" else _OUTSIDE
+    flat = {name: full[key] for name, key in names.items() if key in full}
+    scaling = {key: value for key, value in full.items() if key not in names.values()}
+    if kind == "olmo2":  # the only class of transformers 4 that expects the older name
+        scaling = {"type": scaling.pop("rope_type"), **scaling}
+    flat["rope_scaling"] = None if "default" in scaling.values() else scaling
+    if kind == "gemma3_text":
+        flat["rope_local_base_freq"] = rope[_SLIDING]["rope_theta"]
+    return flat
+
+
+def is_lost_in_flat_settings(settings: Mapping[str, Any]) -> bool:
+    """Returns whether `flat_settings` has no place for the rotary settings of layers with a window."""
+    rope = settings.get("rope_parameters") or {}
+    if _SLIDING not in settings.get("layer_types", ()) or _SLIDING not in rope:
+        return False
+    has_own_base = settings["model_type"] == "gemma3_text"
+    base = rope[_SLIDING if has_own_base else _FULL]["rope_theta"]
+    return rope[_SLIDING] != {"rope_type": "default", "rope_theta": base}

@@ -7,6 +7,7 @@ Rank 0 adds the index, the configuration, the tokenizer and the digests.
 
 from __future__ import annotations
 
+import logging
 import shutil
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -23,9 +24,9 @@ from megatron.checkpoint.conversion.output_folder import check_space
 from megatron.checkpoint.huggingface.exporter import (
     MAX_FILE_BYTES,
     HuggingFaceWriter,
-    max_length_of,
     number_files,
     write_settings,
+    write_tokenizer,
 )
 from megatron.checkpoint.huggingface.family import family_of
 from megatron.checkpoint.huggingface.file_digests import write_digests
@@ -41,6 +42,9 @@ from megatron.mpu.layout import TPGroup
 from megatron.mpu.parameter_spec import ParameterSpec
 from megatron.mpu.parameters import merge_shards, spec_of
 from megatron.mpu.world import gather_from_all_ranks
+from megatron.tokenizer.hugging_face import EXPORTED_TYPES
+
+_LOG = logging.getLogger(__name__)
 
 # Suffix of the folder while it is written.
 _UNFINISHED = ".tmp"
@@ -118,22 +122,17 @@ def _begin(config: Config, temporary: Path, engine: GPTEngine, vocab_size: int, 
     stages = config.parallel.pipeline_model_parallel_size
     check_space(temporary, elements * stages * PARAMETER_DTYPES[config.precision.name].itemsize, "--save")
     try:
-        _write_settings_and_tokenizer(config, temporary, vocab_size, eod)
+        write_settings(config, vocab_size, eod, config.precision.name, temporary)
+        if types := fitting_tokenizer_types(config.data):
+            if not EXPORTED_TYPES.isdisjoint(types):
+                write_tokenizer(config, config.data, temporary)
+            else:
+                _LOG.warning("a %s has no Hugging Face equivalent: only the model is exported", types[0])
     except (OSError, UserError):
+        shutil.rmtree(temporary, ignore_errors=True)
         raise
     except Exception as error:  # transformers raises many kinds, and the other ranks wait
         raise UserError(f"{temporary}: transformers cannot write the model ({one_line(error)})") from error
-
-
-def _write_settings_and_tokenizer(config: Config, temporary: Path, vocab_size: int, eod: int | None) -> None:
-    write_settings(config, vocab_size, eod, config.precision.name, temporary)
-    if fitting_tokenizer_types(config.data):
-        # Imported only here: transformers' tokenizers take seconds.
-        from megatron.tokenizer import build_tokenizer
-        from megatron.tokenizer.hugging_face import save_as_hugging_face
-
-        kind, max_length = build_tokenizer(config.data).name, max_length_of(config.model)
-        save_as_hugging_face(kind, config.data, temporary, max_length)
 
 
 def _write_layers(engine: GPTEngine, writer: HuggingFaceWriter, heartbeat: Callable[[], None]) -> str | None:

@@ -12,7 +12,7 @@ from megatron.config import CheckpointConfig
 from megatron.config.registries import LR_DECAY_STYLES, ConstantPhaseStyle
 from megatron.errors import UserError
 from megatron.object_urls import as_urls
-from megatron.optimizer.schedule import Progress, schedule_of
+from megatron.optimizer.schedule import schedule_of
 from megatron.text_table import first_few
 
 
@@ -59,20 +59,19 @@ def check_stable_phase(checkpoint: Checkpoint) -> None:
             f"{start} was written by another framework, and its schedule is not known: resume it with --load "
             "and the flags of its schedule"
         )
-    schedule = schedule_of(checkpoint.config)
+    schedule = schedule_of(checkpoint.config, state)
     if not isinstance(LR_DECAY_STYLES[schedule.style], ConstantPhaseStyle):
         stable = [name for name, style in LR_DECAY_STYLES.items() if isinstance(style, ConstantPhaseStyle)]
         raise UserError(
             f"{start} is of a run with --lr-decay-style {schedule.style}, which decays from the end of its "
             f"warm-up on: a branch needs a run with {' or '.join(stable)}"
         )
-    progress = Progress(state.iteration, state.consumed_samples, state.consumed_tokens)
-    if (position := progress.count(schedule.warmup_unit)) < schedule.warmup:
+    if (position := state.count(schedule.warmup_unit)) < schedule.warmup:
         raise UserError(
             f"{start} is in the warm-up of its run, at {position:,} of {schedule.warmup:,.0f} "
             f"{schedule.warmup_unit}: branch from a later checkpoint"
         )
-    position = progress.count(schedule.decay_unit)
+    position = state.count(schedule.decay_unit)
     if schedule.wsd_style is not None and position > schedule.decay_start:
         raise UserError(
             f"{start} is at {position:,} {schedule.decay_unit}, and the decay of its run began at "

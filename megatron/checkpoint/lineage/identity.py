@@ -20,12 +20,13 @@ import logging
 import re
 import secrets
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 from megatron.checkpoint.files import add_checksum, read_record
-from megatron.checkpoint.names import read_name
+from megatron.checkpoint.latest import MissingCheckpointError, read_latest_file
 from megatron.files import write_atomically, write_json
 
 LATEST_FILE = "latest"
@@ -159,9 +160,8 @@ class LatestRecord:
 
 
 def read_latest(folder: Path) -> str | None:
-    """Returns the valid name in `latest`; None if there is none. Raises OSError if it is unreadable now."""
-    name = read_name(folder / LATEST_FILE)
-    return name if name is not None and CHECKPOINT_NAME.fullmatch(name) else None
+    """Returns the name of the checkpoint that `latest` names, see `read_latest_file`."""
+    return read_latest_file(folder / LATEST_FILE, ["global_step{}"], CHECKPOINT_NAME)
 
 
 def read_latest_record(folder: Path) -> LatestRecord | None:
@@ -181,7 +181,9 @@ def read_latest_record(folder: Path) -> LatestRecord | None:
 
 def record_upcoming(folder: Path, upcoming: LineageEntry, identity: RunIdentity) -> None:
     """Records a checkpoint in `latest.json` before it is renamed into place."""
-    latest = read_latest(folder) or ""
+    latest = ""
+    with suppress(MissingCheckpointError):  # edited since the start: the save writes it anew
+        latest = read_latest(folder) or ""
     _write(folder, LatestRecord(latest, identity.run_id, identity.lineage, identity.origin, upcoming))
 
 

@@ -12,7 +12,6 @@ from typing import Any
 import torch.distributed as dist
 
 from megatron.checkpoint.discovery import (
-    MissingCheckpointError,
     current_path,
     find_latest,
     find_universal,
@@ -28,6 +27,7 @@ from megatron.checkpoint.formats.registry import (
     format_of,
     is_run_format,
 )
+from megatron.checkpoint.latest import MissingCheckpointError
 from megatron.checkpoint.lineage.branch import find_branch_point, was_started_from
 from megatron.checkpoint.lineage.identity import (
     CHECKPOINT_NAME,
@@ -85,7 +85,8 @@ def check_load_folder(config: Config) -> None:
         raise UserError(f"--load {load} does not exist: --eval-only needs a checkpoint to evaluate")
     if save is None or not (is_same_path(load, save) or _continuation(config.checkpoint, None)):
         raise UserError(
-            f"--load {load} does not exist: pass an existing folder, or remove --load; to "
+            f"--load {load} {'is a file' if Path(load).is_file() else 'does not exist'}: pass an existing "
+            "folder, or remove --load; to "
             "start from scratch and resume later, pass one folder as both --load and --save"
         )
 

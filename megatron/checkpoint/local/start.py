@@ -13,7 +13,6 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import torch.distributed as dist
 
@@ -27,7 +26,7 @@ from megatron.checkpoint.local.saves import LocalCheckpoints
 from megatron.checkpoint.object_store.checkpoints import ObjectCheckpoints
 from megatron.checkpoint.ranks import errors_of_rank_0, files_of_this_rank, first_problem_of_ranks
 from megatron.checkpoint.record import RUN_FILE, Checkpoint
-from megatron.checkpoint.selection import check_fits, select_valid_checkpoint
+from megatron.checkpoint.selection import FingerprintAt, check_fits, select_valid_checkpoint
 from megatron.config import CheckpointConfig, Config
 from megatron.engine.pipeline_engine import GPTEngine
 from megatron.errors import UserError
@@ -41,7 +40,7 @@ def select_checkpoint(
     local: LocalCheckpoints | None,
     config: Config,
     vocab_size: int,
-    fingerprint: dict[str, Any],
+    fingerprint_at: FingerprintAt,
     heartbeat: Callable[[], None],
     objects: ObjectCheckpoints | None = None,
 ) -> Checkpoint | None:
@@ -52,19 +51,19 @@ def select_checkpoint(
     stores, if any. Collective.
     """
     if local is None or config.checkpoint.load is None:
-        return select_valid_checkpoint(shared, config, vocab_size, fingerprint, heartbeat, objects)
+        return select_valid_checkpoint(shared, config, vocab_size, fingerprint_at, heartbeat, objects)
 
     def newest_local(other: Checkpoint | None) -> tuple[Checkpoint | None, list[str]]:
         checkpoint, reasons = _newest_complete(other, local, heartbeat)
         with errors_of_rank_0():
             if checkpoint is not None and dist.get_rank() == 0:
-                check_fits(checkpoint, config, vocab_size, fingerprint)
+                check_fits(checkpoint, config, vocab_size, fingerprint_at)
         return checkpoint, reasons
 
     shared = broadcast_from_rank_0(shared)
     checkpoint, reasons = newest_local(shared)
     if checkpoint is None:
-        valid = select_valid_checkpoint(shared, config, vocab_size, fingerprint, heartbeat, objects)
+        valid = select_valid_checkpoint(shared, config, vocab_size, fingerprint_at, heartbeat, objects)
         if shared is not None and (valid is None or valid.folder != shared.folder):
             checkpoint, reasons = newest_local(valid)  # the damaged one may have been newer
         if checkpoint is None and valid is not None:

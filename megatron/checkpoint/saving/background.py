@@ -24,6 +24,7 @@ from megatron.checkpoint.integrity import canary_loss
 from megatron.checkpoint.record import TrainingState
 from megatron.checkpoint.saving.files import BackgroundFiles
 from megatron.checkpoint.saving.formats import SaveFormat
+from megatron.checkpoint.saving.publishing import with_final_names
 from megatron.checkpoint.saving.writer import BackgroundWriter, Written, ring_bytes
 from megatron.engine.pipeline_engine import GPTEngine
 from megatron.errors import one_line
@@ -98,9 +99,11 @@ class BackgroundSave:
     def ended(
         self, folder: Path, problem: str = "", files: Files | None = None, mismatched: tuple[str, ...] = ()
     ) -> SaveOutcome:
-        """Returns the outcome. folder, files: of the checkpoint. problem, mismatched: see `SaveOutcome`."""
+        """Returns the outcome. folder, files: of the checkpoint; the folder may have its temporary name.
+        problem, mismatched: see `SaveOutcome`."""
         num_bytes = sum(facts["bytes"] for facts in (files or {}).values())
         seconds = time.monotonic() - self.started
+        folder, problem = folder.with_name(with_final_names(folder.name)), with_final_names(problem)
         return SaveOutcome(
             folder, self.state.iteration, problem, num_bytes, seconds, mismatched, self.is_local
         )
@@ -125,6 +128,8 @@ class BackgroundSaves:
         self._engine, self._vocab_size = engine, vocab_size
         self._store, self._heartbeat = store, heartbeat
         self._num_saves = 0
+        self._lost_store = ""
+        """Why a thread of this rank could not use the store; "" if none has failed."""
         self._outcomes: SimpleQueue[SaveOutcome] = SimpleQueue()
 
     def start_writer(self) -> str:
@@ -174,6 +179,7 @@ class BackgroundSaves:
             if written + save.num_copied_bytes != before:
                 before = written + save.num_copied_bytes
                 self._heartbeat()
+        self._check_store()
         dist.barrier()
         if dist.get_rank() == 0:
             save.has_ended.wait()
@@ -192,9 +198,18 @@ class BackgroundSaves:
 
     def take_outcomes(self) -> Iterator[SaveOutcome]:
         """Yields the saves that have ended since the last call: on rank 0 once they are complete, on other
-        ranks after `finish`."""
+        ranks after `finish`. Raises DistError if the store is lost."""
+        self._check_store()
         while not self._outcomes.empty():
             yield self._outcomes.get()
+
+    def _check_store(self) -> None:
+        """Raises DistError if a thread has lost the store, without which no save can be completed."""
+        if self._lost_store:
+            raise dist.DistError(
+                "the store of the processes, which torch's launcher or rank 0 hosts, is lost "
+                f"({self._lost_store})"
+            )
 
     def _finish_files(
         self,
@@ -218,16 +233,22 @@ class BackgroundSaves:
                 problem = problem or one_line(error)
         result = replace(result, files=written.files, problem=problem)
         content: Any = pickle.dumps(result)  # the store accepts bytes, which its annotations do not say
-        self._store.set(f"save {number} {dist.get_rank()}", content)
+        try:
+            self._store.set(f"save {number} {dist.get_rank()}", content)
+            if dist.get_rank() != 0 and save.after_report is not None:
+                save.is_reported.set()
+                save.after_report(save)
+        except dist.DistError as error:  # nobody would see it in a thread
+            self._lost_store = one_line(error)
         save.is_reported.set()
         if dist.get_rank() != 0:
-            if save.after_report is not None:
-                save.after_report(save)
             return
         try:
             results = self._results(number)
             save.outcome = complete(save, results)
         except Exception as error:  # nobody would see it in a thread, and `finish` would wait for ever
+            if isinstance(error, dist.DistError):  # a lost store may accept one more `set`
+                self._lost_store = one_line(error)
             save.outcome = save.ended(save.saving, f"{type(error).__name__}: {error}")
         self._outcomes.put(save.outcome)
         save.has_ended.set()

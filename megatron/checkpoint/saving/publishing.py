@@ -39,6 +39,11 @@ def saving_name(name: str) -> str:
     return f"{SAVING}{name}.{secrets.token_hex(4)}"
 
 
+def with_final_names(text: str) -> str:
+    """Returns a message about a save with the checkpoint's final name instead of the temporary one."""
+    return re.sub(rf"{SAVING}(global_step[0-9]+)(\.[0-9a-f]{{8}})?", r"\1", text)
+
+
 def clean_leftovers(folder: Path) -> None:
     """Removes unfinished saves of killed jobs, and finishes or undoes an interrupted replacement. Only the
     owner of the folder may call it. Failures are logged, not raised."""
@@ -154,12 +159,15 @@ def delete_old_checkpoints(
     if options.keep_last is None:
         return
     interval, kept = options.save_retain_interval, 0
-    for entry in reversed([entry for entry in identity.lineage if identity.saved(entry)]):
+    earlier = (0, *(entry.iteration for entry in identity.lineage))
+    for entry, previous in reversed([*zip(identity.lineage, earlier, strict=False)]):
+        if not identity.saved(entry):
+            continue
         path = folder / entry.name
         try:
             if kept < options.keep_last:
                 kept += is_same_checkpoint(folder, entry, ())
-            elif entry.name == protected or (interval and entry.iteration % interval == 0):
+            elif entry.name == protected or (interval and entry.iteration // interval > previous // interval):
                 continue
             elif is_same_checkpoint(folder, entry, ()):
                 remove(path)

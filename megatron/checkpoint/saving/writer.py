@@ -30,7 +30,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from megatron.checkpoint.files import Files, HashedFile
+from megatron.checkpoint.files import Files, HashedFile, write_problem
 from megatron.checkpoint.host_digests import add_part, host_digests
 from megatron.child_processes import end_with_parent, python_path, signals_blocked
 from megatron.mpu.layout import TPGroup
@@ -268,7 +268,7 @@ class _WriterProcess:
             pass
         except OSError as error:
             with suppress(OSError):  # the rank has ended
-                self._pipe.send(("failed", f"{self._path}: {error.strerror or error}"))
+                self._pipe.send(("failed", write_problem(error, self._path)))
 
     def _open(self, path: str | None) -> None:
         self._path = path

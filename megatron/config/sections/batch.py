@@ -21,6 +21,7 @@ class BatchConfig(Section):
         group=COMMON_FLAGS,
     )
     global_batch_size: int = flag(
+        derived="micro-batch size x data-parallel size",
         at_least=1,
         help="samples per optimizer step: micro-batch size x gradient accumulation steps x data-parallel "
         "size",

@@ -166,7 +166,7 @@ class CheckpointConfig(Section):
         None,
         at_least=1,
         metavar="STEPS",
-        help="with --keep-last: also keep each checkpoint whose iteration is a multiple of STEPS",
+        help="with --keep-last: also keep the first checkpoint at or after each multiple of STEPS",
         used_with=("checkpoint.keep_last",),
     )
     overwrite_checkpoints: bool = flag(

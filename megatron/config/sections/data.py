@@ -26,6 +26,23 @@ class DataConfig(Section):
         "read in proportion to its size",
         group=COMMON_FLAGS,
     )
+    mock_data: bool = flag(
+        False,
+        help="train on random tokens of the vocabulary, to measure steps without token files; the tokens "
+        "depend only on --seed and the number of the sample",
+        excludes={
+            f"data.{name}": "mock data read no files; remove one of the two"
+            for name in (
+                *("data_path", "data_args_path", "per_split_data_args_path"),
+                *(f"{split}_data_path" for split in ("train", "valid", "test")),
+                *(
+                    f"{split}_weighted_split_paths{file}"
+                    for split in ("train", "valid", "test")
+                    for file in ("", "_path")
+                ),
+            )
+        },
+    )
     data_args_path: str | None = _file(help="file with the words of --data-path, separated by white space")
     split: str = flag(
         "969, 30, 1",

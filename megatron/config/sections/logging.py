@@ -33,6 +33,12 @@ class LoggingConfig(Section):
         help="name of the Weights & Biases run (default: chosen by wandb)",
         used_with=("logging.wandb_project",),
     )
+    wandb_save_dir: str | None = flag(
+        None,
+        metavar="FOLDER",
+        help="folder for the files of Weights & Biases (default: wandb's, WANDB_DIR or ./wandb)",
+        used_with=("logging.wandb_project",),
+    )
     log_timers_to_tensorboard: bool = flag(
         False,
         help="also log iteration time and throughput (samples, tokens, TFLOPs) to TensorBoard and Weights & "

@@ -39,14 +39,12 @@ class ModelConfig(Section):
         at_least=1,
         at_most=100_000,
         changes_layer_time=False,
-        megatron_arg=True,
         group=COMMON_FLAGS,
     )
     hidden_size: int = flag(
         help="hidden size of the transformer",
         at_least=1,
         at_most=2**20,
-        megatron_arg=True,
         group=COMMON_FLAGS,
     )
     ffn_hidden_size: int = flag(
@@ -54,24 +52,21 @@ class ModelConfig(Section):
         at_least=1,
         at_most=2**24,
         help="hidden size of the MLP; with --glu-activation, the size of the gate and of the value",
-        megatron_arg=True,
     )
     num_attention_heads: int = flag(
-        help="number of attention heads", at_least=1, at_most=2**16, megatron_arg=True, group=COMMON_FLAGS
+        help="number of attention heads", at_least=1, at_most=2**16, group=COMMON_FLAGS
     )
     kv_channels: int = flag(
         derived="hidden size / heads",
         at_least=1,
         at_most=2**20,
         help="dimension of each attention head",
-        megatron_arg=True,
     )
     group_query_attention: bool = flag(
         False,
         summary="grouped-query attention",
         help="use grouped-query attention (arXiv:2305.13245): --num-query-groups key and value heads, each "
         "shared by an equal number of query heads",
-        megatron_arg=True,
     )
     num_query_groups: int = flag(
         1,
@@ -79,14 +74,12 @@ class ModelConfig(Section):
         at_most=2**16,
         summary="{} query groups",
         help="number of key and value heads with --group-query-attention; 1 is multi-query attention",
-        megatron_arg=True,
         needs={"model.group_query_attention": "add --group-query-attention, or remove --num-query-groups"},
     )
     qk_layernorm: bool = flag(
         False,
         summary="query and key norms",
         help="normalize queries and keys before rotary embeddings are applied (arXiv:2302.05442)",
-        megatron_arg=True,
     )
     qk_layernorm_scope: str = flag(
         "head",
@@ -130,19 +123,17 @@ class ModelConfig(Section):
         help="sequence length in tokens",
         at_least=1,
         at_most=2**24,
-        megatron_arg=True,
         group=COMMON_FLAGS,
     )
     max_position_embeddings: int = flag(
-        derived="--seq-length; required for absolute positions",
+        derived="--seq-length",
         at_least=1,
         at_most=2**24,
         help="maximum sequence length in tokens; with absolute positions, the number of position embeddings",
         changes_layer_time=False,
-        megatron_arg=True,
     )
     position_embedding_type: str = flag(
-        "absolute", choices=POSITION_EMBEDDINGS, help="type of position embeddings", megatron_arg=True
+        "absolute", choices=POSITION_EMBEDDINGS, help="type of position embeddings"
     )
     rotary_base: float = flag(
         10000.0,
@@ -151,7 +142,6 @@ class ModelConfig(Section):
         summary="rotary base {:g}",
         help="base of the rotary frequencies base^(-2i / dimension); Hugging Face calls it rope_theta",
         changes_layer_time=False,
-        megatron_arg=True,
     )
     window_rotary_base: float | None = flag(
         None,
@@ -169,7 +159,6 @@ class ModelConfig(Section):
         group="rotary embeddings",
         summary="{:.0%} of each head rotated",
         help="fraction of each head's dimension that is rotated, above 0 and at most 1",
-        megatron_arg=True,
     )
     rotary_interleaved: bool = flag(
         False,
@@ -177,7 +166,6 @@ class ModelConfig(Section):
         summary="interleaved rotation",
         help="rotate pairs of neighboring elements (2i, 2i + 1), as in the RoPE paper, instead of pairs (i, "
         "i + dimension / 2)",
-        megatron_arg=True,
     )
     rope_scaling_type: str | None = flag(
         None,
@@ -244,7 +232,6 @@ class ModelConfig(Section):
         at_most=2**31 - 1,
         help="pad the vocabulary size to a multiple of N x tensor-parallel size",
         changes_layer_time=False,
-        megatron_arg=True,
         unused_with=("model.pad_vocab_size_to",),
     )
     pad_vocab_size_to: int | None = flag(
@@ -255,12 +242,8 @@ class ModelConfig(Section):
         help="pad the vocabulary to exactly this size, whatever the tensor-parallel size",
         changes_layer_time=False,
     )
-    layernorm_epsilon: float = flag(
-        1e-5, above=0, help="epsilon of all norms", changes_layer_time=False, megatron_arg=True
-    )
-    embed_layernorm: bool = flag(
-        False, summary="embedding norm", help="apply a norm to the word embeddings", megatron_arg=True
-    )
+    layernorm_epsilon: float = flag(1e-5, above=0, help="epsilon of all norms", changes_layer_time=False)
+    embed_layernorm: bool = flag(False, summary="embedding norm", help="apply a norm to the word embeddings")
     normalization: str = flag(
         "LayerNorm", choices=NORMALIZATIONS, summary="{}", help="type of all norms in the model"
     )
@@ -269,7 +252,6 @@ class ModelConfig(Section):
         summary="zero-centered norms",
         help="multiply by 1 + weight in all norms, as in Gemma, instead of by the weight; the weights are "
         "initialized to 0",
-        megatron_arg=True,
     )
     scale_embeddings: bool = flag(
         False,
@@ -295,27 +277,23 @@ class ModelConfig(Section):
         choices=GLU_ACTIVATIONS,
         summary="{}",
         help="use a gated MLP with this activation function of the gate; replaces --activation",
-        megatron_arg=True,
     )
     disable_bias_linear: bool = flag(False, summary="no biases", help="use linear layers without bias")
     add_qkv_bias: bool = flag(
         False,
         summary="QKV bias",
         help="with --disable-bias-linear: keep the bias of the query, key and value projection",
-        megatron_arg=True,
         used_with=("model.disable_bias_linear",),
     )
     untie_embeddings_and_output_weights: bool = flag(
         False,
         summary="untied LM head",
         help="give the LM head its own weight, instead of sharing the word embeddings",
-        megatron_arg=True,
     )
     apply_residual_connection_post_layernorm: bool = flag(
         False,
         summary="residual after norm",
         help="take the residual connection from the norm's output instead of its input",
-        megatron_arg=True,
     )
     init_method_std: float = flag(
         0.02,
@@ -475,19 +453,17 @@ class ModelConfig(Section):
         if self.ffn_hidden_size is None:
             derived["ffn_hidden_size"] = 4 * self.hidden_size
         if self.kv_channels is None:
+            derived["kv_channels"] = self.hidden_size // self.num_attention_heads
             if self.hidden_size % self.num_attention_heads:
-                raise ConfigError(
+                derived["kv_channels"] = ConfigError(
                     f"--hidden-size {self.hidden_size} is not divisible by --num-attention-heads "
                     f"{self.num_attention_heads}: change one of them, or set --kv-channels"
                 )
-            derived["kv_channels"] = self.hidden_size // self.num_attention_heads
         if self.window_pattern is not None:
-            derived["window_pattern"] = window_pattern(self.window_pattern, self.num_layers)
+            try:
+                derived["window_pattern"] = window_pattern(self.window_pattern, self.num_layers)
+            except ConfigError as error:
+                derived["window_pattern"] = error
         if self.max_position_embeddings is None:
-            if self.position_embedding_type == "absolute":
-                raise ConfigError(
-                    "--position-embedding-type absolute without --max-position-embeddings: set it to at "
-                    f"least --seq-length {self.seq_length}"
-                )
             derived["max_position_embeddings"] = self.seq_length
         return derived

@@ -23,7 +23,7 @@ class StabilityConfig(Section):
         metavar="FIRST-LAST",
         help="inclusive ranges of iterations to skip. Their samples and tokens count as consumed, and "
         "learning rate, batch size and sequence length advance; weights and optimizer states do not change. "
-        "Evaluations, saves and exits wait for the end of a range",
+        "Log lines, checks, evaluations, saves and exits inside a range happen once, at its end",
     )
     max_consecutive_skips: int | None = flag(
         None,

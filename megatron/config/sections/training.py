@@ -29,19 +29,21 @@ class TrainingConfig(Section):
     train_iters: int | None = flag(
         None,
         at_least=1,
-        help="length of the training in iterations, including resumed parts; alternative to --train-samples",
+        help="length of the training in iterations, including those before a resume; alternative to "
+        "--train-samples",
         group=COMMON_FLAGS,
     )
     train_samples: int | None = flag(
         None,
         at_least=1,
-        help="length of the training in samples, including resumed parts; alternative to --train-iters",
+        help="length of the training in samples, including those before a resume, whatever their batch "
+        "size was; alternative to --train-iters",
     )
     train_tokens: int | None = flag(
         None,
         at_least=1,
-        help="end the training at this number of tokens, if it is reached before --train-iters or "
-        "--train-samples",
+        help="end the training at this number of tokens, including those before a resume, if it is reached "
+        "before --train-iters or --train-samples",
     )
     eval_interval: int = flag(
         1000,
@@ -115,7 +117,8 @@ class TrainingConfig(Section):
     )
     no_preflight: bool = flag(
         False,
-        help="skip the startup check that the nodes are consistent, have enough memory and see the files",
+        help="skip the startup check that the nodes are consistent, have enough memory and room for "
+        "checkpoints, and see the files",
     )
     seed: int = flag(
         1234,
@@ -128,7 +131,7 @@ class TrainingConfig(Section):
         False,
         aliases=("--eval-only",),
         metavar="1",
-        help="evaluate without training; the value 1 is optional",
+        help="evaluate the checkpoint in --load without training; the value 1 is optional",
     )
     checkpoint_activations: bool = flag(
         False,
@@ -246,7 +249,15 @@ class TrainingConfig(Section):
     )
 
     def derive(self) -> dict[str, Any]:
-        return {"exit_signal": tuple(map(_signal_name, self.exit_signal))}
+        try:
+            return {"exit_signal": tuple(map(_signal_name, self.exit_signal))}
+        except ConfigError as error:
+            return {"exit_signal": error}
+
+    @property
+    def has_length(self) -> bool:
+        """Whether exactly one flag sets the length of the run."""
+        return (self.train_iters is None) != (self.train_samples is None)
 
     @property
     def recomputes_layers(self) -> bool:

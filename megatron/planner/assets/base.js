@@ -54,6 +54,11 @@ function prose(text) {
   return text.split(/(--[\w-]+)/).map((part) => (part.startsWith("--") ? element("span", { class: "flag" }, part) : part));
 }
 
+/** Returns a text as nodes, with a possible line break after each punctuation mark, so that no word is broken. */
+function breakable(text) {
+  return text.split(/(?<=[:|,/_.=-])/).flatMap((part, index) => (index ? [element("wbr"), part] : [part]));
+}
+
 function section(title, note, ...children) {
   const heading = element("h2", {}, title);
   return element("section", {}, heading, note ? element("p", { class: "note" }, ...prose(note)) : null, ...children);
@@ -62,10 +67,12 @@ function section(title, note, ...children) {
 /**
  * Returns a table whose column heads are buttons that sort it.
  * A column has: title; unit; value(row), by which rows are sorted; text(row) or node(row), which are shown instead
- * of the value; `number`, which aligns it right; `wide`, which wraps its text. Unknown values are sorted last in
- * both directions.
+ * of the value; `number`, which aligns it right; `wide`, which wraps its text; `muted`, which greys it;
+ * `isConstant`, a value: a column in which all rows have it is left out. Unknown values are sorted last in both
+ * directions.
  */
-function sortableTable(columns, rows, options = {}) {
+function sortableTable(all, rows, options = {}) {
+  const columns = all.filter((column) => column.isConstant === undefined || rows.some((row) => column.value(row) !== column.isConstant));
   let sorted = null;
   let direction = 1;
   const body = element("tbody");
@@ -99,8 +106,8 @@ function sortableTable(columns, rows, options = {}) {
   function show() {
     const ordered = sorted ? [...rows].sort(compare) : rows;
     body.replaceChildren(...ordered.map((row) => {
-      const kind = (column) => (column.number ? "number" : column.wide ? "wide" : null);
-      const cells = columns.map((column) => element("td", { class: kind(column) }, shown(column, row)));
+      const kind = (column) => ["number", "wide", "muted"].filter((name) => column[name]).join(" ") || null;
+      const cells = columns.map((column) => element("td", { class: kind(column) }, ...content(column, row)));
       return element("tr", { class: options.isSelected?.(row) ? "selected" : null }, ...cells);
     }));
   }
@@ -110,6 +117,12 @@ function sortableTable(columns, rows, options = {}) {
     if (column.text) return column.text(row);
     const value = column.value(row);
     return column.number ? fixed(value) : String(value ?? NONE);
+  }
+
+  /** Returns the content of a cell; long names may break after punctuation. */
+  function content(column, row) {
+    const found = shown(column, row);
+    return column.wide && typeof found === "string" ? breakable(found) : [found];
   }
 
   show();

@@ -52,7 +52,7 @@ function setsTable(data) {
     count("shortest", "shortest", "tokens"), count("longest", "longest", "tokens"),
     { title: "text", unit: "bytes per token", number: true, value: (row) => row.bytes_per_token, text: (row) => fixed(row.bytes_per_token, 2) },
     count("duplicates", "duplicates", "documents"), count("shared", "duplicates_of_others", "documents"),
-    { title: "tokenizer", value: (row) => row.tokenizer },
+    { title: "tokenizer", wide: true, value: (row) => row.tokenizer },
   ];
   return sortableTable(columns, data.sets, { id: "sets", label: "data sets" }).node;
 }

@@ -9,7 +9,7 @@ function main() {
     sweep: () => sweepSections(page.data),
     data: () => dataSections(page.data),
   };
-  document.getElementById("page").replaceChildren(element("h1", {}, page.title), ...sections[page.kind](),
+  document.getElementById("page").replaceChildren(element("h1", {}, page.title), element("p", { class: "note" }, `made ${page.made}`), ...sections[page.kind](),
     element("section", {}, element("h2", {}, "Command"), element("pre", {}, ...prose(page.command))));
 }
 

@@ -4,7 +4,7 @@ const MEMORY_PARTS = ["state", "activations", "head", "temporaries", "tables"];
 const CONTENT_COLORS = { embedding: "embedding", "transformer layer": "transformer", "LM head": "lm-head" };
 
 function planSections(plan) {
-  return [planFigures(plan), stepSection(plan), stageSection(plan), memorySection(plan), scheduleSection(plan),
+  return [verdict(plan), planFigures(plan), stepSection(plan), stageSection(plan), memorySection(plan), scheduleSection(plan),
     communicationSection(plan), whatIfSection(plan)].filter((part) => part !== null);
 }
 
@@ -31,17 +31,19 @@ function planFigures(plan) {
     if (step.days !== null) figures.push(figure("whole run", fixed(step.days, 1), "days"));
   }
   return element("section", {}, element("p", {}, layoutWords(plan.layout)),
-    element("div", { class: "figures" }, ...figures), verdict(plan));
+    element("div", { class: "figures" }, ...figures));
 }
 
+/** Returns whether the plan fits, what to change, and the doubt about its speed. */
 function verdict(plan) {
-  if (plan.fits === null) return element("p", { class: "note" }, "Set --gpu or --device-memory to check whether the plan fits.");
-  const spare = plan.device_bytes - plan.peak_bytes - plan.reserve_bytes;
-  const rank = plan.memory.find((part) => part.total === plan.peak_bytes).rank;
-  const verb = plan.fits ? `Fits with ${gib(spare)} GiB to spare` : `Does not fit: ${gib(-spare)} GiB too much`;
-  return element("p", {}, element("strong", { class: plan.fits ? "good" : "bad" }, verb),
-    `. Rank ${rank} needs ${gib(plan.peak_bytes)} GiB and a reserve of ${gib(plan.reserve_bytes)} GiB for CUDA, NCCL and `
-    + `the allocator; the device has ${gib(plan.device_bytes)} GiB.`);
+  const doubt = plan.step?.doubt ? element("p", { class: "doubt" }, `Note: ${plan.step.doubt}.`) : null;
+  if (!plan.verdict) return element("section", {}, element("p", { class: "note" }, "Set --gpu or --device-memory to check whether the plan fits."), doubt);
+  const [headline, ...rest] = plan.verdict.split(": ");
+  const [needs, advice] = rest.join(": ").split(/\. (?=Try )/);
+  const sentence = (text) => `${text[0].toUpperCase()}${text.slice(1)}`;
+  return element("section", {}, element("p", { class: "verdict" },
+    element("strong", { class: plan.fits ? "good" : "bad" }, sentence(headline))),
+  advice ? element("p", {}, ...prose(advice), ".") : null, element("p", { class: "note" }, ...prose(sentence(needs)), "."), doubt);
 }
 
 /** Returns the seconds of the busiest rank by kind of work: the shares that tools/plan.py prints. */
@@ -207,14 +209,16 @@ function whatIfSection(plan) {
   const relative = (row) => (row.tokens_per_second === null ? null : row.tokens_per_second / base - 1);
   const sign = (value) => (value === null ? NONE : `${value >= 0 ? "+" : "\u2212"}${percent(Math.abs(value))}`);
   const answer = (row) => (row.fits === null ? "rejected" : row.fits ? "yes" : "no");
-  return section("What if", "One change at a time, relative to this plan.", sortableTable([
+  const note = "One change at a time, relative to this plan. The fastest that fits and computes the same numbers is marked."
+    + (plan.stages.length > 1 ? " Partition methods that give the same stages are not listed." : "");
+  return section("What if", note, sortableTable([
     { title: "change", value: (row) => row.change },
     { title: "throughput", unit: "tokens/s", number: true, value: (row) => row.tokens_per_second },
     { title: "relative", unit: "%", number: true, value: relative, text: (row) => sign(relative(row)) },
     { title: "most loaded rank", unit: "GiB", number: true, value: (row) => row.peak_bytes, text: (row) => gib(row.peak_bytes) },
-    { title: "fits", value: answer, node: (row) => element("span", { class: row.fits ? "good" : "bad" }, answer(row)) },
-    { title: "reason", wide: true, value: (row) => row.reason || null, node: (row) => element("span", { class: "note" }, ...prose(row.reason)) },
-  ], plan.what_if, { id: "what-if", label: "effect of one change at a time" }).node);
+    { title: "fits", value: answer, node: (row) => element("span", { class: row.fits ? "good" : row.reason ? "muted" : "bad" }, answer(row)) },
+    { title: "reason", wide: true, isConstant: "", value: (row) => row.reason, node: (row) => element("span", { class: "note" }, ...prose(row.reason)) },
+  ], plan.what_if, { id: "what-if", label: "effect of one change at a time", isSelected: (row) => row.change === plan.best_change }).node);
 }
 
 /** Returns a table of the layouts of a search or the steps of a recipe; the chosen plan is shown below the table. */
@@ -231,16 +235,17 @@ function layoutsSections(data, isSearch) {
     "aria-label": `show ${plan.number}`,
     on: { click: () => { choose(plan); table.node.querySelector('[aria-pressed="true"]').focus(); } } }, `${plan.number}`);
   const layout = (title, name, number = true) => ({ title, number, value: (plan) => plan.layout[name], text: (plan) => String(plan.layout[name]) });
+  const doubted = (plan) => element("span", plan.step.doubt ? { class: "doubted", title: plan.step.doubt } : {}, percent(plan.step.mfu));
   const columns = [
     { title: "show", number: true, value: (plan) => plan.number, node: button },
     { title: "throughput", unit: "tokens/s", number: true, value: (plan) => plan.step.tokens_per_second },
     { title: "step", unit: "s", number: true, value: (plan) => plan.step.total, text: (plan) => seconds(plan.step.total) },
-    { title: "MFU", unit: "%", number: true, value: (plan) => plan.step.mfu, text: (plan) => percent(plan.step.mfu) },
+    { title: "MFU", unit: "%", number: true, value: (plan) => plan.step.mfu, node: doubted },
     { title: "bubble", unit: "%", number: true, value: (plan) => plan.step.bubble, text: (plan) => percent(plan.step.bubble) },
     { title: "most loaded rank", unit: "GiB", number: true, value: (plan) => plan.peak_bytes, text: (plan) => gib(plan.peak_bytes) },
-    layout("TP", "tensor_parallel"), layout("CP", "context_parallel"), layout("PP", "pipeline_parallel"), layout("DP", "data_parallel"), layout("ZeRO", "zero_stage"),
-    layout("micro-batch", "micro_batch_size"), layout("recompute", "recompute", false), layout("schedule", "schedule", false),
-    { title: "SP", value: (plan) => (plan.layout.sequence_parallel ? "yes" : "no") },
+    layout("TP", "tensor_parallel"), { ...layout("CP", "context_parallel"), isConstant: 1 }, layout("PP", "pipeline_parallel"), layout("DP", "data_parallel"), layout("ZeRO", "zero_stage"),
+    layout("micro-batch", "micro_batch_size"), { ...layout("recompute", "recompute", false), isConstant: "none" }, layout("schedule", "schedule", false),
+    { title: "SP", isConstant: "no", value: (plan) => (plan.layout.sequence_parallel ? "yes" : "no") },
     { ...layout("partition", "partition_method", false), wide: true },
   ];
   if (!isSearch) {
@@ -249,9 +254,10 @@ function layoutsSections(data, isSearch) {
   }
   const table = sortableTable(columns, plans, { id: "layouts", label: "layouts", isSelected: (plan) => plan === chosen });
   choose(chosen);
-  const note = isSearch
-    ? `${fixed(data.combinations)} combinations, ${fixed(data.planned)} planned in full. The table has the fastest ${plans.length} that fit. SP: sequence parallel.`
-    : "The steps are in the recipe's order. SP: sequence parallel.";
+  const doubts = plans.some((plan) => plan.step.doubt) ? " MFU in italics: no published run has reached it." : "";
+  const note = (isSearch
+    ? `${fixed(data.combinations)} combinations, ${fixed(data.planned)} planned in full. The table has the fastest ${plans.length} that fit.`
+    : "The steps are in the recipe's order.") + `${plans.some((plan) => plan.layout.sequence_parallel) ? " SP: sequence parallel." : ""}${doubts}`;
   return [section(isSearch ? "Layouts" : "Steps", note, table.node), below];
 }
 

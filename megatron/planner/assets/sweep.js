@@ -6,7 +6,7 @@ function sweepSections(data) {
   const facts = `${sweep.steps} steps, ${sweep.repeat} repeats, commit ${sweep.commits.join(", ") || sweep.commit || "unknown"}, `
     + `${hosts.join(", ")}, ${sweep.created}`;
   const remarks = element("ul", {}, ...data.remarks.map((remark) => element("li", {}, ...prose(remark))));
-  return [element("p", { class: "muted" }, facts), section("Rows", null, sweepTable(data)),
+  return [element("p", { class: "muted" }, facts), section("Rows", data.times.length ? "The fastest row of each group is marked; the remarks say which differences may be noise." : null, sweepTable(data)),
     data.remarks.length ? section("Remarks", null, remarks) : null, ...sweepCharts(data.rows)].filter((part) => part !== null);
 }
 
@@ -25,7 +25,7 @@ function sweepTable(data) {
   };
   const memory = (title, kind) => {
     const sizes = from(kind, "memory_bytes");
-    return { title, unit: "GiB per rank", number: true, value: (row) => (sizes(row) ? Math.max(...sizes(row)) : null), text: (row) => perRank(sizes(row)) };
+    return { title, unit: "GiB per rank", number: true, muted: kind === "predicted" && data.rows.some((row) => row.measured?.is_process_memory), value: (row) => (sizes(row) ? Math.max(...sizes(row)) : null), text: (row) => perRank(sizes(row)) };
   };
   const hasRepeats = (row) => row.measured !== null && row.measured.repeats > 1;
   const columns = [
@@ -45,7 +45,7 @@ function sweepTable(data) {
     column("max/mean", "", "predicted", "max_over_mean", (value) => fixed(value, 3)),
     { title: "processes", number: true, value: (row) => row.processes || null },
   ].filter((one) => data.rows.some((row) => one.value(row) !== null && one.value(row) !== undefined));
-  return sortableTable(columns, data.rows, { id: "sweep", label: "rows of the sweep" }).node;
+  return sortableTable(columns, data.rows, { id: "sweep", label: "rows of the sweep", isSelected: (row) => data.times.some((one) => one.fastest === row.row) }).node;
 }
 
 /** Returns bar charts of the time, largest memory and bubble of each row, measured and predicted. */

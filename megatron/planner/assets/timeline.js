@@ -52,7 +52,7 @@ function timeline(events, ranks) {
     const axis = ticks(view.from, view.to, 8);
     const grid = axis.values.flatMap((time) => [
       drawn("line", { class: "grid", x1: x(time), x2: x(time), y1: LANE.top, y2: bottom }),
-      drawn("text", { x: x(time), y: bottom + 17, "text-anchor": "middle" }, `${fixed(time, axis.decimals)} s`),
+      drawn("text", { x: x(time), y: bottom + 17, "text-anchor": x(time) > LANE.right - 16 ? "end" : "middle" }, `${fixed(time, axis.decimals)} s`),
     ]);
     image.replaceChildren(lanes(), ...grid, ...kinds);
     image.dataset.from = view.from;

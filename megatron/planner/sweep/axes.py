@@ -13,12 +13,20 @@ from dataclasses import dataclass
 from functools import cache
 from typing import Any
 
-from megatron.config.cli import make_parser
 from megatron.config.fields import setting_option
-from megatron.config.peer_flags import IGNORED_FLAGS, rewrite, unsupported
-from megatron.errors import UserError
+from megatron.config.flag_parser import make_parser
+from megatron.config.mistakes import Mistakes
+from megatron.config.peer_flags import IGNORED_FLAGS
+from megatron.config.peer_rewriting import rewrite
+from megatron.config.tool_parser import CollectingParser
+from megatron.errors import ConfigError
 
 MAX_ROWS = 1000
+# Settings from which the global batch size is derived without --global-batch-size.
+_BATCH_FACTORS = {
+    *(f"parallel.{axis}_parallel_size" for axis in ("tensor_model", "context", "pipeline_model")),
+    "batch.micro_batch_size",
+}
 # A negative number, such as -1 or -.5, is a value and not a flag.
 _LIKE_A_FLAG = re.compile(r"-[^\d.]")
 # Flags that the sweep itself appends to each command, see `run_words`.
@@ -69,7 +77,7 @@ class Row:
 
 def split_command(argv: Sequence[str]) -> tuple[list[str], list[Axis], list[str]]:
     """Splits 'WORDS --vary FLAG V1 V2 ... -- BASE' into the words outside --vary, the axes, and the base
-    command. The values of a flag end at the next word that begins with --. Raises UserError for --vary
+    command. The values of a flag end at the next word that begins with --. Raises ConfigError for --vary
     without a flag."""
     argv = list(argv)
     end = argv.index("--") if "--" in argv else len(argv)
@@ -82,7 +90,7 @@ def split_command(argv: Sequence[str]) -> tuple[list[str], list[Axis], list[str]
             rest.append(word)
             continue
         if not words or not words[0].startswith("--"):
-            raise UserError("--vary without a flag: expected --vary FLAG VALUE VALUE ...")
+            raise ConfigError("--vary without a flag: expected --vary FLAG VALUE VALUE ...")
         flag, values = words.pop(0), []
         while words and not words[0].startswith("--"):
             values.append(words.pop(0))
@@ -91,37 +99,48 @@ def split_command(argv: Sequence[str]) -> tuple[list[str], list[Axis], list[str]
 
 
 def given_flags(words: Sequence[str]) -> dict[str, Any]:
-    """Returns the settings in `words`: 'section.field' -> value. Raises UserError for an unknown word."""
-    namespace, unknown = _parser().parse_known_args(list(words))
-    if unknown:
-        if instead := unsupported(unknown[0].split("=")[0]):
-            raise UserError(f"{unknown[0]} in the command after -- is not supported: {instead}")
-        raise UserError(f"unknown word '{unknown[0]}' in the command after --. See pretrain_gpt.py --help.")
-    return vars(namespace)
+    """Returns the settings in `words`: 'section.field' -> value. Raises ConfigError with all mistakes."""
+    return vars(_parser().parse_args(words))
 
 
 def check_base(base: Sequence[str]) -> dict[str, Any]:
-    """Returns the settings of the base command. Raises UserError for a flag that a sweep does not accept."""
-    given = given_flags(base)
-    for name, reason in _REFUSED.items():
-        if name in given:
-            raise UserError(f"{setting_option(name)} in the base command: {reason}. Remove it.")
+    """Returns the settings of the base command. Raises ConfigError with all mistakes, such as flags that a
+    sweep does not accept."""
+    mistakes = Mistakes()
+    given = vars(_parser().collect(base, mistakes))
+    mistakes.extend(
+        f"{setting_option(name)} in the base command: {reason}. Remove it."
+        for name, reason in _REFUSED.items()
+        if name in given
+    )
+    mistakes.raise_all()
     return given
 
 
 def make_rows(axes: Sequence[Axis], base: Sequence[str]) -> list[Row]:
-    """Returns a row per combination of the axes' values; the last axis varies fastest. Raises UserError for
-    an invalid axis or base command."""
-    given = check_base(base)
-    names = [_check_axis(axis, given) for axis in axes]
-    for first, second in itertools.combinations(range(len(axes)), 2):
-        if names[first] == names[second]:
-            raise UserError(
-                f"--vary {axes[first].flag} and --vary {axes[second].flag} are the same flag. Set all values "
-                "after one --vary."
-            )
+    """Returns a row per combination of the axes' values; the last axis varies fastest. Raises ConfigError
+    with all mistakes in the axes and the base command."""
+    mistakes, given, of_name = Mistakes(), dict[str, Any](), dict[str, Axis]()
+    with mistakes.collect():
+        given = check_base(base)
+    for axis in axes:
+        with mistakes.collect():
+            first = of_name.setdefault(_check_axis(axis, given), axis)
+            if first is not axis:
+                raise ConfigError(
+                    f"--vary {first.flag} and --vary {axis.flag} are the same flag. Set all values after one "
+                    "--vary."
+                )
+    factors = [axis.flag for name, axis in of_name.items() if name in _BATCH_FACTORS and axis.values[1:]]
+    # Without a base command, the script of --sbatch has the other flags.
+    if base and factors and "batch.global_batch_size" not in {*given, *of_name}:
+        mistakes.add(
+            f"--vary {factors[0]} without --global-batch-size: it is derived from the layout, so the rows "
+            "would have different batches. Set it in the base command."
+        )
     if (count := math.prod(len(axis.values) for axis in axes)) > MAX_ROWS:
-        raise UserError(f"the axes have {count:,} combinations. Expected {MAX_ROWS:,} at most.")
+        mistakes.add(f"the axes have {count:,} combinations. Expected {MAX_ROWS:,} at most.")
+    mistakes.raise_all()
     rows = []
     for index, values in enumerate(itertools.product(*(axis.values for axis in axes))):
         settings = {axis.flag: value for axis, value in zip(axes, values, strict=True)}
@@ -131,8 +150,8 @@ def make_rows(axes: Sequence[Axis], base: Sequence[str]) -> list[Row]:
 
 
 def checked_row(settings: Mapping[str, str], base: Sequence[str]) -> Row:
-    """Returns the row for settings that were read from a file. Raises UserError for settings that --vary does
-    not accept: another user may have written the file."""
+    """Returns the row for settings that were read from a file. Raises ConfigError for settings that --vary
+    does not accept: another user may have written the file."""
     (row,) = make_rows([Axis(flag, (value,)) for flag, value in settings.items()], base)
     return row
 
@@ -149,7 +168,7 @@ def num_processes(words: Sequence[str]) -> int:
 
 def _words_of(flag: str, value: str) -> list[str]:
     """Returns the words that set a flag on the command line: none for the value '' or a switch that is off.
-    Raises UserError for a value that would be parsed as a flag."""
+    Raises ConfigError for a value that would be parsed as a flag."""
     action = _actions()[flag]
     if _is_switch(action):
         return [flag] if value == "on" else []
@@ -158,9 +177,9 @@ def _words_of(flag: str, value: str) -> list[str]:
     try:
         words = shlex.split(value) if action.nargs is not None else [value]
     except ValueError as error:
-        raise UserError(f"--vary {flag} {value}: a quotation mark is not closed ({error})") from error
+        raise ConfigError(f"--vary {flag} {value}: a quotation mark is not closed ({error})") from error
     if any(_LIKE_A_FLAG.match(word) for word in words):
-        raise UserError(f"--vary {flag} {value}: a value cannot begin with a dash. Remove the dash.")
+        raise ConfigError(f"--vary {flag} {value}: a value cannot begin with a dash. Remove the dash.")
     return [flag, *words]
 
 
@@ -172,32 +191,34 @@ def run_words(base: Sequence[str], words: Sequence[str], steps: int) -> list[str
 
 
 def _check_axis(axis: Axis, base: Mapping[str, Any]) -> str:
-    """Returns the setting of the axis as 'section.field'. Raises UserError if the flag cannot be varied, or a
-    value is not valid. base: the settings of the base command."""
+    """Returns the setting of the axis as 'section.field'. Raises ConfigError if the flag cannot be varied, or
+    a value is not valid. base: the settings of the base command."""
     action = _actions().get(axis.flag)
     if action is None:
         nearest = difflib.get_close_matches(axis.flag, _actions(), n=1)
         hint = f"did you mean {nearest[0]}?" if nearest else "see pretrain_gpt.py --help"
-        raise UserError(f"--vary {axis.flag}: unknown flag, {hint}")
+        raise ConfigError(f"--vary {axis.flag}: unknown flag, {hint}")
     name = action.dest
     if name in _REFUSED or name in SET_BY_SWEEP:
         reason = _REFUSED.get(name, "the sweep sets it")
-        raise UserError(f"--vary {axis.flag} is not possible: {reason}")
+        raise ConfigError(f"--vary {axis.flag} is not possible: {reason}")
     if any(axis.flag == flag.name for flag in IGNORED_FLAGS):
-        raise UserError(f"--vary {axis.flag}: the flag is ignored, so its value changes nothing")
+        raise ConfigError(f"--vary {axis.flag}: the flag is ignored, so its value changes nothing")
     if not axis.values:
-        raise UserError(f"--vary {axis.flag} has no value. Expected --vary FLAG VALUE VALUE ...")
+        raise ConfigError(f"--vary {axis.flag} has no value. Expected --vary FLAG VALUE VALUE ...")
     if len(set(axis.values)) < len(axis.values):
-        raise UserError(f"--vary {axis.flag} has a value twice. Remove one of the two.")
+        raise ConfigError(f"--vary {axis.flag} has a value twice. Remove one of the two.")
     if _is_switch(action) and not set(axis.values) <= {"on", "off"}:
-        raise UserError(f"--vary {axis.flag} {' '.join(axis.values)}: expected the values on and off")
+        raise ConfigError(f"--vary {axis.flag} {' '.join(axis.values)}: expected the values on and off")
     # A value of an axis is appended to the base command, which overrides a value but cannot remove a flag.
     removes_flag = "off" if _is_switch(action) else ""
     if name in base and removes_flag in axis.values:
-        raise UserError(
+        raise ConfigError(
             f"--vary {axis.flag} has a value that removes the flag, but the base command sets it. Remove it "
             "from the base command."
         )
+    for value in axis.values:
+        _words_of(axis.flag, value)
     return name
 
 
@@ -206,7 +227,7 @@ def _is_switch(action: argparse.Action) -> bool:
 
 
 @cache
-def _parser() -> argparse.ArgumentParser:
+def _parser() -> CollectingParser:
     return make_parser()
 
 

@@ -91,12 +91,12 @@ def _resolve_row(base: Sequence[str], row: Row, steps: int, processes: int | Non
         words = run_words(base, row.words, steps)
         processes = processes or num_processes(words)
         more = ["--dry-run", "--world-size", str(processes)] if dry_run else []
-        command_line = read_command_line([*words, *more], {"WORLD_SIZE": str(processes)}, read_saved_config)
-        config = read_deepspeed_config(command_line.config).config
+        env = {"WORLD_SIZE": str(processes)}
+        config = read_command_line([*words, *more], env, read_saved_config, read_deepspeed_config).config
         _check_full_batch(config)
         predicted = predict(config)
     except UserError as error:
-        return replace(row, refused=str(error))
+        return replace(row, refused=" ".join(str(error).split()))
     return replace(
         row,
         processes=processes,

@@ -18,8 +18,9 @@ from megatron.planner.sweep.axes import Row
 from megatron.planner.sweep.folder import FORMAT, Record
 
 Results = Mapping[tuple[int, int], dict[str, Any]]
-# Kinds of logged memory that are compared with the plan: of PyTorch's allocator, or of a process on a CPU.
-_PEAKS = ("peak allocated", "peak resident")
+# Kinds of logged memory that stand beside the plan: of PyTorch's allocator, or of a process on a CPU.
+_PROCESS_PEAK = "peak resident"
+_PEAKS = ("peak allocated", _PROCESS_PEAK)
 
 
 def summarize(record: Record, results: Results) -> dict[str, Any]:
@@ -27,6 +28,7 @@ def summarize(record: Record, results: Results) -> dict[str, Any]:
     groups = group_numbers(record.rows)
     rows = [_summary_of(row, record, results, groups.get(row.index)) for row in record.rows]
     _add_ratios(rows)
+    times = [_compare_times(group, rows) for group in sorted(set(groups.values()))]
     losses = [found for found in check_losses(record.rows, results) if found["runs"]]
     sweep = {name: value for name, value in vars(record).items() if name not in ("rows", "format")}
     # A sweep may be continued with another commit, or on another host.
@@ -37,6 +39,7 @@ def summarize(record: Record, results: Results) -> dict[str, Any]:
         "sweep": sweep,
         "axes": list(dict.fromkeys(flag for row in record.rows for flag in row.settings)),
         "rows": rows,
+        "times": [found for found in times if found is not None],
         "losses": losses,
     }
 
@@ -82,6 +85,7 @@ def _measured(row: Row, runs: Sequence[dict[str, Any]]) -> dict[str, Any] | None
         "tokens_per_s": row.tokens_per_step / median,
         "loss": runs[-1]["steps"][-1]["loss"],
         "memory_bytes": peak_memory(runs),
+        "is_process_memory": any(entry["name"] == _PROCESS_PEAK for run in runs for entry in run["memory"]),
         "bubble": _median([run["bubble"] for run in runs if run.get("bubble") is not None]),
     }
 
@@ -109,6 +113,36 @@ def _add_ratios(rows: list[dict[str, Any]]) -> None:
         if row["measured"]:
             measured = row["measured"]
             measured["ratio"] = measured["step_s"] / first.setdefault(row["group"], measured["step_s"])
+
+
+def _compare_times(group: int, rows: Sequence[dict[str, Any]]) -> dict[str, Any] | None:
+    """Returns the group's fastest row, and the rows whose times differ from it by no more than the spread of
+    their repeats or of its own; None for fewer than two measured rows."""
+    measured = {row["row"]: row["measured"] for row in rows if row["group"] == group and row["measured"]}
+    if len(measured) < 2:
+        return None
+    fastest = min(measured, key=lambda row: measured[row]["step_s"])
+    best = measured[fastest]
+    near = [
+        row
+        for row, one in measured.items()
+        if row != fastest and one["step_s"] / best["step_s"] - 1 <= max(one["spread"], best["spread"])
+    ]
+    sentence = f"fastest of group {group}: row {fastest} ({best['step_s']:.4g} s per step)"
+    if all(one["repeats"] < 2 for one in measured.values()):
+        sentence += (
+            "; with one run per row the spread is not known: --repeat 3 shows which differences are real"
+        )
+    elif near:
+        numbers = f"row{'s' * (len(near) > 1)} {', '.join(map(str, near))}"
+        sentence += f"; the difference to {numbers} is below the spread of the repeats, so it may be noise"
+    return {
+        "group": group,
+        "rows": list(measured),
+        "fastest": fastest,
+        "within_spread": near,
+        "sentence": sentence,
+    }
 
 
 def check_losses(rows: Sequence[Row], results: Results) -> list[dict[str, Any]]:

@@ -81,6 +81,7 @@ def table_cells(summary: Summary) -> list[list[str]]:
         "status",
     ]
     rows = [head]
+    fastest = {times["fastest"] for times in summary["times"]}
     for row in summary["rows"]:
         measured, predicted = row["measured"], row["predicted"]
         rows.append(
@@ -90,7 +91,7 @@ def table_cells(summary: Summary) -> list[list[str]]:
                 str(row["processes"] or "-"),
                 *(text(measured) if measured else "-" for text in _MEASURED.values()),
                 *(text(predicted) if predicted else "-" for text in _PREDICTED.values()),
-                row["status"],
+                row["status"] + ", fastest" * (row["row"] in fastest),
             ]
         )
     keep = [
@@ -114,6 +115,13 @@ def remarks(summary: Summary) -> list[str]:
             found.append(
                 f"runs of {len(values)} {facts} ({', '.join(values)}): their times may not be comparable"
             )
+    found += [times["sentence"] for times in summary["times"]]
+    measured = [row["measured"] for row in summary["rows"] if row["measured"]]
+    if any(values["is_process_memory"] for values in measured):
+        found.append(
+            "GiB is the memory of a process, with Python and PyTorch; planned GiB counts only tensors on the "
+            "device: do not compare them on a CPU"
+        )
     for agreement in summary["losses"]:
         found += [agreement["sentence"], *agreement["disagreeing"]]
     return found

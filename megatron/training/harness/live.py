@@ -40,7 +40,7 @@ def load_tasks(config: Config) -> Tasks | None:
         training.eval_harness_tasks,
         training.eval_harness_tasks_path,
         training.eval_harness_limit,
-        build_tokenizer(config.data),
+        build_tokenizer(config.data, config.model.vocab_size, parse_special=True),  # as the harness's models
         config.model.seq_length,
     )
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import os
 import signal
@@ -12,10 +13,14 @@ import pytest
 import torch
 
 from megatron.checkpoint.digests import fragment_digests
+from megatron.checkpoint.files import write_problem
 from megatron.checkpoint.formats.staged_archive import save_archive
+from megatron.checkpoint.saving.background import BackgroundSave
+from megatron.checkpoint.saving.formats import NativeFormat
 from megatron.checkpoint.saving.writer import BackgroundWriter, StoredFragment
 from megatron.mpu.layout import TPGroup
 from megatron.mpu.parameter_spec import ParameterSpec
+from tests.support.checkpoints import state_after
 
 ROWS, COLUMNS = 300, 70
 SPEC = ParameterSpec(global_shape=(2 * ROWS, COLUMNS), shard_dim=0)
@@ -73,7 +78,7 @@ def test_the_files_are_those_of_torch_save_and_the_digests_those_of_the_tensors(
     writer.close()
 
 
-def test_a_full_disk_is_the_result_of_the_save_and_an_error_of_the_next_one(tmp_path: Path) -> None:
+def test_a_missing_folder_is_the_result_of_the_save_and_an_error_of_the_next_one(tmp_path: Path) -> None:
     writer = BackgroundWriter(1 << 16, lambda: None)
     writer.write_file(
         tmp_path / "folder" / "missing.pt", [([], lambda file: torch.save(torch.zeros(10), file))]
@@ -84,6 +89,15 @@ def test_a_full_disk_is_the_result_of_the_save_and_an_error_of_the_next_one(tmp_
     with pytest.raises(OSError, match="missing.pt"):
         writer.write_file(tmp_path / "other.pt", [([], lambda file: torch.save(torch.zeros(10), file))])
     writer.close()
+
+
+def test_a_failed_save_has_the_final_name_and_a_full_disk_is_called_so(tmp_path: Path) -> None:
+    saving = tmp_path / "saving-global_step2.0a1b2c3d"
+    save = BackgroundSave(saving, state_after(2), {}, 0.0, NativeFormat())
+    full = OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+    outcome = save.ended(saving, write_problem(full, str(saving / "file.pt")))
+    assert outcome.folder == tmp_path / "global_step2"
+    assert outcome.problem == f"{outcome.folder}/file.pt: the disk is full"
 
 
 @pytest.mark.parametrize("moment", ["before", "in the middle", "after"])

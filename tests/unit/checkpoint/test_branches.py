@@ -88,7 +88,7 @@ def test_other_data_are_read_from_their_first_sample(trunk: Path) -> None:
     assert (config.data.data_first_sample, config.data.data_order_samples) == (400, None)
     with pytest.raises(UserError, match="--data-first-sample 400: the run starts before it, at sample 20"):
         start = dataclasses.replace(config.checkpoint, branch_at=None, load=str(trunk / "global_step5"))
-        find_checkpoint(dataclasses.replace(config, checkpoint=start), 64, {})
+        find_checkpoint(dataclasses.replace(config, checkpoint=start), 64, lambda start: {})
 
 
 def test_the_same_command_resumes_the_branch_even_without_the_trunk(trunk: Path) -> None:

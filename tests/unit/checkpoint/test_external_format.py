@@ -55,7 +55,7 @@ def one_file_format(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def find(folder: Path, **model: Any) -> tuple[Config, Checkpoint]:
     config = config_of(Row(), model=model, checkpoint={"load": str(folder)})
-    checkpoint = find_checkpoint(config, VOCAB, FINGERPRINT)
+    checkpoint = find_checkpoint(config, VOCAB, lambda start: FINGERPRINT)
     assert checkpoint is not None
     return config, checkpoint
 

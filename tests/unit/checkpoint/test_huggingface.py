@@ -20,7 +20,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 from megatron.checkpoint.discovery import open_checkpoint
 from megatron.checkpoint.files import describe_file
 from megatron.checkpoint.formats.registry import open_reader
-from megatron.checkpoint.huggingface import file_digests
+from megatron.checkpoint.huggingface import exporter, file_digests
 from megatron.checkpoint.huggingface.exporter import (
     format_differences,
     write_hugging_face,
@@ -288,7 +288,7 @@ def test_the_tokenizer_is_exported(row, model, tmp_path, capsys):
     hf_tokenizer = AutoTokenizer.from_pretrained(tmp_path / "hf")
     assert hf_tokenizer.eos_token_id == tokenizer.eod and len(hf_tokenizer) == tokenizer.vocab_size
     for text in [*TEXT[:4], "one<|endoftext|>two", "  spaces\n\n\ttabs "]:
-        assert hf_tokenizer.encode(text) == tokenizer.tokenize(text)
+        assert hf_tokenizer.encode(text, split_special_tokens=True) == tokenizer.tokenize(text)
         assert hf_tokenizer.decode(tokenizer.tokenize(text)) == text
     again = tmp_path / "from the HF tokenizer"
     convert("--load", path, "--output", again, "--tokenizer-name-or-path", tmp_path / "hf")
@@ -371,15 +371,15 @@ def test_all_files_have_digests_and_weights_are_read_as_soon_as_they_are_written
         hashed.append(path.name)
         return describe_file(path)
 
-    def write_tokenizer(folder):
+    def write_tokenizer(_config, _flags, folder):
         (folder / "additional_chat_templates").mkdir()
         (folder / "additional_chat_templates" / "tool.jinja").write_text("{}")
 
     monkeypatch.setattr(file_digests, "describe_file", describe_and_note)
+    monkeypatch.setattr(exporter, "write_tokenizer", write_tokenizer)
     exported = tmp_path / "hf"
-    write_hugging_face(
-        write(tmp_path, GPT2, {}), exported, write_tokenizer=write_tokenizer, max_file_bytes=20_000
-    )
+    checkpoint = write(tmp_path, GPT2, {})
+    write_hugging_face(checkpoint, exported, tokenizer=checkpoint.config.data, max_file_bytes=20_000)
     weights = sorted(path.name for path in exported.glob("*.safetensors"))
     assert len(weights) > 2 and hashed[: len(weights)] == [f"part-{i}" for i in range(len(weights))]
     assert not {*weights} & {*hashed}

@@ -225,7 +225,7 @@ def test_an_evaluation_uses_load_and_training_resumes_from_save(no_train, tmp_pa
     options = CheckpointConfig(load=str(old), save=str(new))
     with pytest.raises(Killed):
         selection.find_checkpoint(
-            config_of(Row(), training={"no_train": no_train}, checkpoint=vars(options)), 1, {}
+            config_of(Row(), training={"no_train": no_train}, checkpoint=vars(options)), 1, lambda start: {}
         )
     assert chosen[0].folder == (old / "global_step2" if no_train else new / "global_step4")
 

@@ -101,6 +101,20 @@ def test_torch_loads_what_is_written_for_torchtitan(tmp_path: Path) -> None:
     assert format_of(folder) == TORCHTITAN
 
 
+def test_a_tied_embedding_is_also_written_as_the_head(tmp_path: Path) -> None:
+    """The state dict of a tied model of torchtitan 0.3 has both names, and its optimizer only the first."""
+    config = config_of(Row(tp=2, pp=2, zero=1), model=LLAMA | {"untie_embeddings_and_output_weights": False})
+    wholes = random_wholes(config)
+    native = write_native(tmp_path / "native", config, wholes)
+    stored = DcpFolder(convert(native, tmp_path / "titan", TORCHTITAN))
+    assert stored.read("lm_head.weight").equal(stored.read("tok_embeddings.weight"))
+    assert stored.read("lm_head.weight").std() > 0.1
+    assert "optimizer.state.tok_embeddings.weight.exp_avg" in stored.tensors
+    assert not [key for key in stored.tensors if key.startswith("optimizer.") and "lm_head" in key]
+    back = convert(tmp_path / "titan", tmp_path / "global_step0_universal", "universal")
+    assert megatron_logits(open_checkpoint(back)).equal(megatron_logits(open_checkpoint(native)))
+
+
 def test_what_is_no_llama_of_torchtitan_is_refused(titan: Path, tmp_path: Path) -> None:
     config = config_of(Row())
     native = write_native(tmp_path / "native", config, random_wholes(config))

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 
 from megatron.cluster.exit_codes import RankStopped, RunStopped, SharedUserError, exit_code, exit_on_error
@@ -93,3 +95,11 @@ def test_exit_code_of_a_run_that_ends_well(status, env, expected, tmp_path) -> N
     report = RankReport(str(tmp_path), "0")
     assert exit_code(report, status, env) == expected
     assert read_reports(tmp_path)[0]["end"] == status.value
+
+
+@pytest.mark.parametrize("status", [ExitStatus.FINISHED, ExitStatus.REQUEUE])
+def test_a_script_can_tell_a_stop_from_the_end_under_a_launcher(status: ExitStatus, tmp_path: Path) -> None:
+    """The exit code is 0 for both."""
+    env = {"TORCHELASTIC_RUN_ID": "none", "TORCHELASTIC_ERROR_FILE": str(tmp_path / "error.json")}
+    assert exit_code(RankReport(None, "0"), status, env) == 0
+    assert (tmp_path / "error.json").exists() is (status is ExitStatus.REQUEUE)

@@ -2,6 +2,11 @@
 
 from __future__ import annotations
 
+import os
+import socket
+import subprocess
+import sys
+
 import pytest
 
 from megatron.cluster.launch import (
@@ -15,6 +20,7 @@ from megatron.cluster.launch import (
 )
 from megatron.cluster.rank_reports import RankReport
 from megatron.errors import UserError
+from tests.end_to_end.command import ROOT
 
 # The environment of the last of 4 tasks of srun on 2 nodes, in job 31234.
 TASK = {
@@ -160,6 +166,38 @@ def test_first_host(hosts: str, first: str) -> None:
 
 def test_ports_lie_below_the_ephemeral_range() -> None:
     assert {port_of_job(job) for job in range(40_000)} == set(range(10_000, 30_000))
+    restarts = {port_of_job(job, start) for job in range(3_000) for start in range(1, 9)}
+    assert restarts == set(range(30_000, 32_766))
+
+
+def test_ports_of_the_restarts_and_steps_of_jobs_on_a_node_differ() -> None:
+    """Jobs whose ids are close, such as the tasks of an array, with three restarts each."""
+    ports = [port_of_job(job, start) for job in range(19_800, 20_700) for start in range(4)]
+    assert len(ports) == len(set(ports))
+    assert all(port_of_job(7, start) != port_of_job(7, start + 1) for start in range(20))
+
+
+def test_slurm_scripts_use_these_ports_and_skip_one_in_use() -> None:
+    def ports(job_id: int, **env: str) -> list[int]:
+        script = 'source "$0"; for restart in 0 1 2 3 4 5; do find_port $restart; echo $PORT; done'
+        own = {**os.environ, "SLURM_JOB_ID": str(job_id), "REPO": str(ROOT), "PYTHON": sys.executable, **env}
+        common = str(ROOT / "examples" / "slurm" / "common.sh")
+        run = subprocess.run(
+            ["bash", "-c", script, common], env=own, text=True, capture_output=True, check=True
+        )
+        return [int(line) for line in run.stdout.split()]
+
+    with socket.create_server(("", 0)) as listener:
+        assert ports(7, MASTER_PORT=str(listener.getsockname()[1]))[0] > listener.getsockname()[1]
+    for job_id in (7, 123_456):
+        for restart, port in enumerate(ports(job_id)):
+            own = [port_of_job(job_id, start) for start in range(restart, restart + 4)]
+            assert port in own and all(map(listens, own[: own.index(port)]))
+
+
+def listens(port: int) -> bool:
+    with socket.socket() as probe:
+        return probe.connect_ex(("127.0.0.1", port)) == 0
 
 
 @pytest.mark.parametrize(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import signal
@@ -13,9 +14,11 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
 
 from megatron.cluster.node_diagnosis import _prints_errors_of_all, finish_rank_reports, print_diagnosis
 from megatron.cluster.rank_reports import ExitStatus, RankReport
+from megatron.errors import print_error
 from tests.end_to_end.command import ROOT
 from tests.support import HANG_TIMEOUT_S
 
@@ -48,12 +51,13 @@ sys.exit(exit_code(report, ExitStatus.FINISHED))
 LAUNCHER = """
 import os, subprocess, sys, time
 ranks = [
-    subprocess.Popen([sys.executable, "-c", sys.argv[1]], env={**os.environ, "RANK": str(rank), "LOCAL_RANK":
-    str(rank)},
+    subprocess.Popen([sys.executable, "-c", sys.argv[1]],
+                     env={**os.environ, "RANK": str(rank), "LOCAL_RANK": str(rank),
+                          "TORCHELASTIC_ERROR_FILE": f"{sys.argv[2]}-{rank}"},
                      stdin=subprocess.PIPE, text=True)
     for rank in range(int(os.environ["WORLD_SIZE"]))
 ]
-for rank, what in zip(ranks, sys.argv[2:]):
+for rank, what in zip(ranks, sys.argv[3:]):
     rank.stdin.write(what + "\\n"); rank.stdin.flush()
 for rank in ranks:
     rank.wait()
@@ -157,42 +161,63 @@ def test_second_process_with_the_same_rank_prints_its_own_error(start: Start) ->
     assert first.communicate("\n", timeout=HANG_TIMEOUT_S)[1] == ""
 
 
-def test_under_a_launcher_the_cause_is_the_last_line_after_its_traceback(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("ends", "cause"),
+    [
+        (
+            ("lost", "kill", "lost"),
+            r"error: rank 1 on \S+ \(pid \d+\), after iteration 7: killed \(SIGKILL\), .*",
+        ),
+        (
+            ("lost", "lost", "broken"),
+            r"error: rank 2 on \S+ \(pid \d+\), after iteration 7: ValueError: broken",
+        ),
+        (("mistake", "mistake", "mistake"), "error: --lr is 0"),
+    ],
+    ids=lambda value: "-".join(value) if isinstance(value, tuple) else "",
+)
+def test_under_a_launcher_the_cause_is_printed_once_before_its_traceback(ends, cause, tmp_path: Path) -> None:
+    """And it is in the error file of the rank that has printed it."""
     env = environment(tmp_path, 3, LOCAL_WORLD_SIZE="3", TORCHELASTIC_RUN_ID="none")
     run = subprocess.run(
-        [sys.executable, "-c", LAUNCHER, RANK, "lost", "kill", "lost"],
+        [sys.executable, "-c", LAUNCHER, RANK, str(tmp_path / "error"), *ends],
         env=env,
         text=True,
         capture_output=True,
         timeout=HANG_TIMEOUT_S,
     )
-    lines = run.stderr.splitlines()
-    assert lines[-2] == "Traceback of the launcher"
-    assert lines[-1].startswith("error: rank 1 on ") and "killed (SIGKILL)" in lines[-1]
+    *before, last = run.stderr.splitlines()
+    assert last == "Traceback of the launcher"
+    assert re.fullmatch(cause, before[-1]) and run.stderr.count("error: ") == 1
     assert not list(tmp_path.glob("megatron-*/*"))
+    (file,) = tmp_path.glob("error-*")
+    assert json.loads(file.read_text())["message"]["message"] == before[-1]
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP])
-def test_signal_to_the_rank_does_not_end_the_diagnosis_that_it_starts(
-    number: signal.Signals, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture
+def test_the_summary_of_torchs_launcher_shows_the_cause_as_its_root(tmp_path: Path, monkeypatch) -> None:
+    """The file has the format that torch reads, and its time is before that of errors without a file."""
+    monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(tmp_path / "error.json"))
+    later = ProcessFailure(0, 11, 1, str(tmp_path / "none"))
+    print_error("Traceback ...\nerror: rank 1 on n1: ValueError: broken")
+    first = ProcessFailure(1, 12, 2, str(tmp_path / "error.json"))
+    _, _, root = (
+        ChildFailedError("pretrain_gpt.py", {0: later, 1: first}).format_msg().partition("Root Cause")
+    )
+    assert "rank      : 1" in root and "traceback : error: rank 1 on n1: ValueError: broken" in root
+
+
+def test_a_rank_that_ended_well_leaves_the_reports_to_a_failed_rank_that_prints(
+    tmp_path: Path, capsys
 ) -> None:
-    """torch's launcher signals the process group of a rank just before the detached process runs Python."""
-    started = []
-
-    def popen_with_signal(*command, **options) -> subprocess.Popen:
-        process = popen(*command, **options, preexec_fn=lambda: os.kill(os.getpid(), number))
-        started.append(process)
-        return process
-
-    popen = subprocess.Popen
-    monkeypatch.setattr(subprocess, "Popen", popen_with_signal)
-    report = RankReport(str(tmp_path / "r"), "1", "n1", is_temporary=True)
-    report.end(ExitStatus.FAILED, "error: ValueError: broken")
-    finish_rank_reports(report, environment(tmp_path, TORCHELASTIC_RUN_ID="none", SLURM_STEP_ID="0"))
-    (process,) = started
-    assert process.wait(HANG_TIMEOUT_S) == 0
-    assert capfd.readouterr().err.splitlines()[-1].endswith("ValueError: broken")
-    assert number not in signal.pthread_sigmask(signal.SIG_BLOCK, [])
+    """The failed rank has written its report, and claims the diagnosis only after the other one has ended."""
+    failed, well = (RankReport(str(tmp_path / "r"), str(rank), "n1", is_temporary=True) for rank in (0, 1))
+    env = {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"}
+    failed.end(ExitStatus.FAILED, "error: ValueError: broken")
+    well.end(ExitStatus.FINISHED)
+    finish_rank_reports(well, env)
+    finish_rank_reports(failed, env)
+    assert capsys.readouterr().err.endswith("ValueError: broken\n")
+    assert not (tmp_path / "r").exists()
 
 
 def test_single_process_has_no_reports(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -247,13 +272,16 @@ def test_error_of_all_ranks_is_printed_by_the_first_node(env, expected) -> None:
     ],
     ids=str,
 )
-def test_another_node_prints_only_its_own_causes(facts, printed, tmp_path: Path, capsys) -> None:
+def test_another_node_prints_only_its_own_causes(facts, printed, tmp_path: Path, capsys, monkeypatch) -> None:
+    """The summary of each node's launcher shows a cause."""
+    monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(tmp_path / "error.json"))
     for rank in (4, 5):
         RankReport(str(tmp_path / "r"), str(rank), "n2").end(
             ExitStatus.FAILED, "error: x: KeyError: 1", **facts
         )
     print_diagnosis(tmp_path / "r", 0, prints_errors_of_all=False)
     assert bool(capsys.readouterr().err) is printed
+    assert "KeyError: 1" in (tmp_path / "error.json").read_text()
 
 
 @pytest.mark.parametrize(
@@ -272,6 +300,16 @@ def test_lost_connection_on_one_of_several_nodes_has_no_traceback(
     assert expected in stderr and ("Traceback" in stderr) is (processes == 2)
 
 
+@pytest.mark.parametrize("answers", [False, True])
+def test_a_rank_that_notes_no_signal_is_the_cause_of_a_hang(answers: bool, tmp_path: Path, capsys) -> None:
+    """It runs, but a thread that holds the interpreter keeps its watchdog from reporting anything."""
+    for rank in (0, 2):
+        RankReport(str(tmp_path / "r"), str(rank), "n1").end(ExitStatus.HANG, "", place="x.py:1 all_reduce")
+    RankReport(str(tmp_path / "r"), "1", "n1").note(**({"signal": "SIGTERM"} if answers else {}))
+    print_diagnosis(tmp_path / "r", 3)
+    assert bool(re.search("rank 1 .*does not answer", capsys.readouterr().err)) is not answers
+
+
 def test_sigterm_makes_a_rank_print_without_waiting_for_others(start: Start, tmp_path: Path) -> None:
     """Slurm ends the ranks that are left when a task of another node has failed. Rank 1 stands still, and
     without the signal rank 0 would wait for it longer than this test does."""
@@ -279,9 +317,9 @@ def test_sigterm_makes_a_rank_print_without_waiting_for_others(start: Start, tmp
     wait = f"import {module} as module; module._MAX_WAIT_FOR_RANKS_S = {2 * HANG_TIMEOUT_S}"
     first, second = start(0, before=wait), start(1)
     second.send_signal(signal.SIGSTOP)
-    first.stdin.write("broken\n")
+    first.stdin.write("lost\n")
     first.stdin.flush()
     while not list(tmp_path.glob("megatron-*/*/failed")):
         time.sleep(0.01)
     first.send_signal(signal.SIGTERM)
-    assert "ValueError: broken" in first.communicate(timeout=HANG_TIMEOUT_S)[1]
+    assert "Connection closed" in first.communicate(timeout=HANG_TIMEOUT_S)[1]

@@ -80,7 +80,7 @@ def test_missing_flags_of_the_model_name_use_checkpoint_args_beside_load() -> No
     words = ["--micro-batch-size", "1", "--global-batch-size", "4", "--lr", "1e-3", "--train-iters", "5"]
     with pytest.raises(UserError, match="--num-layers .*; --use-checkpoint-args takes"):
         parse_args([*words, "--load", "checkpoints", "--finetune", "--save", "tuned"])
-    with pytest.raises(UserError, match=r"--seq-length \(sequence length in tokens\)$"):
+    with pytest.raises(UserError, match=r"(?m)--seq-length \(sequence length in tokens\)$"):
         parse_args(words)
 
 

@@ -13,17 +13,11 @@ from pathlib import Path
 import pytest
 
 from megatron.config import Config, ConfigError, parse_args, read_command_line
-from megatron.config.cli import HELP_GROUPS, make_parser
 from megatron.config.config import SECTIONS
 from megatron.config.fields import flag_of, option_name
-from megatron.config.peer_flags import (
-    IGNORED_FLAGS,
-    REWRITTEN_FLAGS,
-    UNSUPPORTED_FAMILIES,
-    UNSUPPORTED_FLAGS,
-    rewrite,
-    unsupported,
-)
+from megatron.config.flag_parser import HELP_GROUPS, make_parser
+from megatron.config.peer_flags import IGNORED_FLAGS, UNSUPPORTED_FAMILIES, UNSUPPORTED_FLAGS
+from megatron.config.peer_rewriting import REWRITTEN_FLAGS, rewrite, unsupported
 from tests.unit.config.command_lines import BLOOM, GPT_104B, RUN, SMALL
 
 # Every flag of the published scripts, with a value that one of them gives, and the field that it sets.
@@ -119,9 +113,9 @@ SETTINGS = [
     ("--num-workers 2", "data.num_workers", 2),
     ("--num-workers 2", "data.valid_num_workers", 2),
     ("--num-workers 2 --valid-num-workers 0", "data.valid_num_workers", 0),
-    ("--no-train", "training.no_train", True),
-    ("--no-train 1", "training.no_train", True),
-    ("--eval-only 1", "training.no_train", True),
+    ("--no-train --load x", "training.no_train", True),
+    ("--no-train 1 --load x", "training.no_train", True),
+    ("--eval-only 1 --load x", "training.no_train", True),
     ("--fp16 --loss-scale 0", "precision.loss_scale", None),
     ("--load x --allow-drift", "checkpoint.allow_replica_mismatch", True),
     ("--hidden-dropout 0", "model.hidden_dropout", 0.0),
@@ -211,10 +205,13 @@ def test_defaults_are_megatrons() -> None:
     assert (config.logging.log_level, config.logging.log_level_replica) == ("warning", "error")
 
 
-def test_derived_position_table_is_the_sequence_for_relative_positions() -> None:
+@pytest.mark.parametrize("positions", ["absolute", "rotary"])
+def test_derived_position_table_is_the_sequence(positions: str) -> None:
     words = [word for word in SMALL if word != "--max-position-embeddings"]
     words.remove("32")
-    assert parse_args([*words, "--position-embedding-type", "rotary"], {}).model.max_position_embeddings == 32
+    assert (
+        parse_args([*words, "--position-embedding-type", positions], {}).model.max_position_embeddings == 32
+    )
 
 
 def test_a_config_is_frozen() -> None:
@@ -331,7 +328,7 @@ def test_a_rewritten_flag_gives_way_to_the_flag_that_it_stands_for() -> None:
         command = read_command_line([*SMALL, *words.split()], {})
         assert command.config.parallel.zero_stage == 0
         assert "--use-distributed-optimizer is ignored: --zero-stage is given" in command.notes
-    with pytest.raises(ConfigError, match="--openai-gelu=1: --openai-gelu takes no value"):
+    with pytest.raises(ConfigError, match="--openai-gelu takes no value"):
         parse_args([*SMALL, "--openai-gelu=1"], {})
 
 
@@ -348,7 +345,7 @@ def test_a_rewritten_flag_gives_way_to_the_flag_that_it_stands_for() -> None:
         ("--seed", ("--seed", "expected one argument")),
         ("--fp16=1", ("--fp16", "'1'")),
         ("--data-path", ("--data-path", "at least one")),
-        ("--optimizer lamb", ("--optimizer", "'lamb'", "adam, adamw, lion, muon, sgd")),
+        ("--optimizer lamb", ("--optimizer", "'lamb'", "adam, adamw")),
         ("--position-embedding-type relative", ("--position-embedding-type", "'relative'", "rotary")),
         ("--log-level loud", ("--log-level", "'loud'", "warning")),
         ("--data-impl lazy", ("--data-impl", "'lazy'", "mmap")),
@@ -362,7 +359,7 @@ def test_a_rewritten_flag_gives_way_to_the_flag_that_it_stands_for() -> None:
         ("--lr 0", ("--lr", "0.0", "more than 0")),
         ("--seed 4294967296", ("--seed", "4294967296", "at most 4294967295")),
         ("--zero-stage 4", ("--zero-stage", "4", "at most 3")),
-        ("--partition-method balanced", ("--partition-method is 'balanced'", "expected uniform")),
+        ("--partition-method balanced", ("--partition-method is 'balanced'", "expected", "uniform, ")),
         ("--partition-method ''", ("--partition-method is empty",)),
         (
             "--exit-signal SIGKILL",
@@ -392,7 +389,6 @@ def test_missing_flags_are_listed_together() -> None:
         "--num-attention-heads",
         "--seq-length",
         "--micro-batch-size",
-        "--global-batch-size",
     ):
         assert flag in str(caught.value)
     assert "--num-layers" not in str(caught.value)

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron.config import BatchSchedule, Config, ConfigError, TrainingConfig, parse_args
+from megatron.config import BatchSchedule, Config, ConfigError, TrainingConfig, read_command_line
 from megatron.config.curriculum import LengthCurriculum, read_curriculum
 from megatron.engine.deepspeed_config import read_deepspeed_config
 from tests.unit.config.command_lines import SMALL
@@ -90,8 +90,9 @@ def test_a_section_with_invalid_settings_is_refused(changes, parts) -> None:
 def read(folder: Path, section, *flags: str) -> tuple[Config, tuple[str, ...]]:
     path = folder / "deepspeed.json"
     path.write_text(json.dumps({"curriculum_learning": section}))
-    settings = read_deepspeed_config(parse_args([*SMALL, *flags, "--deepspeed_config", str(path)], {}))
-    return settings.config, settings.notes
+    words = [*SMALL, *flags, "--deepspeed_config", str(path)]
+    command = read_command_line(words, {}, read_deepspeed_config=read_deepspeed_config)
+    return command.config, command.notes
 
 
 def test_the_file_sets_the_curriculum_with_a_note(tmp_path: Path) -> None:

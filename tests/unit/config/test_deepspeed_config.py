@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 
-from megatron.config import ConfigError, parse_args
-from megatron.engine.deepspeed_config import DeepSpeedSettings, deepspeed_dict, read_deepspeed_config
+from megatron.config import CommandLine, ConfigError, parse_args, read_command_line
+from megatron.engine.deepspeed_config import deepspeed_dict, read_deepspeed_config
 from megatron.errors import UserError
 from tests.unit.config.command_lines import SMALL, rows
 from tests.unit.hostile import HOSTILE_VALUES, refusal
@@ -39,17 +39,18 @@ PUBLISHED: dict[str, Any] = {
 def read(tmp_path: Path):
     """Reads settings as a DeepSpeed file with SMALL and more flags."""
 
-    def read_settings(settings: Any, *words: str) -> DeepSpeedSettings:
+    def read_settings(settings: Any, *words: str) -> CommandLine:
         file = tmp_path / "ds_config.json"
         file.write_text(settings if isinstance(settings, str) else json.dumps(settings))
-        return read_deepspeed_config(parse_args([*SMALL, *words, "--deepspeed_config", str(file)], {}))
+        words = (*SMALL, *words, "--deepspeed_config", str(file))
+        return read_command_line(words, {}, read_deepspeed_config=read_deepspeed_config)
 
     return read_settings
 
 
 def test_without_a_file_nothing_changes() -> None:
-    config = parse_args(SMALL, {})
-    assert read_deepspeed_config(config) == DeepSpeedSettings(config, ())
+    command = read_command_line(SMALL, {}, read_deepspeed_config=read_deepspeed_config)
+    assert command == CommandLine(parse_args(SMALL, {}), ())
 
 
 def test_a_published_file_agrees_and_its_loss_scale_wins(read) -> None:
@@ -181,12 +182,12 @@ def test_an_absent_file_is_refused_by_a_run_and_noted_by_a_plan(tmp_path: Path) 
         (tmp_path / f"text{ending}").touch()
     absent = str(tmp_path / "none.json")
     words = [*SMALL, "--vocab-size", "9", "--data-path", str(tmp_path / "text"), "--deepspeed_config", absent]
-    plan = parse_args(words, {})
-    assert absent in read_deepspeed_config(plan).notes[0]
-    assert deepspeed_dict(plan, 8)["train_batch_size"] == 8
-    run = parse_args([word for word in words if word != "--dry-run"], {})
+    plan = read_command_line(words, {}, read_deepspeed_config=read_deepspeed_config)
+    assert absent in plan.notes[0]
+    assert deepspeed_dict(plan.config, 8)["train_batch_size"] == 8
+    run = [word for word in words if word != "--dry-run"]
     with pytest.raises(ConfigError, match="--deepspeed_config .*none.json"):
-        read_deepspeed_config(run)
+        read_command_line(run, {}, read_deepspeed_config=read_deepspeed_config)
 
 
 def test_deepspeed_is_configured_for_fp32_without_clipping() -> None:
@@ -236,7 +237,7 @@ def test_all_zero_settings_except_the_stage_are_ignored_with_a_note(read) -> Non
     zero = {"stage": 1, "allgather_bucket_size": 5e8, "overlap_comm": False, "reduce_bucket_size": "auto"}
     settings = read({"zero_optimization": zero}, "--zero-stage", "1")
     assert deepspeed_dict(settings.config, 8)["zero_optimization"] == {"stage": 1}
-    (note,) = settings.notes
+    note, *_ = settings.notes
     assert "zero_optimization (allgather_bucket_size, overlap_comm) is deprecated and ignored: " in note
 
 
@@ -280,8 +281,10 @@ def test_a_hostile_file_is_one_sentence(content: str, read) -> None:
 def test_a_hostile_pipe_or_device_does_not_block(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "pipe")
     for file in (tmp_path / "pipe", Path("/dev/zero")):
-        config = parse_args([*SMALL, "--deepspeed_config", str(file)], {})
-        assert str(file) in refusal(lambda config=config: read_deepspeed_config(config))
+        words = [*SMALL, "--deepspeed_config", str(file)]
+        assert str(file) in refusal(
+            lambda words=words: read_command_line(words, {}, read_deepspeed_config=read_deepspeed_config)
+        )
 
 
 @pytest.mark.parametrize(

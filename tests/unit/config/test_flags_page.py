@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from megatron.config.cli import make_parser
+from megatron.config.flag_parser import make_parser
 from megatron.config.flags_page import flags_page, other_frameworks_tables
 from megatron.config.peer_flags import IGNORED_FLAGS
 

@@ -31,8 +31,7 @@ def test_a_published_command_line_is_accepted_or_refused_for_its_own_fault(
             read_command_line(words, {})
         assert script.fault in str(caught.value)
         return
-    command_line = read_command_line(words, {})
-    config = read_deepspeed_config(command_line.config).config
+    config = read_command_line(words, {}, read_deepspeed_config=read_deepspeed_config).config
     assert config.parallel.world_size == script.processes
     assert config.precision.loss_scale is None  # dynamic, as the file says and --loss-scale does not
 

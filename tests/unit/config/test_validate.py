@@ -36,9 +36,14 @@ REFUSED = """
     => --rope-beta-slow 32; --rope-beta-fast 32
 --eval-harness-interval 5 => --eval-harness-interval 5; --eval-harness-tasks
 --eval-harness-limit 5 => --eval-harness-limit 5; --eval-harness-tasks
---eval-harness-tasks toy => --eval-harness-tasks toy; --eval-harness-interval
---eval-tasks toy --eval-harness-interval 5 --eval-only
+--eval-harness-tasks toy --tokenizer-model m => --eval-harness-tasks toy; --eval-harness-interval
+--eval-tasks toy --eval-harness-interval 5 --eval-only --load c
     => --eval-harness-tasks toy; --eval-only; tools/evaluate.py
+--eval-only => --eval-only without --load would evaluate the initial weights
+--eval-only --load c --eval-iters 0 => --eval-only with --eval-iters 0, which evaluates nothing
+--eval-only --load c --split 100,0,0 => --eval-only with --split 100,0,0: there are no validation
+--split 0,50,50 => --split 0,50,50 assigns no document to the train split
+--eval-only --load c --train-data-path a => --eval-only without --valid-data-path: there are no validation
 --mup --optimizer sgd => --mup without --optimizer adam
 --mup --softmax-scale 0.5 => --softmax-scale 0.5; --mup-attn-mult
 --z-loss-weight 1e-4 --loss-implementation plain => --z-loss-weight 0.0001; plain; fused
@@ -181,14 +186,6 @@ def test_flags_in_one_unit_are_accepted(words: str) -> None:
     parse_args([*WITHOUT_LENGTH, *words.split()], {})
 
 
-def test_absolute_positions_need_the_size_of_their_table() -> None:
-    words = list(SMALL)
-    place = words.index("--max-position-embeddings")
-    del words[place : place + 2]
-    sentence = sentence_of(words)
-    assert "--max-position-embeddings" in sentence and "--seq-length 32" in sentence
-
-
 def test_kv_channels_frees_the_hidden_size_from_the_heads() -> None:
     assert parse_args([*SMALL, "--hidden-size", "66", "--kv-channels", "16"], {}).model.kv_channels == 16
 
@@ -240,8 +237,7 @@ NO_EFFECT = """
 --tensorboard-queue-size 5 --tensorboard-dir folder =>
 --eval-iters 0 --eval-interval 5 => --eval-interval has no effect with --eval-iters 0
 --split 1 --eval-iters 5 --eval-interval 5
-    => --eval-interval has no effect with --split 1, which has no validation data; --eval-iters has no effect
-           with --split 1, which has no validation data
+    => --eval-interval has no effect with --split 1; --eval-iters has no effect with --split 1
 --split 9,0,1 --eval-iters 5 =>
 --tokenizer-model m =>
 --tokenizer-name-or-path t5-small =>
@@ -284,16 +280,16 @@ def test_the_device_of_a_plan_has_no_effect_on_a_run(flag: str, run: list[str]) 
 @pytest.mark.parametrize(
     ("words", "parts"),
     [
-        ("", ("--data-path is missing",)),
-        ("--data-path text", ("--tokenizer-type", "--vocab-size")),
+        ("--vocab-size 100", ("--data-path is missing",)),
+        ("--data-path @", ("--tokenizer-type", "--vocab-size")),
         *[
-            (f"--data-path text --vocab-size 100 {flag}", (flag, "--tokenizer-type"))
+            (f"--data-path @ --vocab-size 100 {flag}", (flag, "--tokenizer-type"))
             for flag in ("--reset-position-ids", "--reset-attention-mask", "--eod-mask-loss")
         ],
     ],
 )
-def test_a_run_needs_data_and_a_vocabulary(words: str, parts: tuple[str, ...]) -> None:
-    sentence = sentence_of([*RUN, *words.split()])
+def test_a_run_needs_data_and_a_vocabulary(words: str, parts: tuple[str, ...], run: list[str]) -> None:
+    sentence = sentence_of([*RUN, *words.replace("@", run[-1]).split()])
     for part in parts:
         assert part in sentence
 
@@ -308,7 +304,12 @@ def test_a_run_needs_both_token_files(run: list[str], tmp_path: Path) -> None:
 def test_a_run_needs_the_files_of_its_tokenizer(run: list[str], tmp_path: Path) -> None:
     vocab, merges = tmp_path / "vocab.json", tmp_path / "merges.txt"
     words = [*run, "--vocab-file", str(vocab), "--merge-file", str(merges)]
-    assert f"--vocab-file: there is no file {vocab}" in sentence_of(words)
+    with pytest.raises(ConfigError) as caught:
+        parse_args(words, {})
+    assert [line.split(":")[0].strip() for line in str(caught.value).splitlines()] == [
+        "--vocab-file",
+        "--merge-file",
+    ]
     vocab.touch()
     assert f"--merge-file: there is no file {merges}" in sentence_of(words)
     merges.touch()

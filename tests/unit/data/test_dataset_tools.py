@@ -13,8 +13,10 @@ import numpy as np
 import pytest
 
 from megatron.commands import merge_datasets, prepare_indices, verify_dataset
+from megatron.config import ConfigError
 from megatron.config.batch import RunLength
 from megatron.config.checkpoint_args import TOKENIZER_FIELDS
+from megatron.config.mistakes import Mistakes
 from megatron.data.indexed_dataset import HEADER, IndexedDataset
 from megatron.planner.command import without_settings
 from megatron.tokenizer.vocabulary_record import read_record, record_path, write_record
@@ -234,7 +236,7 @@ def test_a_sample_is_named_as_the_run_reads_it(
         *("--valid-weighted-split-paths", f"V: 1 0.8:1 {a}", f"W: 1 0.5:1 {a}, 1 0.8:1 {b}"),
     ]
     for given in (["--data-path", "0.3", a, "0.7", b, "--split", "8,2"], own, ranges):
-        config = verify_dataset.sampled_run([*run, *given])
+        config = verify_dataset.sampled_run([*run, *given], Mistakes())
         length = RunLength.from_config(config)
         datasets = build(config.data, 16, 5, length.samples_per_split(config))
         for subset, groups, samples in (
@@ -259,6 +261,20 @@ def test_flags_of_other_uses_are_refused(inputs: list[str], capsys: pytest.Captu
     assert "--seq-length" in mistake(
         capsys, verify_dataset, "--sample", "1", "--train-samples", "8", "--global-batch-size", "8"
     )
+    with pytest.raises(ConfigError) as caught:
+        verify_dataset.build_parser().parse_args(["--subset", "valid", "--vocab-file", "x"])
+    assert all(part in str(caught.value) for part in ("no data set", "--subset valid", "set --html"))
+
+
+def test_a_batch_that_the_layout_of_the_run_determines_is_asked_for(
+    inputs: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    """--global-batch-size is derived from the layout, which these tools do not know."""
+    run = ["--micro-batch-size", "2", "--train-iters", "9", "--seq-length", "8", "--data-path", inputs[0]]
+    error = mistake(capsys, verify_dataset, "--sample", "1", *run)
+    assert "set --global-batch-size as in the run" in error
+    error = mistake(capsys, prepare_indices, *run, *MODEL, *ABSOLUTE, "--lr", "1")
+    assert "set --global-batch-size or --world-size as in the run" in error
 
 
 @pytest.mark.parametrize("flags", [BLOOM, GPT_104B], ids=["176B", "104B"])
@@ -274,7 +290,7 @@ def test_the_flags_of_a_large_run_give_its_samples(
     words += ["--lr-warmup-samples", "9", "--seed", "3"]
     verify_dataset.main(["--sample", "1", *words])
     (found,) = named_tokens(capsys.readouterr().out, {inputs[0]: numbered_documents(SIZES[0])})
-    config = verify_dataset.sampled_run(words)
+    config = verify_dataset.sampled_run(words, Mistakes())
     length = RunLength.from_config(config)
     train = build(config.data, 4, 3, length.samples_per_split(config)).train
     assert train is not None and found == train[1].tolist()

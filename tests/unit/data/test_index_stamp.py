@@ -115,6 +115,12 @@ def test_a_start_with_prepared_indices_opens_no_file_of_a_data_set(
     assert {path: path.stat().st_mtime_ns for path in Path(data.data_cache_path or "").iterdir()} == before
 
 
+def test_mock_data_have_no_indices(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit, match="2"):
+        prepare_indices.main(["--world-size", "4", *FLAGS, "--mock-data"])
+    assert "--mock-data: mock data have no indices" in capsys.readouterr().err
+
+
 def touch(path: Path) -> None:
     os.utime(path, ns=(0, path.stat().st_mtime_ns + 1))
 

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from megatron.config import ConfigError, DataConfig, parse_args
-from megatron.config.batch import RunLength
+from megatron.config.batch import BEGIN, RunLength
 from megatron.data.gpt_dataset import (
     build_gpt_datasets,
     data_fingerprint,
@@ -133,12 +133,26 @@ def test_a_run_above_the_limit_stops_before_it_starts_if_asked(a: str, b: str) -
     ]
     for action, stops in (("repeat", False), ("stop", True)):
         config = parse_args([*flags, "--max-epochs-action", action, "--max-epochs-per-dataset", "20"], {})
-        length = RunLength.from_config(config)
         if stops:  # 400 samples of 4 tokens from 60
             with pytest.raises(ConfigError, match=f"stop: training reads {a} 26.67 times"):
-                run_data.planned_data_report(config, length)
+                run_data.planned_data_report(config, BEGIN)
         else:
-            assert f"warning: training reads {a} 26.67 times" in run_data.planned_data_report(config, length)
+            assert f"warning: training reads {a} 26.67 times" in run_data.planned_data_report(config, BEGIN)
+
+
+@pytest.mark.parametrize(
+    ("split", "evaluates"), [("999,0.5,0.5", False), ("50,50,0", True), ("50,0,50", True)]
+)
+def test_an_evaluation_for_which_a_split_has_no_document_is_an_error(
+    a: str, split: str, evaluates: bool
+) -> None:
+    flags = [*SMALL, "--data-path", a, "--seq-length", "4", "--vocab-size", "100", "--split", split]
+    config = parse_args([*flags, "--eval-only", "--load", "c"], {})
+    if evaluates:
+        assert "training" not in run_data.planned_data_report(config, BEGIN)
+    else:
+        with pytest.raises(ConfigError, match="--eval-only finds no validation or test documents"):
+            run_data.planned_data_report(config, BEGIN)
 
 
 def test_a_split_without_the_tokens_of_a_sample_is_refused(a: str) -> None:

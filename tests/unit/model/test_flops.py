@@ -1,15 +1,132 @@
-"""FLOPs against published measurements: the peers printed TFLOP/s beside seconds per iteration."""
+"""FLOPs against matrix products written out by hand, and against published measurements."""
 
 import sys
+from dataclasses import dataclass, replace
 
 import pytest
 
-from megatron.config import ModelConfig
-from megatron.model.flops import (
-    iteration_flops,
-    model_iteration_flops,
-    tflops_per_device,
-)
+from megatron.model import flops as module
+from megatron.model.flops import iteration_flops, palm_flops, tflops_per_device
+from megatron.pipeline.stages import plan_stages
+from tests.support.measured_worlds import config_of
+
+
+def product(rows: int, inner: int, columns: int) -> int:
+    """Returns the FLOPs of a product [rows, inner] x [inner, columns]."""
+    return 2 * rows * inner * columns
+
+
+@dataclass(frozen=True)
+class Shape:
+    """A step, and what each of its matrix products needs. windows: keys of each query, per layer."""
+
+    flags: str
+    batch: int = 4
+    seq: int = 64
+    hidden: int = 64
+    heads: int = 4
+    groups: int = 4
+    head: int = 16
+    ffn: int = 256
+    gated: bool = False
+    padded: int = 384
+    windows: tuple[int, ...] = (64, 64)
+    recomputed: str = "nothing"
+
+    def by_hand(self) -> int:
+        """Returns the FLOPs of a step: products forward, twice as many backward, what is recomputed."""
+        tokens, layers, scores = self.batch * self.seq, 0, 0
+        for keys in self.windows:
+            layers += product(tokens, self.hidden, self.heads * self.head)  # queries
+            layers += 2 * product(tokens, self.hidden, self.groups * self.head)  # keys and values
+            for _ in range(self.batch * self.heads):
+                scores += product(self.seq, self.head, keys)
+                layers += product(self.seq, self.head, keys)  # scores
+                layers += product(self.seq, keys, self.head)  # weighted values
+            layers += product(tokens, self.heads * self.head, self.hidden)  # output
+            layers += (2 if self.gated else 1) * product(tokens, self.hidden, self.ffn)
+            layers += product(tokens, self.ffn, self.hidden)
+        head = product(tokens, self.hidden, self.padded)
+        again = {"nothing": 0, "layers": layers, "scores": scores}[self.recomputed]
+        return 3 * (layers + head) + again
+
+
+GROUPED = "--group-query-attention --num-query-groups"
+SHAPES = {
+    "plain": Shape(""),
+    "plain, recomputed": Shape("--checkpoint-activations", recomputed="layers"),
+    "recomputed in groups": Shape(
+        "--checkpoint-activations --checkpoint-num-layers 2 --num-layers 3",
+        recomputed="layers",
+        windows=(64,) * 3,
+    ),
+    "gated, 4 h": Shape("--glu-activation swiglu --ffn-hidden-size 256", gated=True),
+    "gated, wider than 4 h": Shape("--glu-activation swiglu --ffn-hidden-size 272", ffn=272, gated=True),
+    "gated, recomputed": Shape(
+        "--glu-activation swiglu --ffn-hidden-size 256 --checkpoint-activations",
+        gated=True,
+        recomputed="layers",
+    ),
+    "grouped": Shape(
+        f"{GROUPED} 2 --glu-activation swiglu --ffn-hidden-size 160", groups=2, ffn=160, gated=True
+    ),
+    "one group, long heads": Shape(f"{GROUPED} 1 --kv-channels 32", groups=1, head=32),
+    "window": Shape("--window-size 16", windows=(16, 16)),
+    "window in three of four layers": Shape(
+        "--window-size 24 --window-pattern W W W F --num-layers 6 --checkpoint-activations",
+        windows=(24, 24, 24, 64, 24, 24),
+        recomputed="layers",
+    ),
+    "a window longer than the sequence": Shape("--window-size 100", windows=(64, 64)),
+    "recomputed scores": Shape(
+        "--recompute-granularity selective --attention-dropout 0.1", recomputed="scores"
+    ),
+    "a large vocabulary and a long sequence": Shape(
+        "--seq-length 1024 --vocab-size 130000 --untie-embeddings-and-output-weights",
+        seq=1024,
+        padded=130048,
+        windows=(1024, 1024),
+    ),
+    "padded for tensor parallelism": Shape(
+        "--world-size 2 --tensor-model-parallel-size 2 --vocab-size 500", padded=512
+    ),
+    "document masks do not count": Shape("--reset-attention-mask --eod-mask-loss"),
+}
+VOCAB = 384
+
+
+def config_with(flags: str):
+    sizes = (
+        "--num-layers 2 --hidden-size 64 --num-attention-heads 4 --seq-length 64 --micro-batch-size 2 "
+        "--global-batch-size 4 --hidden-dropout 0 --attention-dropout 0 "
+    )
+    if "--position-embedding-type" not in flags:
+        sizes += "--max-position-embeddings 2048 "
+    return config_of(sizes + flags)
+
+
+@pytest.mark.parametrize("name", SHAPES)
+def test_flops_by_hand(name: str) -> None:
+    shape = SHAPES[name]
+    config, vocab = config_with(shape.flags), 500 if shape.padded == 512 else shape.padded
+    assert iteration_flops(config, vocab, on_cpu=True) == shape.by_hand()
+    assert iteration_flops(config, vocab, batch_size=1, on_cpu=True) * shape.batch == shape.by_hand()
+    of_model = replace(shape, recomputed="nothing").by_hand()
+    assert iteration_flops(config, vocab, with_recomputation=False, on_cpu=True) == of_model
+
+
+def test_flops_by_hand_of_a_shorter_sequence_of_a_curriculum() -> None:
+    shape = Shape("", seq=32, windows=(24, 24))
+    assert iteration_flops(config_with("--window-size 24"), VOCAB, seq_length=32) == shape.by_hand()
+
+
+def test_a_wider_mlp_has_more_flops() -> None:
+    found = [
+        iteration_flops(config_with(f"--glu-activation swiglu --ffn-hidden-size {n}"), VOCAB)
+        for n in (240, 256, 272)
+    ]
+    assert found[1] - found[0] == found[2] - found[1] == 6 * 4 * 64 * 2 * 3 * 16 * 64
+
 
 # Source (train/tr11-176B-ml/chronicles-prequel.md of bigscience-workshop/bigscience), layers, hidden size,
 # batch, seconds per iteration, TFLOP/s per GPU.
@@ -29,74 +146,74 @@ PUBLISHED = [
 
 @pytest.mark.parametrize(("source", "layers", "hidden", "batch", "seconds", "tflops"), PUBLISHED)
 def test_published_throughput_follows_from_its_seconds(source, layers, hidden, batch, seconds, tflops):
-    flops = iteration_flops(
-        num_layers=layers,
-        hidden_size=hidden,
-        seq_length=2048,
-        padded_vocab_size=250880,
-        batch_size=batch,
-        recompute=True,
+    config = config_with(
+        f"--num-layers {layers} --hidden-size {hidden} --num-attention-heads 64 --seq-length 2048 "
+        "--checkpoint-activations"
     )
+    flops = iteration_flops(config, 250880, batch_size=batch)
     assert tflops_per_device(flops, seconds, 384) == pytest.approx(tflops, rel=1e-3)
-
-
-SMALL = {"num_layers": 4, "hidden_size": 256, "seq_length": 512, "padded_vocab_size": 8192, "batch_size": 8}
-
-
-def test_flops_equal_a_count_matrix_by_matrix():
-    tokens, layers, h, s, v = 8 * 512, 4, 256, 512, 8192
-    matrices = 3 * h * h + h * h + 2 * 4 * h * h  # multiply-adds per token: qkv, projection, the MLP's two
-    attention = 2 * s * h  # scores and weighted values
-    passes, head_passes = 4, 3  # the head is never computed again
-    flops = 2 * tokens * (passes * layers * (matrices + attention) + head_passes * v * h)
-    assert iteration_flops(**SMALL, recompute=True) == pytest.approx(flops)
-
-
-def test_recomputation_costs_one_more_forward_pass():
-    without = iteration_flops(**SMALL, recompute=False)
-    assert iteration_flops(**SMALL, recompute=True) == pytest.approx(without * 4 / 3)
-
-
-def test_a_gated_mlp_counts_32_for_24():
-    plain, gated = (iteration_flops(**SMALL, recompute=False, gated_mlp=gated) for gated in (False, True))
-    assert gated / plain == pytest.approx(32 / 24)
 
 
 def test_flops_need_no_torch():
     assert "torch" not in sys.modules["megatron.model.flops"].__dict__
 
 
-def test_a_step_of_llama_3_8b_has_six_flops_per_matrix_element_and_token_and_those_of_the_scores():
-    model = ModelConfig(
-        num_layers=32,
-        hidden_size=4096,
-        ffn_hidden_size=14336,
-        num_attention_heads=32,
-        group_query_attention=True,
-        num_query_groups=8,
-        seq_length=8192,
-        position_embedding_type="rotary",
-        glu_activation="swiglu",
-    )
-    step = {"seq_length": 8192, "padded_vocab_size": 128256, "batch_size": 2, "recompute_attention": False}
-    flops = model_iteration_flops(model, recompute=False, **step)
-    # 8.03 B parameters without the embedding (a look-up) and the norms.
-    matrices = 8_030_261_248 - 128256 * 4096 - 65 * 4096
-    tokens = 2 * 8192
-    assert flops == pytest.approx(6 * tokens * matrices + 12 * tokens * 8192 * 32 * 4096)
-    recomputed = model_iteration_flops(model, recompute=True, **step)
-    assert recomputed - flops == pytest.approx((flops - 6 * tokens * 128256 * 4096) / 3)
+LLAMA_3_8B = (
+    "--num-layers 32 --hidden-size 4096 --ffn-hidden-size 14336 --num-attention-heads 32 "
+    f"{GROUPED} 8 --seq-length 8192 --glu-activation swiglu --position-embedding-type rotary "
+    "--normalization RMSNorm --disable-bias-linear --untie-embeddings-and-output-weights "
+    "--make-vocab-size-divisible-by 1"
+)
 
 
-def test_a_layer_with_a_wide_mlp_of_4h_has_the_published_count():
-    model = ModelConfig(
-        num_layers=2, hidden_size=64, num_attention_heads=4, seq_length=32, position_embedding_type="alibi"
+def test_palms_formula_of_llama_3_8b_is_6_n_and_12_l_h_q_t() -> None:
+    """N without the embedding, a look-up: 8.03 B parameters less 128,256 x 4,096."""
+    config, tokens = config_with(LLAMA_3_8B), 4 * 8192
+    parameters = plan_stages(config, 128256).total_parameters
+    assert parameters == 8_030_261_248
+    attention = 12 * 32 * 32 * 128 * 8192
+    expected = tokens * (6 * (8_030_261_248 - 128256 * 4096) + attention)
+    assert palm_flops(config, 128256, parameters) == expected
+    # The matrix products leave out the norms, 65 x 4,096 parameters.
+    assert iteration_flops(config, 128256) == expected - 6 * tokens * 65 * 4096
+    assert palm_flops(config, 128256, parameters, batch_size=1) == expected / 4
+
+
+@pytest.mark.parametrize(
+    ("flags", "lookups", "keys"),
+    [
+        ("", 2048, 128),
+        ("--untie-embeddings-and-output-weights", 2048 + 384, 128),
+        ("--window-size 16 --position-embedding-type alibi", 0, 32),
+    ],
+)
+def test_palms_formula_leaves_out_tables_and_counts_windows(flags: str, lookups: int, keys: int) -> None:
+    found = palm_flops(config_with(flags), VOCAB, 10**6)
+    assert found == 4 * 64 * (6 * (10**6 - lookups * 64) + 12 * 64 * keys)
+
+
+@pytest.mark.parametrize(
+    ("flags", "calls"),
+    [
+        ("", []),
+        ("--recompute-granularity selective", [False]),
+        ("--recompute-granularity selective --window-size 8 --window-pattern WF", [False, True]),
+    ],
+)
+def test_the_attention_is_chosen_once_per_kind_of_layer(
+    flags: str, calls: list[bool], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = config_of(
+        "--num-layers 96 --hidden-size 64 --num-attention-heads 4 --seq-length 64 --micro-batch-size 1 "
+        f"--position-embedding-type rotary {flags}"
     )
-    shape = {
-        "seq_length": 32,
-        "padded_vocab_size": 128,
-        "batch_size": 4,
-        "recompute": True,
-        "recompute_attention": False,
-    }
-    assert model_iteration_flops(model, **shape) == iteration_flops(num_layers=2, hidden_size=64, **shape)
+    chosen: list[bool] = []
+    choose = module.training_attention
+
+    def count(config, has_window, on_cpu):
+        chosen.append(has_window)
+        return choose(config, has_window, on_cpu)
+
+    monkeypatch.setattr(module, "training_attention", count)
+    iteration_flops(config, 100)
+    assert chosen == calls

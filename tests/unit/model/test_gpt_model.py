@@ -158,38 +158,65 @@ def test_recomputed_layers_have_the_same_gradients_to_the_last_bit(precision, la
 
 
 def samples_with_unequal_masks():
-    """A global batch whose samples hold 0, 3, 6, ... ends of documents."""
+    """A global batch whose samples hold 0, 3, 6, ... ends of documents, the last one nothing else."""
     samples = random_tokens(GLOBAL_BATCH, SEQ + 1)
     for sample, row in enumerate(samples):
         row[1 : 1 + 3 * sample] = EOD
+    samples[-1] = EOD
     return samples[:, :-1].contiguous(), samples[:, 1:].contiguous()
 
 
 def losses_with_masks(row, masked=True):
+    """Returns (loss, grad norm) of three steps, and (loss of an evaluation, the same loss by hand) after
+    them. By hand: by PyTorch's functions from the logits of all unmasked tokens, on a single rank."""
     engine = build_engine(config_of(row))
     tokens, labels = samples_with_unequal_masks()
     mask = (tokens != EOD).float() if masked else torch.ones_like(tokens, dtype=torch.float32)
     size, layout = row.micro_batch, engine.layout
-    history = []
-    for _ in range(3):
+
+    def batches():
         starts = range(layout.dp_rank * size, GLOBAL_BATCH, layout.dp_size * size)
         rows = (slice(i, i + size) for i in starts)
-        batches = (MicroBatch(range(size), tokens[i], labels[i], mask[i].contiguous()) for i in rows)
-        loss = engine.train_step(batches, GLOBAL_BATCH, RATE)
+        return (MicroBatch(range(size), tokens[i], labels[i], mask[i].contiguous()) for i in rows)
+
+    history = []
+    for _ in range(3):
+        loss = engine.train_step(batches(), GLOBAL_BATCH, RATE)
         history.append((loss.item(), engine.optimizer.grad_norm))
-    return history
+    evaluated = by_hand = engine.evaluate(batches(), engine.micro_batches).item()
+    if row.world_size == 1:
+        with torch.no_grad():
+            logits = torch.cat(
+                [engine.module.eval()(tokens[i : i + 1])[..., :VOCAB] for i in range(len(tokens))]
+            )
+        kept = mask.bool()
+        by_hand = torch.nn.functional.cross_entropy(logits[kept], labels[kept]).item()
+    return [*history, (evaluated, by_hand)]
 
 
-@pytest.mark.gate(rows=2)
+@pytest.mark.gate(rows=3)
 @pytest.mark.parametrize(
     "row",
-    [Row(micro_batch=2), Row(micro_batch=8), Row(dp=2, micro_batch=2, zero=1), Row(pp=2, micro_batch=4)],
+    [
+        Row(micro_batch=2),
+        Row(dp=2, micro_batch=2, zero=1),
+        Row(cp=2, tp=2, micro_batch=2),
+        Row(micro_batch=8),
+        Row(pp=2, micro_batch=4),
+        Row(pp=2, dp=2),
+    ],
     ids=str,
 )
-def test_a_masked_loss_does_not_depend_on_the_micro_batch_size(row):
+def test_a_masked_loss_does_not_depend_on_the_layout(row):
     expected = run_world(1, losses_with_masks, Row())[0]
     for history in run_world(row.world_size, losses_with_masks, row):
         assert max(relative_errors(history, expected)) <= FP32_BOUND
+
+
+@pytest.mark.parametrize("masked", [True, False])
+def test_the_logged_loss_is_the_mean_over_all_unmasked_tokens(masked):
+    *_, (evaluated, by_hand) = run_world(1, losses_with_masks, Row(), masked)[0]
+    assert evaluated == pytest.approx(by_hand, rel=FP32_BOUND)
 
 
 def test_a_mask_takes_its_tokens_out_of_the_loss():
@@ -202,7 +229,8 @@ def test_the_loss_is_the_mean_over_samples_and_a_sample_without_labels_counts_as
     logits = torch.randn(3, 5, 104, generator=generator)
     labels = torch.randint(0, VOCAB, (3, 5), generator=generator)
     mask = torch.tensor([[1.0, 1, 1, 1, 1], [0, 1, 0, 1, 0], [0, 0, 0, 0, 0]])
-    loss = CrossEntropy(TPGroup(), VOCAB)(logits.clone(), (labels, mask))
+    cross_entropy = CrossEntropy(TPGroup(), VOCAB)
+    loss = cross_entropy(logits.clone(), (labels, mask))
     per_sample = []
     for sample in range(3):
         losses = [
@@ -212,6 +240,9 @@ def test_the_loss_is_the_mean_over_samples_and_a_sample_without_labels_counts_as
         ]
         per_sample.append(sum(losses) / len(losses) if losses else torch.tensor(0.0))
     torch.testing.assert_close(loss, sum(per_sample) / 3)
+    weighted, tokens = cross_entropy.sample_totals
+    torch.testing.assert_close(weighted, torch.stack(per_sample) / 3)
+    assert tokens.tolist() == [5, 2, 0]
 
 
 def test_a_model_for_apex_is_described_without_apex():

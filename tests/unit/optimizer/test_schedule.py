@@ -217,7 +217,10 @@ def test_inverse_square_root_of_tokens_continues_a_warm_up_of_samples():
             "ends by tokens .*set --lr-decay-iters or --lr-decay-samples",
         ),
         ("--train-iters 9 --lr-decay-style inverse-square-root", "without a warm-up: .*--lr-warmup-iters"),
-        ("--train-iters 9 --lr-decay-style WSD --lr-wsd-decay-style sqrt", "expected one of .*minus_sqrt"),
+        (
+            "--train-iters 9 --lr-decay-style WSD --lr-wsd-decay-iters 1 --lr-wsd-decay-style no",
+            "expected one of .*minus_sqrt",
+        ),
     ],
 )
 def test_a_decay_that_cannot_be_is_one_sentence(words, advice):

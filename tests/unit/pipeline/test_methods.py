@@ -167,5 +167,5 @@ def test_a_v_balances_the_ranks_and_keeps_the_rule_of_weightless_layers():
 @pytest.mark.parametrize("kind", ["typo", "Uniform", ""])
 def test_an_unknown_method_is_an_error_from_code_too(kind):
     method = replace(parse_partition_method("type:transformer"), kind=kind)
-    with pytest.raises(ConfigError, match=f"--partition-method is '{kind}': expected one of uniform"):
+    with pytest.raises(ConfigError, match=f"--partition-method is '{kind}': expected one of .*uniform"):
         partition_layers(method, table(4), PipelineShape(2, 1, False))

@@ -68,9 +68,8 @@ def stage_costs(draw, most_stages: int, even_number: bool = False) -> list[list[
     """Draws the costs of each layer on each stage, equal on all stages or not."""
     stages = draw(st.integers(1, most_stages))
     stages *= 1 + even_number
-    columns = draw(
-        st.lists(st.lists(st.integers(0, 9), min_size=stages, max_size=stages), min_size=stages, max_size=8)
-    )
+    costs = st.integers(0, draw(st.sampled_from([1, 9, 10**6])))
+    columns = draw(st.lists(st.lists(costs, min_size=stages, max_size=stages), min_size=stages, max_size=8))
     if draw(st.booleans()):
         columns = [[column[0]] * stages for column in columns]
     return [

@@ -9,16 +9,17 @@ import pytest
 from megatron.config.cli import parse_args
 from megatron.pipeline.stages import plan_stages
 from megatron.planner.dry_run import memory_table, planned_run_report
+from megatron.planner.fit import free_saving, remedies, with_verdict
 from megatron.planner.memory import (
     COMMUNICATOR_BYTES,
     CONTEXT_BYTES,
     FRAGMENTATION,
-    fit_summary,
-    most_effective_flags,
     plan_memory,
     planned_bytes,
     reserve_bytes,
 )
+from megatron.planner.plan import Plan, make_plan
+from megatron.training.out_of_memory import UNPREDICTED
 from megatron.units import GIB
 
 VOCAB = 50_000
@@ -35,13 +36,17 @@ def planned(flags: str = ""):
     return config, plan, plan_memory(config, VOCAB, plan)
 
 
-def summary_of(flags: str):
-    config, _, memory = planned(flags)
-    return fit_summary(config, VOCAB, memory)
+def plan_of(flags: str) -> Plan:
+    return make_plan(parse_args([*MODEL, *flags.split()], {}), VOCAB)
 
 
-def test_without_a_device_there_is_no_fit_summary():
-    assert summary_of("") == (True, "")
+def summary_of(flags: str) -> tuple[bool | None, str]:
+    plan = with_verdict(plan_of(flags))
+    return plan.fits, plan.verdict
+
+
+def test_without_a_device_there_is_no_verdict():
+    assert summary_of("") == (None, "")
 
 
 def test_what_is_to_spare_is_the_device_less_the_plan_and_the_reserve():
@@ -69,49 +74,91 @@ def test_an_overflow_names_the_stages_and_flags_with_their_new_totals(monkeypatc
     monkeypatch.setenv("MEGATRON_KERNELS", "pytorch")  # then dropout keeps its masks
     fits, sentence = summary_of("--device-memory 8")
     assert not fits and "does not fit" in sentence and "stage 0 needs" in sentence
-    flags = re.findall(r"(--[\w-]+ ?[\w]*) \(([\d.]+) GiB(, fits)?\)", sentence)
-    assert len(flags) == 3
-    for flag, size, _ in flags:
-        config, plan, _ = planned(flag)
+    found = re.findall(r"[ ,](--[\w -]+) \(([\d.]+) GiB, fits\)", sentence)
+    assert found
+    for flags, size in found:
+        config, plan, _ = planned(flags)
         assert float(size) == pytest.approx(max(planned_bytes(config, VOCAB, plan)) / GIB, abs=0.006)
 
 
-def names(flags: str) -> list[str]:
-    """Returns the flags suggested for a run with these flags; each must reduce the planned memory."""
-    config = parse_args([*SIZES, *flags.split()], {})
-    largest = max(planned_bytes(config, VOCAB, plan_stages(config, VOCAB)))
-    found = most_effective_flags(config, VOCAB, largest)
-    assert all(size < largest for _, size in found)
-    assert [size for _, size in found] == sorted(size for _, size in found)
-    return [flag for flag, _ in found]
+def flag_sets(flags: str) -> list[str]:
+    """Returns the sets of flags that are suggested for a run, as typed."""
+    plan = make_plan(parse_args([*SIZES, *flags.split()], {}), VOCAB)
+    found = remedies(plan)
+    assert all(changed.peak_bytes < plan.peak_bytes for _, changed in found)
+    return [" ".join(one.values()) for one, _ in found]
+
+
+@pytest.mark.parametrize(
+    "flags",
+    [
+        "--world-size 8 --micro-batch-size 1 --gpu a100-80gb --num-layers 32 --hidden-size 4096",
+        pytest.param(
+            "--world-size 8 --micro-batch-size 8 --gpu a100-80gb --num-layers 32 --hidden-size 4096",
+            marks=pytest.mark.full,
+        ),
+        pytest.param(
+            "--world-size 4 --micro-batch-size 16 --gpu v100-16gb --tensor-model-parallel-size 2 "
+            "--num-layers 24",
+            marks=pytest.mark.full,
+        ),
+    ],
+)
+def test_the_fastest_flags_that_fit_come_first(flags: str) -> None:
+    words = [*SIZES, *flags.split()]
+    plan = make_plan(parse_args(words, {}), VOCAB)
+    found = remedies(plan)
+    assert plan.fits is False and 0 < len(found) <= 3
+    rates = []
+    for one, changed in found:
+        again = make_plan(parse_args([*words, *" ".join(one.values()).split()], {}), VOCAB)
+        assert (again.peak_bytes, again.fits) == (changed.peak_bytes, True)
+        rates.append((not UNPREDICTED & set(one), again.tokens_per_second))
+    assert rates == sorted(rates, reverse=True)
+    # ZeRO-1 costs no time, so it is in the fastest set, and alone if it suffices.
+    alone = make_plan(parse_args([*words, "--zero-stage", "1"], {}), VOCAB)
+    first = " ".join(found[0][0].values())
+    assert first == "--zero-stage 1" if alone.fits else first.startswith("--zero-stage 1 --")
 
 
 @pytest.mark.parametrize(
     ("flags", "expected"),
     [
         # Activations dominate.
-        ("--world-size 1 --micro-batch-size 16", {"--checkpoint-activations", "--micro-batch-size 8"}),
-        # The state dominates, and there are replicas to share it.
+        ("--world-size 1 --micro-batch-size 16 --device-memory 9", ["--micro-batch-size", "--checkpoint"]),
+        # The state dominates.
         (
-            "--world-size 8 --micro-batch-size 1 --checkpoint-activations",
-            {"--zero-stage 3", "--zero-stage 2"},
+            "--world-size 8 --micro-batch-size 1 --checkpoint-activations --device-memory 5",
+            ["--zero-stage 1", "--tensor"],
         ),
-        # Pipeline parallelism does not support ZeRO-2 and 3.
-        (
-            "--world-size 8 --micro-batch-size 1 --checkpoint-activations --pipeline-model-parallel-size 2",
-            {"--cpu-offload", "--zero-stage 1"},
-        ),
-        ("--world-size 2 --micro-batch-size 16 --tensor-model-parallel-size 2", {"--checkpoint-activations"}),
     ],
 )
-def test_flags_that_fit_the_layout_are_named(flags: str, expected: set[str]) -> None:
-    found = names(flags)
-    assert expected <= set(found) and len(found) <= 3
+def test_without_a_gpu_the_usually_cheaper_flags_come_first(flags: str, expected: list[str]) -> None:
+    found = flag_sets(flags)
+    assert [one for one, start in zip(found, expected, strict=False) if one.startswith(start)] == found[:2]
 
 
 def test_flags_that_are_set_or_not_possible_are_not_named() -> None:
-    found = names("--world-size 1 --micro-batch-size 1 --checkpoint-activations --cpu-offload")
+    found = flag_sets(
+        "--world-size 1 --micro-batch-size 1 --checkpoint-activations --cpu-offload --device-memory 1"
+    )
     assert not any(re.match("--(micro|checkpoint|cpu|zero|tensor|pipeline)", flag) for flag in found)
+
+
+def test_an_unpredicted_time_is_not_compared() -> None:
+    alone = "--world-size 1 --pipeline-model-parallel-size 1 --micro-batch-size 1 --num-layers 64"
+    fits, sentence = summary_of(f"{alone} --checkpoint-activations --gpu v100-16gb")
+    assert not fits and "Try --cpu-offload (" in sentence
+    assert sentence.endswith(" GiB, fits, slower by an unpredicted time)")
+
+
+def test_a_plan_that_fits_says_that_zero_1_is_free() -> None:
+    saving = free_saving(plan_of("--gpu a100-80gb"))
+    less = plan_of("").peak_bytes - plan_of("--zero-stage 1").peak_bytes
+    assert saving.startswith(f"--zero-stage 1 saves {less / GIB:.2f} GiB per device, costs no time (+")
+    # It is set, there is no replica, or no predicted time.
+    for flags in ("--gpu a100-80gb --zero-stage 1", "--gpu a100-80gb --world-size 2", ""):
+        assert free_saving(plan_of(flags)) == ""
 
 
 def test_the_table_has_a_row_per_stage_whose_parts_add_up():

@@ -8,8 +8,10 @@ from pathlib import Path
 
 import pytest
 
+from megatron import __version__
 from megatron.errors import UserError
 from megatron.planner.page import page_text, write_page
+from megatron.planner.sweep.folder import machine_facts
 
 
 def data_of(page: str) -> object:
@@ -33,6 +35,16 @@ def test_every_text_comes_back(value: str) -> None:
     page = page_text("sweep", value, {"reason": value, "rows": [{value: value}]})
     assert data_of(page) == {"reason": value, "rows": [{value: value}]}
     assert page.count("<script") == page_text("sweep", "", {}).count("<script")
+
+
+def test_the_title_names_the_model_the_devices_and_the_commit() -> None:
+    page = page_text("search", "", {"title": "7 B parameters, 8 x a100-80gb <1>"})
+    assert "<title>Search for a layout: 7 B parameters, 8 x a100-80gb &lt;1&gt;</title>" in page
+    (made,) = re.findall(r'"made":"([^"]*)"', page)
+    commit = machine_facts()["commit"] or "unknown"
+    assert re.fullmatch(
+        rf"\d{{4}}-\d\d-\d\dT\S+, version {re.escape(__version__)}, commit {re.escape(commit)}", made
+    )
 
 
 def test_numbers_that_json_has_not_become_texts() -> None:

@@ -122,11 +122,27 @@ def test_a_plan_is_plain_data() -> None:
     assert changes["tensor-parallel size 2"]["tokens_per_second"] > 0
     assert changes["ZeRO 3"]["reason"].startswith("--zero-stage 3")
     assert "what if" in report.text and "GiB to spare" in report.text
+    size = f"{data['parameters'] / 1e9:.3g} B parameters (40 layers x 5120)"
+    assert data["title"] == f"{size}, 16 x a100-80gb"
+    known = [row for row in data["what_if"] if not row["reason"]]
+    rates = [(row["fits"], row["tokens_per_second"]) for row in known]
+    assert rates == sorted(rates, reverse=True) and not data["what_if"][-1]["tokens_per_second"]
+    best = next(row for row in known if not row["changes_training"])
+    is_faster = best["tokens_per_second"] > data["step"]["tokens_per_second"]
+    assert data["best_change"] == (best["change"] if is_faster else None)
+    assert ("yes, best" in report.text) is is_faster
+
+
+def test_what_if_lists_no_change_without_an_effect() -> None:
+    config = changed(parse_args(words(), {}), {"parallel.pipeline_model_parallel_size": 1})
+    titles = {row.change.split()[0] for row in what_if(make_plan(config, VOCAB))}
+    assert "ZeRO" in titles and not titles & {"schedule", "partition"}
 
 
 def test_what_if_equals_a_plan_with_that_change() -> None:
     config = parse_args(words(), {})
-    (row,) = (one for one in what_if(config, VOCAB) if one.change == "recompute full")
+    rows = what_if(make_plan(config, VOCAB))
+    (row,) = (one for one in rows if one.change == "recompute full")
     again = make_plan(changed(config, {"training.checkpoint_activations": True}), VOCAB)
     assert again.step is not None
     assert row.tokens_per_second == again.step.tokens_per_second and row.peak_bytes == again.peak_bytes
@@ -175,6 +191,15 @@ def test_layouts_that_do_not_divide_the_query_groups_are_left_out():
     )
     found = combinations(parse_args(flags.split(), {}), 12)
     assert {change["parallel.tensor_model_parallel_size"] for change in found} == {1, 2, 4}
+
+
+def test_a_search_without_a_batch_size_has_a_micro_batch_on_each_device() -> None:
+    words, notes = with_defaults("--world-size 8 --micro-batch-size 2".split())
+    assert "--global-batch-size 16 " in " ".join(words) and words[-1] == "1"
+    assert "--global-batch-size is not set: planned with 16; set it to compare layouts" in notes
+    words, notes = with_defaults("--world-size 8 --micro-batch-size 2".split(), chooses_layout=False)
+    assert "--global-batch-size" not in words
+    assert any("planned with micro-batch size x data-parallel size" in note for note in notes)
 
 
 @pytest.mark.parametrize(

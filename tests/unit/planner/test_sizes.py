@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import dataclasses
 import typing
-from pathlib import Path
 
 import pytest
 
-from megatron.config import Config, read_command_line
+from megatron.config import read_command_line
+from megatron.config.batch import BEGIN, Progress, RunLength
 from megatron.config.config import SECTIONS
 from megatron.config.data import check_index_memory
 from megatron.config.fields import flag_of, option_name
@@ -89,8 +89,9 @@ def test_every_size_of_the_model_has_a_bound() -> None:
             assert flag_of(field).at_most is not None, field.name
 
 
-def config_of(words: str) -> Config:
-    return read_command_line([*SMALL, "--data-path", "a", *words.split()], {}).config
+def check_memory(words: str, start: Progress = BEGIN) -> None:
+    config = read_command_line([*SMALL, "--data-path", "a", *words.split()], {}).config
+    check_index_memory(config, RunLength.from_config(config, start), memory_bytes=10 * 10**9)
 
 
 @pytest.mark.parametrize(
@@ -105,28 +106,33 @@ def config_of(words: str) -> Config:
 )
 def test_an_index_that_does_not_fit_into_memory_is_refused(words: str, parts: tuple[str, ...]) -> None:
     with pytest.raises(UserError) as caught:
-        check_index_memory(config_of(words), memory_bytes=10 * 10**9)
+        check_memory(words)
     assert all(part in str(caught.value) for part in (*parts, "10 GB"))
-
-
-def test_a_run_with_too_many_samples_is_refused_by_its_command_line(tmp_path: Path) -> None:
-    for suffix in (".bin", ".idx"):
-        (tmp_path / f"a{suffix}").touch()
-    words = [word for word in SMALL if word != "--dry-run"]
-    words += ["--data-path", str(tmp_path / "a"), "--vocab-size", "1000", "--train-samples", str(10**15)]
-    with pytest.raises(UserError, match="building their index takes 32,000,000 GB"):
-        read_command_line(words, {})
 
 
 @pytest.mark.parametrize(
     "words",
     [
         "--train-samples 300000000",
-        "--train-samples 1000000000 --no-train",
+        "--train-samples 1000000000 --no-train --load c",
         "--eval-interval 1 --eval-iters 100000000 --split 1",
         # Each prefix has a separate index.
         "--train-samples 1000000000 --data-path 1 a 1 b 1 c 1 d",
     ],
 )
-def test_an_index_that_fits_or_is_not_needed_is_accepted(words: str, tmp_path: Path) -> None:
-    check_index_memory(config_of(words), memory_bytes=10 * 10**9)
+def test_an_index_that_fits_or_is_not_needed_is_accepted(words: str) -> None:
+    check_memory(words)
+
+
+def test_mock_data_need_no_memory_for_an_index() -> None:
+    words = "--mock-data --vocab-size 9 --train-samples 1000000000 --eval-interval 1 --eval-iters 100000000"
+    config = read_command_line([*SMALL, *words.split()], {}).config
+    check_index_memory(config, RunLength.from_config(config), memory_bytes=10**9)
+
+
+def test_resumed_length_is_what_must_fit_into_memory() -> None:
+    """The tokens of a launch with longer sequences leave fewer samples."""
+    words = "--train-samples 1000000000 --train-tokens 32000000000"
+    with pytest.raises(UserError, match="1,000,000,000 samples"):
+        check_memory(words)
+    check_memory(words, Progress(10, 80, 31_000_000_000))

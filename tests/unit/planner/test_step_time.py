@@ -7,6 +7,7 @@ from collections import Counter
 import pytest
 
 from megatron.config import Config
+from megatron.config.batch import BEGIN, Progress
 from megatron.config.cli import parse_args
 from megatron.config.sections.parallel import ParallelConfig
 from megatron.mpu.layout import ParallelLayout
@@ -47,11 +48,11 @@ def config_of(flags: str = "") -> Config:
     return parse_args([*BASE.split(), *flags.split()], {})
 
 
-def predicted(flags: str = "") -> StepTime:
+def predicted(flags: str = "", start: Progress = BEGIN) -> StepTime:
     config = config_of(flags)
     cluster = find_cluster(config)
     assert cluster is not None
-    return predict_step(config, plan_stages(config, VOCAB), VOCAB, cluster)
+    return predict_step(config, plan_stages(config, VOCAB), VOCAB, cluster, start)
 
 
 def test_collectives_within_a_node_and_between_nodes() -> None:
@@ -214,8 +215,8 @@ def test_the_parts_add_up_and_the_rates_follow() -> None:
     step = predicted("--world-size 16 --tensor-model-parallel-size 2 --zero-stage 1")
     assert step.total == step.pipeline + step.reduction + step.optimizer + step.gather
     assert step.tokens_per_second == pytest.approx(512 * 2048 / step.total)
-    # The run logs 72 B s L h^2 (1 + s / 6h + V / 16Lh) without recomputation; utilization too.
-    flops = 72 * 512 * 2048 * 24 * 2048**2 * (1 + 1 / 6 + 50432 / (16 * 24 * 2048))
+    # The run logs 72 B s L h^2 (1 + s / 6h + V / 12Lh) without recomputation; utilization too.
+    flops = 72 * 512 * 2048 * 24 * 2048**2 * (1 + 1 / 6 + 50432 / (12 * 24 * 2048))
     assert step.logged_tflops == pytest.approx(flops / step.total / 16 / 1e12)
     assert step.mfu == pytest.approx(step.logged_tflops / 312)
     assert step.days == pytest.approx(10 * step.total / 86400)
@@ -226,9 +227,10 @@ def test_the_parts_add_up_and_the_rates_follow() -> None:
     assert "s predicted" in time_lines(step) and "MFU" in time_lines(step)
 
 
-def test_a_ramp_up_takes_longer() -> None:
+def test_a_ramp_up_takes_longer_and_a_resumed_length_has_the_days_that_remain() -> None:
     flags = "--world-size 16 --pipeline-model-parallel-size 4 --train-samples 12800"
-    flat, ramped = predicted(flags), predicted(f"{flags} --rampup-batch-size 64 448 6400")
+    ramp = f"{flags} --rampup-batch-size 64 448 6400"
+    flat, ramped = predicted(flags), predicted(ramp)
     assert ramped.total == flat.total
     # 100 steps of 64 samples with 8 micro-batches, then 12 (of 12.5) steps of 512 samples with 64.
     stages = [(time.forward, time.backward) for time in flat.stages]
@@ -238,6 +240,11 @@ def test_a_ramp_up_takes_longer() -> None:
     expected = 100 * (short + outside) + 12 * flat.total
     assert ramped.days == pytest.approx(expected / 86400, rel=1e-3)
     assert flat.days == pytest.approx(25 * flat.total / 86400)
+    assert "days for the whole run" in time_lines(ramped)
+    # From 600 steps of 1 sample on: 91 steps of 64 samples, then 12 of 512.
+    resumed = predicted(ramp, Progress(600, 600, 600 * 2048))
+    assert resumed.days == pytest.approx((91 * (short + outside) + 12 * flat.total) / 86400, rel=1e-3)
+    assert "days for the rest of the run" in time_lines(resumed)
 
 
 def test_what_makes_a_step_slower() -> None:

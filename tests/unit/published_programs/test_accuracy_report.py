@@ -98,6 +98,11 @@ def test_the_order_is_that_of_the_layouts_of_one_problem() -> None:
         0.375
     )
     assert kendall_tau([(1, 1), (2, 3), (3, 2)]) == pytest.approx(1 / 3)
+    # Ties of all measured values, of all predicted values, of both, and too few rows have no order.
+    for pairs in ([(1, 1), (1, 2)], [(1, 1), (2, 1)], [(1, 1), (1, 1)], [(1, 1)], []):
+        assert kendall_tau(pairs) == kendall_tau([(b, a) for a, b in pairs]) == 0
+    tied = layouts("a", (1, 2, 3, 4), (1, 1, 1, 1)) + layouts("b", (1, 1, 1, 1), (1, 2, 3, 4))
+    assert order_of_layouts(tied) == 0
 
 
 def test_the_command_reads_a_file_of_rows() -> None:

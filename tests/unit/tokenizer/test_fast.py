@@ -11,7 +11,8 @@ import pytest
 
 from megatron.errors import UserError
 from megatron.tokenizer import Tokenizer, build_tokenizer
-from megatron.tokenizer.fast import GigatokenEncoder, ReferenceEncoder, texts_encoder
+from megatron.tokenizer.backends import texts_encoder
+from megatron.tokenizer.fast import GigatokenEncoder, ReferenceEncoder
 from megatron.tokenizer.words import WordEncoder
 from tests.unit.tokenizer.test_tokenizers import TRICKY, train_sentence_piece
 from tests.unit.tokenizer.vocabularies import TEXT, tokenizer_flags, train_gpt2_vocabulary

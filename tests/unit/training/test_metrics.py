@@ -1,5 +1,6 @@
 """The metrics logger: lines, progress bar, TensorBoard, Weights & Biases."""
 
+import dataclasses
 import io
 import math
 import sys
@@ -193,6 +194,16 @@ def test_validation_lines_contain_the_moment():
     assert lines[4].startswith(" test loss at the end of training for test data | lm loss value: 3.0")
 
 
+def test_a_step_without_unmasked_tokens_has_no_loss_and_does_not_change_the_mean():
+    stream = io.StringIO()
+    logger = MetricsLogger(LoggingConfig(log_interval=3), THROUGHPUT, stream=stream)
+    for step, loss in enumerate((2.0, math.nan, 4.0, math.nan, math.nan, math.nan), start=1):
+        logger.log_step(dataclasses.replace(record(step), loss=loss))
+    first, second = map(parse_log_line, stream.getvalue().splitlines())
+    assert (first["lm_loss"], first["number_of_nan_iterations"]) == (3.0, 1)
+    assert math.isnan(second["lm_loss"])
+
+
 def test_tensorboard_has_every_step_under_megatron_tags(tmp_path):
     logging = LoggingConfig(
         log_interval=2,
@@ -223,6 +234,43 @@ def test_tensorboard_has_every_step_under_megatron_tags(tmp_path):
     assert points("lm-loss-validation/lm loss validation ppl vs tokens") == [(24 * 512, math.e)]
     assert points("iteration-time/iteration-time") == [(2, 2.0), (3, 2.0)]
     assert points("iteration-time/samples per second per replica") == [(2, 2.0), (3, 2.0)]
+
+
+def test_tensorboard_continues_without_doubled_steps_after_a_resume(tmp_path):
+    """A run dies after step 8, resumes from step 5, dies again, and resumes with a smaller batch."""
+
+    def run(steps, name, samples):
+        writer = TensorBoardWriter(str(tmp_path / "events"), queue_size=10)
+        logger = MetricsLogger(
+            LoggingConfig(log_interval=1), THROUGHPUT, stream=io.StringIO(), writers=[writer]
+        )
+        for step in steps:
+            state = TrainingState(step, samples(step), 512 * samples(step))
+            logger.log_step(dataclasses.replace(record(step), state=state, loss=float(name)))
+            if step % 2 == 0:
+                logger.log_validation(state, float(name))
+        logger.close()
+        # Files are read in the order of their names, which have the second of their creation.
+        (events,) = (tmp_path / "events").iterdir()
+        events.rename(tmp_path / f"events.out.tfevents.{name}")
+
+    run(range(1, 9), 1, lambda step: 8 * step)
+    run(range(6, 8), 2, lambda step: 8 * step)
+    run(range(6, 11), 3, lambda step: 40 + 4 * (step - 5))
+    events = EventAccumulator(str(tmp_path), size_guidance={"scalars": 0}).Reload()
+    counts = [8, 16, 24, 32, 40, 44, 48, 52, 56, 60]
+    for axis, steps in (
+        ("", range(1, 11)),
+        (" vs samples", counts),
+        (" vs tokens", [512 * n for n in counts]),
+    ):
+        found = [(event.step, event.value) for event in events.Scalars(f"lm-loss-training/lm loss{axis}")]
+        assert found == list(zip(steps, [1.0] * 5 + [3.0] * 5, strict=True))
+        found = [
+            (event.step, event.value)
+            for event in events.Scalars(f"lm-loss-validation/lm loss validation{axis}")
+        ]
+        assert found == list(zip(steps[1::2], [1.0] * 2 + [3.0] * 3, strict=True))
 
 
 def test_tensorboard_has_optional_tags_only_with_their_flags(tmp_path):

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from contextlib import nullcontext
 from itertools import islice
+from operator import mul
 from types import SimpleNamespace
 from typing import Any
 
@@ -15,8 +17,9 @@ from megatron.checkpoint.manager import SaveError
 from megatron.checkpoint.record import TrainingState
 from megatron.cluster.exit_codes import RunStopped
 from megatron.config import CheckpointConfig, parse_args
+from megatron.errors import UserError
 from megatron.training.trainer import Trainer, UpdateCount, after_failed_save, evaluate
-from tests.unit.config.command_lines import SMALL
+from tests.unit.config.command_lines import SMALL, WITHOUT_LENGTH
 
 
 def warnings_at_end(
@@ -97,17 +100,18 @@ FLAGS = [*SMALL, "--global-batch-size", "6", "--eval-iters", "3"]
 
 
 class Engine:
-    """An engine whose loss of a micro-batch is the micro-batch's number."""
+    """An engine in which a token's loss is its micro-batch's number; odd ones have twice as many tokens."""
 
     def __init__(self) -> None:
         self.groups: list[list[int]] = []
 
-    def evaluate(self, micro_batches, num_micro_batches, heartbeat):
+    def evaluate_totals(self, micro_batches, num_micro_batches, heartbeat):
         group = list(islice(micro_batches, num_micro_batches))
         for _ in group:
             heartbeat()
         self.groups.append(group)
-        return torch.tensor(group, dtype=torch.float32).mean()
+        tokens = [1 + number % 2 for number in group]
+        return torch.tensor([sum(map(mul, tokens, group)), sum(tokens)], dtype=torch.float32)
 
 
 def run(flags: str, stop_after: int = 99) -> tuple[float | None, list[list[int]], int]:
@@ -129,9 +133,9 @@ def run(flags: str, stop_after: int = 99) -> tuple[float | None, list[list[int]]
 
 
 @pytest.mark.parametrize("stages", [1, 2])
-def test_loss_is_the_mean_over_all_micro_batches(stages: int) -> None:
+def test_loss_is_the_mean_over_all_tokens(stages: int) -> None:
     loss, groups, heartbeats = run(f"--world-size {stages} --pipeline-model-parallel-size {stages}")
-    assert loss == pytest.approx(sum(range(100, 118)) / 18)
+    assert loss == pytest.approx((sum(range(100, 118)) + sum(range(101, 118, 2))) / 27)
     assert [number for group in groups for number in group] == list(range(100, 118))
     assert {len(group) for group in groups[:-1]} == {4 * stages} and heartbeats == 18
 
@@ -139,3 +143,41 @@ def test_loss_is_the_mean_over_all_micro_batches(stages: int) -> None:
 def test_request_stops_between_groups_without_a_result() -> None:
     loss, groups, _ = run("", stop_after=2)
     assert loss is None and len(groups) == 2
+
+
+@pytest.mark.parametrize(
+    ("ranges", "logged"),
+    [
+        ("", [10, 20, 25]),
+        ("8-12", [7, 20, 25]),
+        ("8-9 10-12", [7, 20, 25]),
+        ("3-4 18-19", [10, 20, 25]),
+        ("19-25", [10, 18]),
+    ],
+)
+def test_a_line_that_is_due_in_a_skipped_range_follows_the_step_before_it(
+    ranges: str, logged: list[int]
+) -> None:
+    flags = ["--log-interval", "10", "--train-iters", "25"]
+    flags += ["--skip-train-iteration-range", *ranges.split()] if ranges else []
+    config = parse_args([*WITHOUT_LENGTH, *flags], {})
+    trainer: Any = SimpleNamespace(config=config, length=SimpleNamespace(iterations=25))
+    skipped = {i for first, last in config.stability.skipped_ranges for i in range(first, last + 1)}
+    lines = [i for i in range(1, 26) if i not in skipped and Trainer.is_logged(trainer, i)]
+    assert lines == logged
+
+
+@pytest.mark.parametrize("is_evaluation", [True, False])
+def test_an_evaluation_of_masked_tokens_only_is_an_error(is_evaluation: bool) -> None:
+    config: Any = SimpleNamespace(
+        training=SimpleNamespace(eval_iters=1, no_train=is_evaluation),
+        batch=SimpleNamespace(global_batch_size=1),
+        parallel=SimpleNamespace(num_stages=1),
+        micro_batches_per_step=1,
+    )
+    engine: Any = SimpleNamespace(evaluate_totals=lambda *_, **__: torch.zeros(2))
+    loader: Any = SimpleNamespace(micro_batches=lambda *_: iter([]))
+    error = pytest.raises(UserError, match="all tokens are masked") if is_evaluation else nullcontext()
+    with error:
+        loss = evaluate(engine, loader, config, 0, stop_requested=lambda: False, heartbeat=lambda: None)
+        assert math.isnan(loss or 0.0)

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import pytest
 
-from megatron.errors import UserError
+from megatron.commands.sweep import build_parser
+from megatron.errors import ConfigError, UserError
 from megatron.planner.sweep.axes import Axis, make_rows, run_words, split_command
 
-BASE = ["--num-layers", "4", "--micro-batch-size", "1", "--bf16"]
+BASE = ["--num-layers", "4", "--global-batch-size", "8", "--micro-batch-size", "1", "--bf16"]
 
 
 def test_a_command_is_split_into_words_axes_and_base() -> None:
@@ -84,12 +85,31 @@ def test_a_label_can_be_typed() -> None:
         ),
         ([], [*BASE, "--save", "x"], "--save in the base command"),
         ([], [*BASE, "--dry-run"], "plan command"),
-        ([], ["pretrain_gpt.py", *BASE], "unknown word 'pretrain_gpt.py'"),
+        ([], ["pretrain_gpt.py", *BASE], "unexpected value 'pretrain_gpt.py'"),
     ],
 )
 def test_what_an_axis_or_a_base_command_cannot_be(axes: list[Axis], base: list[str], expected: str) -> None:
     with pytest.raises(UserError, match=expected):
         make_rows(axes, base)
+
+
+def test_all_mistakes_of_a_sweep_are_in_one_error() -> None:
+    words = "run --steps 0 --timeout x --vary --lr --vary --fp16 yes --vary --tensor-model-parallel-size 1 2"
+    with pytest.raises(ConfigError) as caught:
+        build_parser().parse_args([*words.split(), "--", "--seed", "-x", "--save", "there", "--dry-run"])
+    lines = [line.strip() for line in str(caught.value).splitlines()]
+    for part in (
+        *("--steps 0", "argument --timeout", "--vary --lr has no value", "--vary --fp16 yes"),
+        *(
+            "--vary --tensor-model-parallel-size without --global-batch-size",
+            "--seed",
+            "--save in",
+            "--dry-run",
+        ),
+    ):
+        assert sum(line.startswith(part) for line in lines) == 1, (part, lines)
+    rows = make_rows([Axis("--tensor-model-parallel-size", ("1", "2"))], ["--global-batch-size", "8"])
+    assert len(rows) == 2
 
 
 def test_vary_needs_a_flag() -> None:

@@ -53,6 +53,48 @@ def test_times_ratios_and_spread(summary: dict) -> None:
     assert other_group["ratio"] == 1  # other losses, so other work: not relative to the first row
 
 
+@pytest.mark.parametrize(
+    ("times", "fastest", "near"),
+    [
+        # Spreads of 20 %: the difference of 10 % is below them, the difference of 50 % is not.
+        ([(0.9, 1.1), (0.99, 1.21), (1.35, 1.65)], 0, [1]),
+        ([(1.0, 1.0), (0.5, 0.5)], 1, []),
+        ([(1.0, 1.0), (1.0, 1.0)], 0, [1]),
+        # One noisy row makes its own difference doubtful.
+        ([(1.0, 1.0), (1.05, 1.55), (1.3, 1.3)], 0, [1]),
+    ],
+)
+def test_differences_below_the_spread_are_named(times: list, fastest: int, near: list[int]) -> None:
+    rows = [make_row(index, f"stages:{index},8") for index in range(len(times))]
+    results = {
+        (row.index, repeat): make_result(row, repeat, seconds, LOSSES)
+        for row, pair in zip(rows, times, strict=True)
+        for repeat, seconds in enumerate(pair, start=1)
+    }
+    made = summarize(make_record(*rows), results)
+    (found,) = made["times"]
+    assert (found["fastest"], found["within_spread"]) == (fastest, near)
+    assert ("below the spread" in report_text(made)) is bool(near)
+    statuses = [row[-1] for row in table_cells(made)[1:]]
+    assert statuses == ["ok, fastest" if row.index == fastest else "ok" for row in rows]
+
+
+def test_one_run_per_row_has_no_spread_to_compare_with() -> None:
+    results = {(row.index, 1): make_result(row, 1, 1.0 + row.index, LOSSES) for row in (A, B)}
+    made = summarize(make_record(A, B, repeat=1), results)
+    assert "--repeat 3" in report_text(made)
+    assert summarize(make_record(A, B), {})["times"] == []
+
+
+def test_memory_of_a_process_is_not_compared_with_the_plan(summary: dict) -> None:
+    remark = "do not compare them on a CPU"
+    assert remark in report_text(summary)
+    on_gpu = make_result(A, 1, 1.0, LOSSES)
+    for entry in on_gpu["memory"]:
+        entry["name"] = entry["name"].replace("resident", "allocated")
+    assert remark not in report_text(summarize(make_record(A), {(0, 1): on_gpu}))
+
+
 def test_status_and_reason_of_each_row(summary: dict) -> None:
     assert [(row["status"], row["reason"]) for row in summary["rows"]] == [
         ("ok", None),

@@ -1,0 +1,439 @@
+"""Translates the arguments that other Megatron programs save in a checkpoint into settings of this program.
+
+A program is a table of rules. A rule translates some arguments into some settings, and for Megatron-Core also
+back. Every other argument must be harmless or off, see foreign_arguments.json. A conversion and a run that
+loads the checkpoint ask the same `Program`, so that neither takes one model for another in silence.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Collection, Iterable, Mapping
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+from megatron.checkpoint.formats.megatron_deepspeed import NEWER_ARGUMENT, has_megatron_deepspeed_names
+from megatron.checkpoint.formats.torch_archive import Stub
+from megatron.checkpoint.names import is_plain, shown
+from megatron.config import Config, ConfigError, ModelConfig
+from megatron.config.config import SECTIONS
+from megatron.config.fields import changes_model, flag_of, option_name, value_text
+from megatron.config.registries import NORMALIZATIONS
+from megatron.config.window_pattern import window_pattern
+from megatron.errors import UserError, one_line
+from megatron.files import read_json
+
+Arguments = Mapping[str, Any]
+# Setting of any section -> whether it changes the model.
+_CHANGES_MODEL = {
+    field.name: changes_model(kind, field) for kind in SECTIONS.values() for field in dataclasses.fields(kind)
+}
+# Settings of the model that are neither required nor derived from others.
+_DEFAULTS = {
+    field.name: field.default
+    for field in dataclasses.fields(ModelConfig)
+    if _CHANGES_MODEL[field.name] and not (field.default is dataclasses.MISSING or flag_of(field).derived)
+}
+TRAINING_ARGUMENTS = {
+    "batch": ("global_batch_size",),
+    "data": ("reset_position_ids", "reset_attention_mask", "eod_mask_loss"),
+    "precision": ("bf16", "fp16", "fp32_residual_connection"),
+    "optimizer": ("adam_beta1", "adam_beta2", "adam_eps", "weight_decay"),
+    "training": ("train_iters", "train_samples"),
+    "schedule": (
+        *("lr", "min_lr", "lr_decay_style", "lr_decay_iters", "lr_decay_samples", "lr_warmup_iters"),
+        *("lr_warmup_samples", "lr_warmup_fraction", "lr_wsd_decay_style", "lr_wsd_decay_iters"),
+        "lr_wsd_decay_samples",
+    ),
+}
+"""Arguments that have the names and the values of settings of other sections than the model's, by section."""
+# What --use-rope-scaling of Megatron-LM means.
+_LLAMA3 = {
+    "rope_scaling_type": "llama3",
+    "rope_scaling_factor": 8.0,
+    "rope_original_max_position_embeddings": 8192,
+    "rope_low_freq_factor": 1.0,
+    "rope_high_freq_factor": 4.0,
+}
+
+
+@dataclass(frozen=True)
+class Rule:
+    """Translates arguments into settings.
+
+    read: all arguments of a checkpoint that has one of the rule's -> settings. Raises ValueError with the
+    reason if this program does not have the model. write: the model -> arguments. Raises ValueError with the
+    flag if the other program does not have the model.
+    """
+
+    settings: tuple[str, ...]
+    arguments: tuple[str, ...]
+    read: Callable[[Arguments], Mapping[str, Any]]
+    write: Callable[[ModelConfig], Arguments] = lambda _: {}
+
+
+@dataclass(frozen=True)
+class Program:
+    """A program that writes checkpoints. has_defaults: whether its models have the defaults of the settings
+    that no argument determines; otherwise only if the arguments have sizes of the model."""
+
+    title: str
+    rules: tuple[Rule, ...]
+    has_defaults: bool = True
+
+    def translate(self, args: Arguments) -> tuple[dict[str, Any], list[str]]:
+        """Returns the settings of the model, and what this program does not have: 'argument is value in the
+        arguments of the program, expected value'."""
+        has_defaults = self.has_defaults or args.get("num_layers") is not None
+        settings, problems = dict(_DEFAULTS) if has_defaults else {}, []
+        settings.pop("activation", None)  # the programs' versions have different ones
+        for rule in self.rules:
+            try:
+                settings |= rule.read(args) if args.keys() & {*rule.arguments} else {}
+            except (ValueError, TypeError) as error:
+                problems.append(one_line(error))
+        for name in sorted(args.keys() - {name for rule in self.rules for name in rule.arguments}):
+            if not _is_harmless(name, args[name]):
+                expected = " or ".join(map(str, [None, *_table()["values"].get(name, ())]))
+                found = f"{name if is_plain(name) else shown(name)} is {one_line(args[name])}"
+                problems.append(f"{found} in the arguments of {self.title}, expected {expected}")
+        return settings, problems
+
+    def settings(self, args: Arguments, folder: Path) -> dict[str, Any]:
+        """Returns the settings of the model. Raises UserError if this program does not have it."""
+        settings, problems = self.translate(args)
+        if problems:
+            raise UserError(
+                f"checkpoint {folder} was written by {self.title}, with arguments that cannot be converted: "
+                f"{'; '.join(problems)}"
+            )
+        return settings
+
+    def differences(self, args: Arguments, config: Config) -> list[str]:
+        """Returns why a run with this config cannot load the model: arguments that this program does not
+        have, and settings with other values."""
+        saved, found = self.translate(args)
+        sources = {name: rule.arguments for rule in self.rules for name in rule.settings}
+        for name, value in config.model_settings().items():
+            is_compared = name in saved and (hasattr(config.model, name) or not config.checkpoint.finetune)
+            if is_compared and saved[name] != value:
+                given = [key for key in sources.get(name, ()) if key != name and args.get(key) is not None]
+                means = ", ".join(f"{key} {one_line(args[key])}" for key in given)
+                found.append(f"{means and means + ': '}{option_name(name)} was {saved[name]}, is {value}")
+        return found
+
+    def arguments(self, model: ModelConfig) -> dict[str, Any]:
+        """Returns the arguments that describe a model. Raises UserError if the program does not have it."""
+        written: dict[str, Any] = {}
+        try:
+            for rule in self.rules:
+                written |= rule.write(model)
+            translated = {name for rule in self.rules for name in rule.settings} | model.unused_fields()
+            for name in _DEFAULTS.keys() - translated:
+                if (value := getattr(model, name)) != _DEFAULTS[name]:
+                    raise ValueError(f"{option_name(name)} {value_text(value)}")
+        except ValueError as error:
+            raise UserError(f"{error} has no equivalent in {self.title}: use --format dcp") from error
+        return written
+
+
+def plain_arguments(args: Arguments) -> dict[str, Any]:
+    """Returns arguments in JSON types: the value of an enumeration, the text of any other object."""
+    return {name: _plain(value) for name, value in args.items() if isinstance(name, str)}
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, Stub) and len(value.constructor_args) == 1:
+        value = value.constructor_args[0]
+    return value if isinstance(value, (str, int, float, bool, list, tuple, type(None))) else shown(value)
+
+
+@cache
+def _table() -> dict[str, Any]:
+    content: dict[str, Any] = read_json(Path(__file__).with_suffix(".json"))
+    return content
+
+
+def _words(lines: Iterable[str]) -> list[str]:
+    return " ".join(lines).split()
+
+
+def harmless_in_hugging_face() -> frozenset[str]:
+    """Returns the settings of any config.json that do not change the logits."""
+    return frozenset(_words(_table()["huggingface"]))
+
+
+def _is_harmless(name: str, value: Any) -> bool:
+    if value is None or name in _table()["values"]:
+        return value is None or value in _table()["values"][name]
+    patterns = (pattern for lines in _table()["harmless"].values() for pattern in _words(lines))
+    # 0 is equal to False.
+    is_own = _CHANGES_MODEL.get(name) is False
+    return is_own or value in (False, "", [], ()) or any(fnmatchcase(name, pattern) for pattern in patterns)
+
+
+# --- rules ---
+
+
+def _renamed(setting: str, *arguments: str) -> Rule:
+    """Returns the rule of a setting that has these names, which all have its value."""
+
+    def read(args: Arguments) -> Mapping[str, Any]:
+        given = {name: args[name] for name in arguments if args.get(name) is not None}
+        if len({*map(str, given.values())}) > 1:
+            raise ValueError(f"the arguments {one_line(given)} contradict each other")
+        if not given and _DEFAULTS.get(setting, False) is None:
+            return {setting: None}
+        return dict.fromkeys([setting] if given else [], next(iter(given.values()), None))
+
+    def write(model: ModelConfig) -> Arguments:
+        return dict.fromkeys(arguments, getattr(model, setting)) if hasattr(model, setting) else {}
+
+    return Rule((setting,), arguments, read, write)
+
+
+def _same(*names: str) -> tuple[Rule, ...]:
+    """Returns rules of arguments that have the name and the values of a setting."""
+    return tuple(_renamed(name, name) for name in names)
+
+
+def _read_norm(args: Arguments) -> Mapping[str, Any]:
+    name = {"layernorm": "LayerNorm", "rmsnorm": "RMSNorm"}.get(args["normalization"], args["normalization"])
+    if name not in (None, *NORMALIZATIONS):
+        raise ValueError(f"normalization is {one_line(name)}, expected {' or '.join(NORMALIZATIONS)}")
+    return {} if name is None else {"normalization": name}
+
+
+def _read_core_positions(args: Arguments) -> Mapping[str, Any]:
+    kind = args.get("position_embedding_type", "learned_absolute")
+    if kind == "rope" or args.get("use_rotary_position_embeddings"):
+        return {"position_embedding_type": "rotary"}
+    if kind == "learned_absolute" and args.get("add_position_embedding", True):
+        return {"position_embedding_type": "absolute"}
+    raise ValueError(
+        f"position_embedding_type is {one_line(kind)}, with add_position_embedding "
+        f"{args.get('add_position_embedding', True)}, expected rope or learned_absolute"
+    )
+
+
+def _write_core_positions(model: ModelConfig) -> Arguments:
+    kind = {"rotary": "rope", "absolute": "learned_absolute"}.get(model.position_embedding_type)
+    if kind is None:
+        raise ValueError(f"--position-embedding-type {model.position_embedding_type}")
+    named = {"position_embedding_type": kind, "add_position_embedding": True}
+    return named | {"use_rotary_position_embeddings": False}
+
+
+def _read_microsoft_positions(args: Arguments) -> Mapping[str, Any]:
+    if args.get("use_rotary_position_embeddings"):
+        return {"position_embedding_type": "rotary"}
+    if not args.get("add_position_embedding", True):
+        raise ValueError("it has neither learned nor rotary position embeddings")
+    return {"position_embedding_type": "absolute"}
+
+
+def _read_positions(args: Arguments) -> Mapping[str, Any]:
+    kind = args["position_embedding_type"]
+    kind = {1: "rotary", 2: "absolute", 3: "alibi"}.get(kind, kind)
+    return {} if kind is None else {"position_embedding_type": kind}
+
+
+def _read_mlp(args: Arguments) -> Mapping[str, Any]:
+    gate = "swiglu" if args.get("swiglu") else args.get("glu_activation")
+    settings = {"glu_activation": gate} if {"swiglu", "glu_activation"} & args.keys() else {}
+    if gate is None and args.get("activation") is not None:
+        settings["activation"] = args["activation"]
+    elif gate is None and {*_FUSED, "openai_gelu", "onnx_safe"} & args.keys():
+        # openai_gelu and the fused kernel use tanh; onnx_safe and torch's GELU are exact.
+        is_fused = any(args.get(name) for name in _FUSED) and not args.get("onnx_safe")
+        settings["activation"] = "gelu" if args.get("openai_gelu") or is_fused else "gelu_exact"
+    return settings
+
+
+def _write_core_mlp(model: ModelConfig) -> Arguments:
+    gate, activation = model.glu_activation, model.activation
+    if gate not in (None, "swiglu"):
+        raise ValueError(f"--glu-activation {gate}")
+    # Only the fused kernel uses tanh, and it adds a bias.
+    kinds = ("gelu_exact",) if model.disable_bias_linear else ("gelu", "gelu_exact")
+    if gate is None and activation not in kinds:
+        raise ValueError(f"--activation {activation}{' without biases' * model.disable_bias_linear}")
+    return {"swiglu": gate is not None, "bias_gelu_fusion": gate is None and activation == "gelu"}
+
+
+def _read_core_mlp(args: Arguments) -> Mapping[str, Any]:
+    for name in _TE_GELU:
+        if args.get(name) and not args.get("swiglu"):
+            raise ValueError(f"{name} is {one_line(args[name])} without swiglu, expected False: another GELU")
+    return _read_mlp(
+        {name: value for name, value in args.items() if name not in ("openai_gelu", "onnx_safe")}
+    )
+
+
+def _read_core_qkv_bias(args: Arguments) -> Mapping[str, Any]:
+    """Megatron-LM sets the argument for every model whose linear layers have biases."""
+    return {"add_qkv_bias": bool(args["add_qkv_bias"]) and args.get("add_bias_linear") is False}
+
+
+def _read_biases(args: Arguments) -> Mapping[str, Any]:
+    has_biases = args.get("add_bias_linear")
+    return {
+        "disable_bias_linear": bool(args.get("disable_bias_linear") if has_biases is None else not has_biases)
+    }
+
+
+def _read_groups(args: Arguments) -> Mapping[str, Any]:
+    if not args.get("group_query_attention"):
+        return {"group_query_attention": False}
+    return {name: args[name] for name in _GROUPS if args.get(name) is not None}
+
+
+def _read_key_value_heads(args: Arguments) -> Mapping[str, Any]:
+    groups, heads = args["num_key_value_heads"], args.get("num_attention_heads")
+    if groups in (None, heads):
+        return {"group_query_attention": False}
+    if NEWER_ARGUMENT in args:
+        raise ValueError(
+            f"num_key_value_heads is {one_line(groups)}, expected {one_line(heads)}: since commit 676a482c "
+            "Megatron-DeepSpeed takes each third of the rows for queries, keys and values"
+        )
+    return {"group_query_attention": True, "num_query_groups": groups}
+
+
+def _read_window(args: Arguments) -> Mapping[str, Any]:
+    """This program's window counts the token itself."""
+    window, layers = args.get("window_size"), args.get("window_attn_skip_freq")
+    if window is None:
+        return {"window_size": None, "window_pattern": None}
+    before, after = window if isinstance(window, (list, tuple)) and len(window) == 2 else (None, None)
+    if type(before) is not int or before < 0 or after != 0:
+        raise ValueError(f"window_size is {one_line(window)}, expected (N, 0): tokens before, and none after")
+    try:
+        number = min(int(args["num_layers"]), 100_000)  # no model has more
+        pattern = None if layers is None else window_pattern([str(layers)], number)
+    except (ConfigError, KeyError, TypeError) as error:
+        raise ValueError(f"window_attn_skip_freq is {one_line(layers)} ({one_line(error)})") from error
+    if pattern is not None and args.get("use_rope_scaling"):
+        raise ValueError("use_rope_scaling is True with window_attn_skip_freq, expected one of them")
+    return {"window_size": before + 1, "window_pattern": pattern}
+
+
+def _write_window(model: ModelConfig) -> Arguments:
+    if model.window_pattern is not None and model.rope_scaling_type is not None:
+        raise ValueError("--window-pattern with --rope-scaling-type")
+    window = None if model.window_size is None else (model.window_size - 1, 0)
+    layers = [int(model.has_window(layer)) for layer in range(model.num_layers)]
+    return {"window_size": window, "window_attn_skip_freq": layers if model.window_pattern else None}
+
+
+def _read_rope_scaling(args: Arguments) -> Mapping[str, Any]:
+    if not args.get("use_rope_scaling"):
+        return {"rope_scaling_type": None}
+    if (factor := args.get("rope_scaling_factor", 8.0)) != 8.0:  # versions differ in whether they use it
+        raise ValueError(f"rope_scaling_factor is {one_line(factor)} with use_rope_scaling, expected 8.0")
+    return _LLAMA3
+
+
+def _write_rope_scaling(model: ModelConfig) -> Arguments:
+    kind = model.rope_scaling_type
+    if kind is not None and any(getattr(model, name) != value for name, value in _LLAMA3.items()):
+        numbers = ", ".join(f"{option_name(name)} {value}" for name, value in _LLAMA3.items())
+        raise ValueError(f"--rope-scaling-type {kind} other than {numbers}")
+    return {"use_rope_scaling": kind is not None, "rope_scaling_factor": 8.0}
+
+
+_SIZES = _same(
+    *("num_layers", "hidden_size", "ffn_hidden_size", "num_attention_heads", "kv_channels"),
+    *("max_position_embeddings", "untie_embeddings_and_output_weights", "rotary_percent", "seq_length"),
+    *("make_vocab_size_divisible_by", "fp32_residual_connection", *TRAINING_ARGUMENTS["data"]),
+)
+_NORM = Rule(
+    ("normalization",), ("normalization",), _read_norm, lambda model: {"normalization": model.normalization}
+)
+_BIASES = Rule(
+    ("disable_bias_linear",),
+    ("add_bias_linear", "disable_bias_linear"),
+    _read_biases,
+    lambda model: {"add_bias_linear": not model.disable_bias_linear},
+)
+_GROUPS = ("group_query_attention", "num_query_groups")
+_MLP, _FUSED = ("glu_activation", "activation"), ("bias_gelu_fusion", "bias_activation_fusion")
+_GELU = (*_FUSED, "openai_gelu", "onnx_safe")
+# Transformer Engine's GELU has the tanh approximation, whatever the others say.
+_TE_GELU = ("use_te_activation_func", "use_transformer_engine_op_fuser")
+_POSITIONS, _ROTARY = (
+    ("position_embedding_type",),
+    ("add_position_embedding", "use_rotary_position_embeddings"),
+)
+_WINDOW = ("window_size", "window_attn_skip_freq")
+
+MEGATRON_CORE = Program(
+    "Megatron-Core",
+    (
+        *_SIZES,
+        *_same("rotary_base", "rotary_interleaved", "qk_layernorm"),
+        Rule(
+            ("add_qkv_bias",),
+            ("add_qkv_bias",),
+            _read_core_qkv_bias,
+            lambda model: {"add_qkv_bias": model.qkv_bias},
+        ),
+        _renamed("layernorm_epsilon", "layernorm_epsilon", "norm_epsilon"),
+        _renamed("apply_layernorm_1p", "apply_layernorm_1p", "layernorm_zero_centered_gamma"),
+        _NORM,
+        _BIASES,
+        Rule(_GROUPS, _GROUPS, _read_groups, lambda model: {name: getattr(model, name) for name in _GROUPS}),
+        Rule(_POSITIONS, (*_POSITIONS, *_ROTARY), _read_core_positions, _write_core_positions),
+        # Its GELU is exact or fused: it ignores openai_gelu and onnx_safe.
+        Rule(_MLP, ("swiglu", *_FUSED, *_TE_GELU), _read_core_mlp, _write_core_mlp),
+        Rule(("window_size", "window_pattern"), _WINDOW, _read_window, _write_window),
+        Rule(
+            tuple(_LLAMA3),
+            ("use_rope_scaling", "rope_scaling_factor"),
+            _read_rope_scaling,
+            _write_rope_scaling,
+        ),
+        # Not written: Megatron-LM has no flag for it.
+        Rule((), ("softmax_scale",), lambda args: {"softmax_scale": args["softmax_scale"]}),
+    ),
+)
+MICROSOFT = Program(
+    "Microsoft's Megatron-DeepSpeed",
+    (
+        *_SIZES,
+        *_same("layernorm_epsilon", "apply_residual_connection_post_layernorm"),
+        _renamed("rotary_base", "rope_theta"),
+        _NORM,
+        _BIASES,
+        Rule(_GROUPS, ("num_key_value_heads",), _read_key_value_heads),
+        Rule(_POSITIONS, _ROTARY, _read_microsoft_positions),
+        Rule(_MLP, ("swiglu", *_GELU), _read_mlp),
+    ),
+)
+MODEL_ARGUMENTS = (
+    *("num_layers", "hidden_size", "ffn_hidden_size", "num_attention_heads", "kv_channels", "seq_length"),
+    *("max_position_embeddings", "make_vocab_size_divisible_by", *_DEFAULTS),
+)
+"""Settings of the model that this program saves among the arguments of its own checkpoints."""
+OWN_NAMES = Program(
+    "a Megatron-DeepSpeed program",
+    (
+        *_SIZES,
+        *_same(*sorted(_DEFAULTS.keys() - {*_MLP, *_POSITIONS, "normalization", "disable_bias_linear"})),
+        _NORM,
+        _BIASES,
+        Rule(_POSITIONS, _POSITIONS, _read_positions),
+        Rule(_MLP, ("swiglu", *_MLP, *_GELU), _read_mlp),
+    ),
+    has_defaults=False,
+)
+"""BigScience's Megatron-DeepSpeed, whose arguments have the names of this program's settings, and this
+program itself: a tool of DeepSpeed may have converted its checkpoint."""
+
+
+def program_of(names: Collection[str]) -> Program:
+    """Returns the program that wrote DeepSpeed's files, by the names of the parameters."""
+    return MICROSOFT if has_megatron_deepspeed_names(names) else OWN_NAMES

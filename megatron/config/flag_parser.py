@@ -1,0 +1,265 @@
+"""The parser of the command line, generated from the config sections."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import textwrap
+import typing
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+from megatron.config.config import SECTIONS
+from megatron.config.fields import COMMON_FLAGS, Flag, flag_of, option_name, setting_option, value_text
+from megatron.config.mistakes import Mistakes
+from megatron.config.peer_flags import IGNORED_FLAGS
+from megatron.config.peer_rewriting import REWRITTEN_FLAGS, rewrite, unsupported
+from megatron.config.tool_parser import FLAG, CollectingParser, nearest_flag, typed_name
+from megatron.errors import ConfigError
+
+# The groups of --help: the common flags, then Megatron-LM's groups in its order, and 'stability'.
+HELP_GROUPS = (
+    COMMON_FLAGS,
+    "network size",
+    "rotary embeddings",
+    "regularization",
+    "training",
+    "stability",
+    "initialization",
+    "learning rate",
+    "checkpointing",
+    "mixed precision",
+    "distributed",
+    "validation",
+    "data and dataloader",
+    "logging",
+)
+
+
+def make_parser() -> CollectingParser:
+    """Returns the parser. It stores each given flag under 'section.field' or '--ignored-flag'."""
+    parser = _Parser(
+        prog=typed_name("pretrain_gpt.py"),
+        usage="%(prog)s FLAGS",
+        description="Trains a GPT with tensor, pipeline and data parallelism. Documentation: docs/README.md.",
+        allow_abbrev=False,
+        argument_default=argparse.SUPPRESS,
+        formatter_class=_HelpFormatter,
+    )
+    groups = {title: parser.add_argument_group(title) for title in HELP_GROUPS}
+    for section, kind in SECTIONS.items():
+        types = typing.get_type_hints(kind)
+        for field in dataclasses.fields(kind):
+            group = groups[flag_of(field).group or kind.group]
+            _add_field(group, f"{section}.{field.name}", field, types[field.name])
+    _add_ignored_flags(parser)
+    return parser
+
+
+class _Parser(CollectingParser):
+    """Understands flags of other frameworks."""
+
+    def rejection(self, message: str) -> str:
+        names, colon, complaint = message.removeprefix("argument ").partition(": ")
+        option = names.split("/")[0]
+        if complaint.startswith(option):  # of a `_Converter`
+            return complaint
+        return f"{option}: {complaint}; see --help" if colon else f"{message}: see --help"
+
+    def unknown_flag(self, name: str) -> str:
+        if (stands_for := REWRITTEN_FLAGS.get(name)) is not None:
+            return f"{name} takes no value; it is read as {' '.join(stands_for)}"
+        if instead := unsupported(name):
+            return f"{name} is not supported: {instead}"
+        return nearest_flag(name, self._option_string_actions.keys() - {flag.name for flag in IGNORED_FLAGS})
+
+    def check_values(self, parsed: argparse.Namespace, mistakes: Mistakes) -> None:
+        values = vars(parsed)
+        for flag in (flag for flag in IGNORED_FLAGS if flag.name in values):
+            value, name = values[flag.name], flag.name
+            if flag.values is not None and value not in flag.values:
+                instead = f"; {flag.otherwise}" if flag.otherwise else ""
+                mistakes.add(f"{name} is '{value}': expected {' or '.join(flag.values)}{instead}")
+            if flag.only_in_plans and not values.get("training.dry_run"):
+                mistakes.add(f"{name} is not supported: {flag.reason}")
+            if flag.not_with in values:
+                other = setting_option(flag.not_with)
+                mistakes.add(f"{name} is not supported with {other}: remove one of them")
+
+    def collect(self, words: Sequence[str], mistakes: Mistakes) -> argparse.Namespace:
+        words, notes = rewrite(_join_checked_values(words))
+        namespace = super().collect(words, mistakes)
+        if notes:
+            setattr(namespace, NOTES, (*getattr(namespace, NOTES, ()), *notes))
+        return namespace
+
+
+class _HelpFormatter(argparse.HelpFormatter):
+    def __init__(self, prog: str) -> None:
+        super().__init__(prog, max_help_position=34)
+
+    def _split_lines(self, text: str, width: int) -> list[str]:
+        wrap = partial(textwrap.wrap, width=width, break_on_hyphens=False)  # flags stay on one line
+        text, *choices = text.splitlines()
+        return [*wrap(text), *(line for choice in choices for line in wrap(choice, subsequent_indent="    "))]
+
+    def _fill_text(self, text: str, width: int, indent: str) -> str:
+        wrap = partial(textwrap.wrap, width=width, break_on_hyphens=False, initial_indent=indent)
+        lines = (wrap(line, subsequent_indent=f"{indent}    ") for line in text.splitlines())
+        return "\n".join("\n".join(line) for line in lines)
+
+
+def _join_checked_values(argv: Sequence[str]) -> list[str]:
+    """Joins each ignored flag that accepts only certain values with all words up to the next flag: '--flag=a
+    b'. Surplus values are then part of this flag's error."""
+    checked = {flag.name for flag in IGNORED_FLAGS if flag.values is not None}
+    words: list[str] = []
+    for word in argv:
+        if words and not FLAG.match(word) and words[-1].partition("=")[0] in checked:
+            words[-1] += (" " if "=" in words[-1] else "=") + word
+        else:
+            words.append(word)
+    return words
+
+
+NOTES = "(notes)"
+"""Where a parsed command line has its notes."""
+
+
+class _Store(argparse.Action):
+    """Stores the converted value. The last value of a repeated flag is used, with a note."""
+
+    def __init__(self, *, convert: _Converter, choices: Iterable[str] | None = None, **keywords: Any) -> None:
+        super().__init__(**keywords)
+        self.convert = convert
+        if choices is not None:
+            self.completer = lambda **_: choices  # argcomplete reads it; argparse would check `self.choices`
+
+    def __call__(
+        self,
+        parser: argparse.ArgumentParser,
+        namespace: argparse.Namespace,
+        values: Any,
+        option: str | None = None,
+    ) -> None:
+        try:
+            value = self.convert(values)
+        except ConfigError as error:
+            raise argparse.ArgumentError(self, str(error)) from None
+        before = getattr(namespace, self.dest, value)
+        if before != value:
+            notes = getattr(namespace, NOTES, ())
+            note = f"{option} is given more than once: the last value, {value_text(value)}, is used"
+            setattr(namespace, NOTES, (*notes, note))
+        setattr(namespace, self.dest, value)
+
+
+@dataclass(frozen=True)
+class _Converter:
+    """Converts the words of the command line to the value of one field."""
+
+    option: str
+    kind: type[Any]
+    strip_quotes: bool
+
+    def __call__(self, words: str | Sequence[str]) -> Any:
+        if isinstance(words, str):
+            return self._one(words)
+        return tuple(self._one(word) for word in words)
+
+    def _one(self, word: str) -> Any:
+        if self.strip_quotes:
+            word = word.strip("'\"")
+        if not word:
+            raise ConfigError(f"{self.option} is empty: give a value (is a shell variable unset?)")
+        if self.kind is str:
+            return word
+        try:
+            return self.kind(word)
+        except ValueError:
+            expected = "an integer" if self.kind is int else "a number"
+            raise ConfigError(f"{self.option} is '{word}': expected {expected}") from None
+
+
+def _switch(option: str, word: str) -> bool:
+    """Returns True for a switch that old scripts give with the value 1."""
+    if word.lower() not in ("1", "true"):
+        raise ConfigError(f"{option} is '{word}': expected no value, or 1; remove the flag to turn it off")
+    return True
+
+
+def _add_field(group: Any, dest: str, field: dataclasses.Field[Any], annotation: Any) -> None:
+    description = flag_of(field)
+    names = (option_name(field.name), *description.aliases)
+    text = _help_text(field, description)
+    kind = value_type(annotation)
+    if kind is bool and description.metavar is not None:
+        group.add_argument(
+            *names,
+            dest=dest,
+            action=_Store,
+            convert=partial(_switch, names[0]),
+            nargs="?",
+            const="1",
+            metavar=description.metavar,
+            help=text,
+        )
+        return
+    if kind is bool:
+        group.add_argument(*names, dest=dest, action="store_true", default=argparse.SUPPRESS, help=text)
+        return
+    metavar = description.metavar or (
+        "{" + ",".join(description.choices) + "}" if description.choices else None
+    )
+    group.add_argument(
+        *names,
+        dest=dest,
+        action=_Store,
+        convert=_Converter(names[0], kind, description.strip_quotes),
+        choices=() if kind in (int, float) else description.choices,
+        nargs=description.nargs,
+        metavar=metavar or {int: "N", float: "X", str: "TEXT"}[kind],
+        help=text,
+    )
+
+
+def value_type(annotation: Any) -> type[Any]:
+    """Returns the type of a single value: int for `int | None` and for `tuple[int, int, int] | None`."""
+    arguments = [part for part in typing.get_args(annotation) if part not in (type(None), Ellipsis)]
+    return value_type(arguments[0]) if arguments else annotation
+
+
+def _help_text(field: dataclasses.Field[Any], description: Flag) -> str:
+    text, *choices = description.help.split("\n")
+    if description.registry is not None:
+        choices = description.registry.describe()
+    default = default_text(field)
+    if default:
+        text += f" ({default})" if default == "required" else f" (default: {default})"
+    return "\n  ".join([text, *choices]).replace("%", "%%")
+
+
+def default_text(field: dataclasses.Field[Any]) -> str:
+    """Returns the default of a flag as shown to users: "required", or "" for a flag that is off."""
+    if (derived := flag_of(field).derived) is not None:
+        return derived
+    if field.default is dataclasses.MISSING:
+        return "required"
+    is_off = field.default is None or field.default is False or field.default == ()
+    return "" if is_off else value_text(field.default)
+
+
+def _add_ignored_flags(parser: argparse.ArgumentParser) -> None:
+    by_reason: dict[str, list[str]] = {}
+    for flag in IGNORED_FLAGS:
+        word = flag.name + (
+            " {" + ",".join(flag.values) + "}" if flag.values else " VALUE" * (flag.nargs != 0)
+        )
+        by_reason.setdefault(flag.reason, []).append(word)
+    lines = "\n".join(f"{', '.join(words)}: {reason}" for reason, words in by_reason.items())
+    group = parser.add_argument_group("flags of other frameworks (accepted and ignored)", lines)
+    for flag in IGNORED_FLAGS:
+        how: dict[str, Any] = {"nargs": flag.nargs} if flag.nargs != 0 else {"action": "store_true"}
+        group.add_argument(flag.name, dest=flag.name, help=argparse.SUPPRESS, **how)

@@ -1,0 +1,35 @@
+"""The choices of --tokenizer-backend."""
+
+from __future__ import annotations
+
+from megatron.errors import UserError
+from megatron.tokenizer.base import Tokenizer
+from megatron.tokenizer.fast import GigatokenEncoder, ReferenceEncoder, TextsEncoder
+
+# From the fastest, after auto.
+BACKENDS = ("auto", "gigatoken", "words", "reference")
+
+
+def texts_encoder(tokenizer: Tokenizer, backend: str) -> TextsEncoder:
+    """Returns the encoder of --tokenizer-backend; of 'auto', the first that supports the tokenizer. Raises
+    UserError if the backend does not support it."""
+    for name in BACKENDS[1:] if backend == "auto" else (backend,):
+        try:
+            return _new_encoder(name, tokenizer)
+        except ValueError as error:
+            if backend != "auto":
+                raise UserError(
+                    f"--tokenizer-backend {backend} does not support this tokenizer ({error}): set "
+                    "--tokenizer-backend reference"
+                ) from error
+    raise AssertionError("the reference supports every tokenizer")
+
+
+def _new_encoder(name: str, tokenizer: Tokenizer) -> TextsEncoder:
+    if name == "gigatoken":
+        return GigatokenEncoder(tokenizer)
+    if name == "words":
+        from megatron.tokenizer.words import WordEncoder
+
+        return WordEncoder(tokenizer)
+    return ReferenceEncoder(tokenizer)
