@@ -38,7 +38,7 @@ from benchmarks.machine import benchmark_parser, describe_machine
 if TYPE_CHECKING:
     from megatron.config import Config
     from megatron.engine.pipeline_engine import GPTEngine
-    from megatron.mpu.layout import ParallelLayout, TPGroup
+    from megatron.mpu.mesh import Axis, Mesh
 
 HIDDEN, SEQ, VOCAB = 512, 256, 8192
 STEPS = 3
@@ -346,11 +346,11 @@ def run_worker(row: Row) -> None:
             self._passes.append((start, time.thread_time()))
 
     config = make_config(row)
-    layout, tp_group = connect(config)
+    mesh, tp_group = connect(config)
     _mallopt(_MMAP_THRESHOLD, _THRESHOLD)
-    make_step(make_config(row, 128, 32, 256), layout, tp_group, 256)[1]()
+    make_step(make_config(row, 128, 32, 256), mesh, tp_group, 256)[1]()
     before = trimmed_resident_bytes()
-    engine, step = make_step(config, layout, tp_group, VOCAB)
+    engine, step = make_step(config, mesh, tp_group, VOCAB)
     step()
     step()
     trimmed_resident_bytes()
@@ -366,25 +366,25 @@ def run_worker(row: Row) -> None:
         step()
         busy.append(engine.pass_times.busy_and_span()[0])
     seconds = min(busy) / engine.micro_batches
-    found = Measured(layout.pipeline_stage, peak, seconds)
+    found = Measured(mesh.pp.rank, peak, seconds)
     print(json.dumps(vars(found)), file=answers, flush=True)
     destroy_distributed()
 
 
 def make_step(
-    config: Config, layout: ParallelLayout, tp_group: TPGroup, vocab_size: int
+    config: Config, mesh: Mesh, tp_group: Axis, vocab_size: int
 ) -> tuple[GPTEngine, Callable[[], object]]:
     """Returns the engine of this rank, and its training step on random tokens."""
     import torch
 
     from tests.support.measured_worlds import make_engine, micro_batches
 
-    engine = make_engine(config, layout, tp_group, vocab_size)
+    engine = make_engine(config, mesh, tp_group, vocab_size)
     samples, size = config.batch.global_batch_size, config.batch.micro_batch_size
     tokens = torch.randint(
         0, vocab_size, (samples, config.model.seq_length + 1), generator=torch.Generator().manual_seed(0)
     )
-    return engine, lambda: engine.train_step(micro_batches(tokens, layout, size), samples, 1e-4)
+    return engine, lambda: engine.train_step(micro_batches(tokens, mesh, size), samples, 1e-4)
 
 
 def trimmed_resident_bytes() -> int:

@@ -44,7 +44,7 @@ from megatron.cluster.processes import configure_logging
 from megatron.config import LoggingConfig
 from megatron.model.loss import CrossEntropy
 from megatron.mpu.layers import parallel_logits
-from megatron.mpu.layout import TPGroup
+from megatron.mpu.mesh import Axis
 from tests.support.tracked_memory import TrackedMemory
 
 MIB = 2**20
@@ -124,7 +124,7 @@ def make_steps(
     weight = (0.02 * torch.randn(vocab, width, device=device)).to(dtype).requires_grad_()
     weight.main_grad = torch.zeros(vocab, width, device=device)
     labels = (torch.randint(0, vocab, (1, tokens), device=device), torch.ones(1, tokens, device=device))
-    loss = CrossEntropy(TPGroup(), vocab)
+    loss = CrossEntropy(Axis("tp"), vocab)
 
     # A step frees all that it has allocated, so that the peak of the next step includes all allocations.
     def fused() -> None:
@@ -132,7 +132,7 @@ def make_steps(
         hidden.grad = None
 
     def plain() -> None:
-        loss(parallel_logits(hidden, weight, TPGroup()).float(), labels).backward()
+        loss(parallel_logits(hidden, weight, Axis("tp")).float(), labels).backward()
         weight.main_grad.add_(weight.grad)
         hidden.grad = weight.grad = None
 

@@ -194,7 +194,7 @@ class Saver:
         elif work == "canary":
             canary_loss(self.engine, VOCAB)
         elif work == "digest":
-            digest_state(self.engine.optimizer, self.engine.layout)
+            digest_state(self.engine.optimizer, self.engine.mesh)
         elif work == "write":
             path = self.folder / f"written-{self.engine.global_rank}"
             file = HashedFile(path)
@@ -207,7 +207,7 @@ class Saver:
 
             dcp.save(self.state, checkpoint_id=str(self.folder / "dcp"))
         elif work == "step":
-            batches = micro_batches(self.tokens, self.engine.layout, 1)
+            batches = micro_batches(self.tokens, self.engine.mesh, 1)
             self.engine.train_step(batches, 2, 0.0)
         elif work == "bytes":  # of the rank and its writer so far, read and written
             writer = self.manager.background.writer

@@ -33,7 +33,7 @@ from megatron.config.cli import parse_args
 from megatron.config.registries import LAYER_ARRANGEMENTS, POSITION_EMBEDDINGS
 from megatron.errors import UserError
 from megatron.model.flops import layer_matrix_elements
-from megatron.mpu.layout import ParallelLayout
+from megatron.mpu.mesh import Mesh
 from megatron.pipeline.schedule import simulate_schedule
 from megatron.pipeline.stages import StagePlan
 from megatron.planner.simulation.passes import Collective, Kernel
@@ -277,11 +277,9 @@ def _gather_seconds(config: Config, plan: StagePlan, vocab_size: int) -> float:
     """Returns the predicted seconds of all all-gathers of the first pipeline rank's weights."""
     cluster, update = find_cluster(config), rank_update(config, plan, vocab_size, 0)
     assert cluster is not None
-    layout = ParallelLayout.from_config(config.parallel, 0)
+    mesh = Mesh.from_config(config.parallel, 0)
     calls = [action for action in chain(update.step, *update.gathers) if isinstance(action, Collective)]
-    return sum(
-        cluster.network.seconds(call, layout) for call in calls if call.operation == "_allgather_base_"
-    )
+    return sum(cluster.network.seconds(call, mesh) for call in calls if call.operation == "_allgather_base_")
 
 
 class Roofline(Cluster):
@@ -363,9 +361,9 @@ def _cells_of(config: Config, name: str, count: OperationCount, seconds: float) 
 
 def data_parallel_ranks(config: Config, rank: int) -> tuple[int, ...]:
     """Returns the global ranks of the data-parallel group of `rank`."""
-    layout = ParallelLayout.from_config(config.parallel, rank)
-    first = layout.pipeline_stage * layout.tp_size * layout.dp_size + rank % layout.tp_size
-    return tuple(first + layout.tp_size * index for index in range(layout.dp_size))
+    mesh = Mesh.from_config(config.parallel, rank)
+    first = mesh.pp.rank * mesh.tp_size * mesh.dp_size + rank % mesh.tp_size
+    return tuple(first + mesh.tp_size * index for index in range(mesh.dp_size))
 
 
 def wire_bytes(work: OpCounts, peers: Sequence[int]) -> float:

@@ -9,7 +9,7 @@ from svg import BLUE, GREEN, GREY, LINE_COLORS, PURPLE, RED, YELLOW, Svg
 from megatron.checkpoint.formats.deepspeed_files import missing_files
 from megatron.config.cli import parse_args
 from megatron.data.loader import GPTBatchLoader
-from megatron.mpu.layout import ParallelLayout
+from megatron.mpu.mesh import Mesh
 from megatron.pipeline.methods import embedding_and_head
 from megatron.pipeline.stages import StagePlan, plan_stages
 
@@ -47,11 +47,11 @@ def layers_of_stage(plan: StagePlan, stage: int) -> list[str]:
     return contents
 
 
-def layout() -> str:
+def mesh() -> str:
     """The ranks of TP 2 x PP 2 x DP 2, what each holds, and the three kinds of process groups."""
     figure = Svg(800, 486, "Ranks and process groups of TP 2 x PP 2 x DP 2")
     figure.text(20, 28, "8 ranks: TP 2 x PP 2 x DP 2, a model of 4 transformer layers", bold=True)
-    ranks = [ParallelLayout.create(8, tp_size=2, pp_size=2, rank=rank) for rank in range(8)]
+    ranks = [Mesh.create(8, tp_size=2, pp_size=2, rank=rank) for rank in range(8)]
     groups = {kind: ranks[0].topology.get_axis_comm_lists(kind) for kind in ("model", "pipe", "data")}
     plan = stages_of(EIGHT_RANKS)
     width, height = 148, 82

@@ -116,6 +116,14 @@ def _check_record(name: str, record: Any) -> None:
         raise ValueError(f"it does not give the shape of {name}")
     dim, blocks, rows = (record.get(key) for key in ("shard_dim", "blocks", "used_rows"))
     dim_is_valid = dim is None or (_is_count(dim) and dim < len(shape))
+    sharding = record.get("sharding", [])
+    for shard in sharding if isinstance(sharding, list) else [None]:
+        dim_is_valid = dim_is_valid and (
+            isinstance(shard, list)
+            and [type(entry) for entry in shard] == [int, str, int]
+            and 0 <= shard[0] < len(shape)
+            and 0 < shard[2]
+        )
     if not (
         dim_is_valid and _is_count(blocks) and blocks > 0 and (rows is None or 0 < _count(rows) <= shape[0])
     ):

@@ -60,10 +60,10 @@ def errors_of_all_ranks() -> Iterator[None]:
 def files_of_this_rank(reader: StateReader, optimizer: MixedPrecisionOptimizer) -> set[str]:
     """Returns the names of the files that this rank reads for its part of the optimizer's state."""
     parts = [
-        (optimizer.names[parameter], ShardPart(spec_of(parameter), optimizer.tp_group, first, first + length))
+        (optimizer.names[parameter], ShardPart(spec, optimizer.mesh.axes_of(spec), first, first + length))
         for flat in optimizer.flat
         for parameter, _, length in flat.fragments()
-        for first in [flat.first_element(parameter)]
+        for spec, first in [(spec_of(parameter), flat.first_element(parameter))]
     ]
     return reader.files_of_parts(parts)
 

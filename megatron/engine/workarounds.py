@@ -48,27 +48,30 @@ workaround, in tests/distributed/test_optimizer.py unless another file is named.
 20. `train_batch` measures each step with two device events and keeps them until DeepSpeed prints its timers,
    which this repository turns off. The workaround frees them after the step.
    tests/distributed/test_workarounds.py
-21. The pipeline's grid creates a tensor-parallel group of its own. With NCCL a group that is used has a
-   communicator, whose buffers take hundreds of MB on each device. The grid gets the model's group instead.
+21. The pipeline's grid creates process groups of its own. With NCCL a group that is used has a communicator,
+   whose buffers take hundreds of MB on each device. The grid gets the groups of the mesh instead.
    tests/simulated/test_layouts.py
 22. At its start the pipeline engine sends a message to each neighbor in the default group, which with NCCL
    makes a communicator for each pair of ranks. `engine.executor` calls each rank the first and the last stage
    until then. tests/simulated/test_layouts.py
 """
 
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any
 
+import deepspeed.comm
 import deepspeed.ops
 import deepspeed.runtime.pipe.engine as pipe_engine
 import torch
 import torch.distributed as dist
 from deepspeed.runtime.pipe.engine import PipelineEngine
-from deepspeed.runtime.pipe.topology import PipelineParallelGrid
 from deepspeed.runtime.zero.partition_parameters import ZeroParamStatus
 from torch.distributed import distributed_c10d
 
 from megatron.engine.profiler_ranges import in_profiler_range
+from megatron.mpu.mesh import Mesh
 from megatron.mpu.parameters import has_memory
 from megatron.optimizer.mixed_precision import MixedPrecisionOptimizer
 
@@ -87,10 +90,19 @@ def set_default_group_timeout(timeout: timedelta) -> None:
     distributed_c10d.default_pg_nccl_timeout = timeout
 
 
-def reuse_tp_group(grid: PipelineParallelGrid, tp_group: dist.ProcessGroup | None) -> None:
-    """Entry 21. tp_group: None without tensor parallelism."""
-    if tp_group is not None:
-        grid.slice_proc_group = tp_group
+@contextmanager
+def groups_of_mesh(mesh: Mesh) -> Iterator[None]:
+    """Entry 21. Build the model within this context."""
+    new_group = deepspeed.comm.new_group
+
+    def existing_or_new(ranks: Sequence[int]) -> dist.ProcessGroup:
+        return mesh.groups.get(tuple(ranks)) or new_group(ranks)
+
+    deepspeed.comm.new_group = existing_or_new
+    try:
+        yield
+    finally:
+        deepspeed.comm.new_group = new_group
 
 
 class PatchedPipelineEngine(PipelineEngine):

@@ -17,7 +17,8 @@ from megatron.config.model import padded_vocab_size
 from megatron.config.registries import LAYER_ARRANGEMENTS
 from megatron.kernels.attention import scores_within
 from megatron.model.attention_choice import Implementation, run_uses_kernels, training_attention
-from megatron.mpu.layout import CPGroup
+from megatron.mpu.context_parallel import sequence_chunks
+from megatron.mpu.mesh import Axis
 
 _FORWARD_AND_BACKWARD = 3
 
@@ -102,7 +103,7 @@ def transformer_layer_flops(config: Config, has_window: bool = False) -> float:
     window = model.window_size if has_window and attention == Implementation.TRITON else None
     tokens = batch * config.seq_length_per_rank
     # With context parallelism the queries of a chunk have products only with the keys up to its end.
-    chunks = CPGroup(size=config.parallel.context_parallel_size).chunks(model.seq_length)
+    chunks = sequence_chunks(Axis("cp", size=config.parallel.context_parallel_size), model.seq_length)
     scores_of_head = sum(scores_within(window, len(queries), queries.stop) for queries in chunks)
     scores = 2 * batch * scores_of_head * model.query_width
     forward = 2 * tokens * layer_matrix_elements(model) + 2 * scores

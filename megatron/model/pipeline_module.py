@@ -40,7 +40,7 @@ from megatron.model.layer_list import PARAMETER_DTYPES, TIED_EMBEDDING
 from megatron.model.loss import CrossEntropy
 from megatron.mpu.compilation import compile_in_place
 from megatron.mpu.deferred_gradients import DeferredGradients
-from megatron.mpu.layout import ParallelLayout, TPGroup, chunks_of_rank
+from megatron.mpu.mesh import Axis, Mesh, chunks_of_rank
 from megatron.mpu.parameters import (
     InitialValues,
     initial_values,
@@ -117,8 +117,7 @@ class GPTModelPipe(PipelineModule):
     def __init__(
         self,
         config: Config,
-        layout: ParallelLayout,
-        tp_group: TPGroup,
+        mesh: Mesh,
         vocab_size: int,
         eod: int | None,
         bounds: Sequence[int],
@@ -126,16 +125,15 @@ class GPTModelPipe(PipelineModule):
     ) -> None:
         """`values` computes the initial values. Callers that overwrite the weights pass a faster one."""
         self.config = config
-        self._tp_group, self._values = tp_group, values
+        self.mesh, self._values = mesh, values
         self.stage_bounds = list(bounds)
-        self.cp_group = layout.make_cp_group()
-        self.cross_entropy = CrossEntropy(tp_group, vocab_size, config.training.z_loss_weight, self.cp_group)
+        self.cross_entropy = CrossEntropy(mesh.tp, vocab_size, config.training.z_loss_weight, mesh.cp)
         self._head_is_fused, self._loss_gradient = False, 1.0
         self.dropout_rng = DropoutRNG(config.training.seed)
         self.deferred_gradients = DeferredGradients() if config.parallel.schedule.splits_backward else None
         self.metrics = StepMetrics()
         self.context = context = LayerContext(
-            config, tp_group, self.dropout_rng, self.deferred_gradients, self.metrics, self.cp_group
+            config, mesh, self.dropout_rng, self.deferred_gradients, self.metrics
         )
         training = config.training
         self.layers_per_checkpoint = training.checkpoint_num_layers if training.recomputes_layers else 0
@@ -147,9 +145,9 @@ class GPTModelPipe(PipelineModule):
             for layer in layers
         ]
         with contextlib.redirect_stdout(io.StringIO()):  # hides DeepSpeed's stage map
-            super().__init__(layers=layers, topology=layout.topology, loss_fn=self.loss)
-        self.activation_checkpointing = ActivationCheckpointing(training, tp_group, self.dropout_rng)
-        initialize_parameters(self, training.seed, tp_group, values)
+            super().__init__(layers=layers, topology=mesh.topology, loss_fn=self.loss)
+        self.activation_checkpointing = ActivationCheckpointing(training, mesh.tp, self.dropout_rng)
+        initialize_parameters(self, training.seed, mesh.axes, values)
         super().to(dtype)
         if training.compile:
             for layer in self.modules():
@@ -160,7 +158,7 @@ class GPTModelPipe(PipelineModule):
         """Returns the initial values of some elements of this rank's flat shard of a parameter, fp32,
         on the CPU."""
         spec = spec_of(self.get_parameter(name))
-        shard = self._values(spec, self.config.training.seed, name, self._tp_group, elements)
+        shard = self._values(spec, self.config.training.seed, name, self.mesh.axes, elements)
         return shard.view(-1)[elements.start : elements.stop]
 
     def stage_input(self, stage: int, batch: int, seq: int) -> list[TensorSpec]:
@@ -327,7 +325,7 @@ class ActivationCheckpointing:
     settings are global to the process: the model that was built last sets them.
     """
 
-    def __init__(self, training: TrainingConfig, tp_group: TPGroup, dropout_rng: DropoutRNG) -> None:
+    def __init__(self, training: TrainingConfig, tp_group: Axis, dropout_rng: DropoutRNG) -> None:
         self.dropout_rng = dropout_rng
         partition = training.partition_activations and tp_group.size > 1
         # On a CPU there is nothing to move, and DeepSpeed would free the only copy (workarounds.py: 11).
@@ -359,7 +357,7 @@ class ActivationCheckpointing:
 class _TPGroupAsMpu:
     """A tensor-parallel group with the method names that DeepSpeed expects of an `mpu` object."""
 
-    def __init__(self, tp_group: TPGroup) -> None:
+    def __init__(self, tp_group: Axis) -> None:
         self.tp_group = tp_group
 
     def get_tensor_model_parallel_rank(self) -> int:

@@ -25,7 +25,7 @@ import torch.distributed as dist
 from deepspeed.accelerator import get_accelerator
 from torch import Tensor, nn
 
-from megatron.mpu.layout import TPGroup
+from megatron.mpu.mesh import Axis, Mesh
 from megatron.mpu.parameter_spec import ParameterSpec
 from megatron.mpu.parameters import is_norm_owner, main_grad_of, own_storage, spec_of
 from megatron.mpu.world import max_over_ranks
@@ -44,14 +44,14 @@ from megatron.optimizer.matrix_optimizer import MatrixOptimizer
 from megatron.optimizer.overlap import Bucket, ShardedUnit, UnitOverlap
 from megatron.optimizer.quantized import QuantizedMoment, read_moment
 from megatron.optimizer.whole_matrices import WholeMatrices
-from megatron.optimizer.zero import LocalParamState, OptimizerProcessGroups, ZeroConfig, deepspeed_state
+from megatron.optimizer.zero import LocalParamState, ZeroConfig, deepspeed_state
 
-# Reads a part of a parameter's saved state. Arguments: global name, spec, this rank's tensor-parallel group,
-# the first element and the end of the part in this TP rank's shard, and a tensor in host memory that gets the
-# master weights, or None. Result: master weights (flat, fp32), a function for each moment that reads it into
-# such a tensor, or into a new one (None), and other state such as the step.
+# Reads a part of a parameter's saved state. Arguments: global name, spec, this rank's place on the axes that
+# shard it, the first element and the end of the part in this rank's shard, and a tensor in host memory that
+# gets the master weights, or None. Result: master weights (flat, fp32), a function for each moment that reads
+# it into such a tensor, or into a new one (None), and other state such as the step.
 SavedState = Callable[
-    [str, ParameterSpec, TPGroup, int, int, Tensor | None],
+    [str, ParameterSpec, tuple[Axis, ...], int, int, Tensor | None],
     tuple[Tensor, Mapping[str, Callable[[Tensor | None], Tensor]], dict[str, Any]],
 ]
 
@@ -67,8 +67,7 @@ class MixedPrecisionOptimizer:
         self,
         optimizer: torch.optim.Optimizer,
         names: dict[nn.Parameter, str],
-        groups: OptimizerProcessGroups,
-        tp_group: TPGroup,
+        mesh: Mesh,
         tied: Sequence[tuple[nn.Parameter, dist.ProcessGroup]],
         scaler: LossScaler,
         zero: ZeroConfig,
@@ -80,15 +79,16 @@ class MixedPrecisionOptimizer:
         `averages_replicated`: average parameters replicated over tensor-parallel ranks after each step."""
         self.optimizer = optimizer
         self.names = names
-        self.groups = groups
-        self.tp_group = tp_group
+        self.mesh = mesh
         self.scaler = scaler
         self.clip_grad = clip_grad
         self.averages_replicated = averages_replicated
-        self.partition_count = groups.dp_size if zero.zero_stage >= 1 else 1
-        if zero.zero_stage >= 1:
+        self.is_partitioned = zero.zero_stage >= 1
+        """Whether the ranks that reduce a gradient share one replica of the optimizer state (ZeRO)."""
+        self.partition_count = mesh.dp_cp.size if self.is_partitioned else 1
+        if self.is_partitioned:
             # DeepSpeed's engine checks for this attribute: with it, every data-parallel rank saves its state.
-            self.dp_process_group = groups.data
+            self.dp_process_group = mesh.dp_cp.group
         # NVIDIA apex's Adam keeps its step count in the groups, torch's in the state.
         self._steps_in_groups = type(optimizer).__module__.startswith("apex.")
         self.found_nonfinite = False
@@ -109,12 +109,11 @@ class MixedPrecisionOptimizer:
         for group, flat in zip(optimizer.param_groups, self.flat, strict=True):
             group["params"] = [flat.master]
         self.parameters = [p for flat in self.flat for p in flat.parameters]
-        dp_group = groups.data if groups.dp_size > 1 else None
         self._whole_matrices: WholeMatrices | None = None
         if isinstance(optimizer, MatrixOptimizer):
-            self._whole_matrices = WholeMatrices(self.flat, groups, tp_group, optimizer.matrix_update)
-        self._reduction = GradientReduction(self.flat, dp_group, tied, tp_group)
-        counted = [is_norm_owner(p, tp_group) for p in self.parameters]
+            self._whole_matrices = WholeMatrices(self.flat, mesh, optimizer.matrix_update)
+        self._reduction = GradientReduction(self.flat, tied, mesh.tp)
+        counted = [is_norm_owner(p, mesh, self.is_partitioned) for p in self.parameters]
         self._counted = torch.tensor(counted, dtype=torch.bool, device=self._device())
         self.unit_overlap = UnitOverlap(zero.overlap_param_gather, zero.overlap_grad_reduce)
         self._units = [
@@ -138,9 +137,8 @@ class MixedPrecisionOptimizer:
         values_of = zero.initial_values if in_unit else None
         return FlatGroup(
             group,
-            self.partition_count,
-            self.groups.dp_rank if self.partition_count > 1 else 0,
-            self.groups.data,
+            self.mesh.reduced_over(spec_of(group["params"][0])),
+            self.is_partitioned,
             shards_gradients=in_unit,
             initial_values=None if values_of is None else lambda p, part: values_of(self.names[p], part),
             master_on_host=zero.cpu_offload and not is_host_memory(group["params"][0].device),
@@ -224,7 +222,7 @@ class MixedPrecisionOptimizer:
         """
         # The gradients are sums over data-parallel ranks of the scaled loss's gradients. This factor makes
         # them the gradients of the mean loss.
-        factor = 1.0 / (self.scaler.scale * self.groups.dp_size)
+        factor = 1.0 / (self.scaler.scale * self.mesh.dp_cp.size)
         self.grad_norm = self._global_norm() * factor
         self.found_nonfinite = not math.isfinite(self.grad_norm)
         self.diagnosis = ""
@@ -252,7 +250,7 @@ class MixedPrecisionOptimizer:
         wait_for_copies(self.flat)
         self.update_masters()
         if self.averages_replicated:
-            average_replicated(self.flat, self.tp_group)
+            average_replicated(self.flat, self.mesh.tp)
         self._all_gather_params()
 
     def update_masters(self) -> None:
@@ -323,13 +321,8 @@ class MixedPrecisionOptimizer:
         squares = norms.square()
         # Replicas that do not count must still be finite: 0 * inf and 0 * NaN are NaN.
         square = torch.where(self._counted, squares, squares * 0.0).sum()
-        if self.partition_count > 1:
-            dist.all_reduce(square)  # over all ranks, whose shards are disjoint
-        elif self.groups.model is not None:
-            dist.all_reduce(square, group=self.groups.model)
-        if self.partition_count == 1 and self.groups.dp_size > 1:
-            # Each model-parallel group may round differently, but all replicas must clip by the same factor.
-            dist.broadcast(square, group=self.groups.data, group_src=0)
+        if self.mesh.world_size > 1:
+            dist.all_reduce(square)  # over all ranks, which count disjoint elements
         # The only synchronization with the device in a step.
         total, *exit_code = torch.stack([square, *codes]).tolist()
         self.exit_code = int(exit_code[0]) if exit_code else None
@@ -349,7 +342,7 @@ class MixedPrecisionOptimizer:
         collective."""
         finite = self._norms_before_reduction().isfinite().tolist()
         bad = [self.names[p] for p, is_finite in zip(self.parameters, finite, strict=True) if not is_finite]
-        where = where_not_finite(bad, self.groups, self._loss)
+        where = where_not_finite(bad, self.mesh, self._loss)
         return "the gradient is non-finite, the step was not taken; first non-finite parameter: " + where
 
     # --- moments ---
@@ -398,12 +391,12 @@ class MixedPrecisionOptimizer:
         return LocalParamState(
             name=self.names[parameter],
             spec=spec_of(parameter),
-            tp_group=self.tp_group,
+            axes=self.mesh.axes_of(spec_of(parameter)),
             start=flat.first_element(parameter),
             values=values,
             step=step,
             quantized=flat.quantized,
-            owned=is_norm_owner(parameter, self.tp_group),
+            owned=is_norm_owner(parameter, self.mesh),
         )
 
     def state_dict(self) -> dict:
@@ -452,11 +445,12 @@ class MixedPrecisionOptimizer:
         self.optimizer.state.clear()
         self._loading = []
         for group, flat in zip(self.param_groups, self.flat, strict=True):
-            loading = LoadedGroup(flat, self.optimizer.state, group, self._steps_in_groups, self.groups)
+            loading = LoadedGroup(flat, self.optimizer.state, group, self._steps_in_groups)
             for parameter, start, length in loading.fragments():
                 name, first = self.names[parameter], flat.first_element(parameter, start)
                 master = flat.master.data[start : start + length]
-                place = (name, spec_of(parameter), self.tp_group, first, first + length)
+                spec = spec_of(parameter)
+                place = (name, spec, self.mesh.axes_of(spec), first, first + length)
                 values, moments, others = saved(*place, in_host_memory(master))
                 if in_host_memory(master) is None:
                     master.copy_(values)

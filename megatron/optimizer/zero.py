@@ -1,4 +1,4 @@
-"""How the optimizer is distributed over ranks: its process groups, what ZeRO shards, and each rank's part."""
+"""How the optimizer is distributed over ranks: what ZeRO shards, and each rank's part."""
 
 from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
@@ -6,29 +6,12 @@ from dataclasses import dataclass, field
 from itertools import accumulate
 from typing import Any
 
-import torch.distributed as dist
 from deepspeed import __version__ as deepspeed_version
 from deepspeed.utils.tensor_fragment import fragment_address
 from torch import Tensor, nn
 
-from megatron.mpu.layout import TPGroup
+from megatron.mpu.mesh import Axis
 from megatron.mpu.parameter_spec import ParameterSpec
-
-
-@dataclass(frozen=True)
-class OptimizerProcessGroups:
-    """The process groups of an optimizer step; None stands for a group of one rank."""
-
-    data: dist.ProcessGroup | None
-    dp_size: int
-    dp_rank: int
-    model: dist.ProcessGroup | None
-    """All stages and TP ranks of one data-parallel replica."""
-    description: str
-    """This rank's coordinates, for error messages: rank, stage, TP rank, DP rank."""
-    stage: dist.ProcessGroup | None = None
-    """All TP and DP ranks of this rank's pipeline rank, the TP rank varying fastest. Only for an optimizer of
-    whole matrices, and for more than one rank."""
 
 
 @dataclass(frozen=True)
@@ -37,9 +20,10 @@ class LocalParamState:
 
     name: str
     spec: ParameterSpec
-    tp_group: TPGroup
+    axes: tuple[Axis, ...]
+    """This rank's place on the axes that shard the parameter."""
     start: int
-    """Index of the first element within the flattened TP shard of the parameter."""
+    """Index of the first element within this rank's flattened shard of the parameter."""
     values: dict[str, Tensor]
     """'fp32': master weights; other keys: moments, by the optimizer's names. All flat, equally long, fp32."""
     step: float | None
@@ -47,7 +31,7 @@ class LocalParamState:
     quantized: bool
     """Whether the moments are stored in 8 bits."""
     owned: bool = True
-    """Whether this rank owns the parameter among its tensor-parallel and pipeline replicas."""
+    """Whether this rank owns the parameter among its replicas, data-parallel ones aside."""
 
 
 @dataclass(frozen=True)

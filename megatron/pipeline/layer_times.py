@@ -34,7 +34,7 @@ from megatron.model.layer_list import PARAMETER_DTYPES
 from megatron.model.loss import CrossEntropy
 from megatron.model.pipeline_module import layer_names
 from megatron.mpu.compilation import compile_in_place
-from megatron.mpu.layout import CPGroup, ParallelLayout, TPGroup
+from megatron.mpu.mesh import Mesh
 from megatron.mpu.random import DropoutRNG
 from megatron.pipeline.methods import TRANSFORMER_LAYER, embedding_and_head
 from megatron.pipeline.stages import layer_kinds
@@ -47,26 +47,21 @@ def needs_profiling(config: Config) -> bool:
     return parse_partition_method(config.parallel.partition_method).kind == "profile"
 
 
-def find_layer_times(
-    config: Config, layout: ParallelLayout, tp_group: TPGroup, vocab_size: int, eod: int | None
-) -> dict[str, float]:
+def find_layer_times(config: Config, mesh: Mesh, vocab_size: int, eod: int | None) -> dict[str, float]:
     """Returns the seconds per kind of layer (`stages.layer_kinds`), equal on all ranks. Collective.
 
     Reads --partition-profile if the file exists on rank 0. Otherwise measures, and writes the file.
     """
-    found = [read_layer_times(config, vocab_size) if layout.rank == 0 else None]
+    found = [read_layer_times(config, vocab_size) if mesh.rank == 0 else None]
     dist.broadcast_object_list(found, src=0)
     if found[0] is not None:
         return found[0]
-    cp_group = layout.make_cp_group()
     measured: list[dict[str, float]] = [{}]
-    if layout.pipeline_stage == 0 and layout.dp_rank == 0:
-        measured = [_measure(config, tp_group, cp_group, vocab_size, eod)]
+    if mesh.pp.rank == 0 and mesh.dp.rank == 0:
+        measured = [_measure(config, mesh, vocab_size, eod)]
     dist.broadcast_object_list(measured, src=0)
-    if layout.cp_size > 1:
-        dist.destroy_process_group(cp_group.group)  # the model creates its own
     path = config.parallel.partition_profile
-    if path is not None and layout.rank == 0:
+    if path is not None and mesh.rank == 0:
         profile = {"measured_for": _shapes(config, vocab_size), "seconds": measured[0]}
         write_json(Path(path), profile)
     return measured[0]
@@ -140,18 +135,16 @@ def _shapes(config: Config, vocab_size: int) -> dict[str, Any]:
     }
 
 
-def _measure(
-    config: Config, tp_group: TPGroup, cp_group: CPGroup, vocab_size: int, eod: int | None
-) -> dict[str, float]:
+def _measure(config: Config, mesh: Mesh, vocab_size: int, eod: int | None) -> dict[str, float]:
     dropout_rng = DropoutRNG(config.training.seed, range(config.batch.micro_batch_size))
-    context = LayerContext(config, tp_group, dropout_rng, cp_group=cp_group)
+    context = LayerContext(config, mesh, dropout_rng)
     layers = pipeline_layers(context, vocab_size, eod)
     device = torch.device(get_accelerator().current_device_name())
     shape = (config.batch.micro_batch_size, config.model.seq_length)
     tokens = torch.randint(0, vocab_size, shape, device=device)
     seconds: dict[str, float] = {}
     layer_io: Any = tokens
-    loss = CrossEntropy(tp_group, vocab_size, cp_group=cp_group)
+    loss = CrossEntropy(mesh.tp, vocab_size, cp_group=mesh.cp)
     labels = (tokens, torch.ones(shape, device=device))
     names = layer_names(layers)
     kinds = layer_kinds(names, config.model)

@@ -14,7 +14,7 @@ from megatron.model import flops
 from megatron.model.gpt_model import pipeline_layers
 from megatron.model.layer_context import LayerContext
 from megatron.model.pipeline_module import layer_names, layer_parameter_counts
-from megatron.mpu.layout import TPGroup
+from megatron.mpu.mesh import Mesh
 from megatron.mpu.random import DropoutRNG
 from megatron.pipeline.methods import (
     EMBEDDING,
@@ -125,8 +125,8 @@ def plan_stages(
 
 def layer_list(config: Config, vocab_size: int) -> list[LayerSpec | Callable]:
     """Returns the list of the model's layers on a tensor-parallel rank."""
-    tp_group = TPGroup(size=config.parallel.tensor_model_parallel_size)
-    context = LayerContext(config, tp_group, DropoutRNG(config.training.seed))
+    mesh = Mesh(config.parallel.tensor_model_parallel_size, 1, 1)
+    context = LayerContext(config, mesh, DropoutRNG(config.training.seed))
     return pipeline_layers(context, vocab_size, eod=0)
 
 

@@ -21,7 +21,7 @@ from megatron.config.validate import validate
 from megatron.errors import UserError
 from megatron.model.attention_choice import Implementation, training_attention
 from megatron.model.flops import head_flops
-from megatron.mpu.layout import ParallelLayout
+from megatron.mpu.mesh import Mesh
 from megatron.pipeline.methods import TRANSFORMER_LAYER
 from megatron.pipeline.stages import plan_stages
 from megatron.planner.layer_memory import bytes_per_parameter
@@ -223,7 +223,7 @@ class _Estimator:
         """Returns (seconds of a step, bytes of the most loaded rank), assuming equal stages."""
         parallel, model, training = config.parallel, config.model, config.training
         ranks, tp_size = parallel.pipeline_model_parallel_size, parallel.tensor_model_parallel_size
-        layout, layers = ParallelLayout.from_config(parallel, 0), -(-model.num_layers // ranks)
+        mesh, layers = Mesh.from_config(parallel, 0), -(-model.num_layers // ranks)
         layer = self._layer(config)
         batch, count = config.batch.micro_batch_size, config.micro_batches_per_step
         forward, backward, kept = layer.at(batch)
@@ -241,10 +241,10 @@ class _Estimator:
         fill = (ranks - 1) / parallel.stages_per_rank * (1 - 2 * weight / seconds)
         step = heaviest * (count + fill)
         per_layer, outside = layer.parameters, padded * model.hidden_size // tp_size
-        if layout.dp_cp_size > 1:
+        if mesh.dp_cp.size > 1:
             size = 4.0 * (per_layer * layers + outside)
             calls = count if parallel.zero_stage >= 2 else 1
-            step += calls * 1.25 * self._cluster.network.seconds(Collective("data", ALL_REDUCE, size), layout)
+            step += calls * 1.25 * self._cluster.network.seconds(Collective("data", ALL_REDUCE, size), mesh)
         state = per_layer * layers * self._state.in_layers(parallel)
         state += outside * self._state.in_others(parallel)
         return step, state + held * layers * min(count, ranks) + (kept - held)

@@ -110,7 +110,7 @@ class Trainer:
         self.exits = ExitConditions(
             self.config.training, self.watchdog.report, self.checkpoints.ownership_lost_reason
         )
-        self.startup_report = StartupReport(self.config, self.engine.layout)
+        self.startup_report = StartupReport(self.config, self.engine.mesh)
         self.stability = StabilityMonitor(
             self.config, self.engine, self.batches, self.metrics, self.checkpoints, self.watchdog
         )
@@ -247,7 +247,7 @@ class Trainer:
         if is_logged:
             self.metrics.flush()
         if self.engine.pass_times and is_logged:
-            self.metrics.print(bubble_line(self.engine.pass_times, self.engine.layout))
+            self.metrics.print(bubble_line(self.engine.pass_times, self.engine.mesh))
         for text in self.startup_report.lines(optimizer, progress.iteration == self.length.iterations):
             self.metrics.print(text)
         return self.stability.post_step(reached)

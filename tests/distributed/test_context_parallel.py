@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from megatron.mpu.context_parallel import gather_keys_and_values, tensor_shard
-from megatron.mpu.layout import CPGroup, ParallelLayout, TPGroup
+from megatron.mpu.mesh import Axis, Mesh
 from tests.distributed.parity import (
     DUALPIPEV,
     INTERLEAVED,
@@ -39,31 +39,31 @@ def merged(*changes):
     return result
 
 
-def row(*numbers, layout=None, full=True, **settings):
+def row(*numbers, mesh=None, full=True, **settings):
     marks = [pytest.mark.full] if full else []
-    return pytest.param(Row(**settings), merged(*numbers), layout or {}, marks=marks)
+    return pytest.param(Row(**settings), merged(*numbers), mesh or {}, marks=marks)
 
 
 ROWS = [
     row(DOCUMENTS, DROPPED, GROUPED, cp=2, pp=2, zero=1, micro_batch=2, positions="rotary", full=False),
     row(cp=2, dp=2, zero=3, positions="alibi", recompute=True, full=False),
-    row(DOCUMENTS, DROPPED, GROUPED, cp=2, tp=2, positions="rotary", layout=SEQUENCE_PARALLEL),
+    row(DOCUMENTS, DROPPED, GROUPED, cp=2, tp=2, positions="rotary", mesh=SEQUENCE_PARALLEL),
     row(cp=4, positions="rotary"),
     row(WINDOW, cp=4, zero=2),
     row(PLAIN, cp=4, zero=1, dp=2),
     row(DROPPED, DOCUMENTS, cp=2, tp=2, pp=2, positions="alibi"),
-    row(GROUPED, cp=2, pp=2, dp=2, zero=1, positions="rotary", layout=INTERLEAVED),
-    row(DROPPED, WINDOW, cp=4, pp=2, recompute=True, layout=ZERO_BUBBLE),
-    row(cp=2, tp=2, recompute=True, layout=PARTITIONED),
-    row(cp=2, pp=2, tp=2, layout=merged(DUALPIPEV, SEQUENCE_PARALLEL)),
+    row(GROUPED, cp=2, pp=2, dp=2, zero=1, positions="rotary", mesh=INTERLEAVED),
+    row(DROPPED, WINDOW, cp=4, pp=2, recompute=True, mesh=ZERO_BUBBLE),
+    row(cp=2, tp=2, recompute=True, mesh=PARTITIONED),
+    row(cp=2, pp=2, tp=2, mesh=merged(DUALPIPEV, SEQUENCE_PARALLEL)),
 ]
 
 
 @pytest.mark.parametrize("row,numbers,layout", ROWS)
-def test_context_parallelism_has_the_numbers_of_one_process(row, numbers, layout):
+def test_context_parallelism_has_the_numbers_of_one_process(row, numbers, mesh):
     steps = STEPS if row.world_size == 8 else SHORT
     expected = one_process(row, steps, **numbers)
-    for history in run_world(row.world_size, train_layout, row, steps, **merged(numbers, layout)):
+    for history in run_world(row.world_size, train_layout, row, steps, **merged(numbers, mesh)):
         errors = relative_errors(history, expected)
         assert max(errors) <= BOUND, errors
 
@@ -102,27 +102,27 @@ def test_a_run_resumes_with_another_context_parallel_size(before, after, tmp_pat
 @pytest.mark.parametrize("size", [2, 3, 8])
 def test_the_chunks_of_the_ranks_are_the_sequence_and_equal_causal_work(size):
     seq = 2 * size * 128
-    groups = [CPGroup(rank, size) for rank in range(size)]
-    positions = [[p for chunk in group.chunks(seq) for p in chunk] for group in groups]
+    groups = [Axis("cp", rank, size) for rank in range(size)]
+    positions = [[p for chunk in sequence_chunks(group, seq) for p in chunk] for group in groups]
     assert sorted(sum(positions, [])) == list(range(seq))
     work = [sum(position + 1 for position in own) for own in positions]
     assert max(work) <= 1.02 * sum(work) / size
     for group, own in zip(groups, positions, strict=True):
-        shards = [tensor_shard(group.chunks(seq), TPGroup(rank, 4)) for rank in range(4)]
+        shards = [tensor_shard(sequence_chunks(group, seq), Axis("tp", rank, 4)) for rank in range(4)]
         assert [p for shard in shards for part in shard for p in part] == own
     with pytest.raises(ValueError, match="not divisible"):
-        groups[0].chunks(seq + size)
+        sequence_chunks(groups[0], seq + size)
 
 
 def gathered_attention(seq, cp_size, dtype):
     """Returns this rank's outputs and gradients, and its positions."""
-    layout = ParallelLayout.create(cp_size, 1, 1, torch.distributed.get_rank(), cp_size=cp_size)
-    group = layout.make_cp_group()
-    own = torch.cat([torch.arange(chunk.start, chunk.stop) for chunk in group.chunks(seq)])
+    mesh = Mesh.create(cp_size, 1, 1, torch.distributed.get_rank(), cp_size=cp_size)
+    group = mesh.make_cp_group()
+    own = torch.cat([torch.arange(chunk.start, chunk.stop) for chunk in sequence_chunks(group, seq)])
     key, value = (x[own].requires_grad_() for x in keys_and_values(seq, dtype))
     whole = gather_keys_and_values(key, value, group)
     weights = keys_and_values(seq, dtype)
-    factor = layout.cp_rank + 1
+    factor = mesh.cp.rank + 1
     sum(factor * (x * weight).sum() for x, weight in zip(whole, weights, strict=True)).backward()
     return own, [x.detach() for x in whole], key.grad, value.grad
 

@@ -12,7 +12,7 @@ from megatron.mpu.layers import (
     VocabParallelEmbedding,
     parallel_logits,
 )
-from megatron.mpu.layout import TPGroup
+from megatron.mpu.mesh import Axis
 from megatron.mpu.mappings import gather_from_tensor_region
 from megatron.mpu.parameters import initial_values, initialize_parameters, merge_shards, spec_of
 from tests.support.pool import run_world
@@ -25,7 +25,7 @@ HIDDEN, INNER, VOCAB, USED_ROWS = 24, 48, 128, 100
 class Column(nn.Module):
     """A column-parallel layer whose outputs are gathered for the comparison."""
 
-    def __init__(self, tp_group: TPGroup) -> None:
+    def __init__(self, tp_group: Axis) -> None:
         super().__init__()
         self.tp_group = tp_group
         self.layer = ColumnParallelLinear(HIDDEN, INNER, tp_group, init_std=0.3)
@@ -35,7 +35,7 @@ class Column(nn.Module):
 
 
 class Row(nn.Module):
-    def __init__(self, tp_group: TPGroup) -> None:
+    def __init__(self, tp_group: Axis) -> None:
         super().__init__()
         self.tp_group = tp_group
         self.layer = RowParallelLinear(INNER, HIDDEN, tp_group, init_std=0.3)
@@ -47,7 +47,7 @@ class Row(nn.Module):
 class GatedMlp(nn.Module):
     """Two blocks of columns, one multiplied with the other, and rows."""
 
-    def __init__(self, tp_group: TPGroup) -> None:
+    def __init__(self, tp_group: Axis) -> None:
         super().__init__()
         self.columns = ColumnParallelLinear(HIDDEN, 2 * INNER, tp_group, init_std=0.3, num_fused_parts=2)
         self.rows = RowParallelLinear(INNER, HIDDEN, tp_group, init_std=0.3, bias=False)
@@ -60,7 +60,7 @@ class GatedMlp(nn.Module):
 class EmbeddingAndHead(nn.Module):
     """Logits of the embedded tokens: the table is used at both ends."""
 
-    def __init__(self, tp_group: TPGroup) -> None:
+    def __init__(self, tp_group: Axis) -> None:
         super().__init__()
         self.tp_group = tp_group
         self.table = VocabParallelEmbedding(VOCAB, HIDDEN, tp_group, num_valid_rows=USED_ROWS, init_std=0.3)
@@ -132,9 +132,9 @@ def run_layer(case):
 
 def plain(case):
     make, function, n_in = CASES[case]
-    specs = {name: spec_of(p) for name, p in make(TPGroup()).named_parameters()}
+    specs = {name: spec_of(p) for name, p in make(Axis("tp")).named_parameters()}
     weights = {
-        name: perturbed(initial_values(spec, SEED, name, TPGroup())).double().requires_grad_()
+        name: perturbed(initial_values(spec, SEED, name, Axis("tp"))).double().requires_grad_()
         for name, spec in specs.items()
     }
     x = model_input(n_in)
@@ -186,7 +186,7 @@ def test_only_the_gradients_that_are_wanted_are_made():
 
 def test_biases_are_not_decayed_and_weights_are():
     for layer in (
-        ColumnParallelLinear(4, 8, TPGroup(), init_std=1.0),
-        RowParallelLinear(4, 8, TPGroup(), init_std=1.0),
+        ColumnParallelLinear(4, 8, Axis("tp"), init_std=1.0),
+        RowParallelLinear(4, 8, Axis("tp"), init_std=1.0),
     ):
         assert spec_of(layer.weight).weight_decay and not spec_of(layer.bias).weight_decay

@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 
 from megatron.data.loader import MicroBatch
-from megatron.mpu.layout import TPGroup
+from megatron.mpu.mesh import Axis
 from megatron.mpu.parameter_spec import ParameterSpec
 from megatron.mpu.parameters import new_parameter
 from megatron.optimizer.flat_group import FlatGroup
@@ -67,7 +67,7 @@ def copies_after(row, changes, steps, other_order):
     engine = build_engine(config_of(row, **{**changes, "model": model, "batch": batch}))
 
     def micro_batches(step):
-        size, dp_rank = row.micro_batch, engine.layout.dp_rank
+        size, dp_rank = row.micro_batch, engine.mesh.dp.rank
         start = step * batch_size
         for first in range(start + dp_rank * size, start + batch_size, row.dp * size):
             yield MicroBatch.from_rows(sample_tokens(first, size), first)
@@ -75,7 +75,7 @@ def copies_after(row, changes, steps, other_order):
     with sums_in_another_order() if other_order else nullcontext():
         for step in range(steps):
             engine.train_step(micro_batches(step), batch_size, RATE)
-        return find_invariant_violation(engine.optimizer, engine.layout)
+        return find_invariant_violation(engine.optimizer, engine.mesh)
 
 
 BUCKETS = {"parallel": {"ddp_bucket_size": 1}, "model": {"num_layers": 4}}
@@ -133,7 +133,7 @@ def test_tied_copies_and_replicas_stay_equal_on_every_layout(case):
 def gradients_after_reduction(values):
     """Of a parameter that both TP ranks replicate, and of one that they shard."""
     rank = dist.get_rank()
-    tp_group = TPGroup(rank, 2, dist.group.WORLD)
+    tp_group = Axis("tp", rank, 2, dist.group.WORLD)
     replicated = new_parameter(ParameterSpec((2,)), tp_group)
     part = new_parameter(ParameterSpec((4,), shard_dim=0), tp_group)
     flat = FlatGroup({"params": [replicated, part]}, 1, 0)
@@ -156,7 +156,7 @@ def test_a_gradient_that_only_a_later_tensor_rank_finds_bad_is_bad_on_all():
 
 
 def three_holders():
-    tp_group = TPGroup()
+    tp_group = Axis("tp")
     parameter = new_parameter(ParameterSpec((2,)), tp_group)
     with pytest.raises(ValueError, match="on 3 stages: expected 2"):
         GradientReduction(
@@ -175,7 +175,7 @@ def test_an_optimizer_step_does_not_depend_on_the_place_in_the_buffer(kind):
     values, factors = torch.randn(101, generator=generator), torch.randn(10, 101, generator=generator)
 
     def stepped(parameters_before):
-        tp_group = TPGroup()
+        tp_group = Axis("tp")
         others = [new_parameter(ParameterSpec((size,)), tp_group) for size in parameters_before]
         own = new_parameter(ParameterSpec((101,)), tp_group)
         own.data.copy_(values)

@@ -2,11 +2,11 @@
 
 import torch
 
-from megatron.mpu.layout import TPGroup
+from megatron.mpu.mesh import Axis
 from megatron.mpu.parameter_spec import ParameterSpec, local_slices
 
 
-def shard_of(spec: ParameterSpec, full: torch.Tensor, tp_group: TPGroup) -> torch.Tensor:
+def shard_of(spec: ParameterSpec, full: torch.Tensor, tp_group: Axis) -> torch.Tensor:
     """This rank's shard of `full`. The result may share memory with it."""
     if spec.shard_dim is None:
         return full

@@ -9,7 +9,7 @@ import pytest
 
 from megatron.config.curriculum import LengthCurriculum
 from megatron.errors import UserError
-from megatron.mpu.layout import ParallelLayout
+from megatron.mpu.mesh import Mesh
 from megatron.pipeline.stages import stage_flops
 from megatron.planner.memory import communicators
 from megatron.planner.network import ALL_REDUCE
@@ -136,8 +136,8 @@ def test_the_start_needs_no_more_memory_than_a_step(name):
 def test_a_context_parallel_rank_with_a_different_sequence_length_is_found():
     name = "context-2-tensor-2-sequence"
     config = config_of(LAYOUTS[name])
-    calls, layout = all_calls(config, records_of(name), 2), ParallelLayout.from_config(config.parallel, 2)
-    groups = [group_name(batch[0].ranks, layout) for batch in calls[2]]
+    calls, mesh = all_calls(config, records_of(name), 2), Mesh.from_config(config.parallel, 2)
+    groups = [group_name(batch[0].ranks, mesh) for batch in calls[2]]
     assert find_deadlock(calls) is None
     gather = groups.index("context")
     (call,) = calls[2][gather]

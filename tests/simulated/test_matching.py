@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from megatron.mpu.layout import ParallelLayout
+from megatron.mpu.mesh import Mesh
 from megatron.planner.simulation.matching import find_deadlock, translate_ranks
 from megatron.planner.simulation.record import CollectiveCall
 
@@ -79,7 +79,7 @@ def test_calls_that_do_not_fit_are_named(name):
 @pytest.mark.parametrize("rank", [0, 1, 5, 12, 23])
 def test_groups_are_those_of_the_layout(rank):
     """The groups of every rank, translated from rank 0, are the rows of the grid that contain the rank."""
-    simulated, other = ParallelLayout(2, 3, 4, 0), ParallelLayout(2, 3, 4, rank)
+    simulated, other = Mesh(2, 3, 4, 0), Mesh(2, 3, 4, rank)
     tensor, rest = rank % 2, rank // 2
     data, stage = rest % 4, rest // 4
     assert translate_ranks((0, 1), simulated, other) == (rank - tensor, rank - tensor + 1)

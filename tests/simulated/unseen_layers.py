@@ -27,7 +27,7 @@ from megatron.config.registries import (
 from megatron.model import gpt_model
 from megatron.model.layer_context import LayerContext
 from megatron.mpu.layers import ColumnParallelLinear, RowParallelLinear
-from megatron.mpu.layout import TPGroup
+from megatron.mpu.mesh import Axis
 from megatron.mpu.parameter_spec import ParameterSpec
 from megatron.mpu.parameters import new_parameter
 from megatron.planner.simulation.stages import simulate_ranks
@@ -54,8 +54,8 @@ class PeakNorm(nn.Module):
         super().__init__()
         self.epsilon = epsilon
         ones = {"init_value": 1.0, "weight_decay": False}
-        self.weight = new_parameter(ParameterSpec((hidden_size,), **ones), TPGroup())
-        self.scale = new_parameter(ParameterSpec((1,), **ones), TPGroup())
+        self.weight = new_parameter(ParameterSpec((hidden_size,), **ones), Axis("tp"))
+        self.scale = new_parameter(ParameterSpec((1,), **ones), Axis("tp"))
 
     def forward(self, hidden: Tensor) -> Tensor:
         """[..., hidden] -> [..., hidden]."""

@@ -20,7 +20,7 @@ from megatron.checkpoint.record import TrainingState
 from megatron.checkpoint.saving.run_record import layout_record
 from megatron.config import Config, padded_vocab_size
 from megatron.model.single_process import model_specs
-from megatron.mpu.layout import ParallelLayout, TPGroup
+from megatron.mpu.mesh import Axis, Mesh
 from megatron.mpu.parameter_spec import ParameterSpec
 from megatron.mpu.parameters import new_parameter
 from megatron.optimizer.loss_scale import LossScaler
@@ -43,7 +43,7 @@ class ManyRanks:
     """The ranks of a layout. numbers: the number of each element, by parameter, without padding."""
 
     def __init__(
-        self, config: Config, shard_of: Callable[[ParameterSpec, torch.Tensor, TPGroup], torch.Tensor]
+        self, config: Config, shard_of: Callable[[ParameterSpec, torch.Tensor, Axis], torch.Tensor]
     ) -> None:
         """shard_of: returns a TP rank's shard of a global parameter, independently of the product."""
         self.config = config
@@ -65,8 +65,8 @@ class ManyRanks:
         self.num_elements = first
         self.bounds = plan_stages(config, VOCAB).bounds
 
-    def layout(self, rank: int) -> ParallelLayout:
-        return ParallelLayout.from_config(self.config.parallel, rank)
+    def mesh(self, rank: int) -> Mesh:
+        return Mesh.from_config(self.config.parallel, rank)
 
     def names_of_stage(self, stage: int) -> list[str]:
         low, high = self.bounds[stage], self.bounds[stage + 1]
@@ -82,24 +82,24 @@ class ManyRanks:
         if padding:
             numbers = torch.cat([numbers, torch.zeros(padding, *numbers.shape[1:])])
         return self._shard_of(
-            spec, numbers, TPGroup(tp_rank, self.config.parallel.tensor_model_parallel_size)
+            spec, numbers, Axis("tp", tp_rank, self.config.parallel.tensor_model_parallel_size)
         )
 
     def optimizer(self, rank: int) -> MixedPrecisionOptimizer:
         """The optimizer of a rank. All values are -1, which no element has as its number."""
-        layout = self.layout(rank)
-        tp_group = TPGroup(layout.tp_rank, layout.tp_size)
+        mesh = self.mesh(rank)
+        tp_group = Axis("tp", mesh.tp.rank, mesh.tp_size)
         parameters = {
             name: torch.nn.init.constant_(new_parameter(self.padded[name], tp_group, torch.bfloat16), -1)
-            for name in self.names_of_stage(layout.pipeline_stage)
+            for name in self.names_of_stage(mesh.pp.rank)
         }
-        tied = [parameters[TIED]] if TIED in parameters and layout.pp_size > 1 else []
+        tied = [parameters[TIED]] if TIED in parameters and mesh.pp_size > 1 else []
         groups = parameter_groups(parameters.items(), weight_decay=0.1, tied=tied)
         processes: dist.ProcessGroup = object()  # type: ignore[assignment]
         return MixedPrecisionOptimizer(
             make_optimizer(groups, self.config.optimizer),
             {parameter: name for name, parameter in parameters.items()},
-            OptimizerProcessGroups(processes, layout.dp_size, layout.dp_rank, None, f"rank {rank}"),
+            OptimizerProcessGroups(processes, mesh.dp_size, mesh.dp.rank, None, f"rank {rank}"),
             tp_group,
             [],
             LossScaler(self.config.precision),
@@ -140,20 +140,20 @@ class ManyRanks:
 
     def _optimizer_files(self) -> Iterator[tuple[str, MixedPrecisionOptimizer]]:
         """Yields the name and the optimizer of each file of the optimizer's state, in order."""
-        ranks = [self.layout(rank) for rank in range(self.config.parallel.world_size)]
-        for layout in sorted(ranks, key=lambda layout: (layout.dp_rank, layout.pipeline_stage)):
-            model_rank = layout.pipeline_stage * layout.tp_size + layout.tp_rank
+        ranks = [self.mesh(rank) for rank in range(self.config.parallel.world_size)]
+        for mesh in sorted(ranks, key=lambda mesh: (mesh.dp.rank, mesh.pp.rank)):
+            model_rank = mesh.pp.rank * mesh.tp_size + mesh.tp.rank
             if self.config.parallel.zero_stage:
-                file = f"zero_pp_rank_{layout.dp_rank}_mp_rank_{model_rank:02d}_optim_states.pt"
-            elif layout.dp_rank == 0:
+                file = f"zero_pp_rank_{mesh.dp_rank}_mp_rank_{model_rank:02d}_optim_states.pt"
+            elif mesh.dp.rank == 0:
                 file = f"mp_rank_{model_rank:02d}_model_states.pt"
             else:
                 continue
-            optimizer = self.optimizer(layout.rank)
+            optimizer = self.optimizer(mesh.rank)
             for flat in optimizer.flat:
                 for parameter, start, length in flat.fragments():
                     first = flat.first_element(parameter)
-                    shard = self.shard(optimizer.names[parameter], layout.tp_rank).reshape(-1)
+                    shard = self.shard(optimizer.names[parameter], mesh.tp.rank).reshape(-1)
                     flat.master.data[start : start + length] = shard[first : first + length]
                 moments = {key: flat.master.detach() * FACTORS[key] for key in FACTORS if key != "fp32"}
                 optimizer.optimizer.state[flat.master] = {"step": torch.tensor(1.0), **moments}

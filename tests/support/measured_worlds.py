@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from megatron.config import Config
     from megatron.data.loader import MicroBatch
     from megatron.engine.pipeline_engine import GPTEngine
-    from megatron.mpu.layout import ParallelLayout, TPGroup
+    from megatron.mpu.mesh import Axis, Mesh
     from megatron.mpu.parameters import InitialValues
 
 
@@ -102,15 +102,15 @@ def begin_worker() -> TextIO:
 def connect(config: "Config") -> "tuple[ParallelLayout, TPGroup]":
     """Connects the workers of a world; returns the layout of this rank and its tensor-parallel group."""
     from megatron.cluster.processes import init_distributed
-    from megatron.mpu.layout import ParallelLayout
+    from megatron.mpu.mesh import Mesh
 
-    layout = ParallelLayout.from_config(config.parallel, init_distributed(config))
-    return layout, layout.make_tp_group()
+    mesh = Mesh.from_config(config.parallel, init_distributed(config))
+    return mesh, mesh.make_tp_group()
 
 
 def make_engine(
     config: "Config",
-    layout: "ParallelLayout",
+    mesh: "ParallelLayout",
     tp_group: "TPGroup",
     vocab_size: int,
     values: "InitialValues | None" = None,
@@ -120,15 +120,15 @@ def make_engine(
     from megatron.tokenizer.vocabulary import Vocabulary
     from megatron.training.build import build_engine
 
-    return build_engine(config, layout, tp_group, Vocabulary(vocab_size, 0), None, values or initial_values)
+    return build_engine(config, mesh, tp_group, Vocabulary(vocab_size, 0), None, values or initial_values)
 
 
-def micro_batches(tokens: "torch.Tensor", layout: "ParallelLayout", size: int) -> "Iterator[MicroBatch]":
+def micro_batches(tokens: "torch.Tensor", mesh: "ParallelLayout", size: int) -> "Iterator[MicroBatch]":
     """The micro-batches of this replica, `size` samples each, from the tokens of a step,
     [global batch, seq + 1]."""
     from megatron.data.loader import MicroBatch
 
-    for first in range(layout.dp_rank * size, len(tokens), layout.dp_size * size):
+    for first in range(mesh.dp.rank * size, len(tokens), mesh.dp_size * size):
         yield MicroBatch.from_rows(tokens[first : first + size], first)
 
 

@@ -49,7 +49,7 @@ from megatron.checkpoint.formats.state import (
 from megatron.checkpoint.formats.writing import ParameterWriter, has_all_digests, rows_of
 from megatron.checkpoint.record import Checkpoint
 from megatron.files import expect_layout
-from megatron.mpu.parameter_spec import ParameterSpec, ShardBox, shard_boxes
+from megatron.mpu.parameter_spec import Box, ParameterSpec, boxes
 
 # Prefix of what the optimizer holds.
 OPTIMIZER = "optimizer."
@@ -120,7 +120,7 @@ class DcpReader(StateReader):
         """See `StateReader`. Reads only the chunks that hold one of these elements."""
         self._checked_shape(name, state_name, part.spec)
         target = torch.zeros(part.stop - part.start) if out is None else out.zero_()  # padded rows are zeros
-        for box in shard_boxes(*part):
+        for box in boxes(*part):
             place = target[box.first - part.start : box.first - part.start + box.numel]
             place.view(box.sizes).copy_(self.region_of(name, state_name, _region(box)))
         return target
@@ -128,7 +128,7 @@ class DcpReader(StateReader):
     def files_of_parts(self, parts: Iterable[tuple[str, ShardPart]]) -> set[str]:
         files = {METADATA_FILE}
         for name, part in parts:
-            regions = [_region(box) for box in shard_boxes(*part)]
+            regions = [_region(box) for box in boxes(*part)]
             for state_name in self.state_names(name):
                 tensor = self.stored.tensor(key_of(name, state_name))
                 files |= {
@@ -166,7 +166,7 @@ class DcpReader(StateReader):
             yield self.region_of(name, state_name, region).float()
 
 
-def _region(box: ShardBox) -> Region:
+def _region(box: Box) -> Region:
     """Returns the region of a box of a parameter."""
     return [(first, first + size) for first, size in zip(box.offsets, box.sizes, strict=True)]
 

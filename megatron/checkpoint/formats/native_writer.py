@@ -8,7 +8,7 @@ its tensors (`torch.serialization.skip_data`); every parameter is then written t
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from math import prod
@@ -37,9 +37,8 @@ from megatron.checkpoint.formats.state import StateBlocks, StateReader, padded_s
 from megatron.checkpoint.formats.universal_info import INFO_KEY, client_state, derive_info, spec_record
 from megatron.checkpoint.formats.writing import ParameterWriter, rows_of, save_object, step_of_optimizer
 from megatron.model.layer_list import PARAMETER_DTYPES
-from megatron.mpu.layout import TPGroup
-from megatron.mpu.parameter_spec import ParameterSpec, local_shape, placed_slices
-from megatron.mpu.parameters import shard_of
+from megatron.mpu.mesh import Axis
+from megatron.mpu.parameter_spec import Box, ParameterSpec, boxes
 from megatron.optimizer.zero import deepspeed_state
 
 _STEP_BYTES = 1 << 24
@@ -84,7 +83,7 @@ class NativeWriter(ParameterWriter):
         return [[name for name in names if stage_of[layer_of(name)] == stage] for stage in range(count)]
 
     def _shape(self, name: str, rank: int) -> tuple[int, ...]:
-        return local_shape(self._specs[name], TPGroup(rank, self._tp_size))
+        return self._specs[name].local_shape([Axis("tp", rank, self._tp_size)])
 
     # --- the files, without the bytes of tensors ---
 
@@ -167,16 +166,17 @@ class NativeWriter(ParameterWriter):
         for state_name, blocks in states.items():
             for first, rows in rows_of(blocks, saved.valid_shape, _STEP_BYTES):
                 for rank in range(self._tp_size):
-                    for row, part in _shard_of_rows(saved, TPGroup(rank, self._tp_size), first, rows):
-                        self._write(self._places[name, state_name, rank], row, part)
+                    axes = [Axis("tp", rank, self._tp_size)]
+                    for element, part in _shard_of_rows(saved, axes, first, rows):
+                        self._write(self._places[name, state_name, rank], element, part)
                         if state_name == VALUES:
-                            self._write(self._places[name, "", rank], row, part)
+                            self._write(self._places[name, "", rank], element, part)
 
-    def _write(self, place: _Place, row: int, part: Tensor) -> None:
-        """Writes consecutive rows of a shard, from index `row` on."""
+    def _write(self, place: _Place, first: int, part: Tensor) -> None:
+        """Writes consecutive elements of a shard, from index `first` on."""
         values = part.to(place.dtype).contiguous()
         content = memoryview(values.view(-1).view(torch.uint8).numpy().data)
-        start = place.start + row * (values[0].nbytes if values.dim() > 1 else values.element_size())
+        start = place.start + first * values.element_size()
         while content:
             done = os.pwrite(self._open[place.path], content, start)
             content, start = content[done:], start + done
@@ -205,14 +205,12 @@ def _offset(saved: Tensor) -> int:
 
 
 def _shard_of_rows(
-    spec: ParameterSpec, tp_group: TPGroup, first: int, rows: Tensor
+    spec: ParameterSpec, axes: Sequence[Axis], first: int, rows: Tensor
 ) -> Iterator[tuple[int, Tensor]]:
     """Yields the parts of a rank's shard that are in rows `first` and following of a global tensor: the first
-    row in the shard, and the rows."""
-    if spec.shard_dim == 0:
-        for offset, part in placed_slices(spec, tp_group):
-            start, stop = max(part.start, first), min(part.stop, first + rows.shape[0])
-            if start < stop:
-                yield offset + start - part.start, rows[start - first : stop - first]
-    else:
-        yield first, shard_of(rows, spec, tp_group)
+    element in the flattened shard, and the elements in its shape."""
+    given = Box(0, (first, *(0 for _ in rows.shape[1:])), tuple(rows.shape))
+    for box in boxes(spec, axes):
+        if (common := box.intersection(given)) is not None:
+            inside = tuple(slice(r.start - o, r.stop - o) for r, o in zip(common, given.offsets, strict=True))
+            yield box.first + (common[0].start - box.offsets[0]) * prod(box.sizes[1:]), rows[inside]

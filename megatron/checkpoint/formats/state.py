@@ -6,11 +6,10 @@ A parameter has several states, named tensors: its fp32 values (`VALUES`) and it
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from itertools import chain
-from math import prod
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -27,8 +26,8 @@ from megatron.config import Config
 from megatron.config.model import padded_vocab_size
 from megatron.errors import UserError
 from megatron.files import HostileFileError, expect_layout
-from megatron.mpu.layout import TPGroup
-from megatron.mpu.parameter_spec import ParameterSpec, local_shape
+from megatron.mpu.mesh import Axis
+from megatron.mpu.parameter_spec import ParameterSpec
 from megatron.mpu.parameters import reshard, spec_of
 from megatron.text_table import first_few
 
@@ -65,10 +64,10 @@ class ParameterRecord:
 
 
 class ShardPart(NamedTuple):
-    """Elements start to stop - 1 of a tensor-parallel rank's flattened shard of a parameter."""
+    """Elements start to stop - 1 of a rank's flattened shard of a parameter. axes: the rank's place."""
 
     spec: ParameterSpec
-    tp_group: TPGroup
+    axes: Sequence[Axis]
     start: int
     stop: int
 
@@ -230,33 +229,33 @@ class StateReader(ABC):
         name: str,
         state_name: str,
         spec: ParameterSpec,
-        tp_group: TPGroup,
+        axes: Sequence[Axis],
         start: int = 0,
         stop: int | None = None,
         out: Tensor | None = None,
     ) -> Tensor:
-        """Returns elements start to stop - 1 of this TP rank's shard of one state, flat. stop: None for the
-        end of the shard. out: a flat fp32 tensor in host memory that gets the elements, and is returned.
-        Without it the result may share memory with the file."""
-        stop = prod(local_shape(spec, tp_group)) if stop is None else stop
-        return self.read_part(name, state_name, ShardPart(spec, tp_group, start, stop), out)
+        """Returns elements start to stop - 1 of a rank's shard of one state, flat. axes: the rank's place.
+        stop: None for the end of the shard. out: a flat fp32 tensor in host memory that gets the elements,
+        and is returned. Without it the result may share memory with the file."""
+        stop = spec.local_numel(axes) if stop is None else stop
+        return self.read_part(name, state_name, ShardPart(spec, axes, start, stop), out)
 
     def read_part(self, name: str, state_name: str, part: ShardPart, out: Tensor | None = None) -> Tensor:
         """Returns a part of one state, flat. out: see `read_shard`."""
         spec, span = part.spec, slice(part.start, part.stop)
-        if (shard := self.stored_shard(name, state_name, spec, part.tp_group)) is not None:
+        if (shard := self.stored_shard(name, state_name, spec, part.axes)) is not None:
             return shard[span] if out is None else out.copy_(shard[span])
         full = self.read(name, state_name, spec)
         flat = full.reshape(-1)
-        if spec.shard_dim is None:
+        if not spec.sharding:
             return flat[span] if out is None else out.copy_(flat[span])
         saved = replace(spec, global_shape=tuple(full.shape))
-        return reshard(*part, saved, 1, lambda _rank, first, last: flat[first:last], out)
+        return reshard(*part, saved, (), lambda _, first, last: flat[first:last], out)
 
     def stored_shard(
-        self, name: str, state_name: str, spec: ParameterSpec, tp_group: TPGroup
+        self, name: str, state_name: str, spec: ParameterSpec, axes: Sequence[Axis]
     ) -> Tensor | None:
-        """Returns this TP rank's shard of one state, flat, fp32, if the format can read it without the other
+        """Returns a rank's shard of one state, flat, fp32, if the format can read it without the other
         shards; None if `read_part` must read the whole parameter."""
         return None
 
@@ -264,17 +263,17 @@ class StateReader(ABC):
         self,
         name: str,
         spec: ParameterSpec,
-        tp_group: TPGroup,
+        axes: Sequence[Axis],
         start: int = 0,
         stop: int | None = None,
         out: Tensor | None = None,
     ) -> ParameterState:
-        """Returns elements start to stop - 1 of this tensor-parallel rank's shard of all states of a
+        """Returns elements start to stop - 1 of a rank's shard of all states of a
         parameter, as the optimizer loads them: it reads one moment at a time. out: gets the values, see
         `read_shard`. Raises UserError if the parameter is missing."""
         if name not in self.stored_names:
             raise UserError(f"checkpoint {self.folder} holds no parameter {name}: is it of another model?")
-        part = ShardPart(spec, tp_group, start, prod(local_shape(spec, tp_group)) if stop is None else stop)
+        part = ShardPart(spec, axes, start, spec.local_numel(axes) if stop is None else stop)
         # Values first: then the files with the moments are open.
         values = self.read_part(name, VALUES, part, out)
         moments = [state_name for state_name in self.state_names(name) if state_name != VALUES]
@@ -441,5 +440,5 @@ def check_shape(
 
 def matches_digest(full: Tensor, spec: ParameterSpec, digest: str) -> bool:
     """Returns whether a global fp32 tensor, with or without padding, has this digest."""
-    found = fragment_digests(spec, TPGroup(), 0, {"": full.reshape(-1)})[""]
+    found = fragment_digests(spec, (), 0, {"": full.reshape(-1)})[""]
     return f"{found:016x}" == digest

@@ -129,9 +129,9 @@ class UniversalWriter(ParameterWriter):
 
 def _merge_entry(spec: ParameterSpec) -> dict[str, Any]:
     """Returns the entries beside the tensor in DeepSpeed's file of the parameter."""
-    entry: dict[str, Any] = {} if spec.shard_dim is None else {"cat_dim": spec.shard_dim}
-    if spec.num_fused_parts > 1:
-        entry["param_n_sub_params"] = spec.num_fused_parts
+    entry: dict[str, Any] = {}
+    for dim, _, parts in spec.sharding:
+        entry |= {"cat_dim": dim} | ({"param_n_sub_params": parts} if parts > 1 else {})
     if spec.num_valid_rows is not None:
         entry["vocab_tensor"] = True
     return entry

@@ -26,7 +26,6 @@ from megatron.checkpoint.formats.state import ReplicaMismatch, StateBlocks, Stat
 from megatron.checkpoint.record import RUN_FILE
 from megatron.errors import UserError
 from megatron.files import expect_layout, rename_synced, sync_tree, write_json
-from megatron.mpu.layout import TPGroup
 from megatron.mpu.parameter_spec import ParameterSpec
 
 # Suffix of a conversion's folder while it is written.
@@ -158,7 +157,7 @@ def _verified(
     plain = ParameterSpec(spec.valid_shape)
     for block in reader.read_blocks(name, state, mismatch):
         if digest is not None:
-            total += fragment_digests(plain, TPGroup(), start, {"": block.reshape(-1)})[""]
+            total += fragment_digests(plain, (), start, {"": block.reshape(-1)})[""]
             start += block.numel()
         yield block
     if digest is not None and not mismatch.largest and f"{total % (1 << 64):016x}" != digest:

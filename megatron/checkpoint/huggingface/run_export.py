@@ -38,8 +38,8 @@ from megatron.engine.pipeline_engine import GPTEngine
 from megatron.errors import UserError, one_line
 from megatron.files import rename_synced, sync_tree
 from megatron.model.layer_list import PARAMETER_DTYPES
-from megatron.mpu.layout import TPGroup
-from megatron.mpu.parameter_spec import ParameterSpec
+from megatron.mpu.mesh import Mesh
+from megatron.mpu.parameter_spec import ParameterSpec, Shard
 from megatron.mpu.parameters import merge_shards, spec_of
 from megatron.mpu.world import gather_from_all_ranks
 from megatron.tokenizer.hugging_face import EXPORTED_TYPES
@@ -91,7 +91,7 @@ def export_model(
         if dist.get_rank() == 0:
             check_owner()
             _begin(config, temporary, engine, vocab_size, eod)
-    prefix = f"stage-{engine.layout.pipeline_stage}-replica-{engine.layout.dp_cp_rank}-part"
+    prefix = f"stage-{engine.mesh.pp.rank}-replica-{engine.mesh.dp_cp.rank}-part"
     writer = HuggingFaceWriter(temporary, config.model, precision, MAX_FILE_BYTES, prefix)
     problem = _write_layers(engine, writer, heartbeat)
     if problem is None:
@@ -138,9 +138,9 @@ def _begin(config: Config, temporary: Path, engine: GPTEngine, vocab_size: int, 
 def _write_layers(engine: GPTEngine, writer: HuggingFaceWriter, heartbeat: Callable[[], None]) -> str | None:
     """Writes this rank's share of the weights. Returns the first problem. A rank with a problem still takes
     part in the collectives."""
-    layout, module = engine.layout, engine.module
+    mesh, module = engine.mesh, engine.module
     names = {parameter: name for name, parameter in module.named_parameters()}
-    own = (layout.pipeline_stage, sorted(names.values()))
+    own = (mesh.pp.rank, sorted(names.values()))
     stage_of: dict[str, int] = {}
     for stage, held in sorted(gather_from_all_ranks(own)):
         for name in held:
@@ -150,35 +150,44 @@ def _write_layers(engine: GPTEngine, writer: HuggingFaceWriter, heartbeat: Calla
     problem: str | None = None
     for index, layer in module.layers.items():
         with engine.optimizer.gathered_params(layer):
-            if layout.dp_cp_rank == writers[index]:
-                for parameter in layer.parameters():
-                    name = names[parameter]
-                    if stage_of[name] != layout.pipeline_stage or name in written:
-                        continue
-                    written.add(name)
-                    spec = spec_of(parameter)
-                    values = _collect(parameter.detach(), spec, engine.tp_group)
-                    if values is not None and problem is None:
-                        valid = iter([values[: spec.num_valid_rows]])
-                        problem = _problem_of(partial(writer.write_parameter, name, valid))
+            for parameter in layer.parameters():
+                name, spec = names[parameter], spec_of(parameter)
+                replica = mesh.reduced_over(spec)
+                if replica.rank != writers[index] % replica.size:
+                    continue
+                if stage_of[name] != mesh.pp.rank or name in written:
+                    continue
+                written.add(name)
+                values = _collect(parameter.detach(), spec, mesh)
+                if values is not None and problem is None:
+                    valid = iter([values[: spec.num_valid_rows]])
+                    problem = _problem_of(partial(writer.write_parameter, name, valid))
         heartbeat()
     return problem
 
 
-def _collect(shard: Tensor, spec: ParameterSpec, tp_group: TPGroup) -> Tensor | None:
-    """Returns the global parameter in host memory on the first tensor-parallel rank, None on the others.
-    Collective in the group; a device holds one further shard."""
-    if spec.shard_dim is None or tp_group.size == 1:
-        # A copy in host memory too: ZeRO-3 frees the gathered weights before they are in a file.
-        return shard.to("cpu", copy=True) if tp_group.rank == 0 else None
-    assert tp_group.group is not None
-    shards = []
-    for rank, source in enumerate(dist.get_process_group_ranks(tp_group.group)):
-        buffer = shard.contiguous() if rank == tp_group.rank else torch.empty_like(shard)
-        dist.broadcast(buffer, source, group=tp_group.group)
-        if tp_group.rank == 0:
-            shards.append(buffer.cpu())
-    return merge_shards(spec, shards) if tp_group.rank == 0 else None
+def _collect(shard: Tensor, spec: ParameterSpec, mesh: Mesh) -> Tensor | None:
+    """Returns the global parameter in host memory on the first of the ranks that hold its shards or replicas
+    of one data-parallel rank, None on the others. Collective in the groups that shard the parameter; a device
+    holds one further shard."""
+    first_rank = mesh.counts(spec)
+    for dim, name, parts in spec.sharding:
+        if (axis := mesh.axis(name)).size == 1:
+            continue
+        assert axis.group is not None
+        shards = []
+        for rank, source in enumerate(dist.get_process_group_ranks(axis.group)):
+            buffer = shard.contiguous() if rank == axis.rank else torch.empty_like(shard)
+            dist.broadcast(buffer, source, group=axis.group)
+            if axis.rank == 0:
+                shards.append(buffer.cpu() if name == spec.axis_names[-1] else buffer)
+        if axis.rank != 0:
+            return None
+        shard = merge_shards(ParameterSpec((), (Shard(dim, name, parts),)), shards)
+    if not first_rank:
+        return None
+    # A copy in host memory too: ZeRO-3 frees the gathered weights before they are in a file.
+    return shard.to("cpu", copy=True) if shard.device.type != "cpu" or not spec.sharding else shard
 
 
 def _problem_of(write: Callable[[], None]) -> str | None:

@@ -156,9 +156,8 @@ class BackgroundSaves:
         files = BackgroundFiles(self.writer, problem)
         table = save.format.write(engine, save.saving, save.run, files)
         problem = files.end()
-        is_replicated = optimizer.partition_count == 1
         digests = rank_digests(
-            parts, engine.layout, is_replicated, lambda part: files.digests.get(part.name, {})
+            parts, engine.mesh, optimizer.is_partitioned, lambda part: files.digests.get(part.name, {})
         )
         save.canary_loss = canary_loss(engine, self._vocab_size)
         self._num_saves += 1

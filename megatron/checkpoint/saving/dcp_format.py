@@ -28,7 +28,8 @@ from megatron.checkpoint.saving.files import Content, RankFiles
 from megatron.checkpoint.saving.formats import SaveFormat
 from megatron.checkpoint.saving.run_record import within_limit
 from megatron.engine.pipeline_engine import GPTEngine
-from megatron.mpu.parameter_spec import ShardBox, shard_boxes
+from megatron.mpu.mesh import Mesh
+from megatron.mpu.parameter_spec import Box, boxes
 from megatron.mpu.parameters import own_storage
 from megatron.optimizer.zero import LocalParamState
 from megatron.shares import share_out
@@ -57,11 +58,9 @@ class DcpFormat(SaveFormat):
         optimizer = engine.optimizer
         files.make_folder(folder)
         parts = list(optimizer.local_param_states(with_values=False))
-        sizes = {part.name: prod(part.spec.global_shape) for part in parts if part.owned}
-        written = set(sizes)
-        if optimizer.partition_count == 1:
-            shares = share_out(sizes, engine.layout.dp_cp_size)
-            written = {name for name, share in shares.items() if share == engine.layout.dp_cp_rank}
+        written = {part.name for part in parts if part.owned}
+        if not optimizer.is_partitioned:
+            written = _share_of_replica([part for part in parts if part.owned], engine.mesh)
         archives = _Archives(f"__{engine.global_rank}_0.distcp")
         if written:
             states = optimizer.local_param_states(written)
@@ -96,6 +95,19 @@ class DcpFormat(SaveFormat):
         return within_limit({**run, "files": files, "loss_scaler": tables[0][1]})
 
 
+def _share_of_replica(parts: Sequence[LocalParamState], mesh: Mesh) -> set[str]:
+    """Returns the parameters that this rank writes. Ranks with equal elements of a parameter share them."""
+    sizes: dict[tuple[str, ...], dict[str, int]] = {}
+    for part in parts:
+        sizes.setdefault(part.spec.reduced_axes, {})[part.name] = prod(part.spec.global_shape)
+    written: set[str] = set()
+    for names, of_parameters in sizes.items():
+        axis = mesh.axis(*names)
+        shares = share_out(of_parameters, axis.size)
+        written |= {name for name, share in shares.items() if share == axis.rank}
+    return written
+
+
 def _shape(run: dict[str, Any], name: str, state_name: str) -> tuple[int, ...]:
     return () if state_name == _STEP else recorded_spec(run["parameters"][name]).valid_shape
 
@@ -115,17 +127,13 @@ class _Archives:
     def _write(self, part: LocalParamState, file: Any) -> None:
         collected = _CollectedWrites(file, self._position)
         stop = part.start + next(iter(part.values.values())).numel()
-        boxes = [
-            limited
-            for box in shard_boxes(part.spec, part.tp_group, part.start, stop)
-            for limited in _limited(box)
-        ]
+        held = [limited for box in boxes(part.spec, part.axes, part.start, stop) for limited in _limited(box)]
         for state_name, values in part.values.items():
-            for box in boxes:
+            for box in held:
                 first = box.first - part.start
                 elements = own_storage(values[first : first + box.numel].view(box.sizes))
                 self._append(part.name, state_name, box.offsets, elements, collected)
-        if part.step is not None and part.start == 0 and part.tp_group.rank == 0:
+        if part.step is not None and part.start == 0 and not any(axis.rank for axis in part.axes):
             self._append(part.name, _STEP, (), torch.tensor(part.step, dtype=torch.float32), collected)
         collected.flush()
         self._position = collected.tell()
@@ -170,7 +178,7 @@ class _CollectedWrites:
             self._small.clear()
 
 
-def _limited(box: ShardBox) -> Iterator[ShardBox]:
+def _limited(box: Box) -> Iterator[Box]:
     """Divides a box into boxes of at most CHUNK_BYTES, along its first dimension with several indices: a rank
     that loads a part of it reads less, and a copy from a device needs less memory."""
     dim = next((dim for dim, size in enumerate(box.sizes) if size > 1), 0)
@@ -180,7 +188,7 @@ def _limited(box: ShardBox) -> Iterator[ShardBox]:
         offsets, sizes = list(box.offsets), list(box.sizes)
         offsets[dim] += first
         sizes[dim] = min(step, box.sizes[dim] - first)
-        yield ShardBox(box.first + first * inner, tuple(offsets), tuple(sizes))
+        yield Box(box.first + first * inner, tuple(offsets), tuple(sizes))
 
 
 def _memory(part: LocalParamState) -> Content:

@@ -114,11 +114,11 @@ class BackgroundFiles(RankFiles):
     def _fragments(self, part: LocalParamState) -> list[StoredFragment]:
         on_device = {name: value for name, value in part.values.items() if is_staged(value.device)}
         if on_device:
-            found = fragment_digests(part.spec, part.tp_group, part.start, on_device)
+            found = fragment_digests(part.spec, part.axes, part.start, on_device)
             self.digests.setdefault(part.name, {}).update(found)
         return [
             StoredFragment(
-                part.name, state, part.spec, part.tp_group, part.start, value.data_ptr(), value.numel()
+                part.name, state, part.spec, part.axes, part.start, value.data_ptr(), value.numel()
             )
             for state, value in part.values.items()
             if state not in on_device

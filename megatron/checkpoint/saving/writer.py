@@ -33,7 +33,7 @@ import numpy as np
 from megatron.checkpoint.files import Files, HashedFile, write_problem
 from megatron.checkpoint.host_digests import add_part, host_digests
 from megatron.child_processes import end_with_parent, python_path, signals_blocked
-from megatron.mpu.layout import TPGroup
+from megatron.mpu.mesh import Axis
 from megatron.mpu.parameter_spec import ParameterSpec
 
 if TYPE_CHECKING:  # the process that writes files needs no configuration
@@ -88,9 +88,9 @@ class StoredFragment:
     state_name: str
     """'fp32', or the optimizer's name of a moment."""
     spec: ParameterSpec
-    tp_group: TPGroup
+    axes: tuple[Axis, ...]
     start: int
-    """Index of the first element in the flattened tensor-parallel shard of the parameter."""
+    """Index of the first element in the flattened shard of the parameter."""
     address: int
     num_elements: int
 
@@ -148,7 +148,7 @@ class BackgroundWriter:
         """
         self._send("open", None if path is None else str(path))
         for fragments, save in contents:
-            table = [(f.name, f.state_name, f.spec, f.tp_group.rank, f.tp_group.size) for f in fragments]
+            table = [(f.name, f.state_name, f.spec, f.axes) for f in fragments]
             self._send("table", table)
             save(_RingFile(self, fragments))
         self._send("close")
@@ -256,7 +256,7 @@ class _WriterProcess:
         self._result = Written()
         self._path: str | None = None
         self._file: HashedFile | None = None
-        self._fragments: list[tuple[str, str, ParameterSpec, int, int]] = []
+        self._fragments: list[tuple[str, str, ParameterSpec, tuple[Axis, ...]]] = []
 
     def run(self) -> None:
         """Serves the rank until it closes the connection, or until a file cannot be written."""
@@ -274,7 +274,7 @@ class _WriterProcess:
         self._path = path
         self._file = HashedFile(Path(path)) if path is not None else None
 
-    def _table(self, table: list[tuple[str, str, ParameterSpec, int, int]]) -> None:
+    def _table(self, table: list[tuple[str, str, ParameterSpec, tuple[Axis, ...]]]) -> None:
         self._fragments = table
 
     def _data(self, begin: int, count: int, used: int, parts: list[_Part]) -> None:
@@ -286,9 +286,9 @@ class _WriterProcess:
         self._pipe.send(("freed", used))
 
     def _add_digest(self, number: int, content: memoryview, first: int) -> None:
-        name, state_name, spec, tp_rank, tp_size = self._fragments[number]
+        name, state_name, spec, axes = self._fragments[number]
         values = {state_name: np.frombuffer(content, np.float32)}
-        part = host_digests(spec, TPGroup(tp_rank, tp_size), first, values)[state_name]
+        part = host_digests(spec, axes, first, values)[state_name]
         add_part(self._result.digests.setdefault(name, {}), state_name, part)
 
     def _close(self) -> None:

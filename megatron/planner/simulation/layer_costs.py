@@ -29,8 +29,8 @@ from megatron.engine.pipeline_engine import mixed_precision_optimizer, plain_opt
 from megatron.model.layer_context import LayerIO, split_layer_io
 from megatron.model.pipeline_module import GPTModelPipe
 from megatron.mpu.deferred_gradients import accumulate
-from megatron.mpu.layout import ParallelLayout
 from megatron.mpu.logit_chunks import chunk_sizes
+from megatron.mpu.mesh import Mesh
 from megatron.mpu.vector_math import initialize_vector_math
 from megatron.mpu.weight_gradient import supports_fused_accumulation
 from megatron.optimizer.mixed_precision import MixedPrecisionOptimizer
@@ -51,7 +51,7 @@ class _Recorder:
 
     def __init__(self, memory: MemoryTracker) -> None:
         self._memory = memory
-        self._layout: ParallelLayout | None = None
+        self._layout: Mesh | None = None
         self._started: list[dist.Work | None] = []
         self.restart()
 
@@ -61,9 +61,9 @@ class _Recorder:
         self._pass: tuple[str, int] | None = None
         self._start, self._actions = 0, list[Action]()
 
-    def name_groups(self, layout: ParallelLayout) -> None:
+    def name_groups(self, mesh: Mesh) -> None:
         """Sets the layout with which the ranks of later calls are translated into names of groups."""
-        self._layout = layout
+        self._layout = mesh
 
     def begin(self, name: str, index: int = 0) -> None:
         """Starts to record the pass `name` of layer `index`."""
@@ -299,16 +299,16 @@ def _rank_on_device(
 ) -> Iterator[_Rank]:
     """Makes the model and the optimizer of a rank on the simulated device, within this context."""
     initialize_vector_math()
-    layout = ParallelLayout.from_config(config.parallel, rank)
-    with simulated_process(layout, kernels, _Recorder) as (simulated, _):
+    mesh = Mesh.from_config(config.parallel, rank)
+    with simulated_process(mesh, kernels, _Recorder) as (simulated, _):
         processes.init_distributed(config, FakeStore())
         recorder: _Recorder = simulated.trace
-        recorder.name_groups(layout)
-        tp_group = layout.make_tp_group()
-        model = _ObservedModel(config, layout, tp_group, vocab_size, _EOD, bounds, no_values)
+        recorder.name_groups(mesh)
+        mesh = mesh.connect()
+        model = _ObservedModel(config, mesh, vocab_size, _EOD, bounds, no_values)
         supports_fused_accumulation(next(model.parameters()))  # it asks the device once per process
         plain = plain_optimizer(config, model)
-        optimizer = mixed_precision_optimizer(config, layout, tp_group, model, plain)
+        optimizer = mixed_precision_optimizer(config, mesh, model, plain)
         yield _Rank(config, simulated, model, optimizer, recorder)
 
 

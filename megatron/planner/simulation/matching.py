@@ -11,7 +11,7 @@ from collections import defaultdict, deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
-from megatron.mpu.layout import ParallelLayout
+from megatron.mpu.mesh import Mesh
 from megatron.planner.simulation.passes import Group
 from megatron.planner.simulation.record import POINT_TO_POINT, CollectiveCall, Instruction, StepRecord
 from megatron.planner.simulation.trace import COMMIT
@@ -33,7 +33,7 @@ def rank_calls(record: StepRecord, order: tuple[Instruction, ...]) -> list[Batch
     return batches
 
 
-def calls_of_other(calls: Sequence[Batch], simulated: ParallelLayout, other: ParallelLayout) -> list[Batch]:
+def calls_of_other(calls: Sequence[Batch], simulated: Mesh, other: Mesh) -> list[Batch]:
     """Translates the calls of a simulated rank to another rank of its stage, which makes equal calls in its
     own process groups."""
     translated: dict[CollectiveCall, CollectiveCall] = {}
@@ -47,29 +47,28 @@ def calls_of_other(calls: Sequence[Batch], simulated: ParallelLayout, other: Par
     return [tuple(map(translate, batch)) for batch in calls]
 
 
-def translate_ranks(
-    ranks: Sequence[int], simulated: ParallelLayout, other: ParallelLayout
-) -> tuple[int, ...]:
+def translate_ranks(ranks: Sequence[int], simulated: Mesh, other: Mesh) -> tuple[int, ...]:
     """Translates a process group of the rank of `simulated` to the corresponding group of the rank of
     `other`. A coordinate that all members share with the first rank becomes the other rank's coordinate."""
     own, wanted = simulated.coordinates_of(simulated.rank), other.coordinates_of(other.rank)
     members = [simulated.coordinates_of(rank) for rank in ranks]
-    is_shared = [all(member[axis] == own[axis] for member in members) for axis in range(4)]
-    moved = [[wanted[axis] if is_shared[axis] else member[axis] for axis in range(4)] for member in members]
-    return tuple(sorted(simulated.rank_at(*member) for member in moved))
+    shared = {name: wanted[name] for name in own if all(member[name] == own[name] for member in members)}
+    return tuple(sorted(simulated.rank_at(member | shared) for member in members))
 
 
-def group_name(ranks: Sequence[int], layout: ParallelLayout) -> Group:
+def group_name(ranks: Sequence[int], mesh: Mesh) -> Group:
     """Names a process group after the axes in which its ranks differ: 'tensor', 'context', 'data' (data and
     context), 'pipeline', 'model' (tensor and pipeline), 'stage' (tensor and data) or 'world'. A group of only
     some pipeline ranks is named by these pipeline ranks."""
-    varying = [len(set(axis)) > 1 for axis in zip(*map(layout.coordinates_of, ranks), strict=True)]
-    pipeline, only_data, context, tensor = varying
+    members = [mesh.coordinates_of(rank) for rank in ranks]
+    pipeline, only_data, context, tensor = (
+        len({member[name] for member in members}) > 1 for name in ("pp", "dp", "cp", "tp")
+    )
     if context and not (pipeline or only_data or tensor):
         return "context"
     data = only_data or context
-    if pipeline and not data and not tensor and len(ranks) < layout.pp_size:
-        return tuple(layout.coordinates_of(rank)[0] for rank in ranks)
+    if pipeline and not data and not tensor and len(ranks) < mesh.pp_size:
+        return tuple(member["pp"] for member in members)
     if data:
         return "world" if pipeline else "stage" if tensor else "data"
     if pipeline:

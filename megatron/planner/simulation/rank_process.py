@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from functools import cache
 from typing import Any
@@ -16,8 +16,8 @@ from torch import Tensor
 from torch.testing._internal.distributed.fake_pg import _create_fake_pg
 
 from megatron.engine.profiler_ranges import TRAIN_STEP
-from megatron.mpu.layout import ParallelLayout, TPGroup
-from megatron.mpu.parameter_spec import ParameterSpec, local_shape
+from megatron.mpu.mesh import Axis, Mesh
+from megatron.mpu.parameter_spec import ParameterSpec
 from megatron.optimizer.mixed_precision import MixedPrecisionOptimizer
 from megatron.planner.simulation.device import NAME, SimulatedDevice
 from megatron.planner.simulation.memory_tracker import MemoryTracker
@@ -141,7 +141,7 @@ class _Event:
 
 @contextmanager
 def simulated_process(
-    layout: ParallelLayout,
+    mesh: Mesh,
     kernels: bool,
     make_trace: Callable[[MemoryTracker], Any] = StepTrace,
 ) -> Iterator[tuple[SimulatedDevice, _Ranges]]:
@@ -155,8 +155,8 @@ def simulated_process(
     ranges = _Ranges(simulated)
     set_accelerator(_SimulatedAccelerator(simulated, ranges, kernels))
     os.environ.update(
-        RANK=str(layout.rank),
-        WORLD_SIZE=str(layout.world_size),
+        RANK=str(mesh.rank),
+        WORLD_SIZE=str(mesh.world_size),
         LOCAL_RANK="0",
         MASTER_ADDR="localhost",
         MASTER_PORT="1",
@@ -174,10 +174,10 @@ def _register() -> None:
 
 
 def no_values(
-    spec: ParameterSpec, seed: int, name: str, tp_group: TPGroup, elements: range | None = None
+    spec: ParameterSpec, seed: int, name: str, axes: Sequence[Axis], elements: range | None = None
 ) -> Tensor:
     """Returns a parameter of the right shape without initial values."""
-    return torch.empty(local_shape(spec, tp_group))
+    return torch.empty(spec.local_shape(axes))
 
 
 def mark_state(simulated: SimulatedDevice, optimizer: MixedPrecisionOptimizer) -> None:

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Sequence
 
 from megatron.config import Config, ConfigError
 from megatron.engine.instructions import pipeline_schedule
-from megatron.mpu.layout import ParallelLayout
+from megatron.mpu.mesh import Mesh
 from megatron.planner.simulation.matching import Batch, calls_of_other, find_deadlock, rank_calls
 from megatron.planner.simulation.processes import run_in_processes
 from megatron.planner.simulation.record import STEP, Instruction, StepRecord
@@ -69,11 +69,11 @@ def all_calls(
     """Returns the collective calls in one step of every rank of the run, given a record per pipeline rank."""
     calls: dict[int, list[Batch]] = {}
     for record in records:
-        simulated = ParallelLayout.from_config(config.parallel, record.rank)
+        simulated = Mesh.from_config(config.parallel, record.rank)
         own = rank_calls(record, step_instructions(config, record.stage, micro_batches))
         per_stage = simulated.ranks_per_stage
         for rank in range(record.stage * per_stage, (record.stage + 1) * per_stage):
-            calls[rank] = calls_of_other(own, simulated, ParallelLayout.from_config(config.parallel, rank))
+            calls[rank] = calls_of_other(own, simulated, Mesh.from_config(config.parallel, rank))
     return calls
 
 

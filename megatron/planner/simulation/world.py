@@ -25,7 +25,7 @@ from megatron.config.batch import RunLength
 from megatron.data.loader import GPTBatchLoader
 from megatron.engine.pipeline_engine import GPTEngine
 from megatron.model.attention_choice import run_uses_kernels
-from megatron.mpu.layout import ParallelLayout
+from megatron.mpu.mesh import Mesh
 from megatron.optimizer.mixed_precision import MixedPrecisionOptimizer
 from megatron.pipeline.layer_times import needs_profiling, read_layer_times
 from megatron.pipeline.stages import StagePlan, plan_stages
@@ -74,19 +74,19 @@ def simulate_rank(config: Config, rank: int, micro_batches: int | None = None) -
     """Simulates a training step of `rank`, and returns its record. The device runs Triton kernels if
     `model.attention_choice.run_uses_kernels`. micro_batches: None takes `simulated_micro_batches`."""
     vocab, plan = find_stages(config)
-    layout = ParallelLayout.from_config(config.parallel, rank)
+    mesh = Mesh.from_config(config.parallel, rank)
     count = micro_batches or simulated_micro_batches(config)
     first = config.curriculum.steps if config.curriculum is not None else 0
     config = _simulated_config(config, count)
-    with simulated_process(layout, run_uses_kernels(config)) as (simulated, ranges):
-        trainer = _make_trainer(config, layout, vocab, plan, first)
+    with simulated_process(mesh, run_uses_kernels(config)) as (simulated, ranges):
+        trainer = _make_trainer(config, mesh, vocab, plan, first)
         optimizer = trainer.engine.optimizer
         ranges.on_step = lambda: mark_state(simulated, optimizer)
         start_peak = simulated.memory.peak
         state = TrainingState(first, 0, 0)
         for _ in range(_STEPS):  # not `train`: at its end it gathers weights that the next step would gather
             state = trainer.advance(state)
-        return _record(simulated, trainer.engine, layout, count, start_peak)
+        return _record(simulated, trainer.engine, mesh, count, start_peak)
 
 
 def _simulated_config(config: Config, micro_batches: int) -> Config:
@@ -144,16 +144,13 @@ class _SimulatedTrainer(Trainer):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        self.startup_report = _NoReport(self.config, self.engine.layout)
+        self.startup_report = _NoReport(self.config, self.engine.mesh)
 
 
-def _make_trainer(
-    config: Config, layout: ParallelLayout, vocab: Vocabulary, plan: StagePlan, first: int
-) -> Trainer:
+def _make_trainer(config: Config, mesh: Mesh, vocab: Vocabulary, plan: StagePlan, first: int) -> Trainer:
     rank = processes.init_distributed(config, FakeStore())
     vocab = dataclasses.replace(vocab, eod=vocab.eod or 0)
-    tp_group = layout.make_tp_group()
-    engine = build_engine(config, layout, tp_group, vocab, plan.bounds, no_values)
+    engine = build_engine(config, mesh.connect(), vocab, plan.bounds, no_values)
     return build_trainer(
         config,
         engine,
@@ -168,28 +165,28 @@ def _make_trainer(
     )
 
 
-def _no_tokens(config: Config, layout: ParallelLayout, length: RunLength, vocab: Vocabulary) -> RunData:
+def _no_tokens(config: Config, mesh: Mesh, length: RunLength, vocab: Vocabulary) -> RunData:
     loader = GPTBatchLoader(
         _EmptySamples(length.train_samples, config.model.seq_length),
         micro_batch_size=config.batch.micro_batch_size,
-        dp_rank=layout.dp_rank,
-        dp_size=layout.dp_size,
+        dp_rank=mesh.dp.rank,
+        dp_size=mesh.dp_size,
         eod=vocab.eod,
         eod_mask_loss=config.data.eod_mask_loss,
-        reads_tokens=config.parallel.reads_tokens(layout.pipeline_stage),
+        reads_tokens=config.parallel.reads_tokens(mesh.pp.rank),
     )
     return RunData(loader, {}, {})
 
 
 def _record(
-    simulated: SimulatedDevice, engine: GPTEngine, layout: ParallelLayout, micro_batches: int, start_peak: int
+    simulated: SimulatedDevice, engine: GPTEngine, mesh: Mesh, micro_batches: int, start_peak: int
 ) -> StepRecord:
     first, rest, last = simulated.trace.by_instruction()
     simulated.memory.end_instruction(None)
     return StepRecord(
-        rank=layout.rank,
-        stage=layout.pipeline_stage,
-        world_size=layout.world_size,
+        rank=mesh.rank,
+        stage=mesh.pp.rank,
+        world_size=mesh.world_size,
         micro_batches=micro_batches,
         parameters=sum(p.numel() for p in engine.module.parameters()),
         start_peak=start_peak,

@@ -64,9 +64,7 @@ def run_tasks(
 
     config = engine.run_config
     size = config.batch.micro_batch_size
-    model = DistributedGPT(
-        engine.module, engine.layout, engine.tp_group, size, stop_requested, begin_micro_batch
-    )
+    model = DistributedGPT(engine.module, engine.mesh, size, stop_requested, begin_micro_batch)
     engine.optimizer.wait_for_params()
     engine.module.eval()
     # torch.compile would recompile for each text length.

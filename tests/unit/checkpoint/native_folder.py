@@ -20,7 +20,7 @@ from megatron.checkpoint.record import TrainingState
 from megatron.checkpoint.saving.run_record import layout_record
 from megatron.config import Config, padded_vocab_size
 from megatron.model.single_process import model_specs
-from megatron.mpu.layout import TPGroup
+from megatron.mpu.mesh import Axis
 from tests.reference.shards import shard_of
 from tests.support.layouts import EOD, VOCAB
 
@@ -89,7 +89,7 @@ def write_native(
         records[name] = spec_record(spec)
         layer, short = (1, name.removeprefix(EMBED)) if name.startswith(EMBED) else name.split(".", 1)
         for rank in range(tp_group):
-            shard = shard_of(spec, whole, TPGroup(rank, tp_group))
+            shard = shard_of(spec, whole, Axis("tp", rank, tp_group))
             masters[rank][name] = shard
             layers.setdefault((int(layer), rank), {})[short] = shard.to(dtype).clone()
     for (layer, rank), state in layers.items():

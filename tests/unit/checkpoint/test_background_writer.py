@@ -18,13 +18,13 @@ from megatron.checkpoint.formats.staged_archive import save_archive
 from megatron.checkpoint.saving.background import BackgroundSave
 from megatron.checkpoint.saving.formats import NativeFormat
 from megatron.checkpoint.saving.writer import BackgroundWriter, StoredFragment
-from megatron.mpu.layout import TPGroup
+from megatron.mpu.mesh import Axis
 from megatron.mpu.parameter_spec import ParameterSpec
 from tests.support.checkpoints import state_after
 
 ROWS, COLUMNS = 300, 70
 SPEC = ParameterSpec(global_shape=(2 * ROWS, COLUMNS), shard_dim=0)
-GROUP = TPGroup(1, 2)
+GROUP = Axis("tp", 1, 2)
 
 
 def fragment(values: torch.Tensor, first: int, kind: str) -> StoredFragment:

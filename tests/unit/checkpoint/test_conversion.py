@@ -28,7 +28,7 @@ from megatron.checkpoint.formats.torch_dist_writer import TorchDistWriter
 from megatron.commands import convert_checkpoint
 from megatron.errors import UserError
 from megatron.files import HostileFileError
-from megatron.mpu.layout import TPGroup
+from megatron.mpu.mesh import Axis
 from tests.end_to_end.clone import commands_in
 from tests.support.assets import unpack
 from tests.support.layouts import Row, config_of
@@ -120,7 +120,7 @@ def test_a_rank_of_any_layout_reads_its_shard_of_a_dcp_checkpoint(
     for name, spec in theirs.specs.items():
         for size in (1, 2):
             for rank in range(size):
-                args = name, "exp_avg", spec, TPGroup(rank, size)
+                args = name, "exp_avg", spec, Axis("tp", rank, size)
                 assert torch.equal(ours.read_shard(*args), theirs.read_shard(*args)), args
 
 
@@ -202,7 +202,7 @@ def test_states_are_compared_if_files_have_no_digests(native: Path, tmp_path: Pa
     for (name, kind), state in states_of(native).items():
         if kind != "step":
             whole = {"": state.reshape(-1)}
-            digest = fragment_digests(reader.specs[name], TPGroup(), 0, whole)[""]
+            digest = fragment_digests(reader.specs[name], Axis("tp"), 0, whole)[""]
             digests.setdefault(kind, {})[name] = f"{digest:016x}"
     change_run(native, lambda run: run["certificate"].update(digests=digests))
     folder = convert(native, tmp_path / "dcp", "dcp")

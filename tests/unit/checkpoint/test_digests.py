@@ -7,7 +7,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from megatron.checkpoint.digests import fragment_digests
 from megatron.checkpoint.host_digests import CHUNK
-from megatron.mpu.layout import TPGroup
+from megatron.mpu.mesh import Axis
 from megatron.mpu.mix64 import mix64, mix64_in_place
 from megatron.mpu.parameter_spec import ParameterSpec
 from tests.reference.shards import shard_of
@@ -24,7 +24,7 @@ SPECS = {
 
 
 def digest(spec, full):
-    return fragment_digests(spec, TPGroup(), 0, {"fp32": full.reshape(-1)})["fp32"]
+    return fragment_digests(spec, Axis("tp"), 0, {"fp32": full.reshape(-1)})["fp32"]
 
 
 def values(spec, seed=0):
@@ -56,7 +56,7 @@ def test_the_digests_of_a_7b_model_take_few_launches_and_little_memory_on_a_devi
     for spec, times in [*((spec, 32) for spec in layer), (ParameterSpec((50304, width), shard_dim=0), 1)]:
         shard = torch.empty(spec.global_shape, device="meta").view(-1)
         with Launches() as launches:
-            fragment_digests(spec, TPGroup(), 0, {"fp32": shard})
+            fragment_digests(spec, Axis("tp"), 0, {"fp32": shard})
         total, count = total + times * shard.numel(), count + times * launches.count
         assert launches.largest <= 8 << 21
     assert total > 6.6e9 and count <= total / 100_000
@@ -69,7 +69,7 @@ def test_the_parts_of_all_ranks_sum_to_the_digest_of_the_global_tensor(spec, ran
     expected = digest(spec, full)
     total = 0
     for rank in range(ranks if spec.shard_dim is not None else 1):
-        tp_group = TPGroup(rank, ranks)
+        tp_group = Axis("tp", rank, ranks)
         shard = shard_of(spec, full, tp_group).reshape(-1)
         end = shard.numel() // 3  # as a ZeRO partition's end would
         for start, part in ((0, shard[:end]), (end, shard[end:])):
@@ -90,7 +90,7 @@ def test_all_kinds_are_digested_together():
     spec = SPECS["rows"]
     weights, moments = values(spec), values(spec, seed=1)
     both = {"fp32": weights.reshape(-1), "exp_avg": moments.reshape(-1)}
-    assert fragment_digests(spec, TPGroup(), 0, both) == {
+    assert fragment_digests(spec, Axis("tp"), 0, both) == {
         "fp32": digest(spec, weights),
         "exp_avg": digest(spec, moments),
     }

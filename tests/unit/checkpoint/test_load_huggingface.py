@@ -16,7 +16,7 @@ from megatron.checkpoint.saved_config import read_saved_config
 from megatron.config import read_command_line
 from megatron.errors import UserError
 from megatron.model.single_process import model_specs
-from megatron.mpu.layout import TPGroup
+from megatron.mpu.mesh import Axis
 from megatron.mpu.parameter_spec import local_shape
 from megatron.mpu.parameters import reshard
 from tests.unit.checkpoint.hugging_face_folder import change_config, change_weights
@@ -46,7 +46,7 @@ def test_each_rank_reads_its_shards(name, ranks, tmp_path, monkeypatch):
         reader_module.HuggingFaceReader, "read", lambda _self, key, *_: read.append(key) or whole[key]
     )
     for rank in range(ranks):
-        group = TPGroup(rank, ranks)
+        group = Axis("tp", rank, ranks)
         for key, spec in specs.items():
             found = reader.read_shard(key, VALUES, spec, group)
             expected = whole[key]

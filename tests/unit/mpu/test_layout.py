@@ -1,7 +1,7 @@
 import pytest
 
 from megatron.config import ConfigError
-from megatron.mpu.layout import ParallelLayout, TPGroup
+from megatron.mpu.mesh import Axis, Mesh
 
 
 @pytest.mark.parametrize(
@@ -11,21 +11,21 @@ from megatron.mpu.layout import ParallelLayout, TPGroup
 def test_coordinates_are_those_of_deepspeeds_topology(world_size, tp_size, pp_size, cp_size):
     """Its axis `data` holds the data- and context-parallel ranks."""
     for rank in range(world_size):
-        layout = ParallelLayout.create(world_size, tp_size, pp_size, rank, cp_size)
-        assert layout.rank_at(*layout.coordinates_of(rank)) == rank
-        assert divmod(layout.dp_cp_rank, cp_size) == (layout.dp_rank, layout.cp_rank)
-        coordinate = layout.topology.get_coord(rank)
-        assert (layout.pipeline_stage, layout.dp_cp_rank, layout.tp_rank) == (
+        mesh = Mesh.create(world_size, tp_size, pp_size, rank, cp_size)
+        assert mesh.rank_at(*mesh.coordinates_of(rank)) == rank
+        assert divmod(mesh.dp_cp.rank, cp_size) == (mesh.dp.rank, mesh.cp.rank)
+        coordinate = mesh.topology.get_coord(rank)
+        assert (mesh.pp.rank, mesh.dp_cp.rank, mesh.tp.rank) == (
             coordinate.pipe,
             coordinate.data,
             coordinate.model,
         )
-        assert layout.world_size == layout.topology.world_size() == world_size
+        assert mesh.world_size == mesh.topology.world_size() == world_size
 
 
 def test_processes_that_cannot_be_divided_are_refused_with_numbers_and_flags():
     with pytest.raises(ConfigError) as error:
-        ParallelLayout.create(10, tp_size=4, pp_size=2)
+        Mesh.create(10, tp_size=4, pp_size=2)
     for part in ("10", "8", "--tensor-model-parallel-size (4)", "--pipeline-model-parallel-size (2)"):
         assert part in str(error.value)
 
@@ -41,8 +41,8 @@ def test_processes_that_cannot_be_divided_are_refused_with_numbers_and_flags():
 )
 def test_impossible_degrees_are_refused(arguments, flag):
     with pytest.raises(ConfigError, match=flag):
-        ParallelLayout.create(*arguments)
+        Mesh.create(*arguments)
 
 
 def test_a_tp_group_of_one_needs_no_process_group():
-    assert ParallelLayout.create(4, 1, 2, 3).make_tp_group() == TPGroup(rank=0, size=1, group=None)
+    assert Mesh.create(4, 1, 2, 3).make_tp_group() == Axis("tp", rank=0, size=1, group=None)

@@ -5,7 +5,7 @@ import pytest
 import torch
 from torch import nn
 
-from megatron.mpu.layout import TPGroup
+from megatron.mpu.mesh import Axis
 from megatron.mpu.parameter_spec import ParameterSpec, local_shape, local_slices, shard_boxes
 from megatron.mpu.parameters import (
     initial_values,
@@ -18,7 +18,7 @@ from megatron.mpu.parameters import (
 )
 from tests.reference.shards import shard_of
 
-ONE = TPGroup()
+ONE = Axis("tp")
 SPECS = [
     ParameterSpec((256, 40), shard_dim=0, init_std=0.02),
     ParameterSpec((200, 24), shard_dim=0, init_std=0.02),  # shards end within a stream of 64 rows
@@ -34,7 +34,7 @@ SPECS = [
 
 
 def ranks(size):
-    return [TPGroup(rank=rank, size=size) for rank in range(size)]
+    return [Axis("tp", rank=rank, size=size) for rank in range(size)]
 
 
 @pytest.mark.parametrize("size", [2, 4])
@@ -52,7 +52,7 @@ def test_every_tensor_degree_starts_from_the_same_full_parameter(spec, size):
 def test_a_rank_can_make_only_some_elements_of_its_shard(spec, monkeypatch):
     """As with ZeRO-3. It draws the numbers of its own elements and, at both ends, the rest of streams. These
     have 64 rows, or 256 rows of some columns."""
-    tp_group = TPGroup(rank=1, size=2)
+    tp_group = Axis("tp", rank=1, size=2)
     drawn = []
 
     class CountingGenerator(np.random.Generator):
@@ -78,7 +78,7 @@ def test_each_fused_part_is_sharded_separately():
     full = torch.arange(8.0).unsqueeze(1)
     shards = [shard_of(spec, full, tp_group).flatten().tolist() for tp_group in ranks(2)]
     assert shards == [[0, 1, 4, 5], [2, 3, 6, 7]]
-    assert local_slices(spec, TPGroup(rank=1, size=2)) == (slice(2, 4), slice(6, 8))
+    assert local_slices(spec, Axis("tp", rank=1, size=2)) == (slice(2, 4), slice(6, 8))
 
 
 @pytest.mark.parametrize("shard_dim", [0, 1])
@@ -121,11 +121,11 @@ def test_a_module_is_filled_by_dotted_names_and_rounded_to_its_type():
 
 
 def test_a_parameter_knows_its_spec_and_is_marked_for_deepspeed():
-    sharded = new_parameter(SPECS[0], TPGroup(rank=1, size=4))
+    sharded = new_parameter(SPECS[0], Axis("tp", rank=1, size=4))
     assert (
         sharded.shape == (64, 40) and spec_of(sharded) is SPECS[0] and sharded.tensor_model_parallel is True
     )
-    replicated = new_parameter(SPECS[-1], TPGroup(rank=1, size=4))
+    replicated = new_parameter(SPECS[-1], Axis("tp", rank=1, size=4))
     assert replicated.shape == (96,) and not hasattr(replicated, "tensor_model_parallel")
     with pytest.raises(ValueError, match="no ParameterSpec"):
         spec_of(nn.Parameter(torch.zeros(3)))
@@ -141,7 +141,7 @@ def test_each_parameter_is_counted_once():
 
 def test_a_dimension_that_cannot_be_sharded_evenly_is_refused():
     with pytest.raises(ValueError, match="cannot be sharded"):
-        new_parameter(ParameterSpec((12, 4), shard_dim=0, num_fused_parts=2), TPGroup(rank=0, size=4))
+        new_parameter(ParameterSpec((12, 4), shard_dim=0, num_fused_parts=2), Axis("tp", rank=0, size=4))
     with pytest.raises(ValueError, match="num_valid_rows"):
         initial_values(ParameterSpec((12, 4), shard_dim=1, num_valid_rows=3), 1, "a", ONE)
 
@@ -172,7 +172,7 @@ def test_the_boxes_of_every_range_of_a_shard_are_its_elements(spec: ParameterSpe
     full = torch.arange(math.prod(spec.global_shape)).view(spec.global_shape)
     for size in (1, 2):
         for rank in range(size):
-            group = TPGroup(rank, size)
+            group = Axis("tp", rank, size)
             slices = [
                 full.narrow(spec.shard_dim or 0, s.start, s.stop - s.start) for s in local_slices(spec, group)
             ]

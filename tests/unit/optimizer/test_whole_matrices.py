@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from megatron.mpu.layout import TPGroup
+from megatron.mpu.mesh import Axis
 from megatron.mpu.parameter_spec import ParameterSpec, local_slices
 from megatron.mpu.parameters import new_parameter
 from megatron.optimizer import whole_matrices
@@ -61,7 +61,7 @@ def momentum(name: str) -> Tensor:
     return torch.randn(SPECS[name].global_shape, generator=torch.Generator().manual_seed(seed))
 
 
-def shard(full: Tensor, spec: ParameterSpec, tp_group: TPGroup) -> Tensor:
+def shard(full: Tensor, spec: ParameterSpec, tp_group: Axis) -> Tensor:
     dim = spec.shard_dim or 0
     return torch.cat([full.narrow(dim, s.start, s.stop - s.start) for s in local_slices(spec, tp_group)], dim)
 
@@ -70,7 +70,7 @@ class Rank:
     """A rank of the stage, whose gradients are the momentum of two groups of matrices."""
 
     def __init__(self, rank: int, tp_size: int, dp_size: int, zero: int) -> None:
-        self.tp_group = TPGroup(rank % tp_size, tp_size)
+        self.tp_group = Axis("tp", rank % tp_size, tp_size)
         replica = rank // tp_size
         self.names = [list(SPECS)[:9], list(SPECS)[9:]]
         self.flats = []

@@ -10,7 +10,7 @@ from megatron.config import Config
 from megatron.config.batch import BEGIN, Progress
 from megatron.config.cli import parse_args
 from megatron.config.sections.parallel import ParallelConfig
-from megatron.mpu.layout import ParallelLayout
+from megatron.mpu.mesh import Mesh
 from megatron.pipeline.methods import TRANSFORMER_LAYER
 from megatron.pipeline.schedule import simulate_schedule
 from megatron.pipeline.stages import plan_stages
@@ -57,33 +57,33 @@ def predicted(flags: str = "", start: Progress = BEGIN) -> StepTime:
 
 def test_collectives_within_a_node_and_between_nodes() -> None:
     network = Network.of_links(node_size=4, intra_node_gbps=800, inter_node_gbps=400)  # 100 and 50 GB/s
-    layout = ParallelLayout.create(16, tp_size=4, pp_size=1)
+    mesh = Mesh.create(16, tp_size=4, pp_size=1)
     size = 10**9
-    inside = network.seconds(Collective("tensor", ALL_REDUCE, size), layout)
+    inside = network.seconds(Collective("tensor", ALL_REDUCE, size), mesh)
     assert inside == pytest.approx(2 * 3 / 4 * size / (ACHIEVED * 100e9) + 4 * LATENCY_S["intra"])
     # 4 data-parallel rings, one per tensor rank, share the node's 50 GB/s.
-    outside = network.seconds(Collective("data", ALL_REDUCE, size), layout)
+    outside = network.seconds(Collective("data", ALL_REDUCE, size), mesh)
     assert outside == pytest.approx(2 * 3 / 4 * size / (ACHIEVED * 50e9 / 4) + 4 * LATENCY_S["inter"])
-    gather = network.seconds(Collective("data", "_allgather_base_", size), layout)
+    gather = network.seconds(Collective("data", "_allgather_base_", size), mesh)
     assert gather == pytest.approx(3 / 4 * size / (ACHIEVED * 50e9 / 4) + 4 * LATENCY_S["inter"])
     # With 2 members of a ring per node, half as many rings leave the node.
-    pairs = ParallelLayout.create(16, tp_size=2, pp_size=1)
+    pairs = Mesh.create(16, tp_size=2, pp_size=1)
     assert network.seconds(Collective("data", "_allgather_base_", size), pairs) == pytest.approx(
         7 / 8 * size / (ACHIEVED * 50e9 / 2) + 6 * LATENCY_S["inter"]
     )
-    alone = ParallelLayout.create(1, tp_size=1, pp_size=1)
+    alone = Mesh.create(1, tp_size=1, pp_size=1)
     assert network.seconds(Collective("data", ALL_REDUCE, size), alone) == 0
 
 
 def test_an_all_to_all_within_a_node_and_between_nodes() -> None:
     network = Network.of_links(node_size=4, intra_node_gbps=800, inter_node_gbps=400)  # 100 and 50 GB/s
     size = 10**9
-    inside = network.seconds(Collective("data", ALL_TO_ALL, size), ParallelLayout.create(4, 1, 1))
+    inside = network.seconds(Collective("data", ALL_TO_ALL, size), Mesh.create(4, 1, 1))
     assert inside == pytest.approx(3 / 4 * size / (ACHIEVED * 100e9) + 3 * LATENCY_S["intra"])
     # 12 of 16 parts of each of a node's 4 devices go to other nodes.
-    outside = network.seconds(Collective("stage", ALL_TO_ALL, size), ParallelLayout.create(16, 2, 1))
+    outside = network.seconds(Collective("stage", ALL_TO_ALL, size), Mesh.create(16, 2, 1))
     assert outside == pytest.approx(12 / 16 * 4 * size / (ACHIEVED * 50e9) + 15 * LATENCY_S["inter"])
-    alone = ParallelLayout.create(1, tp_size=1, pp_size=1)
+    alone = Mesh.create(1, tp_size=1, pp_size=1)
     assert network.seconds(Collective("data", ALL_TO_ALL, size), alone) == 0
 
 
@@ -120,11 +120,11 @@ def test_a_pass_takes_at_least_the_measured_host_time_of_its_kernels() -> None:
 
 def test_messages_between_stages() -> None:
     network = Network.of_links(node_size=4, intra_node_gbps=800, inter_node_gbps=400)
-    near = ParallelLayout.create(4, tp_size=1, pp_size=4)
+    near = Mesh.create(4, tp_size=1, pp_size=4)
     assert network.message_seconds(10**9, 0, 1, near) == pytest.approx(
         1 / (ACHIEVED * 100) + LATENCY_S["intra"]
     )
-    far = ParallelLayout.create(8, tp_size=4, pp_size=2)
+    far = Mesh.create(8, tp_size=4, pp_size=2)
     assert network.message_seconds(10**9, 0, 4, far) == pytest.approx(
         4 / (ACHIEVED * 50) + LATENCY_S["inter"]
     )
@@ -135,14 +135,14 @@ def test_messages_between_stages() -> None:
 def test_a_group_takes_as_long_as_its_ranks_say(group: Group, sizes: tuple[int, int, int]) -> None:
     """The network computes the sizes of groups without a list of their ranks, so both are compared."""
     tp_size, pp_size, dp_size = sizes
-    layout = ParallelLayout.create(tp_size * pp_size * dp_size, tp_size, pp_size)
+    mesh = Mesh.create(tp_size * pp_size * dp_size, tp_size, pp_size)
     network, size = Network.of_links(8, 1200, 400), 10**8
-    ranks = layout.topology.filter_match(**SHARED_COORDINATES.get(group, {"data": 0, "model": 0}))
+    ranks = mesh.topology.filter_match(**SHARED_COORDINATES.get(group, {"data": 0, "model": 0}))
     if not isinstance(group, str):
         ranks = [ranks[index] for index in group]
     in_node = max(Counter(rank // 8 for rank in ranks).values())
-    expected = network.collective_seconds(True, size, len(ranks), in_node, layout.world_size)
-    assert network.seconds(Collective(group, ALL_REDUCE, size), layout) == pytest.approx(expected)
+    expected = network.collective_seconds(True, size, len(ranks), in_node, mesh.world_size)
+    assert network.seconds(Collective(group, ALL_REDUCE, size), mesh) == pytest.approx(expected)
 
 
 def test_flags_override_the_usual_network() -> None:
