@@ -172,7 +172,7 @@ def run_worker(layers: int, layout_name: str) -> None:
     from megatron.cluster.processes import destroy_distributed
 
     config = make_config(layers, layout_name)
-    engine = make_engine(config, *connect(config), VOCAB)
+    engine = make_engine(config, connect(config), VOCAB)
     if layout_name == "pp2":
         serve(Loader(engine, Path(os.environ[FOLDER])).do, answers)
     else:

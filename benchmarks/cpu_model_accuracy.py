@@ -38,7 +38,7 @@ from benchmarks.machine import benchmark_parser, describe_machine
 if TYPE_CHECKING:
     from megatron.config import Config
     from megatron.engine.pipeline_engine import GPTEngine
-    from megatron.mpu.mesh import Axis, Mesh
+    from megatron.mpu.mesh import Mesh
 
 HIDDEN, SEQ, VOCAB = 512, 256, 8192
 STEPS = 3
@@ -346,11 +346,11 @@ def run_worker(row: Row) -> None:
             self._passes.append((start, time.thread_time()))
 
     config = make_config(row)
-    mesh, tp_group = connect(config)
+    mesh = connect(config)
     _mallopt(_MMAP_THRESHOLD, _THRESHOLD)
-    make_step(make_config(row, 128, 32, 256), mesh, tp_group, 256)[1]()
+    make_step(make_config(row, 128, 32, 256), mesh, 256)[1]()
     before = trimmed_resident_bytes()
-    engine, step = make_step(config, mesh, tp_group, VOCAB)
+    engine, step = make_step(config, mesh, VOCAB)
     step()
     step()
     trimmed_resident_bytes()
@@ -371,15 +371,13 @@ def run_worker(row: Row) -> None:
     destroy_distributed()
 
 
-def make_step(
-    config: Config, mesh: Mesh, tp_group: Axis, vocab_size: int
-) -> tuple[GPTEngine, Callable[[], object]]:
+def make_step(config: Config, mesh: Mesh, vocab_size: int) -> tuple[GPTEngine, Callable[[], object]]:
     """Returns the engine of this rank, and its training step on random tokens."""
     import torch
 
     from tests.support.measured_worlds import make_engine, micro_batches
 
-    engine = make_engine(config, mesh, tp_group, vocab_size)
+    engine = make_engine(config, mesh, vocab_size)
     samples, size = config.batch.global_batch_size, config.batch.micro_batch_size
     tokens = torch.randint(
         0, vocab_size, (samples, config.model.seq_length + 1), generator=torch.Generator().manual_seed(0)

@@ -45,7 +45,7 @@ from megatron.model.layer_context import LayerContext
 from megatron.model.loss import CrossEntropy
 from megatron.mpu import weight_gradient
 from megatron.mpu.compilation import compile_in_place
-from megatron.mpu.mesh import Axis
+from megatron.mpu.mesh import ONE_RANK, Axis
 from megatron.mpu.parameters import set_main_grad
 from megatron.mpu.random import DropoutRNG
 from megatron.optimizer.flat_group import add_to_main_grad
@@ -128,7 +128,7 @@ def own_layers(flags: str) -> Call:
     )
     config = parse_args(f"--dry-run --lr 1 --train-iters 1 {sizes} {flags}".split(), {})
     rng = DropoutRNG(1)
-    context = LayerContext(config, Axis("tp"), rng)
+    context = LayerContext(config, ONE_RANK, rng)
     layers = nn.Sequential(*(ParallelTransformerLayerPipe(context, 3 + index) for index in range(LAYERS)))
     for parameter in layers.parameters():
         nn.init.constant_(parameter, 0.1)

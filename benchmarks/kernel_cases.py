@@ -18,7 +18,7 @@ from megatron.model.layer_context import LayerContext
 from megatron.model.position import document_ids_of
 from megatron.mpu.embedding import embedding
 from megatron.mpu.logit_chunks import LogitChunks
-from megatron.mpu.mesh import Axis
+from megatron.mpu.mesh import ONE_RANK, Axis
 from megatron.mpu.random import DropoutRNG, dropout_add
 from megatron.mpu.weight_gradient import weight_gradient
 from megatron.optimizer.flat_group import move_grad
@@ -128,7 +128,7 @@ def layer_config(sizes: Sizes, flags: str) -> Config:
 def attention_case(name: str, flags: str, inputs: Inputs) -> Case:
     sizes, device = inputs.sizes, inputs.device
     config = layer_config(sizes, flags)
-    core = CoreAttention(LayerContext(config, Axis("tp"), DropoutRNG(1, (5,))), 0)
+    core = CoreAttention(LayerContext(config, ONE_RANK, DropoutRNG(1, (5,))), 0)
     q, k, v = inputs.some((sizes.seq, 1, sizes.heads, sizes.head_dim), 3)
     (grad,) = inputs.some((sizes.seq, 1, sizes.hidden), 1)
     tokens = torch.ones(1, sizes.seq, dtype=torch.int64, device=device)
@@ -153,7 +153,7 @@ def rotary_case(inputs: Inputs) -> Case:
     sizes, device = inputs.sizes, inputs.device
     config = layer_config(sizes, "--position-embedding-type rotary")
     with torch.device(device):
-        attention = ParallelSelfAttention(LayerContext(config, Axis("tp"), DropoutRNG(1)), 3)
+        attention = ParallelSelfAttention(LayerContext(config, ONE_RANK, DropoutRNG(1)), 3)
     (projected,) = inputs.some((sizes.seq, 1, 3 * sizes.hidden), 1)
     grads = inputs.some((sizes.seq, 1, sizes.heads, sizes.head_dim), 3)
 

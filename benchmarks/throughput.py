@@ -126,11 +126,11 @@ def run_worker(row: Row | None) -> None:
         serve(lambda name: [step()], answers)  # a number would replace the seconds
         return
     config = make_config(model, row)
-    layout, tp_group = connect(config)
-    engine = make_engine(config, layout, tp_group, model.vocab)
+    mesh = connect(config)
+    engine = make_engine(config, mesh, model.vocab)
 
     def own_step(name: str) -> object:
-        return engine.train_step(micro_batches(batch, layout, MICRO_BATCH), GLOBAL_BATCH, 1e-4)
+        return engine.train_step(micro_batches(batch, mesh, MICRO_BATCH), GLOBAL_BATCH, 1e-4)
 
     serve(own_step, answers)
     destroy_distributed()

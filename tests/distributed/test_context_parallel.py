@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from megatron.mpu.context_parallel import gather_keys_and_values, tensor_shard
+from megatron.mpu.context_parallel import gather_keys_and_values, sequence_chunks, tensor_shard
 from megatron.mpu.mesh import Axis, Mesh
 from tests.distributed.parity import (
     DUALPIPEV,
@@ -39,31 +39,31 @@ def merged(*changes):
     return result
 
 
-def row(*numbers, mesh=None, full=True, **settings):
+def row(*numbers, layout=None, full=True, **settings):
     marks = [pytest.mark.full] if full else []
-    return pytest.param(Row(**settings), merged(*numbers), mesh or {}, marks=marks)
+    return pytest.param(Row(**settings), merged(*numbers), layout or {}, marks=marks)
 
 
 ROWS = [
     row(DOCUMENTS, DROPPED, GROUPED, cp=2, pp=2, zero=1, micro_batch=2, positions="rotary", full=False),
     row(cp=2, dp=2, zero=3, positions="alibi", recompute=True, full=False),
-    row(DOCUMENTS, DROPPED, GROUPED, cp=2, tp=2, positions="rotary", mesh=SEQUENCE_PARALLEL),
+    row(DOCUMENTS, DROPPED, GROUPED, cp=2, tp=2, positions="rotary", layout=SEQUENCE_PARALLEL),
     row(cp=4, positions="rotary"),
     row(WINDOW, cp=4, zero=2),
     row(PLAIN, cp=4, zero=1, dp=2),
     row(DROPPED, DOCUMENTS, cp=2, tp=2, pp=2, positions="alibi"),
-    row(GROUPED, cp=2, pp=2, dp=2, zero=1, positions="rotary", mesh=INTERLEAVED),
-    row(DROPPED, WINDOW, cp=4, pp=2, recompute=True, mesh=ZERO_BUBBLE),
-    row(cp=2, tp=2, recompute=True, mesh=PARTITIONED),
-    row(cp=2, pp=2, tp=2, mesh=merged(DUALPIPEV, SEQUENCE_PARALLEL)),
+    row(GROUPED, cp=2, pp=2, dp=2, zero=1, positions="rotary", layout=INTERLEAVED),
+    row(DROPPED, WINDOW, cp=4, pp=2, recompute=True, layout=ZERO_BUBBLE),
+    row(cp=2, tp=2, recompute=True, layout=PARTITIONED),
+    row(cp=2, pp=2, tp=2, layout=merged(DUALPIPEV, SEQUENCE_PARALLEL)),
 ]
 
 
 @pytest.mark.parametrize("row,numbers,layout", ROWS)
-def test_context_parallelism_has_the_numbers_of_one_process(row, numbers, mesh):
+def test_context_parallelism_has_the_numbers_of_one_process(row, numbers, layout):
     steps = STEPS if row.world_size == 8 else SHORT
     expected = one_process(row, steps, **numbers)
-    for history in run_world(row.world_size, train_layout, row, steps, **merged(numbers, mesh)):
+    for history in run_world(row.world_size, train_layout, row, steps, **merged(numbers, layout)):
         errors = relative_errors(history, expected)
         assert max(errors) <= BOUND, errors
 
@@ -116,8 +116,8 @@ def test_the_chunks_of_the_ranks_are_the_sequence_and_equal_causal_work(size):
 
 def gathered_attention(seq, cp_size, dtype):
     """Returns this rank's outputs and gradients, and its positions."""
-    mesh = Mesh.create(cp_size, 1, 1, torch.distributed.get_rank(), cp_size=cp_size)
-    group = mesh.make_cp_group()
+    mesh = Mesh.create(cp_size, 1, 1, torch.distributed.get_rank(), cp_size=cp_size).connect()
+    group = mesh.cp
     own = torch.cat([torch.arange(chunk.start, chunk.stop) for chunk in sequence_chunks(group, seq)])
     key, value = (x[own].requires_grad_() for x in keys_and_values(seq, dtype))
     whole = gather_keys_and_values(key, value, group)

@@ -143,16 +143,12 @@ ENGINE: dict[str, Callable[[GPTEngine], bool]] = {
     "get_lr": equals("get_lr", lambda engine: [RATE] * len(engine.optimizer.param_groups)),
     "get_model_parallel_rank": equals("get_model_parallel_rank", lambda engine: 0),
     "get_mom": equals("get_mom", lambda engine: [(0.9, 0.999)] * len(engine.optimizer.param_groups)),
-    "get_pipeline_parallel_rank": equals(
-        "get_pipeline_parallel_rank", lambda engine: engine.mesh.pp.rank
-    ),
+    "get_pipeline_parallel_rank": equals("get_pipeline_parallel_rank", lambda engine: engine.mesh.pp.rank),
     "get_tensor_parallel_rank": equals("get_tensor_parallel_rank", lambda engine: 0),
     "is_compiled": lambda engine: engine.is_compiled is False,
     "is_first_stage": equals("is_first_stage", lambda engine: engine.mesh.pp.rank == 0),
     "is_gradient_accumulation_boundary": equals("is_gradient_accumulation_boundary", lambda engine: False),
-    "is_last_stage": equals(
-        "is_last_stage", lambda engine: engine.mesh.pp.rank == engine.mesh.pp_size - 1
-    ),
+    "is_last_stage": equals("is_last_stage", lambda engine: engine.mesh.pp.rank == engine.mesh.pp_size - 1),
     "optimizer_name": equals("optimizer_name", lambda engine: "AdamW"),
     "steps_per_print": equals("steps_per_print", lambda engine: None),
     "train": modes_work,

@@ -10,7 +10,7 @@ import torch
 from megatron.config import Config
 from megatron.model.distributed_inference import DistributedGPT
 from megatron.model.single_process import GPTModel
-from megatron.mpu.mesh import Axis, Mesh
+from megatron.mpu.mesh import Mesh
 from megatron.mpu.parameters import initialize_parameters
 from megatron.tokenizer.vocabulary import Vocabulary
 from megatron.training.build import build_engine
@@ -56,10 +56,9 @@ def config(name: str) -> Config:
 def on_ranks(name: str) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor] | None:
     """On rank 0 the log-probabilities, which tokens are the most likely ones, and the next token's logits."""
     settings, row = config(name), ROWS[name][0]
-    mesh = Mesh.from_config(settings.parallel, torch.distributed.get_rank())
-    tp_group = mesh.make_tp_group()
-    engine = build_engine(settings, mesh, tp_group, Vocabulary(VOCAB, EOD))
-    model = DistributedGPT(engine.module.eval(), mesh, tp_group, micro_batch_size=2)
+    mesh = Mesh.from_config(settings.parallel, torch.distributed.get_rank()).connect()
+    engine = build_engine(settings, mesh, Vocabulary(VOCAB, EOD))
+    model = DistributedGPT(engine.module.eval(), mesh, micro_batch_size=2)
     assert model.batch_size >= 2 * row.dp
     if mesh.rank:
         model.serve()
@@ -78,7 +77,7 @@ def on_ranks(name: str) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor] | Non
 def test_scores_are_those_of_one_process(name: str) -> None:
     settings, rows = config(name), texts()
     model = GPTModel(settings, VOCAB, EOD).eval()
-    initialize_parameters(model, settings.training.seed, Axis("tp"))
+    initialize_parameters(model, settings.training.seed, ())
     with torch.no_grad():
         logits = model(rows[:, :-1])
     expected = logits.log_softmax(-1).gather(2, rows[:, 1:, None])[..., 0]

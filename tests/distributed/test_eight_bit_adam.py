@@ -51,8 +51,8 @@ def test_the_loss_of_8_bit_adam_is_near_that_of_adam():
 @pytest.mark.gate(rows=1)
 @pytest.mark.parametrize("model", MODELS)
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_every_layout_trains_as_one_process_does(mesh, model):
-    row = LAYOUTS[mesh]
+def test_every_layout_trains_as_one_process_does(layout, model):
+    row = LAYOUTS[layout]
     for history in run_world(row.world_size, train_steps, row, STEPS, True, model):
         # A sum in another order may turn a code into its neighbour: 1 of 8 bits, in one element.
         assert relative_errors(history, one_process(True, model))[0] < 2e-3

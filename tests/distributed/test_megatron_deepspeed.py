@@ -79,9 +79,8 @@ def resume_asset(row, folder, model):
     options = {"load": str(folder), "universal_checkpoint": True}
     config = config_of(row, model=model, optimizer={"weight_decay": 0.0}, checkpoint=options)
     checkpoint = find_checkpoint(config, ASSET_VOCAB, lambda start: FINGERPRINT)
-    mesh = Mesh.create(row.world_size, row.tp, row.pp, dist.get_rank())
-    tp_group = mesh.make_tp_group()
-    engine = build_engine(config, mesh, tp_group, Vocabulary(ASSET_VOCAB, EOD))
+    mesh = Mesh.create(row.world_size, row.tp, row.pp, dist.get_rank()).connect()
+    engine = build_engine(config, mesh, Vocabulary(ASSET_VOCAB, EOD))
     load_checkpoint(engine, checkpoint, FINGERPRINT)
     history = []
     for step in next_steps(folder):

@@ -12,8 +12,8 @@ from megatron.mpu.layers import (
     VocabParallelEmbedding,
     parallel_logits,
 )
-from megatron.mpu.mesh import Axis
 from megatron.mpu.mappings import gather_from_tensor_region
+from megatron.mpu.mesh import Axis
 from megatron.mpu.parameters import initial_values, initialize_parameters, merge_shards, spec_of
 from tests.support.pool import run_world
 from tests.support.scatter import scatter, world_tp_group
@@ -108,7 +108,7 @@ def run_layer(case):
     size = tp_group.size
     make, _, n_in = CASES[case]
     layer = make(tp_group)
-    initialize_parameters(layer, SEED, tp_group)
+    initialize_parameters(layer, SEED, [tp_group])
     with torch.no_grad():
         for parameter in layer.parameters():
             parts = [torch.empty_like(parameter) for _ in range(size)]
@@ -116,13 +116,13 @@ def run_layer(case):
             spec = spec_of(parameter)
             full = perturbed(merge_shards(spec, parts))
             shards = list(full.split(full.shape[0]))
-            if spec.shard_dim is not None:
+            if spec.sharding:
                 chunks = [
                     block.chunk(size, spec.shard_dim)
                     for block in full.chunk(spec.num_fused_parts, spec.shard_dim)
                 ]
                 shards = [torch.cat([c[rank] for c in chunks], spec.shard_dim) for rank in range(size)]
-            parameter.copy_(shards[tp_group.rank if spec.shard_dim is not None else 0])
+            parameter.copy_(shards[tp_group.rank if spec.sharding else 0])
     x = model_input(n_in)
     y = layer(x)
     y.backward(torch.linspace(-1, 1, y.numel()).view(y.shape))
@@ -158,14 +158,14 @@ def test_a_parallel_layer_computes_what_its_reference_does(case, size):
         spec = ranks[0][2][name][0]
         shards = [grads[name][1] for _, _, grads in ranks]
         torch.testing.assert_close(merge_shards(spec, shards).double(), expected, rtol=1e-5, atol=2e-5)
-        if spec.shard_dim is None:
+        if not spec.sharding:
             assert all(torch.equal(shard, shards[0]) for shard in shards)
 
 
 def frozen_weights_and_inputs():
     tp_group = world_tp_group()
     layer = ColumnParallelLinear(HIDDEN, INNER, tp_group, init_std=0.3)
-    initialize_parameters(layer, SEED, tp_group)
+    initialize_parameters(layer, SEED, [tp_group])
     x = model_input(HIDDEN)
     layer.requires_grad_(False)
     layer(x).sum().backward()

@@ -2,15 +2,14 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from megatron.mpu.mesh import Axis, Mesh
 from megatron.mpu.mappings import gather_from_rank_block, gather_from_tensor_region
+from megatron.mpu.mesh import Axis, Mesh
 from tests.support.pool import run_world
 from tests.support.scatter import world_tp_group
 
 
 def tensor_group_of_layout(tp_group, pipeline):
-    mesh = Mesh.create(dist.get_world_size(), tp_group, pipeline, dist.get_rank())
-    group = mesh.make_tp_group()
+    group = Mesh.create(dist.get_world_size(), tp_group, pipeline, dist.get_rank()).connect().tp
     members = torch.tensor([dist.get_rank()])
     dist.all_reduce(members, group=group.group)
     return group.rank, group.size, dist.get_process_group_ranks(group.group), members.item()

@@ -140,9 +140,9 @@ def weights_before_and_after_a_clipped_step(row, clip):
 @pytest.mark.gate(rows=2)
 @pytest.mark.parametrize("precision", ["fp32", "fp16"])
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_a_clipped_step_is_as_long_as_the_flag_says(mesh, precision):
+def test_a_clipped_step_is_as_long_as_the_flag_says(layout, precision):
     """A first step of SGD moves the weights by the learning rate times the clipped gradient."""
-    row, clip = replace(LAYOUTS[mesh], precision=precision), 0.25
+    row, clip = replace(LAYOUTS[layout], precision=precision), 0.25
     ranks = run_world(row.world_size, weights_before_and_after_a_clipped_step, row, clip)
     before, after = (full_weights([rank[i] for rank in ranks]) for i in (0, 1))
     assert all(norm > 2 * clip for _, _, norm in ranks)
@@ -154,10 +154,10 @@ def test_a_clipped_step_is_as_long_as_the_flag_says(mesh, precision):
 
 @pytest.mark.full
 @pytest.mark.parametrize("layout", list(LAYOUTS)[1:])
-def test_clipped_sgd_has_the_same_losses_on_every_layout(mesh):
+def test_clipped_sgd_has_the_same_losses_on_every_layout(layout):
     """Adam forgives a wrong factor on all gradients, SGD does not."""
     sgd = {"optimizer": {"optimizer": "sgd", "clip_grad": 0.3}, "schedule": {"lr": 1.0}}
-    assert_same_numbers(LAYOUTS[mesh], 5, sgd)
+    assert_same_numbers(LAYOUTS[layout], 5, sgd)
 
 
 @pytest.mark.parametrize("numel", [0, 1, NORM_CHUNK - 1, NORM_CHUNK, 3 * NORM_CHUNK + 17, 20_000_000])

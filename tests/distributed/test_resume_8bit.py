@@ -14,7 +14,7 @@ from megatron.checkpoint.conversion.to_universal import convert
 from megatron.checkpoint.manager import load_checkpoint
 from megatron.checkpoint.selection import find_checkpoint
 from megatron.mpu.mesh import Axis
-from megatron.mpu.parameter_spec import ParameterSpec, local_shape
+from megatron.mpu.parameter_spec import ParameterSpec
 from megatron.mpu.parameters import merge_shards, spec_of
 from megatron.optimizer.eight_bit import WORD_EMBEDDING, moment_bits
 from megatron.optimizer.quantized import BLOCK_SIZE, QuantizedMoment, code_values
@@ -77,7 +77,7 @@ def wholes(ranks):
                 torch.cat([by_place[place].values[kind] for place in sorted(by_place) if place[0] == rank])
                 for rank in range(size)
             ]
-            shape = local_shape(spec, Axis("tp", 0, size))
+            shape = spec.local_shape([Axis("tp", 0, size)])
             result[name, kind] = merge_shards(spec, [shard.view(shape) for shard in shards])[
                 : spec.num_valid_rows
             ]

@@ -158,7 +158,7 @@ def times_and_bounds(row, parallel, changes):
 
     config = config_of(row, parallel={"partition_method": "profile", **parallel}, **changes)
     mesh = Mesh.create(row.world_size, row.tp, row.pp, dist.get_rank())
-    times = find_layer_times(config, mesh, mesh.make_tp_group(), VOCAB, EOD)
+    times = find_layer_times(config, mesh.connect(), VOCAB, EOD)
     return times, plan_stages(config, VOCAB, times).bounds
 
 
@@ -197,7 +197,7 @@ def stages_by_memory(parallel, problem):
 
     with mock.patch.object(layer_memory, "memory_costs", counted):
         try:
-            end = find_stages(config, mesh, mesh.make_tp_group(), Vocabulary(VOCAB, EOD)).partition
+            end = find_stages(config, mesh.connect(), Vocabulary(VOCAB, EOD)).partition
         except SharedUserError as error:
             end = str(error)
     return len(calls), end

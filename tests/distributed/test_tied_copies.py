@@ -11,7 +11,7 @@ import torch.distributed as dist
 
 from megatron.data.loader import MicroBatch
 from megatron.mpu.mesh import Axis
-from megatron.mpu.parameter_spec import ParameterSpec
+from megatron.mpu.parameter_spec import ParameterSpec, Shard
 from megatron.mpu.parameters import new_parameter
 from megatron.optimizer.flat_group import FlatGroup
 from megatron.optimizer.gradient_reduction import GradientReduction
@@ -135,11 +135,11 @@ def gradients_after_reduction(values):
     rank = dist.get_rank()
     tp_group = Axis("tp", rank, 2, dist.group.WORLD)
     replicated = new_parameter(ParameterSpec((2,)), tp_group)
-    part = new_parameter(ParameterSpec((4,), shard_dim=0), tp_group)
-    flat = FlatGroup({"params": [replicated, part]}, 1, 0)
+    part = new_parameter(ParameterSpec((4,), sharding=(Shard(0),)), tp_group)
+    flat = FlatGroup({"params": [replicated, part]}, Axis("dp_cp"), False)
     replicated.main_grad.copy_(torch.tensor(values[rank]))
     part.main_grad.fill_(rank + 1.0)
-    GradientReduction([flat], None, [], tp_group).run()
+    GradientReduction([flat], [], tp_group).run()
     return replicated.main_grad.tolist(), part.main_grad.tolist()
 
 
@@ -156,11 +156,12 @@ def test_a_gradient_that_only_a_later_tensor_rank_finds_bad_is_bad_on_all():
 
 
 def three_holders():
-    tp_group = Axis("tp")
-    parameter = new_parameter(ParameterSpec((2,)), tp_group)
+    parameter = new_parameter(ParameterSpec((2,)))
     with pytest.raises(ValueError, match="on 3 stages: expected 2"):
         GradientReduction(
-            [FlatGroup({"params": [parameter]}, 1, 0)], None, [(parameter, dist.group.WORLD)], tp_group
+            [FlatGroup({"params": [parameter]}, Axis("dp_cp"), False)],
+            [(parameter, dist.group.WORLD)],
+            Axis("tp"),
         )
 
 
@@ -175,11 +176,10 @@ def test_an_optimizer_step_does_not_depend_on_the_place_in_the_buffer(kind):
     values, factors = torch.randn(101, generator=generator), torch.randn(10, 101, generator=generator)
 
     def stepped(parameters_before):
-        tp_group = Axis("tp")
-        others = [new_parameter(ParameterSpec((size,)), tp_group) for size in parameters_before]
-        own = new_parameter(ParameterSpec((101,)), tp_group)
+        others = [new_parameter(ParameterSpec((size,))) for size in parameters_before]
+        own = new_parameter(ParameterSpec((101,)))
         own.data.copy_(values)
-        flat = FlatGroup({"params": [*others, own]}, 1, 0)
+        flat = FlatGroup({"params": [*others, own]}, Axis("dp_cp"), False)
         optimizer = {
             "adam": lambda: torch.optim.AdamW([flat.master], lr=1e-3, fused=True),
             "sgd": lambda: torch.optim.SGD([flat.master], lr=1e-3, momentum=0.9, fused=True),

@@ -22,7 +22,7 @@ def through_layers(ranks, length, dtype, overlap):
     column = ColumnParallelLinear(NARROW, WIDE, tp_group, **settings)
     row = RowParallelLinear(WIDE, NARROW, tp_group, **settings)
     for seed, layer in enumerate((column, row)):
-        initialize_parameters(layer, seed, tp_group)
+        initialize_parameters(layer, seed, [tp_group])
         layer.to(dtype)
     generator = torch.Generator().manual_seed(tp_group.rank)
     x, weights = torch.randn(2, length, BATCH, NARROW, generator=generator).to(dtype)
@@ -95,4 +95,4 @@ def test_the_number_of_chunks_divides_the_shard():
     ids=str,
 )
 def test_training_in_chunks_has_the_losses_of_one_process(row):
-    assert_same_numbers(row, STEPS, mesh=OVERLAP)
+    assert_same_numbers(row, STEPS, layout=OVERLAP)

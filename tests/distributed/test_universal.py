@@ -223,7 +223,7 @@ def load_as_deepspeed(folder, tp_rank):
     for name, spec in specs.items():
         values, moments, _ = parameters.read_parameter(name, spec, Axis("tp", tp_rank, 2))
         shape = list(spec.global_shape)
-        if spec.shard_dim is not None:
+        if spec.sharding:
             shape[spec.shard_dim] //= 2
         parameter, target = torch.nn.Parameter(torch.zeros(shape)), torch.zeros(values.numel())
         parameter._hp_mapping = types.SimpleNamespace(

@@ -62,10 +62,10 @@ def train_offloaded(row, steps, **changes):
 @pytest.mark.gate(rows=2)
 @pytest.mark.parametrize("zero", [2, 3])
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_each_stage_has_the_loss_and_the_grad_norm_of_one_process(mesh, zero):
-    row, changes = LAYOUTS[mesh]
+def test_each_stage_has_the_loss_and_the_grad_norm_of_one_process(layout, zero):
+    row, changes = LAYOUTS[layout]
     # The messages of 4 processes wait for a core each.
-    assert_same_numbers(replace(row, zero=zero), STEPS if row.world_size == 2 else SHORT, mesh=changes)
+    assert_same_numbers(replace(row, zero=zero), STEPS if row.world_size == 2 else SHORT, layout=changes)
 
 
 @pytest.mark.gate(rows=1)
@@ -269,10 +269,10 @@ def test_hooks_do_not_keep_the_optimizer_alive():
 def start(row):
     """How many of the layers' weights have memory when the model is made, and the weights of the engine."""
     config = config_of(row)
-    mesh, tp_group, model = build_model(config)
+    mesh, model = build_model(config)
     layers = [p for layer in model.transformer_layers().values() for p in layer.parameters()]
     held = sum(map(has_memory, layers))
-    return held, weights_of(GPTEngine(config, mesh, tp_group, model))
+    return held, weights_of(GPTEngine(config, mesh, model))
 
 
 @pytest.mark.parametrize("precision", ["bf16", "fp32"])
@@ -281,8 +281,8 @@ def test_zero_3_starts_from_the_same_weights_without_whole_layers(precision):
     for held, weights in run_world(4, start, row):
         assert held == 0
         for name, shard in weights.shards.items():
-            tp_group = Axis("tp", weights.tp_rank, 2)
-            expected = initial_values(weights.specs[name], config_of(row).training.seed, name, tp_group)
+            axes = [Axis("tp", weights.tp_rank, 2)]
+            expected = initial_values(weights.specs[name], config_of(row).training.seed, name, axes)
             assert torch.equal(shard, expected.to(shard.dtype)), name
 
 

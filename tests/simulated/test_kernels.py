@@ -15,7 +15,7 @@ from megatron.kernels.gated import gated_activation
 from megatron.kernels.norms import CHUNK, copy_gradient_op, fused_norms
 from megatron.model.gpt_model import ParallelTransformerLayerPipe
 from megatron.model.layer_context import LayerContext
-from megatron.mpu.mesh import Axis
+from megatron.mpu.mesh import ONE_RANK, Axis
 from megatron.mpu.random import DropoutRNG, dropout_add
 from megatron.optimizer.gradient_norm import accurate_norm
 from tests.simulated.in_simulator import operation_sums, run_all, simulated_device
@@ -104,7 +104,7 @@ def llama_layer(sim):
     """(launches, bytes) of the forward pass of a layer, and its bytes relative to their minimum."""
     config = parse_args(LLAMA_8B.split(), {})
     with torch.device(sim.device):
-        layer = ParallelTransformerLayerPipe(LayerContext(config, Axis("tp"), DropoutRNG(1)), 3).bfloat16()
+        layer = ParallelTransformerLayerPipe(LayerContext(config, ONE_RANK, DropoutRNG(1)), 3).bfloat16()
     make = {"dtype": torch.bfloat16, "device": sim.device, "requires_grad": True}
     hidden = torch.empty(8192, 1, 4096, **make)
     layer(hidden)  # makes the tables

@@ -28,7 +28,7 @@ from megatron.model import gpt_model
 from megatron.model.layer_context import LayerContext
 from megatron.mpu.layers import ColumnParallelLinear, RowParallelLinear
 from megatron.mpu.mesh import Axis
-from megatron.mpu.parameter_spec import ParameterSpec
+from megatron.mpu.parameter_spec import ParameterSpec, Shard
 from megatron.mpu.parameters import new_parameter
 from megatron.planner.simulation.stages import simulate_ranks
 from tests.simulated.comparison import disagreements
@@ -74,7 +74,7 @@ class CausalMean(nn.Module):
             hidden, 3 * hidden, context.tp_group, num_fused_parts=2, **first
         )
         self.decay = new_parameter(
-            ParameterSpec((3 * hidden // 2,), shard_dim=0, init_value=0.5), context.tp_group
+            ParameterSpec((3 * hidden // 2,), sharding=(Shard(0),), init_value=0.5), context.tp_group
         )
         self.dense = RowParallelLinear(3 * hidden // 2, hidden, context.tp_group, **second)
 

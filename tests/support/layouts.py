@@ -36,7 +36,7 @@ if TYPE_CHECKING:
     from megatron.data.loader import MicroBatch
     from megatron.engine.pipeline_engine import GPTEngine
     from megatron.model.pipeline_module import GPTModelPipe
-    from megatron.mpu.mesh import Axis, Mesh
+    from megatron.mpu.mesh import Mesh
     from megatron.mpu.parameter_spec import ParameterSpec
 
 STEPS = 20
@@ -102,7 +102,7 @@ def full_matrix() -> list[Row]:
     """Every layout of at most 8 processes with every combination of options, in fp32."""
     return [
         Row(*mesh, **dict(zip(OPTIONS, values, strict=True)))
-        for mesh in PROCESS_LAYOUTS
+        for layout in PROCESS_LAYOUTS
         for values in product(*OPTIONS.values())
     ]
 
@@ -114,11 +114,11 @@ def covering_rows() -> list[Row]:
     """
     rows: list[Row] = []
     seen: Counter[tuple] = Counter()
-    for mesh in PROCESS_LAYOUTS:
+    for layout in PROCESS_LAYOUTS:
         candidates = [
             row
             for row in full_matrix()
-            if (row.tp, row.pp, row.dp) == mesh
+            if (row.tp, row.pp, row.dp) == layout
             and (row.tp < 4 or row.micro_batch == 2)  # 4 TP ranks exchange the most messages: half of them
         ]
         # fsum: the order of a set of strings changes from process to process, the rows must not.
@@ -204,7 +204,7 @@ def config_of(row: Row, **changes: dict[str, Any]) -> Config:
 
 def build_model(
     config: Config, bounds: list[int] | None = None, vocab_size: int = VOCAB
-) -> tuple[Mesh, Axis, GPTModelPipe]:
+) -> tuple[Mesh, GPTModelPipe]:
     """Builds this rank's stage, inside `run_world`. bounds: a partition in place of the flags' partition."""
     import torch.distributed as dist
 
@@ -219,9 +219,8 @@ def build_model(
         parallel.pipeline_model_parallel_size,
         dist.get_rank(),
         parallel.context_parallel_size,
-    )
-    tp_group = mesh.make_tp_group()
-    return mesh, tp_group, build.build_model(config, mesh, tp_group, Vocabulary(vocab_size, EOD), bounds)
+    ).connect()
+    return mesh, build.build_model(config, mesh, Vocabulary(vocab_size, EOD), bounds)
 
 
 def build_engine(config: Config, bounds: list[int] | None = None, vocab_size: int = VOCAB) -> GPTEngine:

@@ -6,7 +6,7 @@ Every element of the model has its own number as value, so what a rank has read 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -26,12 +26,12 @@ from megatron.mpu.parameters import new_parameter
 from megatron.optimizer.loss_scale import LossScaler
 from megatron.optimizer.mixed_precision import MixedPrecisionOptimizer
 from megatron.optimizer.parameter_groups import make_optimizer, parameter_groups
-from megatron.optimizer.zero import OptimizerProcessGroups, ZeroConfig
+from megatron.optimizer.zero import ZeroConfig
 from megatron.pipeline.stages import plan_stages
 from tests.support.layouts import EOD, VOCAB
 
 if TYPE_CHECKING:
-    import torch.distributed as dist
+    pass
 
 EMBED = "tied_modules.embed."
 TIED = f"{EMBED}word_embeddings.weight"
@@ -43,7 +43,7 @@ class ManyRanks:
     """The ranks of a layout. numbers: the number of each element, by parameter, without padding."""
 
     def __init__(
-        self, config: Config, shard_of: Callable[[ParameterSpec, torch.Tensor, Axis], torch.Tensor]
+        self, config: Config, shard_of: Callable[[ParameterSpec, torch.Tensor, Sequence[Axis]], torch.Tensor]
     ) -> None:
         """shard_of: returns a TP rank's shard of a global parameter, independently of the product."""
         self.config = config
@@ -81,26 +81,22 @@ class ManyRanks:
         padding = spec.global_shape[0] - numbers.shape[0]
         if padding:
             numbers = torch.cat([numbers, torch.zeros(padding, *numbers.shape[1:])])
-        return self._shard_of(
-            spec, numbers, Axis("tp", tp_rank, self.config.parallel.tensor_model_parallel_size)
-        )
+        tp_group = Axis("tp", tp_rank, self.config.parallel.tensor_model_parallel_size)
+        return self._shard_of(spec, numbers, [tp_group])
 
     def optimizer(self, rank: int) -> MixedPrecisionOptimizer:
         """The optimizer of a rank. All values are -1, which no element has as its number."""
         mesh = self.mesh(rank)
-        tp_group = Axis("tp", mesh.tp.rank, mesh.tp_size)
         parameters = {
-            name: torch.nn.init.constant_(new_parameter(self.padded[name], tp_group, torch.bfloat16), -1)
+            name: torch.nn.init.constant_(new_parameter(self.padded[name], mesh.tp, dtype=torch.bfloat16), -1)
             for name in self.names_of_stage(mesh.pp.rank)
         }
         tied = [parameters[TIED]] if TIED in parameters and mesh.pp_size > 1 else []
         groups = parameter_groups(parameters.items(), weight_decay=0.1, tied=tied)
-        processes: dist.ProcessGroup = object()  # type: ignore[assignment]
         return MixedPrecisionOptimizer(
             make_optimizer(groups, self.config.optimizer),
             {parameter: name for name, parameter in parameters.items()},
-            OptimizerProcessGroups(processes, mesh.dp_size, mesh.dp.rank, None, f"rank {rank}"),
-            tp_group,
+            mesh,
             [],
             LossScaler(self.config.precision),
             ZeroConfig(self.config.parallel.zero_stage),

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from megatron.config import Config
     from megatron.data.loader import MicroBatch
     from megatron.engine.pipeline_engine import GPTEngine
-    from megatron.mpu.mesh import Axis, Mesh
+    from megatron.mpu.mesh import Mesh
     from megatron.mpu.parameters import InitialValues
 
 
@@ -99,19 +99,17 @@ def begin_worker() -> TextIO:
     return answers
 
 
-def connect(config: "Config") -> "tuple[ParallelLayout, TPGroup]":
-    """Connects the workers of a world; returns the layout of this rank and its tensor-parallel group."""
+def connect(config: "Config") -> "Mesh":
+    """Connects the workers of a world; returns the mesh of this rank."""
     from megatron.cluster.processes import init_distributed
     from megatron.mpu.mesh import Mesh
 
-    mesh = Mesh.from_config(config.parallel, init_distributed(config))
-    return mesh, mesh.make_tp_group()
+    return Mesh.from_config(config.parallel, init_distributed(config)).connect()
 
 
 def make_engine(
     config: "Config",
-    mesh: "ParallelLayout",
-    tp_group: "TPGroup",
+    mesh: "Mesh",
     vocab_size: int,
     values: "InitialValues | None" = None,
 ) -> "GPTEngine":
@@ -120,10 +118,10 @@ def make_engine(
     from megatron.tokenizer.vocabulary import Vocabulary
     from megatron.training.build import build_engine
 
-    return build_engine(config, mesh, tp_group, Vocabulary(vocab_size, 0), None, values or initial_values)
+    return build_engine(config, mesh, Vocabulary(vocab_size, 0), None, values or initial_values)
 
 
-def micro_batches(tokens: "torch.Tensor", mesh: "ParallelLayout", size: int) -> "Iterator[MicroBatch]":
+def micro_batches(tokens: "torch.Tensor", mesh: "Mesh", size: int) -> "Iterator[MicroBatch]":
     """The micro-batches of this replica, `size` samples each, from the tokens of a step,
     [global batch, seq + 1]."""
     from megatron.data.loader import MicroBatch

@@ -14,7 +14,7 @@ from megatron.mpu.mesh import Axis, Mesh
 def world_tp_group() -> Axis:
     """Returns the tensor-parallel group of all ranks of the world."""
     size = dist.get_world_size()
-    return Mesh.create(size, size, 1, dist.get_rank()).make_tp_group()
+    return Mesh.create(size, size, 1, dist.get_rank()).connect().tp
 
 
 def scatter(x: torch.Tensor, tp_group: Axis, dim: int = -1) -> torch.Tensor:

@@ -19,11 +19,11 @@ from megatron.checkpoint.saving.background import BackgroundSave
 from megatron.checkpoint.saving.formats import NativeFormat
 from megatron.checkpoint.saving.writer import BackgroundWriter, StoredFragment
 from megatron.mpu.mesh import Axis
-from megatron.mpu.parameter_spec import ParameterSpec
+from megatron.mpu.parameter_spec import ParameterSpec, Shard
 from tests.support.checkpoints import state_after
 
 ROWS, COLUMNS = 300, 70
-SPEC = ParameterSpec(global_shape=(2 * ROWS, COLUMNS), shard_dim=0)
+SPEC = ParameterSpec(global_shape=(2 * ROWS, COLUMNS), sharding=(Shard(0),))
 GROUP = Axis("tp", 1, 2)
 
 

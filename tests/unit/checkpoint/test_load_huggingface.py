@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from math import prod
 
 import pytest
 import torch
@@ -17,7 +16,6 @@ from megatron.config import read_command_line
 from megatron.errors import UserError
 from megatron.model.single_process import model_specs
 from megatron.mpu.mesh import Axis
-from megatron.mpu.parameter_spec import local_shape
 from megatron.mpu.parameters import reshard
 from tests.unit.checkpoint.hugging_face_folder import change_config, change_weights
 from tests.unit.checkpoint.test_huggingface_import import save_tokenizer
@@ -46,18 +44,18 @@ def test_each_rank_reads_its_shards(name, ranks, tmp_path, monkeypatch):
         reader_module.HuggingFaceReader, "read", lambda _self, key, *_: read.append(key) or whole[key]
     )
     for rank in range(ranks):
-        group = Axis("tp", rank, ranks)
+        axes = [Axis("tp", rank, ranks)]
         for key, spec in specs.items():
-            found = reader.read_shard(key, VALUES, spec, group)
+            found = reader.read_shard(key, VALUES, spec, axes)
             expected = whole[key]
-            if spec.shard_dim is not None:
+            if spec.sharding:
                 saved = replace(spec, global_shape=tuple(expected.shape))
                 flat = whole[key].reshape(-1)
-                stop = prod(local_shape(spec, group))
-                expected = reshard(spec, group, 0, stop, saved, 1, lambda _, first, last: flat[first:last])  # noqa: B023
+                stop = spec.local_numel(axes)
+                expected = reshard(spec, axes, 0, stop, saved, (), lambda _, first, last: flat[first:last])  # noqa: B023
             assert torch.equal(found, expected.reshape(-1)), key
     if ranks == 2:  # with 4 ranks there are more of them than groups of heads
-        sharded = {key for key in read if specs[key].shard_dim is not None}
+        sharded = {key for key in read if specs[key].sharding}
         assert all(specs[key].num_valid_rows is not None for key in sharded)
 
 

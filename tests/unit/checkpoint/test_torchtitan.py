@@ -61,11 +61,11 @@ def test_a_run_on_any_layout_starts_from_the_folder(titan: Path) -> None:
     reader = open_reader(checkpoint)
     reader.check_external(config, 64)
     for name, spec in model_specs(config, 64, None).items():
-        whole = reader.read_shard(name, VALUES, spec, Axis("tp"))
-        shards = [reader.read_shard(name, VALUES, spec, Axis("tp", rank, 2)) for rank in range(2)]
-        numels = {whole.numel() // 2} if spec.shard_dim is not None else {whole.numel()}
+        whole = reader.read_shard(name, VALUES, spec, ())
+        shards = [reader.read_shard(name, VALUES, spec, [Axis("tp", rank, 2)]) for rank in range(2)]
+        numels = {whole.numel() // 2} if spec.sharding else {whole.numel()}
         assert {shard.numel() for shard in shards} == numels
-        assert sorted(torch.cat(shards).tolist() if spec.shard_dim is not None else shards[0].tolist()) == (
+        assert sorted(torch.cat(shards).tolist() if spec.sharding else shards[0].tolist()) == (
             sorted(whole.tolist())
         )
 

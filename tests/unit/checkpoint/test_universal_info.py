@@ -23,7 +23,7 @@ from megatron.checkpoint.formats.universal_info import (
 )
 from megatron.errors import UserError
 from megatron.model.single_process import model_specs
-from megatron.mpu.parameter_spec import ParameterSpec
+from megatron.mpu.parameter_spec import ParameterSpec, Shard
 from tests.support.layouts import EOD, VOCAB, Row, config_of
 
 VARIANTS = {
@@ -93,7 +93,7 @@ def test_rules_that_do_not_match_are_refused_by_name(change, words):
 
 
 def test_a_parameter_that_no_rule_can_merge_is_refused_by_name():
-    spec = ParameterSpec((12, 8), shard_dim=0, num_fused_parts=3)
+    spec = ParameterSpec((12, 8), sharding=(Shard(0, parts=3),))
     with pytest.raises(ValueError, match=r"^3\.x\.weight is sharded along dimension 0 with 3 fused parts"):
         derive_info({"3.x.weight": spec}, VOCAB)
 

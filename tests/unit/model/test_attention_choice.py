@@ -22,7 +22,7 @@ from megatron.model.layer_context import LayerContext
 from megatron.model.position import AttentionMasks, document_ids_of
 from megatron.mpu.compilation import compile_in_place
 from megatron.mpu.context_parallel import positions_of
-from megatron.mpu.mesh import Axis
+from megatron.mpu.mesh import ONE_RANK, Axis
 from megatron.mpu.random import DropoutRNG
 
 BOTH = (False, True)
@@ -60,7 +60,7 @@ def test_keys_and_values_of_a_group_are_kept_once_and_give_what_copies_give(dtyp
         "--seq-length 32 --max-position-embeddings 32 --micro-batch-size 1 --global-batch-size 1 "
         "--lr 1 --train-iters 1 --group-query-attention --num-query-groups 8 --attention-dropout 0"
     )
-    core = CoreAttention(LayerContext(parse_args(flags.split(), {}), Axis("tp"), DropoutRNG(1)), 3)
+    core = CoreAttention(LayerContext(parse_args(flags.split(), {}), ONE_RANK, DropoutRNG(1)), 3)
     torch.manual_seed(1)
     query, key, value, grad = (torch.randn(32, 2, n, 8).to(dtype) for n in (64, 8, 8, 64))
     kept, results = [], []

@@ -111,7 +111,8 @@ def test_the_masks_of_the_shards_make_the_mask_of_the_full_activation(size, shar
 def test_a_replicated_activation_has_the_same_mask_on_all_ranks():
     x = torch.rand(2, 8, 12) + 1
     first, second = (
-        dropout(x, 0.4, rng(3, 4), "a", batch_dim=0, tp_group=Axis("tp", rank=rank, size=2)) for rank in (0, 1)
+        dropout(x, 0.4, rng(3, 4), "a", batch_dim=0, tp_group=Axis("tp", rank=rank, size=2))
+        for rank in (0, 1)
     )
     assert torch.equal(first, second)
 

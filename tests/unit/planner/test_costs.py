@@ -13,7 +13,7 @@ from megatron.model.gpt_model import ParallelTransformerLayerPipe
 from megatron.model.layer_context import LayerContext
 from megatron.model.layer_list import PARAMETER_DTYPES
 from megatron.model.pipeline_module import layer_names
-from megatron.mpu.mesh import Axis
+from megatron.mpu.mesh import ONE_RANK
 from megatron.mpu.random import DropoutRNG
 from megatron.pipeline.methods import TRANSFORMER_LAYER
 from megatron.pipeline.stages import layer_list
@@ -41,7 +41,7 @@ def config_of(words):
 
 
 def make_layer(config):
-    layer = ParallelTransformerLayerPipe(LayerContext(config, Axis("tp"), DropoutRNG(0, range(BATCH))), 3)
+    layer = ParallelTransformerLayerPipe(LayerContext(config, ONE_RANK, DropoutRNG(0, range(BATCH))), 3)
     with torch.no_grad():
         for parameter in layer.parameters():
             parameter.normal_(std=0.02)
@@ -138,9 +138,9 @@ def test_the_method_memory_counts_the_activations_of_every_layer():
 
 
 def test_recomputed_layers_keep_their_inputs_as_the_flags_say():
-    mesh = "--attention-dropout 0.1 --world-size 2 --tensor-model-parallel-size 2 --checkpoint-activations"
+    layout = "--attention-dropout 0.1 --world-size 2 --tensor-model-parallel-size 2 --checkpoint-activations"
     whole = SEQ * BATCH * HIDDEN * 4
-    assert kept_by(config_of(mesh)) == pytest.approx(whole, rel=0.02)
+    assert kept_by(config_of(layout)) == pytest.approx(whole, rel=0.02)
     assert kept_by(config_of(f"{layout} --checkpoint-num-layers 2")) == pytest.approx(whole / 2, rel=0.02)
 
 
