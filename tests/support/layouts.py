@@ -101,7 +101,7 @@ class Row:
 def full_matrix() -> list[Row]:
     """Every layout of at most 8 processes with every combination of options, in fp32."""
     return [
-        Row(*mesh, **dict(zip(OPTIONS, values, strict=True)))
+        Row(*layout, **dict(zip(OPTIONS, values, strict=True)))
         for layout in PROCESS_LAYOUTS
         for values in product(*OPTIONS.values())
     ]
