@@ -333,7 +333,7 @@ class ActivationCheckpointing:
         self._checkpoint: Callable = _checkpoint
         if partition or move:
             deepspeed_checkpointing.configure(
-                _TPGroupAsMpu(tp_group),
+                _AxisAsMpu(tp_group),
                 partition_activations=partition,
                 checkpoint_in_cpu=move,
             )
@@ -354,7 +354,7 @@ class ActivationCheckpointing:
         return join_layer_io(self._checkpoint(run, hidden), document_ids)
 
 
-class _TPGroupAsMpu:
+class _AxisAsMpu:
     """A tensor-parallel group with the method names that DeepSpeed expects of an `mpu` object."""
 
     def __init__(self, tp_group: Axis) -> None:

@@ -15,6 +15,7 @@ from megatron.mpu.layers import (
 from megatron.mpu.mappings import gather_from_tensor_region
 from megatron.mpu.mesh import Axis
 from megatron.mpu.parameters import initial_values, initialize_parameters, merge_shards, spec_of
+from tests.reference.shards import shard_of
 from tests.support.pool import run_world
 from tests.support.scatter import scatter, world_tp_group
 
@@ -115,14 +116,7 @@ def run_layer(case):
             dist.all_gather(parts, parameter.detach())
             spec = spec_of(parameter)
             full = perturbed(merge_shards(spec, parts))
-            shards = list(full.split(full.shape[0]))
-            if spec.sharding:
-                chunks = [
-                    block.chunk(size, spec.shard_dim)
-                    for block in full.chunk(spec.num_fused_parts, spec.shard_dim)
-                ]
-                shards = [torch.cat([c[rank] for c in chunks], spec.shard_dim) for rank in range(size)]
-            parameter.copy_(shards[tp_group.rank if spec.sharding else 0])
+            parameter.copy_(shard_of(spec, full, [tp_group]))
     x = model_input(n_in)
     y = layer(x)
     y.backward(torch.linspace(-1, 1, y.numel()).view(y.shape))

@@ -224,7 +224,7 @@ def load_as_deepspeed(folder, tp_rank):
         values, moments, _ = parameters.read_parameter(name, spec, Axis("tp", tp_rank, 2))
         shape = list(spec.global_shape)
         if spec.sharding:
-            shape[spec.shard_dim] //= 2
+            shape[spec.sharding[0].dim] //= 2
         parameter, target = torch.nn.Parameter(torch.zeros(shape)), torch.zeros(values.numel())
         parameter._hp_mapping = types.SimpleNamespace(
             lp_fragment_address=types.SimpleNamespace(start=0, numel=values.numel()),

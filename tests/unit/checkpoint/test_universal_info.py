@@ -1,5 +1,6 @@
 """Merge patterns: each parameter matches one pattern, and each pattern a parameter."""
 
+import json
 import re
 from pathlib import Path
 
@@ -48,9 +49,9 @@ def test_every_parameter_has_the_rule_of_its_spec(variant):
         is_replicated = any(re.match(p, name) for p in info["pipeline_replicated_parameter_patterns"])
         assert is_replicated == name.startswith("tied_modules.")
         assert (key == VOCABULARY) == name.endswith("word_embeddings.weight")
-        assert SHARDING[key] == (spec.shard_dim, spec.num_fused_parts), name
+        assert SHARDING[key] == spec.sharding, name
         saved = recorded_spec(spec_record(spec))
-        assert (saved.shard_dim, saved.num_fused_parts) == SHARDING[key]
+        assert saved.sharding == SHARDING[key]
         assert saved.valid_shape == spec.valid_shape and saved.global_shape == spec.global_shape
 
 
@@ -94,7 +95,7 @@ def test_rules_that_do_not_match_are_refused_by_name(change, words):
 
 def test_a_parameter_that_no_rule_can_merge_is_refused_by_name():
     spec = ParameterSpec((12, 8), sharding=(Shard(0, parts=3),))
-    with pytest.raises(ValueError, match=r"^3\.x\.weight is sharded along dimension 0 with 3 fused parts"):
+    with pytest.raises(ValueError, match=r"^3\.x\.weight is sharded as .Shard.dim=0, axis=.tp., parts=3"):
         derive_info({"3.x.weight": spec}, VOCAB)
 
 
@@ -122,3 +123,10 @@ def test_other_programs_list_no_columns_and_no_anchors():
 def test_a_pattern_that_is_no_regular_expression_is_named(pattern):
     with pytest.raises(UserError, match="^f has the pattern .*, expected a regular expression"):
         check_info({VOCABULARY: [pattern]}, Path("f"))
+
+
+def test_a_sharding_over_other_axes_is_recorded():
+    spec = ParameterSpec((12, 8), (Shard(0, "ep"), Shard(1, parts=2)))
+    record = json.loads(json.dumps(spec_record(spec)))
+    assert record["sharding"] == [[0, "ep", 1], [1, "tp", 2]] and recorded_spec(record).sharding == spec.sharding
+    assert "sharding" not in spec_record(ParameterSpec((12, 8), (Shard(1, parts=2),)))
