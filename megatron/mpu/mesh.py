@@ -57,6 +57,11 @@ class Axis:
         return replace(self, group=None)
 
 
+def place_on(axes: Sequence[Axis], name: str) -> Axis:
+    """Returns the place on an axis; on an axis that is not given, there is one rank."""
+    return next((axis for axis in axes if axis.name == name), Axis(name))
+
+
 @dataclass(frozen=True)
 class Mesh:
     """The sizes of the axes, and the coordinates of `rank`.

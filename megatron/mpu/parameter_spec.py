@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from itertools import product
 from typing import NamedTuple
 
-from megatron.mpu.mesh import DATA_AXES, DENSE, EXPERT, Axis
+from megatron.mpu.mesh import DATA_AXES, DENSE, EXPERT, Axis, place_on
 
 
 class Shard(NamedTuple):
@@ -80,10 +80,9 @@ class ParameterSpec:
         axes: the rank's place on the axes; on an axis that is not given, there is one rank. Raises ValueError
         if a dimension cannot be sharded.
         """
-        places = {axis.name: axis for axis in axes}
         segments = [[range(size)] for size in self.global_shape]
         for dim, name, parts in self.sharding:
-            axis, size = places.get(name, Axis(name)), self.global_shape[dim]
+            axis, size = place_on(axes, name), self.global_shape[dim]
             if size % (parts * axis.size) != 0:
                 raise ValueError(
                     f"dimension {dim} of a parameter of shape {self.global_shape} cannot be sharded: "
@@ -105,10 +104,11 @@ class ParameterSpec:
     def all_shards(self, axes: Sequence[Axis]) -> list[tuple[Axis, ...]]:
         """Returns the places of the ranks that together hold one replica of the parameter, the last axis of
         `sharding` varying fastest. axes: their sizes."""
-        sizes = {axis.name: axis.size for axis in axes}
-        along = [
-            [Axis(name, r, sizes.get(name, 1)) for r in range(sizes.get(name, 1))] for name in self.axis_names
-        ]
+        sizes = [place_on(axes, name).size for name in self.axis_names]
+        along = (
+            [Axis(name, rank, size) for rank in range(size)]
+            for name, size in zip(self.axis_names, sizes, strict=True)
+        )
         return list(product(*along))
 
 

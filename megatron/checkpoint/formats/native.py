@@ -42,7 +42,7 @@ from megatron.checkpoint.record import Checkpoint
 from megatron.errors import UserError
 from megatron.files import HostileFileError
 from megatron.model.layer_list import EMBEDDING, FIRST_TRANSFORMER_LAYER
-from megatron.mpu.mesh import Axis
+from megatron.mpu.mesh import Axis, place_on
 from megatron.mpu.parameter_spec import ParameterSpec
 from megatron.mpu.parameters import merge_shards, reshard
 from megatron.text_table import first_few
@@ -141,10 +141,9 @@ class NativeReader(StateReader):
         """Returns the TP rank whose files hold a part of a shard; None if several do."""
         if not part.spec.sharding:
             return 0
-        sizes = {axis.name: axis.size for axis in part.axes}
-        if self._saved_spec(part.spec) != part.spec or self.tp_size != sizes.get("tp", 1):
-            return None
-        return next((axis.rank for axis in part.axes if axis.name == "tp"), 0)
+        tp_group = place_on(part.axes, "tp")
+        is_equal = self._saved_spec(part.spec) == part.spec and self.tp_size == tp_group.size
+        return tp_group.rank if is_equal else None
 
     def read_blocks(self, name: str, state_name: str, mismatch: ReplicaMismatch) -> Iterator[Tensor]:
         """See `StateReader`. If replicas differ, it yields their mean."""

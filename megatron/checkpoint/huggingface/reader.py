@@ -22,7 +22,7 @@ from megatron.checkpoint.huggingface.importer import (
 )
 from megatron.checkpoint.record import Checkpoint, TrainingState
 from megatron.config import Config, ModelConfig
-from megatron.mpu.mesh import Axis
+from megatron.mpu.mesh import Axis, place_on
 from megatron.mpu.parameter_spec import ParameterSpec
 
 
@@ -77,7 +77,7 @@ class HuggingFaceReader(StateReader):
         cannot be divided evenly among the ranks."""
         if spec.axis_names != ("tp",):
             return None
-        (tp_group,) = (axis for axis in axes if axis.name == "tp")
+        tp_group = place_on(axes, "tp")
         ranks, transform = tp_group.size, self.model.parameters[name].transform
         dim = spec.sharding[0].dim if transform is IDENTITY else transform.slice_dim
         splits_groups = transform.needs_whole_groups and self.model.model.query_groups % ranks

@@ -107,10 +107,10 @@ def test_other_programs_list_no_columns_and_no_anchors():
         "tp_replicated_parameter_patterns": [r"\d+.input_layernorm.weight"],
     }
     info["original_vocab_size"] = 100
-    assert external_spec(info, "3.mlp.dense_h_to_4h.weight", (8, 4), 2) == ParameterSpec((16, 4), 0)
+    assert external_spec(info, "3.mlp.dense_h_to_4h.weight", (8, 4), 2) == ParameterSpec((16, 4), (Shard(0),))
     words = external_spec(info, "tied_modules.embed.word_embeddings.weight", (64, 4), 2)
-    assert words == ParameterSpec((128, 4), 0, num_valid_rows=100)
-    assert external_spec(info, "3.mlp.dense_4h_to_h.weight", (8, 4), 2) == ParameterSpec((8, 8), 1)
+    assert words == ParameterSpec((128, 4), (Shard(0),), num_valid_rows=100)
+    assert external_spec(info, "3.mlp.dense_4h_to_h.weight", (8, 4), 2) == ParameterSpec((8, 8), (Shard(1),))
     assert external_spec(info, "3.input_layernorm.weight", (8,), 2) == ParameterSpec((8,))
     info["parameter_with_row_parallelism_patterns"].append(r"\d+.input_layernorm")
     with pytest.raises(UserError, match="3.input_layernorm.weight more than one rule"):
@@ -128,5 +128,7 @@ def test_a_pattern_that_is_no_regular_expression_is_named(pattern):
 def test_a_sharding_over_other_axes_is_recorded():
     spec = ParameterSpec((12, 8), (Shard(0, "ep"), Shard(1, parts=2)))
     record = json.loads(json.dumps(spec_record(spec)))
-    assert record["sharding"] == [[0, "ep", 1], [1, "tp", 2]] and recorded_spec(record).sharding == spec.sharding
+    assert (
+        record["sharding"] == [[0, "ep", 1], [1, "tp", 2]] and recorded_spec(record).sharding == spec.sharding
+    )
     assert "sharding" not in spec_record(ParameterSpec((12, 8), (Shard(1, parts=2),)))

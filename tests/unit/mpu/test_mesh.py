@@ -115,7 +115,7 @@ def groups_of(sizes):
     [
         ((1, 1, 4), 3, 1),  # dp_cp, stage and edp are one set
         ((2, 1, 2, 1, 2), 6, 3),  # tp, pp_tp and ep; dp_cp and edp; stage
-        ((2, 2, 1), 6, 3),  # tp, stage and edp; pp; pp_tp
+        ((2, 2, 1), 5, 3),  # tp, stage and edp; pp; pp_tp
     ],
 )
 def test_equal_sets_of_ranks_share_a_process_group(sizes, kinds, groups):
