@@ -203,7 +203,7 @@ class ScheduleExecutor(PatchedPipelineEngine):
             return torch.zeros(2, device=self.device)
         losses, tokens = map(torch.cat, zip(*self._sample_totals, strict=True))
         # The weights of a sample's tokens add up to CP / rows of the micro-batch.
-        rows, cp_size = len(self._sample_totals[0][0]), self.module.cp_group.size
+        rows, cp_size = len(self._sample_totals[0][0]), self.module.mesh.cp.size
         return torch.stack((torch.dot(losses, tokens) * rows, tokens.sum())) / cp_size
 
     def _aggregate_total_loss(self) -> Tensor:

@@ -86,9 +86,6 @@ class MixedPrecisionOptimizer:
         self.is_partitioned = zero.zero_stage >= 1
         """Whether the ranks that reduce a gradient share one replica of the optimizer state (ZeRO)."""
         self.partition_count = mesh.dp_cp.size if self.is_partitioned else 1
-        if self.is_partitioned:
-            # DeepSpeed's engine checks for this attribute: with it, every data-parallel rank saves its state.
-            self.dp_process_group = mesh.dp_cp.group
         # NVIDIA apex's Adam keeps its step count in the groups, torch's in the state.
         self._steps_in_groups = type(optimizer).__module__.startswith("apex.")
         self.found_nonfinite = False

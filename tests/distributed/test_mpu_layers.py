@@ -128,7 +128,7 @@ def plain(case):
     make, function, n_in = CASES[case]
     specs = {name: spec_of(p) for name, p in make(Axis("tp")).named_parameters()}
     weights = {
-        name: perturbed(initial_values(spec, SEED, name, Axis("tp"))).double().requires_grad_()
+        name: perturbed(initial_values(spec, SEED, name, ())).double().requires_grad_()
         for name, spec in specs.items()
     }
     x = model_input(n_in)
