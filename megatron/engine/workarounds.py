@@ -42,9 +42,9 @@ workaround, in tests/distributed/test_optimizer.py unless another file is named.
 18. `PipelineEngine` makes the buffer for the step's loss on the host and copies it to the device: the host
    waits once per step. The workaround makes it on the device.
    tests/simulated/test_layouts.py
-19. At its start the engine broadcasts every parameter of the model, also those that have no memory yet
-   (ZeRO-3: `optimizer/flat_group.py` makes their partitions). During the broadcast these have DeepSpeed's
-   own mark of parameters without memory (NOT_AVAILABLE), and it skips them. tests/distributed/test_zero.py
+19. At its start the engine broadcasts every parameter over the axis `data`. That would overwrite weights that
+   are sharded over this axis, and fails for weights without memory (ZeRO-3). Replicas are equal by
+   construction, so nothing is broadcast. tests/distributed/test_two_axes.py, tests/distributed/test_zero.py
 20. `train_batch` measures each step with two device events and keeps them until DeepSpeed prints its timers,
    which this repository turns off. The workaround frees them after the step.
    tests/distributed/test_workarounds.py
@@ -67,12 +67,10 @@ import deepspeed.runtime.pipe.engine as pipe_engine
 import torch
 import torch.distributed as dist
 from deepspeed.runtime.pipe.engine import PipelineEngine
-from deepspeed.runtime.zero.partition_parameters import ZeroParamStatus
 from torch.distributed import distributed_c10d
 
 from megatron.engine.profiler_ranges import in_profiler_range
 from megatron.mpu.mesh import Mesh
-from megatron.mpu.parameters import has_memory
 from megatron.optimizer.mixed_precision import MixedPrecisionOptimizer
 
 _SHARED_MEMORY_OP = "deepspeed_shm_comm"
@@ -125,12 +123,6 @@ class PatchedPipelineEngine(PipelineEngine):
 
     def _broadcast_model(self) -> None:
         """Entry 19."""
-        empty = [p for p in self.module.parameters() if not has_memory(p)]
-        for parameter in empty:
-            parameter.ds_status = ZeroParamStatus.NOT_AVAILABLE
-        super()._broadcast_model()
-        for parameter in empty:
-            del parameter.ds_status
 
     def train_batch(self, data_iter: Any = None) -> torch.Tensor:
         """Entry 20."""

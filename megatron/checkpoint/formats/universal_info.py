@@ -86,11 +86,12 @@ def pattern_key(name: str, spec: ParameterSpec) -> str:
     """Returns the key of the list that holds the parameter's pattern. Raises ValueError if universal
     checkpoints cannot describe the sharding."""
     has_padding = spec.num_valid_rows is not None
-    if not spec.sharding and not has_padding:
+    over_tp = tuple(shard for shard in spec.sharding if shard.axis == "tp")  # DeepSpeed merges no others
+    if not over_tp and not has_padding:
         return REPLICATED
     keys = (VOCABULARY,) if has_padding else (ROW_PARALLEL, TWO_SUB_PARAMS, COLUMN_PARALLEL)
     for key in keys:
-        if SHARDING[key] == spec.sharding:
+        if SHARDING[key] == over_tp:
             return key
     raise ValueError(
         f"{name} is sharded as {spec.sharding}, valid rows {spec.num_valid_rows}: universal checkpoints have "
