@@ -93,7 +93,8 @@ def with_two_axes(function: Callable[..., Any], *args: Any) -> Any:
 
 
 def save_and_export(row: Row, folder: Path) -> Any:
-    """Trains, saves and exports; returns the history, and how many elements of the weight this rank updates."""
+    """Trains, saves and exports; returns the history, and how many elements of the weight this rank
+    updates."""
     options = {"checkpoint": {"save": str(folder), "save_format": "dcp"}}
     engine = build_engine(config_of(row, **GATED, **options))
     history = train(engine, range(STEPS_BEFORE))
