@@ -52,8 +52,8 @@ def test_without_a_device_there_is_no_verdict():
 def test_what_is_to_spare_is_the_device_less_the_plan_and_the_reserve():
     config, _, memory = planned()
     largest = max(part.total for part in memory)
-    # Groups: all ranks, data parallel, pipeline parallel, model parallel, tied embedding.
-    reserve = CONTEXT_BYTES + 5 * COMMUNICATOR_BYTES + FRAGMENTATION * largest
+    # Sets of ranks: all, data parallel, pipeline parallel (also model parallel, and the stages of the tied weight).
+    reserve = CONTEXT_BYTES + 3 * COMMUNICATOR_BYTES + FRAGMENTATION * largest
     assert reserve_bytes(config, largest) == reserve
     fits, sentence = summary_of("--device-memory 64")
     assert fits and sentence.startswith(
