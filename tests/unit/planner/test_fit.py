@@ -52,7 +52,7 @@ def test_without_a_device_there_is_no_verdict():
 def test_what_is_to_spare_is_the_device_less_the_plan_and_the_reserve():
     config, _, memory = planned()
     largest = max(part.total for part in memory)
-    # Sets of ranks: all, data parallel, pipeline parallel (also model parallel, and the stages of the tied weight).
+    # Sets: all ranks; data parallel; pipeline parallel, which are the stages of the tied weight, too.
     reserve = CONTEXT_BYTES + 3 * COMMUNICATOR_BYTES + FRAGMENTATION * largest
     assert reserve_bytes(config, largest) == reserve
     fits, sentence = summary_of("--device-memory 64")
