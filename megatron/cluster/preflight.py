@@ -27,7 +27,7 @@ import torch.distributed as dist
 
 from megatron.cluster.devices import TF32_VARIABLES
 from megatron.cluster.exit_codes import SharedUserError
-from megatron.cluster.launch import node_name
+from megatron.cluster.launch import node_name, wait_until
 from megatron.cluster.rank_reports import FOLDER_VARIABLE
 from megatron.config import Config
 from megatron.errors import UserError
@@ -224,7 +224,7 @@ def check_shared_folders(
     barrier()
     if leads_node:
         for name, path in marks.items():
-            if name not in problems and not _appears(path):
+            if name not in problems and not wait_until(path.exists, _MAX_WAIT_FOR_FILE_S, 0.1):
                 problems[name] = (
                     f"{folders[name]} is not the folder that rank 0 sees: it does not contain rank 0's file"
                 )
@@ -233,15 +233,6 @@ def check_shared_folders(
         with suppress(OSError):
             path.unlink()
     return problems
-
-
-def _appears(path: Path) -> bool:
-    deadline = time.monotonic() + _MAX_WAIT_FOR_FILE_S
-    while not path.exists():
-        if time.monotonic() > deadline:
-            return False
-        time.sleep(0.1)
-    return True
 
 
 def _folders(config: Config) -> dict[str, str]:

@@ -24,11 +24,11 @@ from statistics import median
 from types import FrameType
 from typing import NoReturn
 
-from megatron.child_processes import start_of
-from megatron.cluster.diagnosis import hang_position, waiting
+from megatron.child_processes import io_bytes, is_running, process_state, start_of
+from megatron.cluster.diagnosis import hang_position
+from megatron.cluster.exit_codes import end_rank, finish_rank_reports
 from megatron.cluster.exit_status import FAILURE_EXIT_CODE, HANG_EXIT_CODE, ExitStatus
-from megatron.cluster.node_diagnosis import end_rank, finish_rank_reports
-from megatron.cluster.node_processes import find_launcher, io_bytes, is_running, process_state
+from megatron.cluster.launch import find_launcher
 from megatron.cluster.rank_reports import RankReport
 from megatron.config.sections.training import EXIT_SIGNALS
 from megatron.errors import print_error
@@ -283,7 +283,8 @@ class Watchdog:
         if reported:
             self.report.note(**facts)
         elif facts:
-            print("; ".join([hang_position(facts), *waiting(facts)]), file=sys.stderr, flush=True)
+            waits = f"; waits in {facts['waits_in']}" if facts.get("waits_in") else ""
+            print(f"{hang_position(facts)}{waits}", file=sys.stderr, flush=True)
         time.sleep(_GRACE_S)
         finish_rank_reports(self.report)
         os._exit(HANG_EXIT_CODE)

@@ -311,8 +311,7 @@ def run(argv: Sequence[str]) -> None:
 
     configure_logging(LoggingConfig())
     from megatron.checkpoint.reading import load_model, read_checkpoint, verify_weights
-    from megatron.cluster.preparation import Preparation
-    from megatron.cluster.rendezvous import announce_errors
+    from megatron.cluster.rendezvous import Preparation, announce_errors
     from megatron.training.build import config_of_layout
 
     sizes = {field: getattr(arguments, field) for field in _SIZES}
@@ -338,7 +337,7 @@ def run(argv: Sequence[str]) -> None:
             evaluation.run(load_model(checkpoint, verify=verify), size)
             return
         if launched == 1:
-            from megatron.cluster.tool_ranks import start_other_ranks
+            from megatron.cluster.processes import start_other_ranks
 
             stack.enter_context(start_other_ranks([*PROGRAM, *argv], world_size))
         run_on_ranks(evaluation, checkpoint, config, size)
