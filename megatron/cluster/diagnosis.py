@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import argparse
 import re
-import subprocess
 import sys
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -32,7 +31,13 @@ from megatron.cluster.exit_status import (
     is_lost_connection,
     is_own_error,
 )
-from megatron.cluster.launch import MAX_PROCESSES, local_world_size_of, node_rank_of, world_size_of
+from megatron.cluster.launch import (
+    MAX_PROCESSES,
+    local_world_size_of,
+    node_rank_of,
+    output_of,
+    world_size_of,
+)
 from megatron.cluster.rank_reports import Record, read_reports
 from megatron.errors import print_error, printable, write_error_file
 from megatron.text_table import first_few, rank_list
@@ -351,18 +356,12 @@ def _of_one_node(diagnosis: Diagnosis, local_ranks: set[int], env: Mapping[str, 
 def ask_slurm(job: str, nodes: str) -> SlurmJob:
     """Returns the state of a job and of its nodes, which are in Slurm's notation. Fields are empty if Slurm
     does not answer."""
-    state = re.search(r"\bJobState=(\w+)", _output_of("scontrol", "show", "job", "--oneliner", job))
+    shown = output_of("scontrol", "show", "job", "--oneliner", job, timeout_s=3)
+    state = re.search(r"\bJobState=(\w+)", shown)
+    listed = output_of("sinfo", "--noheader", "--Node", "--nodes", nodes, "--format=%N %t", timeout_s=3)
     # Slurm marks a node that does not answer with *.
-    listed = _output_of("sinfo", "--noheader", "--Node", "--nodes", nodes, "--format=%N %t").splitlines()
-    lost = {line.split()[0] for line in listed if re.search(r" (down|fail|unk)|\*", line)}
+    lost = {line.split()[0] for line in listed.splitlines() if re.search(r" (down|fail|unk)|\*", line)}
     return SlurmJob(state[1] if state else "", tuple(sorted(lost)))
-
-
-def _output_of(*command: str) -> str:
-    try:
-        return subprocess.run(command, capture_output=True, text=True, timeout=3).stdout
-    except (OSError, subprocess.TimeoutExpired):
-        return ""
 
 
 def main() -> None:

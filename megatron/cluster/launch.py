@@ -350,12 +350,7 @@ def node_address(node: str) -> str:
         return node
     except OSError:
         pass
-    try:
-        shown = subprocess.run(
-            ["scontrol", "show", "node", "--oneliner", node], capture_output=True, text=True, timeout=30
-        ).stdout
-    except (OSError, subprocess.TimeoutExpired):
-        shown = ""
+    shown = output_of("scontrol", "show", "node", "--oneliner", node, timeout_s=30)
     match = re.search(r"\bNodeAddr=(\S+)", shown)
     if match is None:
         raise UserError(
@@ -363,6 +358,14 @@ def node_address(node: str) -> str:
             "MASTER_ADDR"
         )
     return match[1]
+
+
+def output_of(*command: str, timeout_s: float) -> str:
+    """Returns what a command of Slurm prints; "" if it is not installed or does not answer in time."""
+    try:
+        return subprocess.run(command, capture_output=True, text=True, timeout=timeout_s).stdout
+    except (OSError, subprocess.TimeoutExpired):
+        return ""
 
 
 def _text(env: Mapping[str, str], name: str) -> str:

@@ -41,7 +41,7 @@ from megatron.config.tool_parser import (
 )
 from megatron.config.validate import no_harness
 from megatron.data.indexed_dataset import IndexedDataset, index_path
-from megatron.errors import UserError, exit_on_user_error, exit_with_error, printable
+from megatron.errors import UserError, exit_on_user_error, exit_with_error
 
 if TYPE_CHECKING:
     from megatron.checkpoint.record import Checkpoint
@@ -382,11 +382,8 @@ def main(argv: Sequence[str] | None = None) -> None:
 
     try:
         run(sys.argv[1:] if argv is None else argv)
-    except RunStopped as error:
-        if error.on_all_ranks:
-            exit_with_error(str(error), error.exit_code)
-        print(printable(f"error: {error}"), file=sys.stderr, flush=True)
-        sys.exit(error.exit_code)
+    except RunStopped as error:  # an error of this rank alone is printed on each rank that has it
+        exit_with_error(str(error), error.exit_code, os.environ if error.on_all_ranks else {})
 
 
 if __name__ == "__main__":

@@ -24,6 +24,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron.cluster.exit_status import INTERRUPTED_EXIT_CODE
+from megatron.config import LoggingConfig
 from megatron.config.mistakes import Mistakes
 from megatron.config.tool_parser import ToolParser
 from megatron.errors import UserError, exit_on_user_error, printable
@@ -114,7 +115,6 @@ def plan_sweep(options: argparse.Namespace) -> Record:
     """Returns the record of the sweep with all predictions. Raises UserError for a wrong flag or axis."""
     # Not imported at the top: planning needs torch and DeepSpeed, a report does not.
     from megatron.cluster.processes import configure_logging
-    from megatron.config import LoggingConfig
 
     base, processes = options.base, None
     if options.sbatch:
