@@ -193,13 +193,9 @@ def init_from_slurm_env(env: MutableMapping[str, str] = os.environ) -> None:
     env.update(torch_variables(env))
 
 
-def torch_variables(env: Mapping[str, str], address_of: Callable[[str], str] | None = None) -> dict[str, str]:
+def torch_variables(env: Mapping[str, str]) -> dict[str, str]:
     """Returns the variables to add to `env` for torch: none if a launcher has set them, or for a single
-    process.
-
-    address_of: maps the name of a node in Slurm to its address (default: `node_address`). Raises UserError
-    if the variables contradict each other.
-    """
+    process. Raises UserError if the variables contradict each other."""
     if env.get("RANK") or env.get("WORLD_SIZE"):
         _check_torch_variables(env)
         _check_against_slurm(env)
@@ -207,7 +203,7 @@ def torch_variables(env: Mapping[str, str], address_of: Callable[[str], str] | N
     _check_mpi(env)
     if not _in_step(env) or _number(env, "SLURM_NTASKS") == 1:
         return {}
-    return _from_slurm(env, address_of or node_address)
+    return _from_slurm(env)
 
 
 def _in_step(env: Mapping[str, str]) -> bool:
@@ -308,7 +304,7 @@ def _check_processes(env: Mapping[str, str], tasks: int) -> None:
         )
 
 
-def _from_slurm(env: Mapping[str, str], address_of: Callable[[str], str]) -> dict[str, str]:
+def _from_slurm(env: Mapping[str, str]) -> dict[str, str]:
     tasks, rank = _number(env, "SLURM_NTASKS"), _number(env, "SLURM_PROCID")
     local_rank = _number(env, "SLURM_LOCALID")
     if not (0 <= rank < tasks and 0 <= local_rank <= rank):
@@ -319,7 +315,7 @@ def _from_slurm(env: Mapping[str, str], address_of: Callable[[str], str]) -> dic
     found = {"RANK": str(rank), "WORLD_SIZE": str(tasks), "LOCAL_RANK": str(local_rank)}
     if "MASTER_ADDR" not in env:
         hosts = env.get("SLURM_STEP_NODELIST") or _text(env, "SLURM_JOB_NODELIST")
-        found["MASTER_ADDR"] = address_of(first_host(hosts))
+        found["MASTER_ADDR"] = node_address(first_host(hosts))
     if "MASTER_PORT" in env:
         _check_port(env)
     else:
