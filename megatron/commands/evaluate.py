@@ -108,11 +108,7 @@ def build_parser() -> ToolParser:
     for field in _SIZES:
         title = f"{field.partition('_')[0]}-parallel"
         group.add_argument(
-            f"--{field.replace('_', '-')}",
-            type=int,
-            default=1,
-            metavar="N",
-            help=f"{title} size (default: 1)",
+            f"--{field.replace('_', '-')}", type=int, default=1, metavar="N", help=f"{title} size"
         )
     group.add_argument(
         "--local-rank", "--local_rank", type=int, metavar="RANK", help="set by torch.distributed.launch"

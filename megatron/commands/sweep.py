@@ -79,12 +79,9 @@ def build_parser() -> ToolParser:
         help="folder of the sweep (default: runs/sweep); `plan` does not use it",
     )
     parser.add_argument(
-        "--steps",
-        type=int,
-        default=10,
-        help="number of steps per run; the second half is measured (default: 10)",
+        "--steps", type=int, default=10, help="number of steps per run; the second half is measured"
     )
-    parser.add_argument("--repeat", type=int, default=1, help="number of runs per combination (default: 1)")
+    parser.add_argument("--repeat", type=int, default=1, help="number of runs per combination")
     parser.add_argument(
         "--timeout", type=float, metavar="S", help="end a run after S seconds (default: no limit)"
     )

@@ -91,10 +91,7 @@ def _add_sample_flags(parser: argparse.ArgumentParser) -> None:
         "--sample", type=int, metavar="I", help="sample of the run, from 0, with the flags of the run"
     )
     parser.add_argument(
-        "--subset",
-        choices=SPLIT_NAMES,
-        default="train",
-        help="the data that --sample counts (default: train)",
+        "--subset", choices=SPLIT_NAMES, default="train", help="the data that --sample counts"
     )
 
 
