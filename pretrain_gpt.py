@@ -19,8 +19,7 @@ from megatron.cluster.devices import (
     set_max_connections,
 )
 from megatron.cluster.exit_codes import exit_code, exit_on_error
-from megatron.cluster.launch import init_from_slurm_env
-from megatron.cluster.node_processes import check_limits
+from megatron.cluster.launch import check_limits, init_from_slurm_env
 from megatron.cluster.rank_reports import RankReport
 from megatron.cluster.watchdog import Watchdog
 from megatron.config import complete_command_line, read_command_line
@@ -47,8 +46,8 @@ def main() -> None:
         if config.precision.name == "fp32":
             check_fp32_variables()
         # Imported late: a wrong flag is reported before torch is loaded, and DeepSpeed logs on import.
-        from megatron.cluster.preparation import Preparation
         from megatron.cluster.processes import configure_logging
+        from megatron.cluster.rendezvous import Preparation
 
         configure_logging(config.logging)
         preparation = on_exit.enter_context(Preparation(config))

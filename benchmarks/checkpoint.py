@@ -262,7 +262,7 @@ class AnonymousMemory:
 
     @staticmethod
     def now() -> int:
-        from megatron.cluster.node_processes import status_bytes
+        from megatron.child_processes import status_bytes
 
         return status_bytes("RssAnon")
 

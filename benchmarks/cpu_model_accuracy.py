@@ -332,7 +332,7 @@ def run_worker(row: Row) -> None:
     from tests.support.measured_worlds import begin_worker, connect
 
     answers = begin_worker()
-    from megatron.cluster.node_processes import status_bytes
+    from megatron.child_processes import status_bytes
     from megatron.cluster.processes import destroy_distributed
     from megatron.engine.pass_times import PassTimes
 
@@ -387,7 +387,7 @@ def make_step(config: Config, mesh: Mesh, vocab_size: int) -> tuple[GPTEngine, C
 
 def trimmed_resident_bytes() -> int:
     """Returns the resident memory of this process, after glibc has returned free memory. Resets the peak."""
-    from megatron.cluster.node_processes import status_bytes
+    from megatron.child_processes import status_bytes
 
     gc.collect()
     ctypes.CDLL(None).malloc_trim(0)

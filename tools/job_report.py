@@ -1,11 +1,7 @@
 #!/usr/bin/env python
 """Runs `megatron.commands.job_report` of this checkout, installed or not."""
 
-import os
-import sys
+if __name__ == "__main__":  # processes that a tool starts import this file again
+    from _command import run
 
-if __name__ == "__main__":
-    sys.path[0] = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
-    from megatron.commands.job_report import main
-
-    sys.exit(main())
+    run(__file__)

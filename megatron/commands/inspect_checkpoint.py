@@ -14,7 +14,6 @@ or malicious. Code in a pickle is never executed.
 from __future__ import annotations
 
 import json
-import sys
 from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from pathlib import Path
@@ -91,7 +90,3 @@ def run(argv: Sequence[str] | None) -> int:
 def main(argv: Sequence[str] | None = None) -> int:
     with exit_on_user_error():
         return run(argv)
-
-
-if __name__ == "__main__":
-    sys.exit(main())

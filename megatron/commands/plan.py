@@ -46,9 +46,7 @@ def build_parser() -> RunFlagsParser:
         "scale out",
     )
     parser.add_argument("--gpus", type=int, metavar="N", help="number of devices, as --world-size")
-    parser.add_argument(
-        "--top", type=int, default=3, metavar="N", help="number of layouts to explain (default: 3)"
-    )
+    parser.add_argument("--top", type=int, default=3, metavar="N", help="number of layouts to explain")
     parser.add_argument("--json", metavar="FILE", help="write the plan, or all plans of the search, as JSON")
     parser.add_argument(
         "--plot", metavar="FILE", help="draw memory per rank and the schedule's timeline (.png, .svg, .pdf)"
@@ -102,7 +100,3 @@ def _write_json(path: Path, data: dict) -> None:
     except OSError as error:
         raise UserError(f"--json {path} cannot be written ({error.strerror}): set another file") from None
     print(f"data       {path}")
-
-
-if __name__ == "__main__":
-    main()

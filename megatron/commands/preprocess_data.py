@@ -85,16 +85,10 @@ def build_parser() -> ToolParser:
         metavar="PREFIX",
         help="write PREFIX_KEY_document.bin and .idx; if it ends with /, a folder with such files per input",
     )
-    group.add_argument(
-        "--dataset-impl", default="mmap", choices=["mmap"], help="format of the files (default: mmap)"
-    )
+    group.add_argument("--dataset-impl", default="mmap", choices=["mmap"], help="format of the files")
     group = parser.add_argument_group("execution")
-    group.add_argument(
-        "--workers", type=int, default=1, help="number of processes that tokenize (default: 1)"
-    )
-    group.add_argument(
-        "--log-interval", type=int, default=10000, help="input lines between progress lines (default: 10000)"
-    )
+    group.add_argument("--workers", type=int, default=1, help="number of processes that tokenize")
+    group.add_argument("--log-interval", type=int, default=10000, help="input lines between progress lines")
     return parser
 
 
@@ -211,7 +205,3 @@ def main(argv: Sequence[str] | None = None) -> None:
             named = first_few(f"{count:,} of {token}" for token, count in counts.most_common())
             print(f"{counts.total():,} special tokens in the texts {result}: {named}", file=sys.stderr)
     print(f"took {time.monotonic() - start:.1f} s, {speed(progress, start)}")
-
-
-if __name__ == "__main__":
-    main()

@@ -91,10 +91,7 @@ def _add_sample_flags(parser: argparse.ArgumentParser) -> None:
         "--sample", type=int, metavar="I", help="sample of the run, from 0, with the flags of the run"
     )
     parser.add_argument(
-        "--subset",
-        choices=SPLIT_NAMES,
-        default="train",
-        help="the data that --sample counts (default: train)",
+        "--subset", choices=SPLIT_NAMES, default="train", help="the data that --sample counts"
     )
 
 
@@ -272,7 +269,3 @@ def main(argv: Sequence[str] | None = None) -> None:
             write_statistics(intact, arguments, sys.argv[1:] if argv is None else argv)
     if len(intact) < len(arguments.prefixes):
         sys.exit(USER_ERROR_EXIT_CODE)
-
-
-if __name__ == "__main__":
-    main()

@@ -22,9 +22,8 @@ from megatron.cluster import processes
 from megatron.cluster.exit_status import ExitStatus
 from megatron.cluster.launch import node_name
 from megatron.cluster.preflight import check_attention, check_kernels, preflight
-from megatron.cluster.preparation import Preparation
 from megatron.cluster.processes import is_main_process
-from megatron.cluster.rendezvous import announce_errors
+from megatron.cluster.rendezvous import Preparation, announce_errors
 from megatron.cluster.watchdog import Phase, Watchdog
 from megatron.config import Config, ConfigError
 from megatron.config.batch import BatchSchedule, RunLength

@@ -236,11 +236,10 @@ def start_notes(
             f"{start.consumed_samples:,} samples and {start.consumed_tokens:,} tokens consumed, and the run "
             f"ends at iteration {length.iterations} (--train-iters, --train-samples, --train-tokens)"
         ]
-    return [
-        *_batch_notes(checkpoint, config, length),
-        *_settings_notes(checkpoint, config),
-        *_rate_notes(config, start, length, lr_schedule),
-    ]
+    notes = list(_rate_notes(config, start, length, lr_schedule))
+    if checkpoint is None or not checkpoint.records_run or starts_at_zero(checkpoint):
+        return notes
+    return [*_batch_notes(checkpoint, config, length), *_settings_notes(checkpoint, config), *notes]
 
 
 def planned_start(config: Config, vocab: Vocabulary) -> tuple[Checkpoint | None, list[str]]:
@@ -261,9 +260,7 @@ def planned_start(config: Config, vocab: Vocabulary) -> tuple[Checkpoint | None,
     return checkpoint, [describe_start(checkpoint, load)]
 
 
-def _batch_notes(checkpoint: Checkpoint | None, config: Config, length: RunLength) -> Iterator[str]:
-    if checkpoint is None or not checkpoint.records_run or starts_at_zero(checkpoint):
-        return
+def _batch_notes(checkpoint: Checkpoint, config: Config, length: RunLength) -> Iterator[str]:
     samples = checkpoint.state.consumed_samples
     saved, batches = (BatchSchedule.from_config(each.batch) for each in (checkpoint.config, config))
     if saved != batches:
@@ -275,9 +272,7 @@ def _batch_notes(checkpoint: Checkpoint | None, config: Config, length: RunLengt
         )
 
 
-def _settings_notes(checkpoint: Checkpoint | None, config: Config) -> Iterator[str]:
-    if checkpoint is None or not checkpoint.records_run or starts_at_zero(checkpoint):
-        return
+def _settings_notes(checkpoint: Checkpoint, config: Config) -> Iterator[str]:
     saved = checkpoint.config
     changes = []
     for section, names in _CHANGEABLE_SETTINGS.items():

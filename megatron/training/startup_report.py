@@ -16,8 +16,8 @@ import torch
 from deepspeed.accelerator import get_accelerator
 from torch import Tensor
 
+from megatron.child_processes import status_bytes
 from megatron.cluster.exit_codes import RunStopped
-from megatron.cluster.node_processes import status_bytes
 from megatron.config import Config
 from megatron.mpu.mesh import Mesh
 from megatron.mpu.parameters import spec_of
