@@ -72,7 +72,7 @@ class Network:
 
     def _members(self, group: Group, layout: ParallelLayout) -> tuple[int, int]:
         """Returns the number of ranks in a group, and how many of them are in one node. See `ParallelLayout`
-        for the order of the ranks, and `group_name` for the groups."""
+        for the order of the ranks, and `passes.group_name` for the groups."""
         tensor = layout.tp_size
         sizes = {"tensor": tensor, "context": layout.cp_size, "data": layout.dp_cp_size}
         sizes["pipeline"] = layout.pp_size

@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 
 from megatron.planner.memory import plan_memory
-from megatron.planner.simulation.stages import simulate_stages
-from megatron.planner.simulation.world import find_stages
 from tests.simulated.layouts import GROUPS, LLAMA, config_of
+from tests.support.simulation.rank import find_stages
+from tests.support.simulation.stages import simulate_stages
 
 LONG = f"--bf16 --seq-length 131072 --max-position-embeddings 131072 {LLAMA} {GROUPS} --micro-batch-size 1"
 # Keys and values of a layer: 131072 tokens of 4 groups with heads of 32 elements, in 16 bits.
@@ -22,8 +22,7 @@ def planned(config):
 
 def simulated(config):
     (record,) = simulate_stages(config)
-    end = record.end
-    return record.peak.total - end.parameters - end.gradients - end.optimizer
+    return record.peak.total - record.end.state
 
 
 @pytest.mark.parametrize(

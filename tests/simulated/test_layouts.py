@@ -8,24 +8,24 @@ from functools import cache
 import pytest
 
 from megatron.config.curriculum import LengthCurriculum
-from megatron.errors import UserError
 from megatron.mpu.layout import ParallelLayout
 from megatron.pipeline.stages import stage_flops
 from megatron.planner.memory import communicators
 from megatron.planner.network import ALL_REDUCE
-from megatron.planner.simulation.matching import find_deadlock, group_name
 from megatron.planner.simulation.memory_tracker import ROUNDING
-from megatron.planner.simulation.record import STEP, Instruction
-from megatron.planner.simulation.stages import (
+from megatron.planner.simulation.passes import group_name
+from tests.simulated.comparison import disagreements
+from tests.simulated.layouts import LAYOUTS, MORE, config_of
+from tests.support.simulation.matching import find_deadlock
+from tests.support.simulation.rank import find_stages, simulated_micro_batches
+from tests.support.simulation.record import STEP, Instruction
+from tests.support.simulation.stages import (
     all_calls,
     simulate_ranks,
     simulate_stages,
     step_instructions,
     syncs_per_micro_batch,
 )
-from megatron.planner.simulation.world import find_stages, simulated_micro_batches
-from tests.simulated.comparison import disagreements
-from tests.simulated.layouts import LAYOUTS, MORE, config_of
 
 gate = pytest.mark.gate(
     rows=2, also=["context-2-tensor-2-sequence", "pipeline-2-window-pattern", "zero-bubble-4-neox"]
@@ -184,11 +184,6 @@ def test_a_curriculum_is_simulated_at_its_final_length():
     ):
         assert (found.flops, found.calls) == (expected.flops, expected.calls)
         assert found.peak.total == expected.peak.total
-
-
-def test_apex_is_refused_by_name():
-    with pytest.raises(UserError, match="--use-apex: .* cannot be simulated"):
-        simulate_stages(config_of("--use-apex"))
 
 
 @pytest.mark.full

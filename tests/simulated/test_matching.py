@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from megatron.mpu.layout import ParallelLayout
-from megatron.planner.simulation.matching import find_deadlock, translate_ranks
-from megatron.planner.simulation.record import CollectiveCall
+from megatron.planner.simulation.device import CollectiveCall
+from tests.support.simulation.matching import find_deadlock, translate_ranks
 
 
 def collective(ranks, elements=4, operation="allreduce_", dtype="float32"):

@@ -30,9 +30,9 @@ from megatron.mpu.layers import ColumnParallelLinear, RowParallelLinear
 from megatron.mpu.layout import TPGroup
 from megatron.mpu.parameter_spec import ParameterSpec
 from megatron.mpu.parameters import new_parameter
-from megatron.planner.simulation.stages import simulate_ranks
 from tests.simulated.comparison import disagreements
 from tests.simulated.layouts import config_of
+from tests.support.simulation.stages import simulate_ranks
 
 
 def half_sandwich(layer: Any, x: Tensor, document_ids: Tensor | None) -> Tensor:

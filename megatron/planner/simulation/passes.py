@@ -14,12 +14,32 @@ written by hand.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+
+from megatron.mpu.layout import ParallelLayout
 
 Group = str | tuple[int, ...]
 """A process group: 'tensor', 'data', 'pipeline', 'model', 'stage', 'world', or some pipeline ranks. See
-`matching.group_name`."""
+`group_name`."""
+
+
+def group_name(ranks: Sequence[int], layout: ParallelLayout) -> Group:
+    """Names a process group after the axes in which its ranks differ: 'tensor', 'context', 'data' (data and
+    context), 'pipeline', 'model' (tensor and pipeline), 'stage' (tensor and data) or 'world'. A group of only
+    some pipeline ranks is named by these pipeline ranks."""
+    varying = [len(set(axis)) > 1 for axis in zip(*map(layout.coordinates_of, ranks), strict=True)]
+    pipeline, only_data, context, tensor = varying
+    if context and not (pipeline or only_data or tensor):
+        return "context"
+    data = only_data or context
+    if pipeline and not data and not tensor and len(ranks) < layout.pp_size:
+        return tuple(layout.coordinates_of(rank)[0] for rank in ranks)
+    if data:
+        return "world" if pipeline else "stage" if tensor else "data"
+    if pipeline:
+        return "model" if tensor else "pipeline"
+    return "tensor" if tensor else "data"
 
 
 @dataclass(frozen=True)

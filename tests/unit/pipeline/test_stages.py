@@ -84,4 +84,4 @@ def test_a_large_vocabulary_moves_layers_away_from_the_head():
     words = pipeline(4) + "--partition-method time --num-layers 9"
     small, large = plan(words, vocab=100), plan(words, vocab=100_000)
     assert small.bounds[-2] < large.bounds[-2]
-    assert large.names[large.bounds[-2]] == "to_batch_first"
+    assert large.layers[large.bounds[-2]].name == "to_batch_first"

@@ -11,7 +11,6 @@ from megatron.config.batch import BEGIN, Progress
 from megatron.config.cli import parse_args
 from megatron.config.sections.parallel import ParallelConfig
 from megatron.mpu.layout import ParallelLayout
-from megatron.pipeline.methods import TRANSFORMER_LAYER
 from megatron.pipeline.schedule import simulate_schedule
 from megatron.pipeline.stages import plan_stages
 from megatron.planner.network import ACHIEVED, ALL_REDUCE, ALL_TO_ALL, LATENCY_S, Network, find_network
@@ -305,7 +304,7 @@ def test_only_a_first_stage_with_one_hardware_queue_chains_the_gathers(
     updates = [rank_update(config, plan, VOCAB, rank) for rank in range(2)]
     assert [update.chained for update in updates] == chained
     for rank, update in enumerate(updates):
-        layers = plan.names[plan.bounds[rank] : plan.bounds[rank + 1]].count(TRANSFORMER_LAYER)
+        layers = plan.num_transformer_layers(rank)
         assert len(update.gathers) == layers
 
 
@@ -363,7 +362,7 @@ def test_layers_with_and_without_a_window_have_their_own_times_and_weights() -> 
 
     def layers_of_stage_0(method: str) -> int:
         plan = plan_stages(config_of(f"{long} {method} {pattern}"), VOCAB)
-        return plan.names[: plan.bounds[1]].count(TRANSFORMER_LAYER)
+        return plan.num_transformer_layers(0)
 
     assert layers_of_stage_0("type:transformer") == 4
     assert layers_of_stage_0("time") == 5

@@ -13,7 +13,7 @@ from megatron.config import read_command_line
 from megatron.config.config import SECTIONS
 from megatron.errors import UserError
 from megatron.pipeline.stages import plan_stages
-from megatron.planner.memory import planned_bytes
+from megatron.planner.plan import make_plan
 from megatron.planner.step_time import find_cluster, predict_step
 from megatron.planner.sweep.axes import Axis, Row, make_rows
 from megatron.planner.sweep.resolve import _SAME_LOSSES, loss_settings_digest, resolve_rows
@@ -58,7 +58,7 @@ def test_a_prediction_is_that_of_the_planner() -> None:
     ]
     config = read_command_line([*words, "--dry-run"], {}).config
     plan = plan_stages(config, 1000)
-    assert row.predicted["memory_bytes"] == planned_bytes(config, 1000, plan)
+    assert row.predicted["memory_bytes"] == make_plan(config, 1000, plan).bytes_by_rank
     assert row.predicted["layers"] == [plan.layer_range(0), plan.layer_range(1)]
     assert row.tokens_per_step == 32 * 32
 

@@ -7,12 +7,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
+from megatron.planner.simulation.device import CollectiveCall
+
 STEP = "step"
 """Name of the work in a step that is outside the instructions of the pipeline schedule."""
-
-
-class SimulationError(RuntimeError):
-    """A step cannot be simulated, or cannot be extrapolated to more micro-batches."""
 
 
 @dataclass(frozen=True)
@@ -24,25 +22,6 @@ class OperationCount:
     flops: int
     bytes_read: int
     bytes_written: int
-
-
-POINT_TO_POINT = ("send", "recv_")
-"""c10d's names of the operations that send and receive a message."""
-
-
-@dataclass(frozen=True)
-class CollectiveCall:
-    """One call of a collective or of a point-to-point operation, as this rank issues it."""
-
-    operation: str
-    """Name of the c10d operation, such as 'allreduce_', 'send' or 'recv_'."""
-    ranks: tuple[int, ...]
-    """Global ranks of the process group, sorted; for 'send' and 'recv_' only the other rank."""
-    dtype: str
-    elements: int
-    """Elements of the full tensor: the output of an all-gather, the input of a reduce-scatter."""
-    bytes: int
-    """Bytes of the full tensor."""
 
 
 @dataclass(frozen=True)
@@ -86,25 +65,15 @@ class Instruction:
 
 @dataclass(frozen=True)
 class Memory:
-    """Bytes on the device at one time, by owner. Every storage is rounded up to 512 bytes."""
+    """Bytes on the device at one time. Every storage is rounded up to 512 bytes.
 
-    parameters: int
-    gradients: int
-    optimizer: int
+    state: parameters, gradients and optimizer state. activations: bytes that earlier instructions keep for
+    later ones; an entry per micro-batch in flight.
+    """
+
+    total: int
+    state: int
     activations: tuple[int, ...]
-    """Bytes that earlier instructions keep for later ones; an entry per micro-batch in flight, by slot."""
-    temporaries: int
-    """Bytes that the current instruction has made."""
-    tables: Mapping[str, int]
-    """Storages that live longer than a step, such as attention biases: place in the code
-    that made them -> bytes."""
-    during: str = ""
-    """Name of the current instruction."""
-
-    @property
-    def total(self) -> int:
-        fixed = self.parameters + self.gradients + self.optimizer + self.temporaries
-        return fixed + sum(self.activations) + sum(self.tables.values())
 
 
 @dataclass(frozen=True)
@@ -119,7 +88,6 @@ class StepRecord:
 
     rank: int
     stage: int
-    world_size: int
     micro_batches: int
     """Number of simulated micro-batches; the run's step may have more."""
     parameters: int
@@ -128,8 +96,6 @@ class StepRecord:
     """Largest number of bytes on the device before the first step, while model and optimizer are made."""
     peak: Memory
     end: Memory
-    host_bytes: int
-    """Bytes of large tensors in host memory at the end of the step: offloaded state and activations."""
     communicators: int
     """Number of NCCL communicators that the process has made."""
     first: Mapping[Instruction, OpCounts]

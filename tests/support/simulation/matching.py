@@ -12,9 +12,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from megatron.mpu.layout import ParallelLayout
-from megatron.planner.simulation.passes import Group
-from megatron.planner.simulation.record import POINT_TO_POINT, CollectiveCall, Instruction, StepRecord
-from megatron.planner.simulation.trace import COMMIT
+from megatron.planner.simulation.device import POINT_TO_POINT, CollectiveCall
+from tests.support.simulation.record import Instruction, StepRecord
+from tests.support.simulation.trace import COMMIT
 
 # Calls that a rank issues together: several for a batch of messages, otherwise one.
 Batch = tuple[CollectiveCall, ...]
@@ -57,24 +57,6 @@ def translate_ranks(
     is_shared = [all(member[axis] == own[axis] for member in members) for axis in range(4)]
     moved = [[wanted[axis] if is_shared[axis] else member[axis] for axis in range(4)] for member in members]
     return tuple(sorted(simulated.rank_at(*member) for member in moved))
-
-
-def group_name(ranks: Sequence[int], layout: ParallelLayout) -> Group:
-    """Names a process group after the axes in which its ranks differ: 'tensor', 'context', 'data' (data and
-    context), 'pipeline', 'model' (tensor and pipeline), 'stage' (tensor and data) or 'world'. A group of only
-    some pipeline ranks is named by these pipeline ranks."""
-    varying = [len(set(axis)) > 1 for axis in zip(*map(layout.coordinates_of, ranks), strict=True)]
-    pipeline, only_data, context, tensor = varying
-    if context and not (pipeline or only_data or tensor):
-        return "context"
-    data = only_data or context
-    if pipeline and not data and not tensor and len(ranks) < layout.pp_size:
-        return tuple(layout.coordinates_of(rank)[0] for rank in ranks)
-    if data:
-        return "world" if pipeline else "stage" if tensor else "data"
-    if pipeline:
-        return "model" if tensor else "pipeline"
-    return "tensor" if tensor else "data"
 
 
 def find_deadlock(calls: Mapping[int, Sequence[Batch]]) -> str | None:

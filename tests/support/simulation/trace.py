@@ -12,18 +12,13 @@ from types import FrameType
 
 import torch.distributed as dist
 
-from megatron.planner.simulation.memory_tracker import MemoryTracker
+from megatron.planner.simulation import device
+from megatron.planner.simulation.device import CollectiveCall
 from megatron.planner.simulation.passes import Kernel
-from megatron.planner.simulation.record import (
-    CollectiveCall,
-    HostSync,
-    Instruction,
-    OpCounts,
-    OperationCount,
-    SimulationError,
-)
+from tests.support.simulation.memory import StepMemory
+from tests.support.simulation.record import HostSync, Instruction, OpCounts, OperationCount
 
-_OWN_FOLDER = os.path.dirname(os.path.abspath(__file__)) + os.sep
+_SIMULATION = tuple(os.path.dirname(os.path.abspath(file)) + os.sep for file in (__file__, device.__file__))
 _FRAMES = 3
 COMMIT = "CommitP2P"
 # Passes that produce gradients. The last one in a step also starts to reduce them.
@@ -62,14 +57,16 @@ class QueuedMessages:
 
 
 class StepTrace:
-    """Counts the work of the current step: per instruction, and outside of instructions."""
+    """Counts the work of the current step: per instruction, and outside of instructions. See
+    `megatron.planner.simulation.device.Trace` for the `add_` methods."""
 
-    def __init__(self, memory: MemoryTracker) -> None:
+    def __init__(self, memory: StepMemory) -> None:
         self._memory = memory
         self.begin_step()
 
     def begin_step(self) -> None:
         """Starts a step, and discards the counts of the previous one."""
+        self._memory.begin_step()
         self._done: list[tuple[Instruction, OpCounts]] = []
         self._queued = QueuedMessages()
         self._outside = _OpenCounts()
@@ -80,7 +77,7 @@ class StepTrace:
         """Counts the work within this context as the instruction's, for the micro-batch in buffer `slot`."""
         self._current = _OpenCounts()
         instruction = self._queued.name(instruction)
-        self._memory.begin_instruction(str(instruction))
+        self._memory.end_instruction(None)
         try:
             yield
         finally:
@@ -89,7 +86,6 @@ class StepTrace:
             self._current = self._outside
 
     def add_operation(self, kernel: Kernel, bytes_written: int) -> None:
-        """Counts an operation on the device. bytes_written: the part of the kernel's bytes that it writes."""
         count = self._current.counts.setdefault(kernel.name, [0, 0, 0, 0])
         count[0] += 1
         count[1] += int(kernel.flops)
@@ -97,7 +93,6 @@ class StepTrace:
         count[3] += bytes_written
 
     def add_call(self, call: CollectiveCall, work: dist.Work | None = None) -> None:
-        """Counts a collective call. work: the handle on which the caller can wait."""
         self._current.calls.append(call)
 
     def add_wait(self, work: dist.Work) -> None:
@@ -124,7 +119,7 @@ class StepTrace:
         one, and in the last one. The last two contain only instructions that occur more than once; if one
         occurs twice, its second occurrence is in both.
 
-        Raises SimulationError if the middle occurrences differ. Their work then depends on more than the
+        Raises ValueError if the middle occurrences differ. Their work then depends on more than the
         schedule, so that the work for other numbers of micro-batches cannot be computed.
         """
         counts: dict[Instruction, list[OpCounts]] = {}
@@ -133,7 +128,7 @@ class StepTrace:
         for instruction, found in counts.items():
             for count in found[2:-1] if instruction.kind in REDUCING_PASSES else found[2:]:
                 if count != found[1]:
-                    raise SimulationError(
+                    raise ValueError(
                         f"the work of {instruction} differs between micro-batches: "
                         f"{difference(found[1], count)}"
                     )
@@ -170,13 +165,6 @@ def call_site() -> str:
     return " < ".join(places) or "unknown place"
 
 
-def creation_site() -> str:
-    """Returns the innermost frame of this repository or of DeepSpeed, as 'file function'."""
-    for file, frame in _callers():
-        return f"{file} {frame.f_code.co_name}"
-    return "unknown place"
-
-
 def _callers() -> Iterator[tuple[str, FrameType]]:
     """Yields the frames of this repository and of DeepSpeed with their files, innermost first."""
     frame: FrameType | None = sys._getframe(1)
@@ -188,7 +176,7 @@ def _callers() -> Iterator[tuple[str, FrameType]]:
 
 def _shown(file: str) -> str:
     """Returns the path relative to the package's parent; '' for the simulation and other packages."""
-    if file.startswith(_OWN_FOLDER):
+    if file.startswith(_SIMULATION):
         return ""
     for package in ("/deepspeed/", "/megatron/"):
         head, found, tail = file.rpartition(package)
