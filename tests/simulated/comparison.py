@@ -75,7 +75,7 @@ def _of_passes(
         instruction = Instruction(PASSES[name], chunk)
         # A step of one micro-batch has the first one only.
         works = record.rest if instruction in record.rest else record.first
-        simulated = works.get(instruction, OpCounts({}, (), ()))
+        simulated = works.get(instruction, OpCounts())
         kernels = [action for action in planned if isinstance(action, Kernel)]
         counts = simulated.operations.values()
         checks = [

@@ -27,7 +27,7 @@ def rank_calls(record: StepRecord, order: tuple[Instruction, ...]) -> list[Batch
     kinds = [*(instruction.kind for instruction in order), ""]
     for kind, count in zip(kinds, record.counts_of(order), strict=True):
         if kind.startswith(COMMIT):
-            batches += [count.calls] if count.calls else []
+            batches += [tuple(count.calls)] if count.calls else []
         else:
             batches += [(call,) for call in count.calls]
     return batches

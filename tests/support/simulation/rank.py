@@ -10,12 +10,11 @@ The process that calls `simulate_rank` cannot be used for anything else afterwar
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator
 from contextlib import nullcontext
 from itertools import chain
 from typing import Any
+from unittest.mock import patch
 
-import numpy as np
 import torch.distributed as dist
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
@@ -26,12 +25,10 @@ from megatron.cluster.rank_reports import RankReport
 from megatron.cluster.watchdog import Watchdog
 from megatron.config import BatchSchedule, Config
 from megatron.config.batch import RunLength
-from megatron.data.loader import GPTBatchLoader
 from megatron.engine.pipeline_engine import GPTEngine
 from megatron.engine.profiler_ranges import TRAIN_STEP
 from megatron.model.attention_choice import run_uses_kernels
 from megatron.mpu.layout import ParallelLayout
-from megatron.optimizer.mixed_precision import MixedPrecisionOptimizer
 from megatron.pipeline.layer_times import read_layer_times
 from megatron.pipeline.stages import StagePlan, plan_stages
 from megatron.planner.simulation.device import POINT_TO_POINT, SimulatedDevice, process_group_of
@@ -43,7 +40,6 @@ from megatron.planner.simulation.rank_process import (
 )
 from megatron.tokenizer.vocabulary import Vocabulary, find_vocabulary
 from megatron.training.build import build_engine, build_trainer
-from megatron.training.data import RunData
 from megatron.training.startup_report import StartupReport
 from megatron.training.trainer import Trainer, make_metrics
 from tests.support.simulation.memory import StepMemory
@@ -135,7 +131,9 @@ def simulate_rank(config: Config, rank: int, micro_batches: int | None = None) -
     config = _simulated_config(config, count)
     simulated = StepDevice()
     accelerator = _Accelerator(simulated, run_uses_kernels(config))
-    with simulated_process(layout, accelerator):
+    # The report of the first steps needs values of all ranks.
+    no_report = patch.object(StartupReport, "lines", lambda *_: iter(()))
+    with simulated_process(layout, accelerator), no_report:
         trainer = _make_trainer(config, layout, vocab, plan, first)
         optimizer = trainer.engine.optimizer
         accelerator.on_step = lambda: simulated.memory.mark_state(chain(*state_tensors(optimizer).values()))
@@ -168,40 +166,12 @@ def _simulated_config(config: Config, micro_batches: int) -> Config:
             "logging.wandb_project": None,
             "logging.log_path": None,
             "logging.log_interval": _NEVER,
+            "data.mock_data": True,
+            "data.data_path": (),
             "data.num_workers": 0,
             "stability.skip_train_iteration_range": (),
         }
     )
-
-
-class _EmptySamples:
-    """A data set of zeros instead of token files: no result of a simulation depends on tokens."""
-
-    name = "simulated"
-
-    def __init__(self, count: int, seq_length: int) -> None:
-        self._count, self._sample = count, np.zeros(seq_length + 1, dtype=np.int64)
-
-    def __len__(self) -> int:
-        return self._count
-
-    def __getitem__(self, index: int) -> np.ndarray:
-        return self._sample
-
-
-class _NoReport(StartupReport):
-    """Reports nothing: the report needs values of all ranks, but only one rank is simulated."""
-
-    def lines(self, optimizer: MixedPrecisionOptimizer, is_last: bool) -> Iterator[str]:
-        return iter(())
-
-
-class _SimulatedTrainer(Trainer):
-    """The run's trainer without the report of the first steps."""
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        self.startup_report = _NoReport(self.config, self.engine.layout)
 
 
 def _make_trainer(
@@ -220,22 +190,7 @@ def _make_trainer(
         resumed_schedule(None, config),
         make_metrics(config, vocab.size, rank),
         Watchdog(RankReport(None, str(rank))),
-        data=_no_tokens,
-        trainer=_SimulatedTrainer,
     )
-
-
-def _no_tokens(config: Config, layout: ParallelLayout, length: RunLength, vocab: Vocabulary) -> RunData:
-    loader = GPTBatchLoader(
-        _EmptySamples(length.train_samples, config.model.seq_length),
-        micro_batch_size=config.batch.micro_batch_size,
-        dp_rank=layout.dp_rank,
-        dp_size=layout.dp_size,
-        eod=vocab.eod,
-        eod_mask_loss=config.data.eod_mask_loss,
-        reads_tokens=config.parallel.reads_tokens(layout.pipeline_stage),
-    )
-    return RunData(loader, {}, {})
 
 
 def _record(

@@ -1,10 +1,10 @@
-"""The record of a simulated training step. All types are frozen and can be pickled."""
+"""The record of a simulated training step. All types can be pickled."""
 
 from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 
 from megatron.planner.simulation.device import CollectiveCall
@@ -23,6 +23,11 @@ class OperationCount:
     bytes_read: int
     bytes_written: int
 
+    def plus(self, flops: int, bytes_read: int, bytes_written: int) -> OperationCount:
+        """Returns these counts and one more call."""
+        read, written = self.bytes_read + bytes_read, self.bytes_written + bytes_written
+        return OperationCount(self.calls + 1, self.flops + flops, read, written)
+
 
 @dataclass(frozen=True)
 class HostSync:
@@ -34,13 +39,13 @@ class HostSync:
     """Callers in this repository and in DeepSpeed, innermost first, as 'file:line function'."""
 
 
-@dataclass(frozen=True)
+@dataclass
 class OpCounts:
     """The work of one instruction of the schedule, or of the step outside of instructions."""
 
-    operations: Mapping[str, OperationCount]
-    calls: tuple[CollectiveCall, ...]
-    syncs: tuple[HostSync, ...]
+    operations: dict[str, OperationCount] = field(default_factory=dict)
+    calls: list[CollectiveCall] = field(default_factory=list)
+    syncs: list[HostSync] = field(default_factory=list)
 
     @property
     def flops(self) -> int:

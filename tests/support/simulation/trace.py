@@ -6,7 +6,6 @@ import os
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
 from itertools import islice
 from types import FrameType
 
@@ -23,17 +22,6 @@ _FRAMES = 3
 COMMIT = "CommitP2P"
 # Passes that produce gradients. The last one in a step also starts to reduce them.
 REDUCING_PASSES = ("BackwardPass", "WeightGradPass")
-
-
-@dataclass
-class _OpenCounts:
-    counts: dict[str, list[int]] = field(default_factory=dict)
-    calls: list[CollectiveCall] = field(default_factory=list)
-    syncs: list[HostSync] = field(default_factory=list)
-
-    def closed(self) -> OpCounts:
-        operations = {name: OperationCount(*numbers) for name, numbers in self.counts.items()}
-        return OpCounts(operations, tuple(self.calls), tuple(self.syncs))
 
 
 class QueuedMessages:
@@ -69,28 +57,26 @@ class StepTrace:
         self._memory.begin_step()
         self._done: list[tuple[Instruction, OpCounts]] = []
         self._queued = QueuedMessages()
-        self._outside = _OpenCounts()
-        self._current = self._outside
+        self._current = self.outside = OpCounts()
+        """The work outside of instructions."""
 
     @contextmanager
     def instruction(self, instruction: Instruction, slot: int) -> Iterator[None]:
         """Counts the work within this context as the instruction's, for the micro-batch in buffer `slot`."""
-        self._current = _OpenCounts()
+        self._current = OpCounts()
         instruction = self._queued.name(instruction)
         self._memory.end_instruction(None)
         try:
             yield
         finally:
             self._memory.end_instruction((instruction.chunk, slot))
-            self._done.append((instruction, self._current.closed()))
-            self._current = self._outside
+            self._done.append((instruction, self._current))
+            self._current = self.outside
 
     def add_operation(self, kernel: Kernel, bytes_written: int) -> None:
-        count = self._current.counts.setdefault(kernel.name, [0, 0, 0, 0])
-        count[0] += 1
-        count[1] += int(kernel.flops)
-        count[2] += int(kernel.bytes) - bytes_written
-        count[3] += bytes_written
+        read = int(kernel.bytes) - bytes_written
+        before = self._current.operations.get(kernel.name, OperationCount(0, 0, 0, 0))
+        self._current.operations[kernel.name] = before.plus(int(kernel.flops), read, bytes_written)
 
     def add_call(self, call: CollectiveCall, work: dist.Work | None = None) -> None:
         self._current.calls.append(call)
@@ -106,11 +92,6 @@ class StepTrace:
     def order(self) -> tuple[Instruction, ...]:
         """The instructions so far."""
         return tuple(instruction for instruction, _ in self._done)
-
-    @property
-    def outside(self) -> OpCounts:
-        """The work outside of instructions so far."""
-        return self._outside.closed()
 
     def by_instruction(
         self,
@@ -128,33 +109,13 @@ class StepTrace:
         for instruction, found in counts.items():
             for count in found[2:-1] if instruction.kind in REDUCING_PASSES else found[2:]:
                 if count != found[1]:
-                    raise ValueError(
-                        f"the work of {instruction} differs between micro-batches: "
-                        f"{difference(found[1], count)}"
-                    )
+                    raise ValueError(f"{instruction} differs between micro-batches: {found[1]}, {count}")
         repeated = {instruction: found for instruction, found in counts.items() if len(found) > 1}
         return (
             {instruction: found[0] for instruction, found in counts.items()},
             {instruction: found[1] for instruction, found in repeated.items()},
             {instruction: found[-1] for instruction, found in repeated.items()},
         )
-
-
-def difference(expected: OpCounts, found: OpCounts) -> str:
-    """Describes the first difference between two counts."""
-    for name in sorted(expected.operations.keys() | found.operations.keys()):
-        before, after = expected.operations.get(name), found.operations.get(name)
-        if before != after:
-            return f"operation {name}: {before} and {after}"
-    for what in ("calls", "syncs"):
-        before, after = getattr(expected, what), getattr(found, what)
-        if before != after:
-            index = next(
-                (i for i, pair in enumerate(zip(before, after, strict=False)) if pair[0] != pair[1]),
-                min(len(before), len(after)),
-            )
-            return f"{what} differ at {index}: {before[index : index + 1]} and {after[index : index + 1]}"
-    return "nothing"
 
 
 def call_site() -> str:
