@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 
 from megatron.mpu.layout import ParallelLayout
 from megatron.planner.simulation.device import POINT_TO_POINT, CollectiveCall
-from tests.support.simulation.record import Instruction, StepRecord
+from tests.support.simulation.record import StepRecord
 from tests.support.simulation.trace import COMMIT
 
 # Calls that a rank issues together: several for a batch of messages, otherwise one.
@@ -21,16 +21,15 @@ Batch = tuple[CollectiveCall, ...]
 _MOST_NAMED = 4
 
 
-def rank_calls(record: StepRecord, order: tuple[Instruction, ...]) -> list[Batch]:
-    """Returns the calls of the record's rank in a step with the instructions `order`."""
+def rank_calls(record: StepRecord) -> list[Batch]:
+    """Returns the calls of the record's rank."""
     batches: list[Batch] = []
-    kinds = [*(instruction.kind for instruction in order), ""]
-    for kind, count in zip(kinds, record.counts_of(order), strict=True):
-        if kind.startswith(COMMIT):
+    for instruction, count in record.works:
+        if instruction.kind.startswith(COMMIT):
             batches += [tuple(count.calls)] if count.calls else []
         else:
             batches += [(call,) for call in count.calls]
-    return batches
+    return batches + [(call,) for call in record.outside.calls]
 
 
 def calls_of_other(calls: Sequence[Batch], simulated: ParallelLayout, other: ParallelLayout) -> list[Batch]:

@@ -196,7 +196,6 @@ def _make_trainer(
 def _record(
     simulated: StepDevice, engine: GPTEngine, layout: ParallelLayout, micro_batches: int, start_peak: int
 ) -> StepRecord:
-    first, rest, last = simulated.trace.by_instruction()
     simulated.memory.end_instruction(None)
     return StepRecord(
         rank=layout.rank,
@@ -207,9 +206,6 @@ def _record(
         peak=simulated.memory.at_peak,
         end=simulated.memory.now(),
         communicators=len(simulated.communicators),
-        first=first,
-        rest=rest,
-        last=last,
-        order=simulated.trace.order,
+        works=tuple(simulated.trace.works),
         outside=simulated.trace.outside,
     )

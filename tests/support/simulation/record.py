@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 
@@ -81,14 +80,17 @@ class Memory:
     activations: tuple[int, ...]
 
 
+# Passes that produce gradients. The last one in a step also starts to reduce them.
+_REDUCING_PASSES = ("BackwardPass", "WeightGradPass")
+
+
 @dataclass(frozen=True)
 class StepRecord:
     """One training step of one rank: the second of a run, when all state and all tables exist.
 
     `first`, `rest` and `last` are the work of an instruction in its first occurrence in the step, in any
-    middle one, and in its last one. (The last backward pass also starts to reduce gradients.) The simulation
-    has checked that all middle occurrences are equal, so `counts_of` is exact for any number of
-    micro-batches.
+    middle one, and in its last one; `rest` and `last` lack an instruction that occurs once. Raises ValueError
+    if the middle occurrences differ: their work then depends on more than the schedule.
     """
 
     rank: int
@@ -103,30 +105,40 @@ class StepRecord:
     end: Memory
     communicators: int
     """Number of NCCL communicators that the process has made."""
-    first: Mapping[Instruction, OpCounts]
-    rest: Mapping[Instruction, OpCounts]
-    last: Mapping[Instruction, OpCounts]
-    order: tuple[Instruction, ...]
-    """The instructions of the simulated step, in order."""
+    works: tuple[tuple[Instruction, OpCounts], ...]
+    """The instructions of the step and their work, in order."""
     outside: OpCounts
     """The work of the step outside of instructions."""
 
-    def counts_of(self, order: Sequence[Instruction]) -> tuple[OpCounts, ...]:
-        """Returns the work of each instruction in `order`, followed by the work outside of instructions.
-        `order` may have more micro-batches than were simulated."""
-        left, seen = Counter(order), set()
-        found = []
-        for instruction in order:
-            left[instruction] -= 1
-            kind = self.rest if left[instruction] else self.last
-            found.append((kind if instruction in seen else self.first)[instruction])
-            seen.add(instruction)
-        return (*found, self.outside)
+    def __post_init__(self) -> None:
+        for instruction, found in self._occurrences.items():
+            for count in found[2:-1] if instruction.kind in _REDUCING_PASSES else found[2:]:
+                if count != found[1]:
+                    raise ValueError(f"{instruction} differs between micro-batches: {found[1]}, {count}")
 
     @cached_property
+    def _occurrences(self) -> dict[Instruction, list[OpCounts]]:
+        found: dict[Instruction, list[OpCounts]] = {}
+        for instruction, count in self.works:
+            found.setdefault(instruction, []).append(count)
+        return found
+
+    @property
+    def first(self) -> dict[Instruction, OpCounts]:
+        return {instruction: found[0] for instruction, found in self._occurrences.items()}
+
+    @property
+    def rest(self) -> dict[Instruction, OpCounts]:
+        return {instruction: found[1] for instruction, found in self._occurrences.items() if found[1:]}
+
+    @property
+    def last(self) -> dict[Instruction, OpCounts]:
+        return {instruction: found[-1] for instruction, found in self._occurrences.items() if found[1:]}
+
+    @property
     def counts(self) -> tuple[OpCounts, ...]:
-        """The work of each instruction of the simulated step, and of the step outside of instructions."""
-        return self.counts_of(self.order)
+        """The work of each instruction of the step, and of the step outside of instructions."""
+        return (*(count for _, count in self.works), self.outside)
 
     @property
     def flops(self) -> int:
@@ -141,7 +153,7 @@ class StepRecord:
     def syncs(self) -> dict[tuple[str, HostSync], int]:
         """Host synchronizations: (kind of instruction, synchronization) -> number of times."""
         found: Counter[tuple[str, HostSync]] = Counter()
-        kinds = [*(instruction.kind for instruction in self.order), STEP]
+        kinds = [*(instruction.kind for instruction, _ in self.works), STEP]
         for kind, count in zip(kinds, self.counts, strict=True):
             found.update((kind, sync) for sync in count.syncs)
         return dict(found)

@@ -9,13 +9,11 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 from megatron.config import Config
-from megatron.engine.instructions import pipeline_schedule
 from megatron.mpu.layout import ParallelLayout
 from megatron.planner.simulation.processes import Worker
 from tests.support.simulation.matching import Batch, calls_of_other, rank_calls
 from tests.support.simulation.rank import simulate_rank
-from tests.support.simulation.record import Instruction, StepRecord
-from tests.support.simulation.trace import QueuedMessages
+from tests.support.simulation.record import StepRecord
 
 
 def run_in_processes(function: Callable[..., Any], arguments: Iterable[Sequence[Any]]) -> list[Any]:
@@ -40,34 +38,17 @@ def simulate_stages(config: Config) -> list[StepRecord]:
     return simulate_ranks(config, range(0, parallel.world_size, per_stage))
 
 
-def simulate_ranks(
-    config: Config, ranks: Iterable[int], micro_batches: int | None = None
-) -> list[StepRecord]:
+def simulate_ranks(config: Config, ranks: Iterable[int]) -> list[StepRecord]:
     """Simulates these ranks in parallel; returns their records. See `rank.simulate_rank`."""
-    return run_in_processes(simulate_rank, [(config, rank, micro_batches) for rank in ranks])
+    return run_in_processes(simulate_rank, [(config, rank) for rank in ranks])
 
 
-def step_instructions(config: Config, rank: int, micro_batches: int | None = None) -> tuple[Instruction, ...]:
-    """Returns the instructions of a step on a pipeline rank. micro_batches: None takes the run's number."""
-    queued = QueuedMessages()
-    count = micro_batches or config.micro_batches_per_step
-    schedule = pipeline_schedule(config.parallel, rank, count, trains=True)
-    return tuple(
-        queued.name(Instruction(type(command).__name__, command.kwargs.get("model_chunk_id", 0)))
-        for commands in schedule
-        for command in commands
-    )
-
-
-def all_calls(
-    config: Config, records: Sequence[StepRecord], micro_batches: int | None = None
-) -> dict[int, list[Batch]]:
+def all_calls(config: Config, records: Sequence[StepRecord]) -> dict[int, list[Batch]]:
     """Returns the collective calls in one step of every rank of the run, given a record per pipeline rank."""
     calls: dict[int, list[Batch]] = {}
     for record in records:
         simulated = ParallelLayout.from_config(config.parallel, record.rank)
-        own = rank_calls(record, step_instructions(config, record.stage, micro_batches))
-        per_stage = simulated.ranks_per_stage
+        own, per_stage = rank_calls(record), simulated.ranks_per_stage
         for rank in range(record.stage * per_stage, (record.stage + 1) * per_stage):
             calls[rank] = calls_of_other(own, simulated, ParallelLayout.from_config(config.parallel, rank))
     return calls

@@ -1,4 +1,4 @@
-"""Collects the work of one step while it runs, and checks that it is equal for every micro-batch."""
+"""Collects the work of one step while it runs."""
 
 from __future__ import annotations
 
@@ -20,8 +20,6 @@ from tests.support.simulation.record import HostSync, Instruction, OpCounts, Ope
 _SIMULATION = tuple(os.path.dirname(os.path.abspath(file)) + os.sep for file in (__file__, device.__file__))
 _FRAMES = 3
 COMMIT = "CommitP2P"
-# Passes that produce gradients. The last one in a step also starts to reduce them.
-REDUCING_PASSES = ("BackwardPass", "WeightGradPass")
 
 
 class QueuedMessages:
@@ -55,7 +53,7 @@ class StepTrace:
     def begin_step(self) -> None:
         """Starts a step, and discards the counts of the previous one."""
         self._memory.begin_step()
-        self._done: list[tuple[Instruction, OpCounts]] = []
+        self.works: list[tuple[Instruction, OpCounts]] = []
         self._queued = QueuedMessages()
         self._current = self.outside = OpCounts()
         """The work outside of instructions."""
@@ -70,7 +68,7 @@ class StepTrace:
             yield
         finally:
             self._memory.end_instruction((instruction.chunk, slot))
-            self._done.append((instruction, self._current))
+            self.works.append((instruction, self._current))
             self._current = self.outside
 
     def add_operation(self, kernel: Kernel, bytes_written: int) -> None:
@@ -87,35 +85,6 @@ class StepTrace:
     def add_sync(self, cause: str) -> None:
         """Counts a host synchronization at the place of the caller."""
         self._current.syncs.append(HostSync(cause, call_site()))
-
-    @property
-    def order(self) -> tuple[Instruction, ...]:
-        """The instructions so far."""
-        return tuple(instruction for instruction, _ in self._done)
-
-    def by_instruction(
-        self,
-    ) -> tuple[dict[Instruction, OpCounts], dict[Instruction, OpCounts], dict[Instruction, OpCounts]]:
-        """Returns three dictionaries with the work of each instruction: in its first occurrence, in a middle
-        one, and in the last one. The last two contain only instructions that occur more than once; if one
-        occurs twice, its second occurrence is in both.
-
-        Raises ValueError if the middle occurrences differ. Their work then depends on more than the
-        schedule, so that the work for other numbers of micro-batches cannot be computed.
-        """
-        counts: dict[Instruction, list[OpCounts]] = {}
-        for instruction, count in self._done:
-            counts.setdefault(instruction, []).append(count)
-        for instruction, found in counts.items():
-            for count in found[2:-1] if instruction.kind in REDUCING_PASSES else found[2:]:
-                if count != found[1]:
-                    raise ValueError(f"{instruction} differs between micro-batches: {found[1]}, {count}")
-        repeated = {instruction: found for instruction, found in counts.items() if len(found) > 1}
-        return (
-            {instruction: found[0] for instruction, found in counts.items()},
-            {instruction: found[1] for instruction, found in repeated.items()},
-            {instruction: found[-1] for instruction, found in repeated.items()},
-        )
 
 
 def call_site() -> str:
