@@ -166,8 +166,8 @@ def memory_report(measured: Sequence[Sequence[Measured]]) -> str:
     """Returns a line per row and pipeline rank."""
     from megatron.pipeline.stages import plan_stages
     from megatron.planner.memory import plan_memory
-    from megatron.planner.simulation.stages import simulate_stages
     from megatron.text_table import format_table
+    from tests.support.simulation.stages import simulate_stages
 
     table = [["layout", "rank", "measured MiB", "simulated", "error %", "planned", "error %"]]
     errors: list[float] = []

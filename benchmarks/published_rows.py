@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import csv
 import dataclasses
-import itertools
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -21,7 +20,7 @@ from megatron.cluster.devices import find_gpu
 from megatron.config import Config
 from megatron.config.cli import parse_args
 from megatron.config.model import padded_vocab_size
-from megatron.pipeline.methods import TRANSFORMER_LAYER, embedding_and_head
+from megatron.model.layer_kinds import embedding_and_head
 from megatron.pipeline.stages import StagePlan, plan_stages
 from megatron.planner.in_flight import in_flight_micro_batches
 from megatron.planner.network import find_network
@@ -108,10 +107,7 @@ class Row:
         size = 4 if self.is_bf16 else 2
         program = dataclasses.replace(constants.programs[MEGATRON_2021.name], gradient=size, reduced=size)
         machine = Machine(gpu, constants.rates[self.gpu_kind], network, is_hopper=False)
-        layers = tuple(
-            self.plan.names[start:end].count(TRANSFORMER_LAYER)
-            for start, end in itertools.pairwise(self.plan.bounds)
-        )
+        layers = tuple(map(self.plan.num_transformer_layers, range(len(self.plan.rank_of_stage))))
         return Run(
             program, _model(config, self.vocab_size), _layout(config), machine, config.precision.name, layers
         )
@@ -239,11 +235,11 @@ def stage_memory(config: Config, plan: StagePlan, vocab_size: int, memory: Memor
     model, batch, tp_size = config.model, config.batch, config.parallel.tensor_model_parallel_size
     hidden = batch.micro_batch_size * model.seq_length * model.hidden_size
     scores = batch.micro_batch_size * model.num_attention_heads * model.seq_length**2 / tp_size
-    layers = plan.names[plan.bounds[stage] : plan.bounds[stage + 1]].count(TRANSFORMER_LAYER)
+    layers = plan.num_transformer_layers(stage)
     parameters = plan.stage_parameters(stage)
     if config.parallel.num_stages == 1:
-        parameters = sum(plan.parameters) - plan.parameters[embedding_and_head(plan.names)[1]]
-    head = embedding_and_head(plan.names)[1]
+        parameters = sum(plan.parameters) - plan.parameters[embedding_and_head(plan.layers)[1]]
+    head = embedding_and_head(plan.layers)[1]
     has_head = plan.bounds[stage] <= head < plan.bounds[stage + 1]
     if has_head and memory.positions_on_head and config.parallel.num_stages > 1:
         parameters += model.max_position_embeddings * model.hidden_size

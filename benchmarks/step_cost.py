@@ -32,17 +32,17 @@ from megatron.config import Config
 from megatron.config.cli import parse_args
 from megatron.config.registries import LAYER_ARRANGEMENTS, POSITION_EMBEDDINGS
 from megatron.errors import UserError
-from megatron.model.flops import layer_matrix_elements
+from megatron.model.layer_kinds import layer_kinds
 from megatron.mpu.mesh import Mesh
 from megatron.pipeline.schedule import simulate_schedule
 from megatron.pipeline.stages import StagePlan
 from megatron.planner.simulation.passes import Collective, Kernel
-from megatron.planner.simulation.record import STEP, Instruction, OpCounts, OperationCount, StepRecord
 from megatron.planner.simulation.stage_costs import rank_update
-from megatron.planner.simulation.stages import simulate_ranks, syncs_per_micro_batch
-from megatron.planner.simulation.world import find_stages
 from megatron.planner.step_time import Cluster, find_cluster, planned_step, predict_step
 from megatron.text_table import format_table
+from tests.support.simulation.rank import find_stages
+from tests.support.simulation.record import STEP, Instruction, OpCounts, OperationCount, StepRecord
+from tests.support.simulation.stages import simulate_ranks, syncs_per_micro_batch
 
 _COMMON = (
     "--dry-run --bf16 --zero-stage 1 --micro-batch-size 1 --lr 1e-4 --train-iters 100 --vocab-size 50257 "
@@ -212,7 +212,7 @@ def least_layer_bytes(config: Config) -> float:
     )
     tokens = config.batch.micro_batch_size * model.seq_length
     size = 4 if config.precision.name == "fp32" else 2
-    return size * (tokens * per_token + layer_matrix_elements(model) / tp_size)
+    return size * (tokens * per_token + layer_kinds(model)[0].matrix_elements / tp_size)
 
 
 def synchronization_rows(simulated: Simulated) -> list[Row]:

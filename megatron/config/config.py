@@ -25,6 +25,7 @@ from megatron.errors import ConfigError
 # Former names, which run.json of older checkpoints contains.
 RENAMED_SECTIONS = {"trouble": "stability"}
 RENAMED_FIELDS = {"checkpoint.allow_drift": "allow_replica_mismatch"}
+REMOVED_FIELDS = {"training.simulate"}
 _MIN_TOKENS_PER_RANK = 8192
 """Fewest tokens of a sequence on a context-parallel rank that a search or an advice proposes: the activations
 of shorter sequences fit."""
@@ -136,7 +137,11 @@ SECTIONS: dict[str, type[Any]] = {
 
 def _section_from_dict(section: str, kind: type[Any], settings: Mapping[str, Any]) -> Any:
     fields = {field.name: field for field in dataclasses.fields(kind)}
-    settings = {RENAMED_FIELDS.get(f"{section}.{name}", name): value for name, value in settings.items()}
+    settings = {
+        RENAMED_FIELDS.get(f"{section}.{name}", name): value
+        for name, value in settings.items()
+        if f"{section}.{name}" not in REMOVED_FIELDS
+    }
     for name in settings:
         if name not in fields:
             raise ConfigError(

@@ -1,5 +1,5 @@
-"""Flags that BigScience's and Microsoft's Megatron-DeepSpeed, Megatron-LM and DeepSpeed have and this program
-does not have.
+"""Flags that BigScience's and Microsoft's Megatron-DeepSpeed, Megatron-LM, DeepSpeed or earlier versions of
+this program have and this program does not have.
 
 Each flag is in one of three tables: it is accepted and ignored (`IGNORED_FLAGS`), replaced by other flags
 (`peer_rewriting`), or rejected with the alternative (`UNSUPPORTED_FLAGS`, and families of flags by the
@@ -28,11 +28,13 @@ class IgnoredFlag:
     """Whether a run rejects the flag, because it would change the losses; a dry run is not affected."""
     not_with: str = ""
     """A setting, 'section.field', with which the flag is rejected."""
+    is_deprecated: bool = False
+    """Whether earlier versions of this program had the flag."""
 
     @property
     def note(self) -> str:
         """The note in the log of a run with this flag."""
-        return f"{self.name} is ignored: {self.reason}"
+        return f"{self.name} is {'deprecated and ' * self.is_deprecated}ignored: {self.reason}"
 
 
 def _value(name: str, reason: str, values: tuple[str, ...] | None = None, otherwise: str = "") -> IgnoredFlag:
@@ -78,6 +80,13 @@ IGNORED_FLAGS: tuple[IgnoredFlag, ...] = (
         "layers are recomputed in groups of --checkpoint-num-layers",
         ("uniform",),
         "a recomputation of only some layers is not implemented; set --recompute-granularity full",
+    ),
+    IgnoredFlag(
+        "--simulate",
+        "the plan of --dry-run has the memory, the work and the messages of a step; remove the flag, which "
+        "only a dry run accepts",
+        only_in_plans=True,
+        is_deprecated=True,
     ),
     *_switches("use an external profiler, such as nsys", "--profile", "--use-pytorch-profiler"),
     *(
@@ -362,7 +371,7 @@ UNSUPPORTED_FLAGS: Mapping[str, str] = {
     "--data-efficiency-curriculum-learning": "set curriculum_learning in the file of --deepspeed-config",
     "--repeated-dataloader": "set --train-samples; the data are shuffled again for each epoch",
     # The rest of a run.
-    "--fake-process-group": "set --dry-run, with --simulate for the whole step",
+    "--fake-process-group": "set --dry-run",
     "--check-weight-hash-across-dp-replicas-interval": "set --check-invariants-interval",
     "--adlr-autoresume": _REQUEUE,
     "--adlr-autoresume-interval": _REQUEUE,

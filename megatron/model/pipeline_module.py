@@ -28,14 +28,9 @@ from torch.utils.checkpoint import checkpoint
 
 from megatron.config import Config, TrainingConfig
 from megatron.deepspeed_names import restrict
-from megatron.model.gpt_model import (
-    LMHeadPipe,
-    ParallelTransformerLayerPipe,
-    head_input,
-    lm_head,
-    pipeline_layers,
-)
+from megatron.model.gpt_model import head_input, pipeline_layers
 from megatron.model.layer_context import LayerContext, LayerIO, TensorSpec, join_layer_io, split_layer_io
+from megatron.model.layer_kinds import LayerDescription, Role, embedding_and_head
 from megatron.model.layer_list import PARAMETER_DTYPES, TIED_EMBEDDING
 from megatron.model.loss import CrossEntropy
 from megatron.mpu.compilation import compile_in_place
@@ -52,22 +47,27 @@ from megatron.mpu.random import DropoutRNG
 from megatron.mpu.step_metrics import StepMetrics
 
 
-def layer_names(layers: Sequence[LayerSpec | Callable]) -> list[str]:
-    """Returns the class or function name of each layer, which `--partition-method type:REGEX` matches."""
-    return [layer.typename.__name__ if isinstance(layer, LayerSpec) else layer.__name__ for layer in layers]
+def describe(layer: LayerSpec | Callable) -> LayerDescription:
+    """Returns the description of an entry of the layer list. The classes of --normalization need none."""
+    if not isinstance(layer, LayerSpec):
+        return LayerDescription(layer.__name__)
+    if not hasattr(layer.typename, "describe"):
+        return LayerDescription(layer.typename.__name__, Role.NORM)
+    found: LayerDescription = layer.typename.describe(*layer.module_args, **layer.module_kwargs)
+    return found
 
 
 def layer_parameter_counts(layers: Sequence[LayerSpec | Callable], unsharded: bool = False) -> list[int]:
     """Returns the number of parameters per layer, on one TP rank or (`unsharded`) in the whole model.
 
-    Transformer layers are identical, so each distinct class is built only once, on the meta device.
+    Layers with equal descriptions have equal parameters, so one of them is built, on the meta device.
     """
-    counts: dict[tuple, int] = {}
+    counts: dict[LayerDescription, int] = {}
 
     def count(layer: LayerSpec | Callable) -> int:
         if not isinstance(layer, LayerSpec):
             return 0
-        key = (layer.typename, layer.module_kwargs.get("is_head", False))
+        key = describe(layer)
         if key not in counts:
             with torch.device("meta"):
                 parameters = layer.build().parameters()
@@ -75,10 +75,6 @@ def layer_parameter_counts(layers: Sequence[LayerSpec | Callable], unsharded: bo
         return counts[key]
 
     return [count(layer) for layer in layers]
-
-
-def is_transformer_layer(layer: LayerSpec | Callable) -> bool:
-    return isinstance(layer, LayerSpec) and layer.typename is ParallelTransformerLayerPipe
 
 
 class _DeviceLayerSpec(LayerSpec):
@@ -138,11 +134,13 @@ class GPTModelPipe(PipelineModule):
         training = config.training
         self.layers_per_checkpoint = training.checkpoint_num_layers if training.recomputes_layers else 0
         layers = pipeline_layers(context, vocab_size, eod)
-        self._check_head(layers)
+        self.descriptions = list(map(describe, layers))
+        _, self._head = embedding_and_head(self.descriptions)
+        self._check_head()
         dtype, sharded = PARAMETER_DTYPES[config.precision.name], config.parallel.shards_weights
         layers = [
-            _DeviceLayerSpec(layer, dtype, sharded) if is_transformer_layer(layer) else layer
-            for layer in layers
+            _DeviceLayerSpec(layer, dtype, sharded) if description.role is Role.TRANSFORMER else layer
+            for layer, description in zip(layers, self.descriptions, strict=True)
         ]
         with contextlib.redirect_stdout(io.StringIO()):  # hides DeepSpeed's stage map
             super().__init__(layers=layers, topology=mesh.topology, loss_fn=self.loss)
@@ -150,9 +148,8 @@ class GPTModelPipe(PipelineModule):
         initialize_parameters(self, training.seed, mesh.axes, values)
         super().to(dtype)
         if training.compile:
-            for layer in self.modules():
-                if isinstance(layer, ParallelTransformerLayerPipe):
-                    compile_in_place(layer)
+            for layer in self.transformer_layers().values():
+                compile_in_place(layer)
 
     def initial_values(self, name: str, elements: range) -> Tensor:
         """Returns the initial values of some elements of this rank's flat shard of a parameter, fp32,
@@ -174,8 +171,7 @@ class GPTModelPipe(PipelineModule):
 
     def transformer_layers(self) -> dict[str, nn.Module]:
         """Returns this rank's transformer layers by the layer index in their parameters' names."""
-        layers = self.layers.values()
-        return {str(f.layer_index): f for f in layers if isinstance(f, ParallelTransformerLayerPipe)}
+        return {str(i): f for i, f in self.layers.items() if self.descriptions[i].role is Role.TRANSFORMER}
 
     def stages_record(self) -> dict[str, Any]:
         """Returns which layers each stage holds, for the checkpoint."""
@@ -186,13 +182,12 @@ class GPTModelPipe(PipelineModule):
             "bounds": self.stage_bounds,
         }
 
-    def _check_head(self, layers: Sequence[LayerSpec | Callable]) -> None:
+    def _check_head(self) -> None:
         """Raises ValueError if the last stage lacks the head. --partition-method never makes such bounds."""
-        head = max(index for index, layer in enumerate(layers) if isinstance(layer, LayerSpec))
-        if self.stage_bounds[-2] > head:
+        if self.stage_bounds[-2] > self._head:
             raise ValueError(
-                f"the last stage begins with layer {self.stage_bounds[-2]}, after the head (layer {head}): "
-                "expected it to hold the head, since logits are not sent between stages"
+                f"the last stage begins with layer {self.stage_bounds[-2]}, after the head (layer "
+                f"{self._head}): expected it to hold the head, since logits are not sent between stages"
             )
 
     @contextlib.contextmanager
@@ -211,20 +206,16 @@ class GPTModelPipe(PipelineModule):
         """Returns the scalar fp32 loss from the output of `forward` on the last stage."""
         if not self._head_is_fused:
             return self.cross_entropy(outputs, labels_and_mask)
-        untied = [layer for layer in self.forward_funcs if isinstance(layer, LMHeadPipe)]
-        head = untied[0] if untied else self.tied_modules[TIED_EMBEDDING]
+        is_tied = self.descriptions[self._head].is_tied
+        head: Any = self.tied_modules[TIED_EMBEDDING] if is_tied else self.layers[self._head]
         return self.cross_entropy.from_hidden(
             head_input(head, outputs), head.head_weight, labels_and_mask, self._loss_gradient
         )
 
     def functions_before_loss(self) -> list[Callable]:
         """Returns this stage's layers, without the layers that `loss` computes."""
-        functions = list(self.forward_funcs)
-        if self._head_is_fused:
-            for position, function in enumerate(functions):
-                if isinstance(function, LMHeadPipe) or getattr(function, "func", None) is lm_head:
-                    return functions[:position]
-        return functions
+        end = self._head - self._local_start if self._head_is_fused else None
+        return list(self.forward_funcs[:end])
 
     def _partition_layers(self, method: str = "uniform") -> None:
         """Overrides DeepSpeed's partitioning with the bounds given to the constructor."""
@@ -298,7 +289,7 @@ class GPTModelPipe(PipelineModule):
         while (
             end - start < self.layers_per_checkpoint
             and end < len(self.forward_funcs)
-            and isinstance(self.forward_funcs[end], ParallelTransformerLayerPipe)
+            and self.descriptions[self._local_start + end].role is Role.TRANSFORMER
         ):
             end += 1
         return end

@@ -28,16 +28,15 @@ from megatron.config.model import padded_vocab_size
 from megatron.config.partition_method import parse_partition_method
 from megatron.files import HostileFileError, read_json, write_json
 from megatron.model.flops import recomputes_scores
-from megatron.model.gpt_model import ParallelTransformerLayerPipe, pipeline_layers
+from megatron.model.gpt_model import pipeline_layers
 from megatron.model.layer_context import LayerContext
+from megatron.model.layer_kinds import Role
 from megatron.model.layer_list import PARAMETER_DTYPES
 from megatron.model.loss import CrossEntropy
-from megatron.model.pipeline_module import layer_names
+from megatron.model.pipeline_module import describe
 from megatron.mpu.compilation import compile_in_place
 from megatron.mpu.mesh import Mesh
 from megatron.mpu.random import DropoutRNG
-from megatron.pipeline.methods import TRANSFORMER_LAYER, embedding_and_head
-from megatron.pipeline.stages import layer_kinds
 
 WARM_UP, REPEATS = 2, 7
 
@@ -48,7 +47,7 @@ def needs_profiling(config: Config) -> bool:
 
 
 def find_layer_times(config: Config, mesh: Mesh, vocab_size: int, eod: int | None) -> dict[str, float]:
-    """Returns the seconds per kind of layer (`stages.layer_kinds`), equal on all ranks. Collective.
+    """Returns the seconds of the layers by `LayerDescription.time_name`, equal on all ranks. Collective.
 
     Reads --partition-profile if the file exists on rank 0. Otherwise measures, and writes the file.
     """
@@ -146,23 +145,23 @@ def _measure(config: Config, mesh: Mesh, vocab_size: int, eod: int | None) -> di
     layer_io: Any = tokens
     loss = CrossEntropy(mesh.tp, vocab_size, cp_group=mesh.cp)
     labels = (tokens, torch.ones(shape, device=device))
-    names = layer_names(layers)
-    kinds = layer_kinds(names, config.model)
-    head = kinds[embedding_and_head(names)[1]]
-    fused = config.training.loss_implementation == "fused"
-    for kind, layer in zip(kinds, layers, strict=True):
-        if kind in seconds:
+    fused, head = config.training.loss_implementation == "fused", ""
+    for layer in layers:
+        description = describe(layer)
+        name = description.time_name
+        if name in seconds:
             continue  # measured already; its output has the shape of its input
-        if fused and head in seconds:
-            seconds[kind] = 0.0  # measured together with the fused head and loss
+        if fused and head:
+            seconds[name] = 0.0  # measured together with the fused head and loss
             continue
-        if fused and kind == head:
+        head = name if description.role is Role.HEAD else head
+        if fused and head:
             function = _build(layer, config, device, lambda m, x: loss.from_hidden(x, m.head_weight, labels))
         else:
             function = _build(layer, config, device)
-        if kind.startswith(TRANSFORMER_LAYER) and config.training.recomputes_layers:
+        if description.role is Role.TRANSFORMER and config.training.recomputes_layers:
             function = _recomputed(function)
-        seconds[kind], layer_io = _time(function, layer_io)
+        seconds[name], layer_io = _time(function, layer_io)
     if not fused:
         seconds[head] += _time(lambda logits: loss(logits, labels), layer_io)[0]
     return seconds
@@ -181,7 +180,7 @@ def _build(
     with torch.no_grad():
         for parameter in module.parameters():
             parameter.normal_(std=config.model.init_method_std)
-    if config.training.compile and isinstance(module, ParallelTransformerLayerPipe):
+    if config.training.compile and describe(layer).role is Role.TRANSFORMER:
         compile_in_place(module)
     if forward is None and isinstance(layer, TiedLayerSpec):
         forward = layer.forward_fn

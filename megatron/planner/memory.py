@@ -67,11 +67,6 @@ def plan_memory(config: Config, vocab_size: int, plan: StagePlan) -> list[StageM
     ]
 
 
-def planned_bytes(config: Config, vocab_size: int, plan: StagePlan) -> list[float]:
-    """Returns the planned bytes per device of each pipeline rank."""
-    return [part.total for part in plan_memory(config, vocab_size, plan)]
-
-
 def _plan_rank(config: Config, vocab_size: int, plan: StagePlan, rank: int) -> StageMemory:
     held = [stage for stage, holder in enumerate(config.parallel.rank_of_stage) if holder == rank]
     costs = [stage_costs(config, plan, vocab_size, stage) for stage in held]

@@ -72,7 +72,7 @@ class Network:
 
     def _members(self, group: Group, mesh: Mesh) -> tuple[int, int]:
         """Returns the number of ranks in a group, and how many of them are in one node. See `Mesh`
-        for the order of the ranks, and `group_name` for the groups."""
+        for the order of the ranks, and `passes.group_name` for the groups."""
         tensor = mesh.tp_size
         sizes = {"tensor": tensor, "context": mesh.cp_size, "data": mesh.dp_cp.size}
         sizes["pipeline"] = mesh.pp_size

@@ -46,7 +46,7 @@ def plan_report(config: Config) -> Report:
     vocab_size = find_vocabulary(config).size
     plan = with_verdict(make_plan(config, vocab_size))
     # The predicted step is printed below the line on the memory instead.
-    parts = [planned_run_report(config, plan.stages, vocab_size, [], "", plan.memory)]
+    parts = [planned_run_report(plan)]
     lines = f"memory     {plan.verdict or 'set --gpu to check whether the plan fits'}"
     if plan.step is not None:
         plan = replace(plan, what_if=what_if(plan))

@@ -21,8 +21,8 @@ from megatron.config.validate import validate
 from megatron.errors import UserError
 from megatron.model.attention_choice import Implementation, training_attention
 from megatron.model.flops import head_flops
+from megatron.model.layer_kinds import layer_kinds, period, transformer_layers
 from megatron.mpu.mesh import Mesh
-from megatron.pipeline.methods import TRANSFORMER_LAYER
 from megatron.pipeline.stages import plan_stages
 from megatron.planner.layer_memory import bytes_per_parameter
 from megatron.planner.network import ALL_REDUCE
@@ -264,8 +264,8 @@ class _Estimator:
 
 @dataclass(frozen=True)
 class _LayerEstimate:
-    """Costs of a transformer layer without recomputation, the means over --window-pattern: forward seconds,
-    backward seconds, and bytes of the activations that are kept between the passes.
+    """Costs of a transformer layer without recomputation, the means over the kinds of layers: forward
+    seconds, backward seconds, and bytes of the activations that are kept between the passes.
 
     first: costs of a micro-batch of one sample. further: costs that each further sample adds. input_bytes:
     bytes of the layer's input per sample.
@@ -278,8 +278,8 @@ class _LayerEstimate:
 
     @classmethod
     def record(cls, config: Config, vocab_size: int, cluster: Cluster) -> _LayerEstimate:
-        """Records the costs in a model of one layer, or of the layers of --window-pattern."""
-        costs, count = [], len(config.model.window_pattern or "W")
+        """Records the costs in a model with the layers after which the kinds repeat."""
+        costs, count = [], period(layer_kinds(config.model))
         for batch in (1, 2):
             alone = config.with_settings(
                 {
@@ -293,15 +293,14 @@ class _LayerEstimate:
                 }
             )
             plan = plan_stages(alone, vocab_size)
-            index = plan.names.index(TRANSFORMER_LAYER)
-            stage = stage_costs(alone, plan, vocab_size, 0)
-            layers = [layer for layer in stage.layers if index <= layer.first < index + count]
+            inner = transformer_layers(plan.layers)
+            layers = [cost for cost in stage_costs(alone, plan, vocab_size, 0).layers if cost.first in inner]
             rank = Rank(alone, cluster, 0)
             passes = ([layer.forward for layer in layers], [layer.backward for layer in layers])
             times = [sum(rank.time(part.actions).total for part in parts) / count for parts in passes]
             costs.append((*times, sum(part.change for part in passes[0]) / count))
         further = tuple(two - one for one, two in zip(*costs, strict=True))
-        return cls(costs[0], further, spec_bytes(layers[0].output) // 2, plan.parameters[index])
+        return cls(costs[0], further, spec_bytes(layers[0].output) // 2, plan.parameters[inner.start])
 
     def at(self, batch: int) -> tuple[float, ...]:
         """Returns (forward seconds, backward seconds, kept bytes) at a micro-batch of `batch` samples."""

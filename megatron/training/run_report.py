@@ -208,8 +208,8 @@ def _simulated_lines(config: Config, plan: StagePlan) -> list[str]:
 
 def _content(plan: StagePlan, stage: int) -> str:
     """Returns the layers of a stage, such as 'embedding, 5 x transformer layer'. Functions are not shown."""
-    titles = plan.layer_titles()[plan.bounds[stage] : plan.bounds[stage + 1]]
-    counts = [(title, len(list(run))) for title, run in groupby(title for title in titles if title)]
+    titles = (layer.title for layer in plan.layers_of(stage) if layer.title)
+    counts = [(title, len(list(run))) for title, run in groupby(titles)]
     return ", ".join(title if count == 1 else f"{count} x {title}" for title, count in counts) or "nothing"
 
 

@@ -243,7 +243,6 @@ RUN_ELSEWHERE = {
     "learning_rate.md": "tests/end_to_end/test_branches.py",
     "object_store.md": "tests/end_to_end/test_object_store.py",
     "recipes.md": "tests/unit/planner/test_documented_plans.py",
-    "simulation.md": "tests/end_to_end/test_simulate.py",
     "sweep.md": "tests/end_to_end/test_sweep.py",
 }
 PAGES = [page for page in sorted((ROOT / "docs").glob("*.md")) if page.name not in (*RUN_ELSEWHERE, "LOG.md")]

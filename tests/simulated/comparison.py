@@ -9,11 +9,11 @@ from megatron.config import Config
 from megatron.mpu.mesh import Mesh
 from megatron.pipeline.stages import StagePlan
 from megatron.planner.plan import CommunicationRow, make_plan
-from megatron.planner.simulation.matching import group_name
-from megatron.planner.simulation.passes import Action, Collective, Group, Kernel
-from megatron.planner.simulation.record import CollectiveCall, Instruction, OpCounts, StepRecord
+from megatron.planner.simulation.device import CollectiveCall
+from megatron.planner.simulation.passes import Action, Collective, Group, Kernel, group_name
 from megatron.planner.simulation.stage_costs import rank_update, stage_costs
-from megatron.planner.simulation.world import find_stages
+from tests.support.simulation.rank import find_stages
+from tests.support.simulation.record import Instruction, OpCounts, StepRecord
 
 STATE_TOLERANCE, PEAK_TOLERANCE, BYTES_TOLERANCE = 0.001, 0.01, 0.02
 # DeepSpeed and the engine copy messages and add losses.
@@ -33,11 +33,9 @@ def disagreements(config: Config, records: Sequence[StepRecord]) -> list[str]:
     found = []
     for record, memory in zip(records, planned.memory, strict=True):
         held = [stage for stage, rank in enumerate(plan.rank_of_stage) if rank == record.stage]
-        end = record.end
-        state = end.parameters + end.gradients + end.optimizer
         checks = [
             ("parameters", sum(map(plan.stage_parameters, held)), record.parameters, 0.0),
-            ("state", memory.state, state, STATE_TOLERANCE),
+            ("state", memory.state, record.end.state, STATE_TOLERANCE),
             ("peak memory", memory.total, record.peak.total, PEAK_TOLERANCE),
             *_messages(config, planned.communication, record),
         ]
@@ -77,7 +75,7 @@ def _of_passes(
         instruction = Instruction(PASSES[name], chunk)
         # A step of one micro-batch has the first one only.
         works = record.rest if instruction in record.rest else record.first
-        simulated = works.get(instruction, OpCounts({}, (), ()))
+        simulated = works.get(instruction, OpCounts())
         kernels = [action for action in planned if isinstance(action, Kernel)]
         counts = simulated.operations.values()
         checks = [

@@ -34,7 +34,6 @@ SET_BY_SWEEP = ("training.exit_interval", "training.eval_iters", "logging.log_in
 # Flags that a sweep does not accept, and why.
 _REFUSED = {
     "training.dry_run": "use the plan command instead",
-    "training.simulate": "use pretrain_gpt.py --dry-run --simulate instead",
     "training.no_train": "a sweep measures training steps",
     "checkpoint.save": "the runs of a sweep save nothing, so that each starts from the same weights",
 }

@@ -406,7 +406,8 @@ def test_a_repeated_flag_takes_the_last_value_and_is_reported() -> None:
 def test_an_ignored_flag_is_reported_once_with_the_reason(old) -> None:
     value = old.values[0] if old.values else "value"
     words = [old.name] if old.nargs == 0 else [old.name, value]
-    expected = (f"{old.name} is ignored: {old.reason}",)
+    how = "deprecated and ignored" if old.name == "--simulate" else "ignored"
+    expected = (f"{old.name} is {how}: {old.reason}",)
     assert read_command_line([*SMALL, *words, *words], {}).notes == expected
 
 
@@ -469,6 +470,7 @@ def test_the_config_of_an_older_checkpoint_has_its_values_under_the_new_names() 
     settings["trouble"] = settings.pop("stability")
     del settings["checkpoint"]["allow_replica_mismatch"]
     settings["checkpoint"]["allow_drift"] = True
+    settings["training"]["simulate"] = False  # removed
     config = Config.from_dict(settings)
     assert config.stability.spike_window == 9
     assert config.checkpoint.allow_replica_mismatch is True

@@ -88,10 +88,16 @@ def test_megatron_lms_llama_3_script_passes_a_dry_run(data: str) -> None:
     assert (config.data.tokenizer_name_or_path == "folder") is (data == REAL)
 
 
-def test_a_run_rejects_a_learning_rate_that_it_does_not_have() -> None:
-    words = ["--mock-data", "--vocab-size", "9", "--decoupled-lr", "1e-3"]
-    with pytest.raises(ConfigError, match="--decoupled-lr is not supported: all parameters have one"):
-        parse_args([*RUN, *words], {})
+@pytest.mark.parametrize(
+    ("flag", "reason"),
+    [
+        ("--decoupled-lr 1e-3", "--decoupled-lr is not supported: all parameters have one"),
+        ("--simulate", "--simulate is not supported: .* which only a dry run accepts"),
+    ],
+)
+def test_a_run_rejects_what_only_a_dry_run_ignores(flag: str, reason: str) -> None:
+    with pytest.raises(ConfigError, match=reason):
+        parse_args([*RUN, "--mock-data", "--vocab-size", "9", *flag.split()], {})
 
 
 def test_the_mean_over_tokens_is_rejected_where_it_is_not_the_mean_over_micro_batches() -> None:

@@ -12,25 +12,24 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from megatron.mpu.mesh import Mesh
-from megatron.planner.simulation.passes import Group
-from megatron.planner.simulation.record import POINT_TO_POINT, CollectiveCall, Instruction, StepRecord
-from megatron.planner.simulation.trace import COMMIT
+from megatron.planner.simulation.device import POINT_TO_POINT, CollectiveCall
+from tests.support.simulation.record import StepRecord
+from tests.support.simulation.trace import COMMIT
 
 # Calls that a rank issues together: several for a batch of messages, otherwise one.
 Batch = tuple[CollectiveCall, ...]
 _MOST_NAMED = 4
 
 
-def rank_calls(record: StepRecord, order: tuple[Instruction, ...]) -> list[Batch]:
-    """Returns the calls of the record's rank in a step with the instructions `order`."""
+def rank_calls(record: StepRecord) -> list[Batch]:
+    """Returns the calls of the record's rank."""
     batches: list[Batch] = []
-    kinds = [*(instruction.kind for instruction in order), ""]
-    for kind, count in zip(kinds, record.counts_of(order), strict=True):
-        if kind.startswith(COMMIT):
-            batches += [count.calls] if count.calls else []
+    for instruction, count in record.works:
+        if instruction.kind.startswith(COMMIT):
+            batches += [tuple(count.calls)] if count.calls else []
         else:
             batches += [(call,) for call in count.calls]
-    return batches
+    return batches + [(call,) for call in record.outside.calls]
 
 
 def calls_of_other(calls: Sequence[Batch], simulated: Mesh, other: Mesh) -> list[Batch]:
@@ -54,26 +53,6 @@ def translate_ranks(ranks: Sequence[int], simulated: Mesh, other: Mesh) -> tuple
     members = [simulated.coordinates_of(rank) for rank in ranks]
     shared = {name: wanted[name] for name in own if all(member[name] == own[name] for member in members)}
     return tuple(sorted(simulated.rank_at(member | shared) for member in members))
-
-
-def group_name(ranks: Sequence[int], mesh: Mesh) -> Group:
-    """Names a process group after the axes in which its ranks differ: 'tensor', 'context', 'data' (data and
-    context), 'pipeline', 'model' (tensor and pipeline), 'stage' (tensor and data) or 'world'. A group of only
-    some pipeline ranks is named by these pipeline ranks."""
-    members = [mesh.coordinates_of(rank) for rank in ranks]
-    pipeline, only_data, context, tensor = (
-        len({member[name] for member in members}) > 1 for name in ("pp", "dp", "cp", "tp")
-    )
-    if context and not (pipeline or only_data or tensor):
-        return "context"
-    data = only_data or context
-    if pipeline and not data and not tensor and len(ranks) < mesh.pp_size:
-        return tuple(member["pp"] for member in members)
-    if data:
-        return "world" if pipeline else "stage" if tensor else "data"
-    if pipeline:
-        return "model" if tensor else "pipeline"
-    return "tensor" if tensor else "data"
 
 
 def find_deadlock(calls: Mapping[int, Sequence[Batch]]) -> str | None:

@@ -10,9 +10,12 @@ The process that calls `simulate_rank` cannot be used for anything else afterwar
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator
+from contextlib import nullcontext
+from itertools import chain
+from typing import Any
+from unittest.mock import patch
 
-import numpy as np
+import torch.distributed as dist
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from megatron.checkpoint.compatibility import resumed_schedule
@@ -20,23 +23,28 @@ from megatron.checkpoint.record import TrainingState
 from megatron.cluster import processes
 from megatron.cluster.rank_reports import RankReport
 from megatron.cluster.watchdog import Watchdog
-from megatron.config import BatchSchedule, Config, ConfigError
+from megatron.config import BatchSchedule, Config
 from megatron.config.batch import RunLength
-from megatron.data.loader import GPTBatchLoader
 from megatron.engine.pipeline_engine import GPTEngine
+from megatron.engine.profiler_ranges import TRAIN_STEP
 from megatron.model.attention_choice import run_uses_kernels
 from megatron.mpu.mesh import Mesh
-from megatron.optimizer.mixed_precision import MixedPrecisionOptimizer
-from megatron.pipeline.layer_times import needs_profiling, read_layer_times
+from megatron.pipeline.layer_times import read_layer_times
 from megatron.pipeline.stages import StagePlan, plan_stages
-from megatron.planner.simulation.device import SimulatedDevice
-from megatron.planner.simulation.rank_process import mark_state, no_values, simulated_process
-from megatron.planner.simulation.record import StepRecord
+from megatron.planner.simulation.device import POINT_TO_POINT, SimulatedDevice, process_group_of
+from megatron.planner.simulation.rank_process import (
+    SimulatedAccelerator,
+    no_values,
+    simulated_process,
+    state_tensors,
+)
 from megatron.tokenizer.vocabulary import Vocabulary, find_vocabulary
 from megatron.training.build import build_engine, build_trainer
-from megatron.training.data import RunData
 from megatron.training.startup_report import StartupReport
 from megatron.training.trainer import Trainer, make_metrics
+from tests.support.simulation.memory import StepMemory
+from tests.support.simulation.record import Instruction, StepRecord
+from tests.support.simulation.trace import StepTrace
 
 _STEPS = 2
 _NEVER = 2**40
@@ -58,16 +66,59 @@ def simulated_micro_batches(config: Config) -> int:
     return min(config.micro_batches_per_step, enough)
 
 
+class StepDevice(SimulatedDevice):
+    """The simulated device, with the NCCL communicators that its calls need."""
+
+    trace: StepTrace
+    memory: StepMemory
+
+    def __init__(self) -> None:
+        memory = StepMemory()
+        super().__init__(StepTrace(memory), memory)
+        self.communicators: set[tuple[str, int | None]] = set()
+
+    def _run_collective(self, func: Any, name: str, args: tuple, kwargs: dict[str, Any]) -> Any:
+        """Notes the communicator: of a process group, or of the two ranks of a message outside a batch.
+        Messages of the default group are sent one at a time, messages of other groups in batches
+        (`engine.executor`). A group of one rank needs no buffers."""
+        group = process_group_of(args)
+        if dist.get_world_size(group) > 1:
+            alone = name in POINT_TO_POINT and group == dist.group.WORLD
+            self.communicators.add((group.group_name, int(args[2]) if alone else None))
+        return super()._run_collective(func, name, args, kwargs)
+
+
+class _Accelerator(SimulatedAccelerator):
+    """Reads the profiler ranges of the engine, which mark the beginning and end of steps and instructions."""
+
+    simulated: StepDevice
+
+    def __init__(self, simulated: StepDevice, kernels: bool) -> None:
+        super().__init__(simulated, kernels)
+        self._open: list[Any] = []
+        self.on_step = lambda: None
+
+    def range_push(self, msg: str, domain: Any = None, category: Any = None) -> None:
+        name, *arguments = msg.split(" ")
+        context: Any = nullcontext()
+        if name == TRAIN_STEP:
+            self.on_step()
+            self.simulated.trace.begin_step()
+        elif name.isidentifier():
+            values = {key: int(value) for key, _, value in (part.partition("=") for part in arguments)}
+            instruction = Instruction(name, values.get("model_chunk_id", 0))
+            context = self.simulated.trace.instruction(instruction, values.get("buffer_id", 0))
+        self._open.append(context)
+        context.__enter__()
+
+    def range_pop(self, domain: Any = None) -> None:
+        self._open.pop().__exit__(None, None, None)
+
+
 def find_stages(config: Config) -> tuple[Vocabulary, StagePlan]:
-    """Returns the vocabulary and the stages. Raises ConfigError if the stages depend on unmeasured times."""
+    """Returns the vocabulary and the stages."""
     vocab = find_vocabulary(config)
-    times = read_layer_times(config, vocab.size)
-    if times is None and needs_profiling(config):
-        raise ConfigError(
-            "--simulate with --partition-method profile: the stages depend on times that a run measures. Set "
-            "--partition-profile to the file of an earlier run, or set another --partition-method."
-        )
-    return vocab, plan_stages(config, vocab.size, times)
+    return vocab, plan_stages(config, vocab.size, read_layer_times(config, vocab.size))
 
 
 def simulate_rank(config: Config, rank: int, micro_batches: int | None = None) -> StepRecord:
@@ -78,10 +129,14 @@ def simulate_rank(config: Config, rank: int, micro_batches: int | None = None) -
     count = micro_batches or simulated_micro_batches(config)
     first = config.curriculum.steps if config.curriculum is not None else 0
     config = _simulated_config(config, count)
-    with simulated_process(mesh, run_uses_kernels(config)) as (simulated, ranges):
+    simulated = StepDevice()
+    accelerator = _Accelerator(simulated, run_uses_kernels(config))
+    # The report of the first steps needs values of all ranks.
+    no_report = patch.object(StartupReport, "lines", lambda *_: iter(()))
+    with simulated_process(mesh, accelerator), no_report:
         trainer = _make_trainer(config, mesh, vocab, plan, first)
         optimizer = trainer.engine.optimizer
-        ranges.on_step = lambda: mark_state(simulated, optimizer)
+        accelerator.on_step = lambda: simulated.memory.mark_state(chain(*state_tensors(optimizer).values()))
         start_peak = simulated.memory.peak
         state = TrainingState(first, 0, 0)
         for _ in range(_STEPS):  # not `train`: at its end it gathers weights that the next step would gather
@@ -111,40 +166,12 @@ def _simulated_config(config: Config, micro_batches: int) -> Config:
             "logging.wandb_project": None,
             "logging.log_path": None,
             "logging.log_interval": _NEVER,
+            "data.mock_data": True,
+            "data.data_path": (),
             "data.num_workers": 0,
             "stability.skip_train_iteration_range": (),
         }
     )
-
-
-class _EmptySamples:
-    """A data set of zeros instead of token files: no result of a simulation depends on tokens."""
-
-    name = "simulated"
-
-    def __init__(self, count: int, seq_length: int) -> None:
-        self._count, self._sample = count, np.zeros(seq_length + 1, dtype=np.int64)
-
-    def __len__(self) -> int:
-        return self._count
-
-    def __getitem__(self, index: int) -> np.ndarray:
-        return self._sample
-
-
-class _NoReport(StartupReport):
-    """Reports nothing: the report needs values of all ranks, but only one rank is simulated."""
-
-    def lines(self, optimizer: MixedPrecisionOptimizer, is_last: bool) -> Iterator[str]:
-        return iter(())
-
-
-class _SimulatedTrainer(Trainer):
-    """The run's trainer without the report of the first steps."""
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        self.startup_report = _NoReport(self.config, self.engine.mesh)
 
 
 def _make_trainer(config: Config, mesh: Mesh, vocab: Vocabulary, plan: StagePlan, first: int) -> Trainer:
@@ -160,43 +187,22 @@ def _make_trainer(config: Config, mesh: Mesh, vocab: Vocabulary, plan: StagePlan
         resumed_schedule(None, config),
         make_metrics(config, vocab.size, rank),
         Watchdog(RankReport(None, str(rank))),
-        data=_no_tokens,
-        trainer=_SimulatedTrainer,
     )
-
-
-def _no_tokens(config: Config, mesh: Mesh, length: RunLength, vocab: Vocabulary) -> RunData:
-    loader = GPTBatchLoader(
-        _EmptySamples(length.train_samples, config.model.seq_length),
-        micro_batch_size=config.batch.micro_batch_size,
-        dp_rank=mesh.dp.rank,
-        dp_size=mesh.dp_size,
-        eod=vocab.eod,
-        eod_mask_loss=config.data.eod_mask_loss,
-        reads_tokens=config.parallel.reads_tokens(mesh.pp.rank),
-    )
-    return RunData(loader, {}, {})
 
 
 def _record(
-    simulated: SimulatedDevice, engine: GPTEngine, mesh: Mesh, micro_batches: int, start_peak: int
+    simulated: StepDevice, engine: GPTEngine, mesh: Mesh, micro_batches: int, start_peak: int
 ) -> StepRecord:
-    first, rest, last = simulated.trace.by_instruction()
     simulated.memory.end_instruction(None)
     return StepRecord(
         rank=mesh.rank,
         stage=mesh.pp.rank,
-        world_size=mesh.world_size,
         micro_batches=micro_batches,
         parameters=sum(p.numel() for p in engine.module.parameters()),
         start_peak=start_peak,
-        peak=simulated.memory.peak_memory(),
-        end=simulated.memory.current_memory(),
-        host_bytes=simulated.host_memory.total,
-        communicators=len(simulated.communicators - {None}),
-        first=first,
-        rest=rest,
-        last=last,
-        order=simulated.trace.order,
+        peak=simulated.memory.at_peak,
+        end=simulated.memory.now(),
+        communicators=len(simulated.communicators),
+        works=tuple(simulated.trace.works),
         outside=simulated.trace.outside,
     )
