@@ -37,8 +37,8 @@ from megatron.config import Config, read_command_line
 from megatron.config.config import SECTIONS
 from megatron.config.data import SPLIT_NAMES
 from megatron.config.flag_parser import make_parser
+from megatron.config.foreign_flags import rewrite
 from megatron.config.mistakes import Mistakes
-from megatron.config.peer_rewriting import rewrite
 from megatron.config.tool_parser import ToolParser
 from megatron.data.gpt_dataset import find_sample, requested_groups
 from megatron.data.indexed_dataset import IndexedDataset, data_path

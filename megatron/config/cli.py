@@ -26,7 +26,6 @@ from megatron.config.fields import (
 )
 from megatron.config.flag_parser import NOTES, make_parser
 from megatron.config.mistakes import Mistakes
-from megatron.config.peer_flags import IGNORED_FLAGS
 from megatron.config.rules import risk_notes, unused_setting_notes
 from megatron.config.sections.checkpoint import CheckpointConfig
 from megatron.config.validate import mistakes_of
@@ -59,13 +58,13 @@ def read_command_line(
     mistakes: found before.
     """
     mistakes = mistakes or Mistakes()
-    given = _parse(sys.argv[1:] if argv is None else argv, mistakes)
-    settings, typed = given.settings, set(given.settings)
+    settings = vars(make_parser().collect(sys.argv[1:] if argv is None else argv, mistakes))
+    notes = list(settings.pop(NOTES))
+    typed = set(settings)
     _apply_launcher_env(settings, env, mistakes)
     _read_data_files(settings, mistakes)
     with mistakes.collect():
         _use_hugging_face(settings)
-    notes = [*given.notes]
     of_model = [option_name(field.name) for field in dataclasses.fields(SECTIONS["model"])]
     with mistakes.collect(of_model):
         notes += _use_checkpoint_args(settings, read_saved_config)
@@ -126,23 +125,6 @@ def complete_command_line() -> None:
             import argcomplete
 
             argcomplete.autocomplete(make_parser())
-
-
-@dataclass(frozen=True)
-class _Given:
-    """The given flags. settings: by 'section.field'. notes: on repeated flags and flags of other
-    frameworks."""
-
-    settings: dict[str, Any]
-    notes: tuple[str, ...]
-
-
-def _parse(argv: Sequence[str], mistakes: Mistakes) -> _Given:
-    values = vars(make_parser().collect(argv, mistakes))
-    notes = values.pop(NOTES, ())
-    ignored = {flag.name: flag for flag in IGNORED_FLAGS if flag.name in values}
-    settings = {name: value for name, value in values.items() if name not in ignored}
-    return _Given(settings, (*(flag.note for flag in ignored.values()), *notes))
 
 
 def _apply_launcher_env(settings: dict[str, Any], env: Mapping[str, str], mistakes: Mistakes) -> None:

@@ -35,6 +35,7 @@ class Flag:
     of the number, or of each number of a tuple.
 
     choices: the possible values. registry: described in --help (default: `choices`, if they are a Registry).
+    spellings: value of another framework -> this program's.
 
     Rules between this field and other settings name conditions: 'section.field', 'section.field=value', or
     several with '|' between them. 'section.field' holds if the setting is not at its default (see
@@ -57,6 +58,7 @@ class Flag:
     aliases: tuple[str, ...] = ()
     choices: tuple[str, ...] | Registry | None = None
     registry: Registry | None = None
+    spellings: Mapping[str, str] = dataclasses.field(default_factory=dict)
     metavar: str | tuple[str, ...] | None = None
     nargs: int | str | None = None
     derived: str | None = None

@@ -13,8 +13,7 @@ from typing import Any
 from megatron.config.config import SECTIONS
 from megatron.config.fields import Flag, bounds_of, flag_of, option_name
 from megatron.config.flag_parser import HELP_GROUPS, default_text, value_type
-from megatron.config.peer_flags import IGNORED_FLAGS, UNSUPPORTED_FAMILIES, UNSUPPORTED_FLAGS, IgnoredFlag
-from megatron.config.peer_rewriting import REWRITTEN_FLAGS, REWRITTEN_VALUES
+from megatron.config.foreign_flags import IgnoredFlag, foreign_flags, own_flags
 
 _HEAD = """# Flags
 
@@ -42,23 +41,29 @@ def flags_page() -> str:
 
 def other_frameworks_tables() -> str:
     """Returns the tables of docs/migration.md: flags of other frameworks, and how they are treated."""
-    ignored = [f"| {_code(flag.name)}{_accepted(flag)} | {_escaped(flag.reason)} |" for flag in IGNORED_FLAGS]
-    rewritten = [f"| {_code(name)} | {_code(' '.join(words))} |" for name, words in REWRITTEN_FLAGS.items()]
+    flags = foreign_flags()
+    ignored = [
+        f"| {_code(flag.name)}{_accepted(flag)} | {_escaped(flag.reason)} |"
+        for flag in flags.ignored.values()
+    ]
+    rewritten = [f"| {_code(name)} | {_code(' '.join(words))} |" for name, words in flags.rewritten.items()]
     rewritten += [
         f"| {_code(f'{flag} {value}')} | {_code(f'{flag} {instead}')} |"
-        for flag, values in REWRITTEN_VALUES.items()
-        for value, instead in values.items()
+        for flag, description in own_flags().items()
+        for value, instead in description.spellings.items()
     ]
-    rejected = [f"| {_code(name)} | {_escaped(answer)} |" for name, answer in UNSUPPORTED_FLAGS.items()]
-    families = [
-        f"| {', '.join(_code(f'{begin}*') for begin in begins)} | {_escaped(answer)} |"
-        for answer, begins in UNSUPPORTED_FAMILIES.items()
-    ]
+    rejected, families = list[str](), dict[str, list[str]]()
+    for name, answer in flags.unsupported.items():
+        if name.endswith("*"):
+            families.setdefault(answer, []).append(_code(name))
+        else:
+            rejected.append(f"| {_code(name)} | {_escaped(answer)} |")
+    of_families = [f"| {', '.join(begins)} | {_escaped(answer)} |" for answer, begins in families.items()]
     tables = (
         ("### Renamed: read as flags of this program", "is read as", rewritten),
         ("### Automatic: accepted and ignored", "why it has no effect", ignored),
         ("### Not supported, and what to do instead", "instead", rejected),
-        ("Whole families of flags are not supported:", "instead", families),
+        ("Whole families of flags are not supported:", "instead", of_families),
     )
     return "\n\n".join(
         "\n".join([title, "", f"| flag | {column} |", "|---|---|", *rows]) for title, column, rows in tables

@@ -26,8 +26,8 @@ from megatron.config import ConfigError
 from megatron.config.config import SECTIONS
 from megatron.config.fields import setting_option
 from megatron.config.flag_parser import make_parser
+from megatron.config.foreign_flags import rewrite
 from megatron.config.mistakes import Mistakes
-from megatron.config.peer_rewriting import rewrite
 from megatron.config.tool_parser import ToolParser
 
 PROGRAM = "pretrain_gpt.py"

@@ -136,7 +136,14 @@ class DataConfig(Section):
     )
     eod_mask_loss: bool = flag(False, changes_model=True, help="exclude end-of-document tokens from the loss")
     tokenizer_type: str | None = flag(
-        derived="inferred from the tokenizer files", choices=TOKENIZERS, help="tokenizer type"
+        derived="inferred from the tokenizer files",
+        choices=TOKENIZERS,
+        spellings={
+            "GPTSentencePieceTokenizer": "SentencePieceTokenizer",
+            "Llama2Tokenizer": "SentencePieceTokenizer",
+            "HuggingFaceTokenizer": "PretrainedFromHF",
+        },
+        help="tokenizer type",
     )
     vocab_file: str | None = _file(help="vocabulary file of GPT2BPETokenizer (vocab.json)")
     merge_file: str | None = _file(help="merge file of GPT2BPETokenizer (merges.txt)")

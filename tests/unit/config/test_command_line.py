@@ -16,8 +16,7 @@ from megatron.config import Config, ConfigError, parse_args, read_command_line
 from megatron.config.config import SECTIONS
 from megatron.config.fields import flag_of, option_name
 from megatron.config.flag_parser import HELP_GROUPS, make_parser
-from megatron.config.peer_flags import IGNORED_FLAGS, UNSUPPORTED_FAMILIES, UNSUPPORTED_FLAGS
-from megatron.config.peer_rewriting import REWRITTEN_FLAGS, rewrite, unsupported
+from megatron.config.foreign_flags import foreign_flags, rewrite
 from tests.unit.config.command_lines import BLOOM, GPT_104B, RUN, SMALL
 
 # Every flag of the published scripts, with a value that one of them gives, and the field that it sets.
@@ -262,14 +261,12 @@ def test_a_flag_that_resembles_none_gets_no_hint(typed: str) -> None:
     assert refusal(typed, "4") == f"unknown flag {typed}: see --help"
 
 
-UNSUPPORTED = [
-    *UNSUPPORTED_FLAGS.items(),
-    *((begin, answer) for answer, begins in UNSUPPORTED_FAMILIES.items() for begin in begins),
-]
+UNSUPPORTED = foreign_flags().unsupported
 
 
-@pytest.mark.parametrize(("typed", "answer"), UNSUPPORTED)
-def test_an_unsupported_flag_of_another_framework_gets_what_to_do_instead(typed: str, answer: str) -> None:
+@pytest.mark.parametrize("name", UNSUPPORTED)
+def test_an_unsupported_flag_of_another_framework_gets_what_to_do_instead(name: str) -> None:
+    typed, answer = name.removesuffix("*"), UNSUPPORTED[name]
     known = make_parser()._option_string_actions
     assert typed not in known
     for spelling in (typed, "--" + typed[2:].replace("-", "_"), f"{typed}=4"):
@@ -283,13 +280,22 @@ def test_every_flag_of_another_framework_has_an_answer(framework: str) -> None:
     """The files list the flags in the frameworks' argument files (BigScience 8387ae17, Microsoft 4efb479d,
     Megatron-LM d98e8a64), and flags that at least three of Megatron-LM's launch scripts give."""
     flags = (Path(__file__).parent / "peer_flags" / f"{framework}.txt").read_text().split()
-    known = make_parser()._option_string_actions.keys() | REWRITTEN_FLAGS.keys()
-    assert [flag for flag in flags if flag not in known and unsupported(flag) is None] == []
+    foreign = foreign_flags()
+    known = make_parser()._option_string_actions.keys() | foreign.rewritten.keys() | foreign.ignored.keys()
+    assert [flag for flag in flags if flag not in known and foreign.alternative(flag) is None] == []
 
 
 def test_flags_that_few_published_scripts_give_are_accepted() -> None:
-    known = make_parser()._option_string_actions.keys()
+    known = make_parser()._option_string_actions.keys() | foreign_flags().ignored.keys()
     assert {"--deepspeed_config", "--glu-activation", "--no-bias-gelu-fusion"} <= known
+
+
+def test_the_file_of_foreign_flags_is_read_only_for_an_unknown_flag() -> None:
+    foreign_flags.cache_clear()
+    parse_args([*SMALL, "--normalization", "rmsnorm", "--bf16"], {})
+    assert foreign_flags.cache_info().currsize == 0
+    parse_args([*SMALL, "--use-flash-attn"], {})
+    assert foreign_flags.cache_info().currsize == 1
 
 
 def test_all_unsupported_flags_are_listed_at_once() -> None:
@@ -309,10 +315,10 @@ def test_surplus_values_of_an_unsupported_flag_are_no_error_of_their_own(words: 
     assert refusal(*words.split()).startswith(f"--num-experts is '{value}': expected 1; mixture-of-experts")
 
 
-@pytest.mark.parametrize("name", REWRITTEN_FLAGS)
+@pytest.mark.parametrize("name", foreign_flags().rewritten)
 def test_a_flag_of_another_framework_is_read_as_flags_of_this_program(name: str) -> None:
     parser = make_parser()
-    words = REWRITTEN_FLAGS[name]
+    words = foreign_flags().rewritten[name]
     value = []
     if words[-1].startswith("--") and parser._option_string_actions[words[-1]].nargs in (None, "+"):
         value = ["2"]
@@ -402,7 +408,7 @@ def test_a_repeated_flag_takes_the_last_value_and_is_reported() -> None:
     assert command.notes == ("--seed is given more than once: the last value, 2, is used",)
 
 
-@pytest.mark.parametrize("old", IGNORED_FLAGS, ids=lambda old: old.name)
+@pytest.mark.parametrize("old", foreign_flags().ignored.values(), ids=lambda old: old.name)
 def test_an_ignored_flag_is_reported_once_with_the_reason(old) -> None:
     value = old.values[0] if old.values else "value"
     words = [old.name] if old.nargs == 0 else [old.name, value]
@@ -451,7 +457,7 @@ def test_help_is_grouped_as_megatrons_and_has_every_field_once(capsys: pytest.Ca
         for field in dataclasses.fields(kind):
             assert flags.count(option_name(field.name)) == 1 and flag_of(field).help
     ignored = " ".join(text.partition("(accepted and ignored):")[2].split())
-    for old in IGNORED_FLAGS:
+    for old in foreign_flags().ignored.values():
         assert old.name in re.split("[ ,:]+", ignored) and f": {old.reason}" in ignored
 
 

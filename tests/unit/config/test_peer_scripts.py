@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from megatron.config import Config, ConfigError, parse_args, read_command_line
-from megatron.config.peer_rewriting import rewrite
+from megatron.config.foreign_flags import rewrite
 from megatron.engine.deepspeed_config import read_deepspeed_config
 from tests.unit.config.command_lines import RUN, SMALL
 
