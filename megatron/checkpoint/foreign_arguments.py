@@ -22,7 +22,7 @@ from megatron.config import Config, ConfigError, ModelConfig
 from megatron.config.config import SECTIONS
 from megatron.config.fields import changes_model, flag_of, option_name, value_text
 from megatron.config.registries import NORMALIZATIONS
-from megatron.config.window_pattern import window_pattern
+from megatron.config.sections.window_pattern import window_pattern
 from megatron.errors import UserError, one_line
 from megatron.files import read_json
 

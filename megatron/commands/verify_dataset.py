@@ -31,15 +31,16 @@ from typing import Any
 import numpy as np
 from tqdm import tqdm
 
+from megatron.arguments import read_command_line
 from megatron.checkpoint.lineage.start import check_load_folder
 from megatron.checkpoint.selection import planned_length
-from megatron.config import Config, read_command_line
+from megatron.config import Config
 from megatron.config.config import SECTIONS
-from megatron.config.data import SPLIT_NAMES
 from megatron.config.flag_parser import make_parser
 from megatron.config.foreign_flags import rewrite
 from megatron.config.mistakes import Mistakes
 from megatron.config.tool_parser import ToolParser
+from megatron.data.flags import SPLIT_NAMES
 from megatron.data.gpt_dataset import find_sample, requested_groups
 from megatron.data.indexed_dataset import IndexedDataset, data_path
 from megatron.data.statistics import dataset_statistics
@@ -200,7 +201,9 @@ def sampled_run(words: Sequence[str], mistakes: Mistakes) -> Config:
         for field in dataclasses.fields(SECTIONS[section])
     } - {"model.seq_length", "parallel.zero_stage"}
     kept = without_settings(words, dropped)
-    return with_curriculum(read_command_line([*_DEFAULT_FLAGS, *kept], {}, mistakes=mistakes).config)
+    return with_curriculum(
+        read_command_line([*_DEFAULT_FLAGS, *kept], {}, reads_files=False, mistakes=mistakes).config
+    )
 
 
 def sample_report(i: int, subset: str, config: Config) -> Iterator[str]:

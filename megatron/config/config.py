@@ -7,10 +7,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, get_type_hints
 
-from megatron.config.curriculum import LengthCurriculum
 from megatron.config.fields import changes_model
 from megatron.config.sections.batch import BatchConfig
 from megatron.config.sections.checkpoint import CheckpointConfig
+from megatron.config.sections.curriculum import LengthCurriculum
 from megatron.config.sections.data import DataConfig
 from megatron.config.sections.logging import LoggingConfig
 from megatron.config.sections.model import ModelConfig

@@ -278,11 +278,10 @@ class Partitioner(Choice):
     """A partition method. Its implementation is a function (PartitionMethod, LayerTable, PipelineShape) ->
     Partition.
 
-    memory_costs: "module:attribute" of the function (Config, vocabulary size) -> MemoryCosts that computes
-    the memory of the layers; empty if the method does not use it. Rank 0 of a run calls it.
+    needs_memory: whether the method needs the memory of the layers (`pipeline.stages.find_memory_costs`).
     """
 
-    memory_costs: str = ""
+    needs_memory: bool = False
 
 
 PARTITION_METHODS = Registry(
@@ -293,7 +292,7 @@ PARTITION_METHODS = Registry(
         "memory": Partitioner(
             "equal estimated memory",
             "megatron.pipeline.methods:by_memory",
-            memory_costs="megatron.planner.layer_memory:memory_costs",
+            needs_memory=True,
         ),
         "time": Partitioner("equal estimated FLOPs", "megatron.pipeline.methods:by_flops"),
         "profile": Partitioner("equal measured time", "megatron.pipeline.methods:by_measured_time"),

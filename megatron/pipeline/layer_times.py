@@ -25,7 +25,6 @@ from torch.utils.checkpoint import checkpoint
 from megatron.config import Config, ConfigError
 from megatron.config.fields import flag_of
 from megatron.config.model import padded_vocab_size
-from megatron.config.partition_method import parse_partition_method
 from megatron.files import HostileFileError, read_json, write_json
 from megatron.model.flops import recomputes_scores
 from megatron.model.gpt_model import ParallelTransformerLayerPipe, pipeline_layers
@@ -37,6 +36,7 @@ from megatron.mpu.compilation import compile_in_place
 from megatron.mpu.layout import CPGroup, ParallelLayout, TPGroup
 from megatron.mpu.random import DropoutRNG
 from megatron.pipeline.methods import TRANSFORMER_LAYER, embedding_and_head
+from megatron.pipeline.partition_method import parse_partition_method
 from megatron.pipeline.stages import layer_kinds
 
 WARM_UP, REPEATS = 2, 7

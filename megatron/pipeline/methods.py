@@ -12,9 +12,9 @@ from fractions import Fraction
 from itertools import accumulate, pairwise
 
 from megatron.config import ConfigError
-from megatron.config.partition_method import EXAMPLES, PartitionMethod, StageContent
 from megatron.config.registries import PARTITION_METHODS
 from megatron.pipeline.partition import TooLongError, Weight, partition, partition_v
+from megatron.pipeline.partition_method import EXAMPLES, PartitionMethod, StageContent
 from megatron.units import GIB
 
 # Class names of the input embedding (and tied head), of an untied head, and of a transformer layer.
@@ -52,7 +52,7 @@ class LayerTable:
     seconds: list[float] | None = None
     """Measured seconds of a micro-batch's forward and backward pass, for the method 'profile'."""
     memory: MemoryCosts | None = None
-    """Needed by the methods with `memory_costs` in the registry."""
+    """Needed by the methods with `needs_memory` in the registry."""
 
 
 @dataclass(frozen=True)
@@ -231,7 +231,7 @@ def _merge_end_functions(weights: Sequence[Weight], names: Sequence[str]) -> lis
 def by_memory(method: PartitionMethod, layers: LayerTable, shape: PipelineShape) -> Partition:
     """Balances the estimated memory, including the activations of each stage's in-flight micro-batches."""
     memory = layers.memory
-    assert memory is not None  # see `memory_costs` in the registry
+    assert memory is not None  # see `needs_memory` in the registry
     costs = [
         [state + live * kept for state, kept in zip(memory.state_bytes, memory.activation_bytes, strict=True)]
         for live in memory.in_flight

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import argparse
 
-from megatron.config.checkpoint_args import TOKENIZER_FIELDS
 from megatron.config.foreign_flags import own_flags
+from megatron.config.sections.data import TOKENIZER_FIELDS
 from megatron.errors import UserError
 from megatron.tokenizer.base import Tokenizer, TokenizerFlags
 from megatron.tokenizer.factory import TOKENIZER_TYPES

@@ -7,7 +7,7 @@ from functools import cache
 
 import pytest
 
-from megatron.config.curriculum import LengthCurriculum
+from megatron.config.sections.curriculum import LengthCurriculum
 from megatron.errors import UserError
 from megatron.mpu.layout import ParallelLayout
 from megatron.pipeline.stages import stage_flops

@@ -208,8 +208,8 @@ def build_model(
     """Builds this rank's stage, inside `run_world`. bounds: a partition in place of the flags' partition."""
     import torch.distributed as dist
 
+    from megatron.data.vocabulary import Vocabulary
     from megatron.mpu.layout import ParallelLayout
-    from megatron.tokenizer.vocabulary import Vocabulary
     from megatron.training import build
 
     parallel = config.parallel

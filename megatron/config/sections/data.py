@@ -9,6 +9,9 @@ from typing import Any, ClassVar
 from megatron.config.fields import COMMON_FLAGS, Section, flag, option_name
 from megatron.config.registries import DATA_ORDERS, TOKENIZERS
 
+TOKENIZER_FIELDS = frozenset({"tokenizer_type"}).union(
+    *(tokenizer.settings for tokenizer in TOKENIZERS.values())
+)
 _groups = partial(flag, (), nargs="+", metavar="GROUP")
 _prefixes = partial(flag, (), nargs="+", metavar="PREFIX")
 _file = partial(flag, None, metavar="FILE")

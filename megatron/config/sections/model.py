@@ -16,7 +16,7 @@ from megatron.config.registries import (
     QK_NORMS,
     ROPE_SCALINGS,
 )
-from megatron.config.window_pattern import WINDOW, window_pattern
+from megatron.config.sections.window_pattern import WINDOW, window_pattern
 from megatron.errors import ConfigError
 
 _MUP_FLAG: dict[str, Any] = {"group": "initialization", "used_with": ("model.mup",)}

@@ -22,7 +22,7 @@ from megatron.config.sections.checkpoint import CheckpointConfig
 from megatron.config.sections.logging import LoggingConfig
 from megatron.config.sections.optimizer import OptimizerConfig
 from megatron.config.sections.schedule import ScheduleConfig
-from megatron.config.window_pattern import WINDOW
+from megatron.config.sections.window_pattern import WINDOW
 from megatron.model.attention_choice import run_uses_kernels
 from megatron.optimizer.overlap import divide_into_buckets
 from megatron.pipeline.methods import TRANSFORMER_LAYER

@@ -20,19 +20,19 @@ from megatron.checkpoint.record import TrainingState
 from megatron.cluster import processes
 from megatron.cluster.rank_reports import RankReport
 from megatron.cluster.watchdog import Watchdog
-from megatron.config import BatchSchedule, Config, ConfigError
-from megatron.config.batch import RunLength
+from megatron.config import Config, ConfigError
 from megatron.data.loader import GPTBatchLoader
+from megatron.data.vocabulary import Vocabulary, find_vocabulary
 from megatron.engine.pipeline_engine import GPTEngine
 from megatron.model.attention_choice import run_uses_kernels
 from megatron.mpu.layout import ParallelLayout
+from megatron.optimizer.batch_schedule import BatchSchedule, RunLength
 from megatron.optimizer.mixed_precision import MixedPrecisionOptimizer
 from megatron.pipeline.layer_times import needs_profiling, read_layer_times
 from megatron.pipeline.stages import StagePlan, plan_stages
 from megatron.planner.simulation.device import SimulatedDevice
 from megatron.planner.simulation.rank_process import mark_state, no_values, simulated_process
 from megatron.planner.simulation.record import StepRecord
-from megatron.tokenizer.vocabulary import Vocabulary, find_vocabulary
 from megatron.training.build import build_engine, build_trainer
 from megatron.training.data import RunData
 from megatron.training.startup_report import StartupReport

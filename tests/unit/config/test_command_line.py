@@ -12,7 +12,8 @@ from pathlib import Path
 
 import pytest
 
-from megatron.config import Config, ConfigError, parse_args, read_command_line
+from megatron.arguments import parse_args, read_command_line
+from megatron.config import Config, ConfigError
 from megatron.config.config import SECTIONS
 from megatron.config.fields import flag_of, option_name
 from megatron.config.flag_parser import HELP_GROUPS, make_parser
@@ -152,7 +153,7 @@ def test_a_value_with_spaces_is_not_split() -> None:
 
 
 def test_a_published_176b_command_line_parses() -> None:
-    command = read_command_line([*BLOOM, "--dry-run", "--world-size", "384"], {})
+    command = read_command_line([*BLOOM, "--dry-run", "--world-size", "384"], {}, reads_files=False)
     config = command.config
     assert config.parallel.partition_method == "type:transformer|embedding"
     assert config.parallel.data_parallel_size == 8
@@ -169,7 +170,7 @@ def test_a_published_176b_command_line_parses() -> None:
 
 
 def test_a_published_104b_command_line_parses() -> None:
-    command = read_command_line([*GPT_104B, "--dry-run", "--world-size", "256"], {})
+    command = read_command_line([*GPT_104B, "--dry-run", "--world-size", "256"], {}, reads_files=False)
     config = command.config
     assert config.data.tokenizer_type == "GPT2BPETokenizer"
     assert config.precision.name == "fp16"

@@ -10,8 +10,9 @@ from typing import Any
 
 import pytest
 
-from megatron.config import CommandLine, ConfigError, parse_args, read_command_line
-from megatron.engine.deepspeed_config import deepspeed_dict, read_deepspeed_config
+from megatron.arguments import CommandLine, parse_args, read_command_line
+from megatron.config import ConfigError
+from megatron.engine.deepspeed_config import deepspeed_dict
 from megatron.errors import UserError
 from tests.unit.config.command_lines import SMALL, rows
 from tests.unit.hostile import HOSTILE_VALUES, refusal
@@ -43,13 +44,13 @@ def read(tmp_path: Path):
         file = tmp_path / "ds_config.json"
         file.write_text(settings if isinstance(settings, str) else json.dumps(settings))
         words = (*SMALL, *words, "--deepspeed_config", str(file))
-        return read_command_line(words, {}, read_deepspeed_config=read_deepspeed_config)
+        return read_command_line(words, {})
 
     return read_settings
 
 
 def test_without_a_file_nothing_changes() -> None:
-    command = read_command_line(SMALL, {}, read_deepspeed_config=read_deepspeed_config)
+    command = read_command_line(SMALL, {})
     assert command == CommandLine(parse_args(SMALL, {}), ())
 
 
@@ -182,12 +183,12 @@ def test_an_absent_file_is_refused_by_a_run_and_noted_by_a_plan(tmp_path: Path) 
         (tmp_path / f"text{ending}").touch()
     absent = str(tmp_path / "none.json")
     words = [*SMALL, "--vocab-size", "9", "--data-path", str(tmp_path / "text"), "--deepspeed_config", absent]
-    plan = read_command_line(words, {}, read_deepspeed_config=read_deepspeed_config)
+    plan = read_command_line(words, {})
     assert absent in plan.notes[0]
     assert deepspeed_dict(plan.config, 8)["train_batch_size"] == 8
     run = [word for word in words if word != "--dry-run"]
     with pytest.raises(ConfigError, match="--deepspeed_config .*none.json"):
-        read_command_line(run, {}, read_deepspeed_config=read_deepspeed_config)
+        read_command_line(run, {})
 
 
 def test_deepspeed_is_configured_for_fp32_without_clipping() -> None:
@@ -282,9 +283,7 @@ def test_a_hostile_pipe_or_device_does_not_block(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "pipe")
     for file in (tmp_path / "pipe", Path("/dev/zero")):
         words = [*SMALL, "--deepspeed_config", str(file)]
-        assert str(file) in refusal(
-            lambda words=words: read_command_line(words, {}, read_deepspeed_config=read_deepspeed_config)
-        )
+        assert str(file) in refusal(lambda words=words: read_command_line(words, {}))
 
 
 @pytest.mark.parametrize(

@@ -12,9 +12,9 @@ from pathlib import Path
 
 import pytest
 
-from megatron.config import ConfigError, read_command_line
-from megatron.config.batch import check_remaining_batches, first_supported_sample
-from megatron.engine.deepspeed_config import read_deepspeed_config
+from megatron.arguments import read_command_line
+from megatron.config import ConfigError
+from megatron.optimizer.batch_schedule import check_remaining_batches, first_supported_sample
 from tests.unit.config.published_scripts import SCRIPTS, Script
 
 
@@ -31,7 +31,7 @@ def test_a_published_command_line_is_accepted_or_refused_for_its_own_fault(
             read_command_line(words, {})
         assert script.fault in str(caught.value)
         return
-    config = read_command_line(words, {}, read_deepspeed_config=read_deepspeed_config).config
+    config = read_command_line(words, {}).config
     assert config.parallel.world_size == script.processes
     assert config.precision.loss_scale is None  # dynamic, as the file says and --loss-scale does not
 

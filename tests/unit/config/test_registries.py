@@ -6,7 +6,8 @@ import dataclasses
 
 import pytest
 
-from megatron.config import Config, ConfigError, ModelConfig, parse_args, registries
+from megatron.arguments import parse_args
+from megatron.config import Config, ConfigError, ModelConfig, registries
 from megatron.config.config import SECTIONS
 from megatron.config.fields import changes_model, flag_of
 from megatron.config.flag_parser import make_parser

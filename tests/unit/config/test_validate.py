@@ -7,7 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from megatron.config import ConfigError, ModelConfig, padded_vocab_size, parse_args, read_command_line
+from megatron.arguments import parse_args, read_command_line
+from megatron.config import ConfigError, ModelConfig, padded_vocab_size
 from tests.unit.config.command_lines import RUN, SMALL, WITHOUT_LENGTH, rows
 
 REFUSED = """
@@ -248,7 +249,7 @@ NO_EFFECT = """
 
 @pytest.mark.parametrize(("words", "notes"), rows(NO_EFFECT), ids=lambda v: v if isinstance(v, str) else "")
 def test_a_flag_without_effect_beside_the_others_is_noted(words: str, notes: list[str]) -> None:
-    assert read_command_line([*SMALL, *words.split()], {}).notes == tuple(notes)
+    assert read_command_line([*SMALL, *words.split()], {}, reads_files=False).notes == tuple(notes)
 
 
 # --- a run, whose files and packages must exist ---

@@ -10,8 +10,9 @@ from pathlib import Path
 
 import pytest
 
-from megatron.config import Config, ConfigError, parse_args, read_command_line
-from megatron.config.data import (
+from megatron.arguments import parse_args, read_command_line
+from megatron.config import Config, ConfigError
+from megatron.data.flags import (
     PathGroup,
     WeightedPath,
     available_eval_splits,

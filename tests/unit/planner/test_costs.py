@@ -7,7 +7,7 @@ import torch
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils.flop_counter import FlopCounterMode
 
-from megatron.config import read_command_line
+from megatron.arguments import read_command_line
 from megatron.model.flops import head_flops, transformer_layer_flops
 from megatron.model.gpt_model import ParallelTransformerLayerPipe
 from megatron.model.layer_context import LayerContext

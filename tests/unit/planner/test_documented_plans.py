@@ -9,12 +9,12 @@ from itertools import pairwise
 
 import pytest
 
-from megatron.config import read_command_line
+from megatron.arguments import read_command_line
+from megatron.data.vocabulary import find_vocabulary
 from megatron.pipeline.methods import TRANSFORMER_LAYER
 from megatron.pipeline.schedule import simulate_schedule
 from megatron.pipeline.stages import StagePlan, plan_stages
 from megatron.planner.plan import Plan, make_plan
-from megatron.tokenizer.vocabulary import find_vocabulary
 from megatron.units import GIB
 from tests.end_to_end.command import ROOT
 

@@ -5,31 +5,41 @@ from __future__ import annotations
 import dataclasses
 import os
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
-from megatron.config.checkpoint_args import (
-    ReadSavedConfig,
-    add_branch_settings,
-    add_checkpoint_args,
-    check_branch_flags,
+from megatron.arguments.checkpoint_args import (
+    section_settings,
+    use_branch_point,
+    use_checkpoint_args,
+    use_hugging_face,
 )
+from megatron.arguments.checks import mistakes_of
+from megatron.arguments.notes import risk_notes, unused_setting_notes
 from megatron.config.config import SECTIONS, Config
-from megatron.config.data import SPLIT_NAMES, read_data_args, read_groups_file, read_per_split_data_args
-from megatron.config.fields import (
-    InvalidSettings,
-    flag_of,
-    option_name,
-    setting_option,
-)
+from megatron.config.fields import InvalidSettings, flag_of, option_name, setting_option
 from megatron.config.flag_parser import NOTES, make_parser
 from megatron.config.mistakes import Mistakes
-from megatron.config.rules import risk_notes, unused_setting_notes
-from megatron.config.sections.checkpoint import CheckpointConfig
-from megatron.config.validate import mistakes_of
+from megatron.data.flags import SPLIT_NAMES, read_data_args, read_groups_file, read_per_split_data_args
+from megatron.engine.deepspeed_config import file_mistakes, file_notes, merge_file
 from megatron.errors import ConfigError, one_line
+
+INTRODUCTION = r"""no flags are given; pretrain_gpt.py trains a GPT with tensor, pipeline and data parallelism
+Train a small GPT on this machine's CPU (5 to 8 minutes on 2 cores):
+  make train
+Plan a run of 354 M parameters on 8 GPUs, on a machine without GPUs:
+  python pretrain_gpt.py --dry-run --gpu a100-80gb --world-size 8 --bf16 --num-layers 24 --hidden-size 1024 \
+    --num-attention-heads 16 --seq-length 2048 --position-embedding-type rotary --vocab-size 50257 \
+    --micro-batch-size 4 --global-batch-size 256 --train-iters 1000 --lr 3e-4
+All flags: python pretrain_gpt.py --help. Documentation: README.md and docs/README.md."""
+
+
+def require_flags(argv: Sequence[str]) -> None:
+    """Raises ConfigError with the introduction if argv has no flag, or only the launcher's --local-rank."""
+    if all(word.replace("_", "-").startswith("--local-rank=") for word in argv):
+        raise ConfigError(INTRODUCTION)
 
 
 @dataclass(frozen=True)
@@ -40,22 +50,18 @@ class CommandLine:
     notes: tuple[str, ...]
 
 
-# Reads the file of --deepspeed_config and adds its mistakes: returns the config with its settings, and notes.
-ReadDeepSpeedConfig = Callable[[Config, Mistakes], tuple[Config, tuple[str, ...]]]
-
-
 def read_command_line(
     argv: Sequence[str] | None = None,
     env: Mapping[str, str] = os.environ,
-    read_saved_config: ReadSavedConfig | None = None,
-    read_deepspeed_config: ReadDeepSpeedConfig | None = None,
+    *,
+    reads_files: bool = True,
     mistakes: Mistakes | None = None,
 ) -> CommandLine:
     """Parses and validates argv (None: sys.argv[1:]). Raises a ConfigError with all mistakes, if there are
     any.
 
-    read_saved_config: reads the configuration of a checkpoint, for --use-checkpoint-args and --branch-at.
-    mistakes: found before.
+    reads_files: whether the checkpoint of --use-checkpoint-args and --branch-at and the file of
+    --deepspeed_config are read. mistakes: found before.
     """
     mistakes = mistakes or Mistakes()
     settings = vars(make_parser().collect(sys.argv[1:] if argv is None else argv, mistakes))
@@ -64,24 +70,24 @@ def read_command_line(
     _apply_launcher_env(settings, env, mistakes)
     _read_data_files(settings, mistakes)
     with mistakes.collect():
-        _use_hugging_face(settings)
+        use_hugging_face(settings)
     of_model = [option_name(field.name) for field in dataclasses.fields(SECTIONS["model"])]
     with mistakes.collect(of_model):
-        notes += _use_checkpoint_args(settings, read_saved_config)
+        notes += use_checkpoint_args(settings, reads_files)
     with mistakes.collect(["--train-iters", "--train-samples", "--lr"]):
-        notes += _use_branch_point(settings, read_saved_config)
+        notes += use_branch_point(settings, reads_files)
+    file, curriculum, more = merge_file(settings, mistakes) if reads_files else ({}, None, [])
     _fill_in_required(settings, mistakes)
     sections = {name: _section(name, settings, mistakes) for name in SECTIONS}
     parallel = sections["parallel"]
     if not mistakes.unknown.isdisjoint(_LAYOUT):  # checked as if there was one replica
         sections["parallel"] = dataclasses.replace(parallel, world_size=parallel.ranks_per_replica)
-    flags = config = Config(**sections)
-    if read_deepspeed_config is not None:
-        config, more = read_deepspeed_config(config, mistakes)
-        notes += more
+    config = Config(**sections, curriculum=curriculum)
+    mistakes.extend(file_mistakes(config, file))
     mistakes.extend(mistakes_of(config))
     mistakes.raise_all()
-    return CommandLine(config, (*notes, *unused_setting_notes(flags, typed), *risk_notes(flags)))
+    notes += [*more, *file_notes(config, file), *unused_setting_notes(config, typed), *risk_notes(config)]
+    return CommandLine(config, tuple(notes))
 
 
 _LAYOUT = (
@@ -92,7 +98,7 @@ _LAYOUT = (
 
 def _section(name: str, settings: Mapping[str, Any], mistakes: Mistakes) -> Any:
     """Returns a section. A setting with an invalid value has its default, or the smallest valid value."""
-    kind, values = SECTIONS[name], _section_settings(settings, name)
+    kind, values = SECTIONS[name], section_settings(settings, name)
     fields = {field.name: field for field in dataclasses.fields(kind)}
     while True:
         unknown = [field for field in fields.values() if option_name(field.name) in mistakes.unknown]
@@ -178,50 +184,6 @@ def _file_to_read(settings: dict[str, Any], field: str, replaced: tuple[str, ...
     return file if os.path.exists(file) or not settings.get("training.dry_run") else None
 
 
-def _use_hugging_face(settings: dict[str, Any]) -> None:
-    """Sets the flags that --load-huggingface implies."""
-    folder = settings.get("checkpoint.load_huggingface")
-    if folder is None:
-        return
-    if settings.get("checkpoint.load", folder) != folder:
-        raise ConfigError(
-            f"--load-huggingface {folder} with --load {settings['checkpoint.load']}: a run starts from one "
-            "folder; remove one of the flags"
-        )
-    # A run that has saved checkpoints resumes from --save, even if the folder no longer exists.
-    if "checkpoint.save" not in settings and not os.path.isfile(os.path.join(folder, "config.json")):
-        raise ConfigError(
-            f"--load-huggingface {folder} has no config.json: expected the folder of a Hugging Face model"
-        )
-    settings["checkpoint.load"] = folder
-    settings["checkpoint.use_checkpoint_args"] = True
-    if not settings.get("training.no_train"):
-        settings["checkpoint.finetune"] = True
-
-
-def _use_checkpoint_args(settings: dict[str, Any], read: ReadSavedConfig | None) -> list[str]:
-    """Adds the checkpoint's flags with --use-checkpoint-args. Returns notes for the log."""
-    if not settings.get("checkpoint.use_checkpoint_args"):
-        return []
-    if "checkpoint.load" not in settings:
-        raise ConfigError("--use-checkpoint-args without --load: set --load to the folder of the checkpoint")
-    if read is None:
-        raise ConfigError("--use-checkpoint-args has no effect in this tool: give the flags of the model")
-    saved = read(CheckpointConfig(**_section_settings(settings, "checkpoint")))
-    return [add_checkpoint_args(settings, saved)]
-
-
-def _use_branch_point(settings: dict[str, Any], read: ReadSavedConfig | None) -> list[str]:
-    """Adds the schedule of a branch with --branch-at. Returns notes for the log."""
-    if "checkpoint.branch_at" not in settings:
-        return []
-    options = CheckpointConfig(**_section_settings(settings, "checkpoint"))
-    check_branch_flags(options, settings)
-    if read is None:
-        raise ConfigError("--branch-at has no effect in this tool: give the checkpoint's folder to --load")
-    return [add_branch_settings(settings, read(options))]
-
-
 def _launcher_number(env: Mapping[str, str], name: str) -> int:
     try:
         return int(env[name])
@@ -249,8 +211,3 @@ def _fill_in_required(settings: dict[str, Any], mistakes: Mistakes) -> None:
         mistakes.add(
             sentence + hint * (of_model and "checkpoint.load" in settings), map(setting_option, missing)
         )
-
-
-def _section_settings(settings: Mapping[str, Any], section: str) -> dict[str, Any]:
-    prefix = section + "."
-    return {name.removeprefix(prefix): value for name, value in settings.items() if name.startswith(prefix)}
