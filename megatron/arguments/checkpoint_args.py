@@ -6,17 +6,16 @@ and data order of a cooldown branch from the base run.
 
 from __future__ import annotations
 
-import dataclasses
 import math
 import os
 import types
 import typing
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 from megatron.checkpoint.saved_config import SavedConfig, read_saved_config
-from megatron.config.config import SECTIONS, Config
-from megatron.config.fields import changes_model, option_name, setting_option
+from megatron.config.config import SETTINGS, Config
+from megatron.config.fields import setting_option
 from megatron.config.sections.checkpoint import CheckpointConfig
 from megatron.config.sections.data import TOKENIZER_FIELDS
 from megatron.errors import ConfigError
@@ -85,37 +84,30 @@ def add_checkpoint_args(settings: Settings, saved: SavedConfig) -> str:
     typed_tokenizer = any(f"data.{name}" in settings for name in TOKENIZER_FIELDS)
     is_finetuning = settings.get("checkpoint.finetune", False)
     unused = saved.config.model.unused_fields()  # some are derived from other fields, such as --seq-length
-    for section, field, annotation in _taken_fields(is_finetuning):
-        value = getattr(getattr(saved.config, section), field.name)
-        if not _has_type(value, annotation):
+    for name, setting in SETTINGS.items():
+        is_of_tokenizer = setting.field in TOKENIZER_FIELDS
+        # Fine-tuning may choose how to treat documents.
+        is_of_data = setting.changes_model and not is_finetuning and setting.section == "data"
+        if not (setting.section == "model" or is_of_data or is_of_tokenizer):
+            continue
+        value = saved.config.value(name)
+        if not _has_type(value, setting.type):
             raise ConfigError(
-                f"checkpoint {saved.source}: {section}.{field.name} in its config is of type "
+                f"checkpoint {saved.source}: {name} in its config is of type "
                 f"{type(value).__name__}: the file is damaged, or another program wrote it"
             )
-        is_of_tokenizer = field.name in (TOKENIZER_FIELDS | {"vocab_size"})
-        if (is_of_tokenizer and typed_tokenizer) or (section == "model" and field.name in unused):
+        if typed_tokenizer and (is_of_tokenizer or name == "model.vocab_size"):
             continue
-        name = f"{section}.{field.name}"
+        if setting.section == "model" and setting.field in unused:
+            continue
         typed = settings.setdefault(name, value)
-        if typed != value and changes_model(SECTIONS[section], field):
+        if typed != value and setting.changes_model:
             has = "does not have it" if value in (None, False) else f"has {value}"
             raise ConfigError(
-                f"{option_name(field.name)} {'' if typed is True else f'{typed} '}contradicts "
+                f"{setting.option} {'' if typed is True else f'{typed} '}contradicts "
                 f"--use-checkpoint-args: checkpoint {saved.source} {has}; remove one of the two flags"
             )
     return f"model and tokenizer have the flags of {saved.source} (--use-checkpoint-args)"
-
-
-def _taken_fields(is_finetuning: bool) -> Iterator[tuple[str, dataclasses.Field[Any], Any]]:
-    """Yields (section, field, annotation) of the settings to take. Fine-tuning may choose how to treat
-    documents."""
-    for section in ("model", "data"):
-        kind = SECTIONS[section]
-        annotations = typing.get_type_hints(kind)
-        for field in dataclasses.fields(kind):
-            of_model = changes_model(kind, field) and not is_finetuning
-            if section == "model" or of_model or field.name in TOKENIZER_FIELDS:
-                yield section, field, annotations[field.name]
 
 
 def _has_type(value: Any, annotation: Any) -> bool:
@@ -163,8 +155,7 @@ def add_branch_settings(settings: Settings, saved: SavedConfig) -> str:
     base = saved.config
     if saved.is_branch_checkpoint:
         for name in _DERIVED:
-            section, _, field = name.partition(".")
-            settings.setdefault(name, getattr(getattr(base, section), field))
+            settings.setdefault(name, base.value(name))
         return f"a cooldown branch (--branch-at), continued with the schedule of {saved.source}"
     iteration = settings["checkpoint.branch_at"]
     flag = f"--branch-at {iteration}"

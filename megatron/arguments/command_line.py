@@ -18,8 +18,8 @@ from megatron.arguments.checkpoint_args import (
 )
 from megatron.arguments.checks import mistakes_of
 from megatron.arguments.notes import risk_notes, unused_setting_notes
-from megatron.config.config import SECTIONS, Config
-from megatron.config.fields import InvalidSettings, flag_of, option_name, setting_option
+from megatron.config.config import SECTIONS, SETTINGS, Config, Setting
+from megatron.config.fields import InvalidSettings, option_name, setting_option
 from megatron.config.flag_parser import NOTES, make_parser
 from megatron.config.mistakes import Mistakes
 from megatron.data.flags import SPLIT_NAMES, read_data_args, read_groups_file, read_per_split_data_args
@@ -71,7 +71,7 @@ def read_command_line(
     _read_data_files(settings, mistakes)
     with mistakes.collect():
         use_hugging_face(settings)
-    of_model = [option_name(field.name) for field in dataclasses.fields(SECTIONS["model"])]
+    of_model = [setting.option for setting in SETTINGS.values() if setting.section == "model"]
     with mistakes.collect(of_model):
         notes += use_checkpoint_args(settings, reads_files)
     with mistakes.collect(["--train-iters", "--train-samples", "--lr"]):
@@ -98,25 +98,25 @@ _LAYOUT = (
 
 def _section(name: str, settings: Mapping[str, Any], mistakes: Mistakes) -> Any:
     """Returns a section. A setting with an invalid value has its default, or the smallest valid value."""
-    kind, values = SECTIONS[name], section_settings(settings, name)
-    fields = {field.name: field for field in dataclasses.fields(kind)}
+    values = section_settings(settings, name)
+    own = [setting for setting in SETTINGS.values() if setting.section == name]
     while True:
-        unknown = [field for field in fields.values() if option_name(field.name) in mistakes.unknown]
-        if any(flag_of(field).choices is None for field in unknown):  # what is derived from it is unknown
-            derived = {field.name for field in fields.values() if flag_of(field).derived} - values.keys()
-            mistakes.unknown |= set(map(option_name, derived))
+        unknown = [setting for setting in own if setting.option in mistakes.unknown]
+        if any(setting.flag.choices is None for setting in unknown):  # what is derived from it is unknown
+            derived = (setting for setting in own if setting.flag.derived and setting.field not in values)
+            mistakes.unknown |= {setting.option for setting in derived}
         try:
-            return kind(**values)
+            return SECTIONS[name](**values)
         except InvalidSettings as error:
-            for field_name, sentence in error.mistakes.items():
-                mistakes.add(sentence, [option_name(field_name)])
-                field = fields[field_name]
-                if values.pop(field_name, None) is None or field.default is dataclasses.MISSING:
-                    values[field_name] = _smallest(field)
+            for field, sentence in error.mistakes.items():
+                setting = SETTINGS[f"{name}.{field}"]
+                mistakes.add(sentence, [setting.option])
+                if values.pop(field, None) is None or setting.is_required:
+                    values[field] = _smallest(setting)
 
 
-def _smallest(field: dataclasses.Field[Any]) -> Any:
-    return flag_of(field).at_least or 1
+def _smallest(setting: Setting) -> Any:
+    return setting.flag.at_least or 1
 
 
 def parse_args(argv: Sequence[str] | None = None, env: Mapping[str, str] = os.environ) -> Config:
@@ -197,13 +197,11 @@ def _launcher_number(env: Mapping[str, str], name: str) -> int:
 def _fill_in_required(settings: dict[str, Any], mistakes: Mistakes) -> None:
     """Adds the missing required flags to the mistakes, and to the settings with the smallest values."""
     missing: dict[str, str] = {}
-    for section, kind in SECTIONS.items():
-        for field in dataclasses.fields(kind):
-            name, option = f"{section}.{field.name}", option_name(field.name)
-            if field.default is dataclasses.MISSING and name not in settings:
-                settings[name] = _smallest(field)
-                if option not in mistakes.unknown:
-                    missing[name] = f"{option} ({flag_of(field).help.split(':')[0]})"
+    for name, setting in SETTINGS.items():
+        if setting.is_required and name not in settings:
+            settings[name] = _smallest(setting)
+            if setting.option not in mistakes.unknown:
+                missing[name] = f"{setting.option} ({setting.flag.help.split(':')[0]})"
     if missing:
         of_model = any(name.startswith("model.") for name in missing)
         hint = "; --use-checkpoint-args takes those of the model from the checkpoint in --load"

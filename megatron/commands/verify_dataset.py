@@ -20,7 +20,6 @@ index files of the data set are built if the run has not built them yet.
 from __future__ import annotations
 
 import argparse
-import dataclasses
 import hashlib
 import shlex
 import sys
@@ -35,7 +34,7 @@ from megatron.arguments import read_command_line
 from megatron.checkpoint.lineage.start import check_load_folder
 from megatron.checkpoint.selection import planned_length
 from megatron.config import Config
-from megatron.config.config import SECTIONS
+from megatron.config.config import SETTINGS
 from megatron.config.flag_parser import make_parser
 from megatron.config.foreign_flags import rewrite
 from megatron.config.mistakes import Mistakes
@@ -195,11 +194,10 @@ def sampled_run(words: Sequence[str], mistakes: Mistakes) -> Config:
     words = rewrite(words)[0]
     with mistakes.collect():
         check_batch_size(words)
-    dropped = {
-        f"{section}.{field.name}"
-        for section in ("model", "parallel")
-        for field in dataclasses.fields(SECTIONS[section])
-    } - {"model.seq_length", "parallel.zero_stage"}
+    dropped = {name for name, setting in SETTINGS.items() if setting.section in ("model", "parallel")} - {
+        "model.seq_length",
+        "parallel.zero_stage",
+    }
     kept = without_settings(words, dropped)
     return with_curriculum(
         read_command_line([*_DEFAULT_FLAGS, *kept], {}, reads_files=False, mistakes=mistakes).config

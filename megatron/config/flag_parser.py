@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 import argparse
-import dataclasses
 import textwrap
-import typing
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-from megatron.config.config import SECTIONS
-from megatron.config.fields import COMMON_FLAGS, Flag, flag_of, option_name, setting_option, value_text
+from megatron.config.config import SETTINGS, Setting
+from megatron.config.fields import COMMON_FLAGS, setting_option, value_text
 from megatron.config.foreign_flags import IgnoredFlag, foreign_flags, has_foreign_flags, rewrite
 from megatron.config.mistakes import Mistakes
 from megatron.config.tool_parser import FLAG, CollectingParser, nearest_flag, typed_name
@@ -48,11 +46,8 @@ def make_parser() -> CollectingParser:
         formatter_class=_HelpFormatter,
     )
     groups = {title: parser.add_argument_group(title) for title in HELP_GROUPS}
-    for section, kind in SECTIONS.items():
-        types = typing.get_type_hints(kind)
-        for field in dataclasses.fields(kind):
-            group = groups[flag_of(field).group or kind.group]
-            _add_field(group, f"{section}.{field.name}", field, types[field.name])
+    for name, setting in SETTINGS.items():
+        _add_setting(groups[setting.group], name, setting)
     return parser
 
 
@@ -202,12 +197,10 @@ def _switch(option: str, word: str) -> bool:
     return True
 
 
-def _add_field(group: Any, dest: str, field: dataclasses.Field[Any], annotation: Any) -> None:
-    description = flag_of(field)
-    names = (option_name(field.name), *description.aliases)
-    text = _help_text(field, description)
-    kind = value_type(annotation)
-    if kind is bool and description.metavar is not None:
+def _add_setting(group: Any, dest: str, setting: Setting) -> None:
+    flag, names, kind = setting.flag, setting.options, setting.kind
+    text = _help_text(setting)
+    if kind is bool and flag.metavar is not None:
         group.add_argument(
             *names,
             dest=dest,
@@ -215,52 +208,44 @@ def _add_field(group: Any, dest: str, field: dataclasses.Field[Any], annotation:
             convert=partial(_switch, names[0]),
             nargs="?",
             const="1",
-            metavar=description.metavar,
+            metavar=flag.metavar,
             help=text,
         )
         return
     if kind is bool:
         group.add_argument(*names, dest=dest, action="store_true", default=argparse.SUPPRESS, help=text)
         return
-    metavar = description.metavar or (
-        "{" + ",".join(description.choices) + "}" if description.choices else None
-    )
+    metavar = flag.metavar or ("{" + ",".join(flag.choices) + "}" if flag.choices else None)
     group.add_argument(
         *names,
         dest=dest,
         action=_Store,
-        convert=_Converter(names[0], kind, description.strip_quotes),
-        choices=() if kind in (int, float) else description.choices,
-        nargs=description.nargs,
+        convert=_Converter(names[0], kind, flag.strip_quotes),
+        choices=() if kind in (int, float) else flag.choices,
+        nargs=flag.nargs,
         metavar=metavar or {int: "N", float: "X", str: "TEXT"}[kind],
         help=text,
     )
 
 
-def value_type(annotation: Any) -> type[Any]:
-    """Returns the type of a single value: int for `int | None` and for `tuple[int, int, int] | None`."""
-    arguments = [part for part in typing.get_args(annotation) if part not in (type(None), Ellipsis)]
-    return value_type(arguments[0]) if arguments else annotation
-
-
-def _help_text(field: dataclasses.Field[Any], description: Flag) -> str:
-    text, *choices = description.help.split("\n")
-    if description.registry is not None:
-        choices = description.registry.describe()
-    default = default_text(field)
+def _help_text(setting: Setting) -> str:
+    text, *choices = setting.flag.help.split("\n")
+    if setting.flag.registry is not None:
+        choices = setting.flag.registry.describe()
+    default = default_text(setting)
     if default:
         text += f" ({default})" if default == "required" else f" (default: {default})"
     return "\n  ".join([text, *choices]).replace("%", "%%")
 
 
-def default_text(field: dataclasses.Field[Any]) -> str:
+def default_text(setting: Setting) -> str:
     """Returns the default of a flag as shown to users: "required", or "" for a flag that is off."""
-    if (derived := flag_of(field).derived) is not None:
-        return derived
-    if field.default is dataclasses.MISSING:
+    if setting.flag.derived is not None:
+        return setting.flag.derived
+    if setting.is_required:
         return "required"
-    is_off = field.default is None or field.default is False or field.default == ()
-    return "" if is_off else value_text(field.default)
+    is_off = setting.default is None or setting.default is False or setting.default == ()
+    return "" if is_off else value_text(setting.default)
 
 
 def _add_ignored_flags(parser: argparse.ArgumentParser) -> None:

@@ -6,14 +6,11 @@ With --other-frameworks it prints the tables of docs/migration.md.
 from __future__ import annotations
 
 import argparse
-import dataclasses
-import typing
-from typing import Any
 
-from megatron.config.config import SECTIONS
-from megatron.config.fields import Flag, bounds_of, flag_of, option_name
-from megatron.config.flag_parser import HELP_GROUPS, default_text, value_type
-from megatron.config.foreign_flags import IgnoredFlag, foreign_flags, own_flags
+from megatron.config.config import SETTINGS, Setting
+from megatron.config.fields import bounds_of
+from megatron.config.flag_parser import HELP_GROUPS, default_text
+from megatron.config.foreign_flags import IgnoredFlag, foreign_flags
 
 _HEAD = """# Flags
 
@@ -27,10 +24,8 @@ All flags of `pretrain_gpt.py`, grouped as in `--help`. The page is generated fr
 def flags_page() -> str:
     """Returns the Markdown page."""
     groups: dict[str, list[str]] = {title: [] for title in HELP_GROUPS}
-    for kind in SECTIONS.values():
-        types = typing.get_type_hints(kind)
-        for field in dataclasses.fields(kind):
-            groups[flag_of(field).group or kind.group].append(_row(field, types[field.name]))
+    for setting in SETTINGS.values():
+        groups[setting.group].append(_row(setting))
     parts = [_HEAD]
     for title, rows in groups.items():
         table = "\n".join(["| flag | value | default | meaning |", "|---|---|---|---|", *rows])
@@ -48,9 +43,9 @@ def other_frameworks_tables() -> str:
     ]
     rewritten = [f"| {_code(name)} | {_code(' '.join(words))} |" for name, words in flags.rewritten.items()]
     rewritten += [
-        f"| {_code(f'{flag} {value}')} | {_code(f'{flag} {instead}')} |"
-        for flag, description in own_flags().items()
-        for value, instead in description.spellings.items()
+        f"| {_code(f'{setting.option} {value}')} | {_code(f'{setting.option} {instead}')} |"
+        for setting in SETTINGS.values()
+        for value, instead in setting.flag.spellings.items()
     ]
     rejected, families = list[str](), dict[str, list[str]]()
     for name, answer in flags.unsupported.items():
@@ -74,35 +69,34 @@ def _accepted(flag: IgnoredFlag) -> str:
     return f" {', '.join(map(_code, flag.values))}" if flag.values else ""
 
 
-def _row(field: dataclasses.Field[Any], annotation: Any) -> str:
-    description = flag_of(field)
-    names = ", ".join(_code(name) for name in (option_name(field.name), *description.aliases))
-    help = _escaped(description.help).replace("\n", "<br>")
-    if description.registry is not None:
-        choices = (f"{_code(name)}: {_escaped(c.description)}" for name, c in description.registry.items())
+def _row(setting: Setting) -> str:
+    flag, names = setting.flag, ", ".join(map(_code, setting.options))
+    help = _escaped(flag.help).replace("\n", "<br>")
+    if flag.registry is not None:
+        choices = (f"{_code(name)}: {_escaped(c.description)}" for name, c in flag.registry.items())
         help = f"{help}<br>{'<br>'.join(choices)}"
-    return f"| {names} | {_value(description, annotation)} | {_default(field, description)} | {help} |"
+    return f"| {names} | {_value(setting)} | {_default(setting)} | {help} |"
 
 
-def _value(description: Flag, annotation: Any) -> str:
-    if description.choices is not None:
-        return ", ".join(map(_code, description.choices))
-    kind = value_type(annotation)
+def _value(setting: Setting) -> str:
+    flag, kind = setting.flag, setting.kind
+    if flag.choices is not None:
+        return ", ".join(map(_code, flag.choices))
     if kind is bool:
         return ""
     text = {int: "integer", float: "number", str: "text"}[kind]
-    if isinstance(description.metavar, str):
-        text = _code(description.metavar)
-    elif description.metavar is not None:
-        text = _code(" ".join(description.metavar))
-    many = {"+": ", one or more", "*": ", any number"}.get(str(description.nargs), "")
-    bounds = ", ".join(f"{sign} {bound}" for _, sign, bound, _ in bounds_of(description))
+    if isinstance(flag.metavar, str):
+        text = _code(flag.metavar)
+    elif flag.metavar is not None:
+        text = _code(" ".join(flag.metavar))
+    many = {"+": ", one or more", "*": ", any number"}.get(str(flag.nargs), "")
+    bounds = ", ".join(f"{sign} {bound}" for _, sign, bound, _ in bounds_of(flag))
     return f"{text}{many} {bounds}".strip()
 
 
-def _default(field: dataclasses.Field[Any], description: Flag) -> str:
-    default = default_text(field)
-    is_value = description.derived is None and field.default is not dataclasses.MISSING
+def _default(setting: Setting) -> str:
+    default = default_text(setting)
+    is_value = setting.flag.derived is None and not setting.is_required
     return _code(default) if is_value and default else _escaped(default)
 
 

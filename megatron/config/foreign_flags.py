@@ -7,7 +7,6 @@ stand beside their flags (`Flag.spellings`).
 
 from __future__ import annotations
 
-import dataclasses
 import json
 import re
 from collections.abc import Mapping, Sequence
@@ -15,8 +14,7 @@ from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 
-from megatron.config.config import SECTIONS
-from megatron.config.fields import Flag, flag_of, option_name
+from megatron.config.config import OPTIONS, SETTINGS
 
 
 @dataclass(frozen=True)
@@ -35,6 +33,11 @@ class IgnoredFlag:
     """Whether a run rejects the flag, because it would change the losses; a dry run is not affected."""
     not_with: str = ""
     """A setting, 'section.field', with which the flag is rejected."""
+
+    @property
+    def has_conditions(self) -> bool:
+        """Whether the flag is rejected with some values or other flags."""
+        return bool(self.values or self.only_in_plans or self.not_with)
 
     @property
     def note(self) -> str:
@@ -83,20 +86,9 @@ def _words(lines: Sequence[str]) -> list[str]:
     return " ".join(lines).split()
 
 
-@cache
-def own_flags() -> dict[str, Flag]:
-    """Returns the flags of this program, by all their names."""
-    fields = [field for kind in SECTIONS.values() for field in dataclasses.fields(kind)]
-    return {
-        name: flag_of(field)
-        for field in fields
-        for name in (option_name(field.name), *flag_of(field).aliases)
-    }
-
-
 def has_foreign_flags(words: Sequence[str]) -> bool:
     """Returns whether a command line has flags that are not this program's."""
-    return any(word[:1] == "-" and word.partition("=")[0] not in own_flags() for word in words)
+    return any(word[:1] == "-" and word.partition("=")[0] not in OPTIONS for word in words)
 
 
 def rewrite(words: Sequence[str]) -> tuple[list[str], list[str]]:
@@ -131,7 +123,8 @@ def _with_own_values(words: Sequence[str]) -> tuple[list[str], list[str]]:
     result, notes, flag = list[str](), list[str](), ""
     for word in words:
         name, equals, value = word.partition("=") if word.startswith("--") else (flag, "", word)
-        if name in own_flags() and (instead := own_flags()[name].spellings.get(value)) is not None:
+        spellings = SETTINGS[OPTIONS[name]].flag.spellings if name in OPTIONS else {}
+        if (instead := spellings.get(value)) is not None:
             notes.append(f"{name} {value} is read as {name} {instead}")
             word = f"{name}={instead}" if equals else instead
         result.append(word)

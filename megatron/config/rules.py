@@ -3,44 +3,29 @@ effect."""
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Iterator
-from typing import Any
 
-from megatron.config.config import SECTIONS, Config
-from megatron.config.fields import Flag, flag_of, setting_option, value_text
+from megatron.config.config import SECTIONS, SETTINGS, Config
+from megatron.config.fields import setting_option, value_text
 from megatron.config.registries import ROPE_SCALINGS
 
 
 def rule_mistakes(config: Config) -> Iterator[str]:
     """Yields a sentence for a flag without another flag that it needs, or with one that it excludes."""
-    for setting, flag in _flags():
+    for setting, entry in SETTINGS.items():
         if not _is_given(config, setting):
             continue
-        for other, end in flag.needs.items():
+        for other, end in entry.flag.needs.items():
             if not _is_given(config, other):
                 yield f"{_flag_text(config, setting)} without {_required(other)}: {end}"
-        for other, end in flag.excludes.items():
+        for other, end in entry.flag.excludes.items():
             if _is_given(config, other):
                 yield f"{_flag_text(config, setting)} with {_flag_text(config, other)}: {end}"
 
 
-def _flags() -> Iterator[tuple[str, Flag]]:
-    for section, kind in SECTIONS.items():
-        for field in dataclasses.fields(kind):
-            yield f"{section}.{field.name}", flag_of(field)
-
-
-def _value(config: Config, setting: str) -> Any:
-    section, _, name = setting.partition(".")
-    return getattr(getattr(config, section), name)
-
-
 def is_default(config: Config, setting: str) -> bool:
     """Returns whether a setting, 'section.field', has its default."""
-    section, _, name = setting.partition(".")
-    default = SECTIONS[section].__dataclass_fields__[name].default
-    return bool(_value(config, setting) == default)
+    return bool(config.value(setting) == SETTINGS[setting].default)
 
 
 def _is_given(config: Config, condition: str) -> bool:
@@ -50,7 +35,7 @@ def _is_given(config: Config, condition: str) -> bool:
     if others:
         return _is_given(config, first) or _is_given(config, others)
     setting, equals, wanted = condition.partition("=")
-    value = _value(config, setting)
+    value = config.value(setting)
     if equals:
         return str(value) == wanted
     return value not in (None, False, ()) and not is_default(config, setting)
@@ -59,7 +44,7 @@ def _is_given(config: Config, condition: str) -> bool:
 def _flag_text(config: Config, condition: str) -> str:
     """Returns the flag and its value, for an error."""
     setting = condition.partition("=")[0]
-    value = _value(config, setting)
+    value = config.value(setting)
     if isinstance(value, bool):
         return setting_option(setting)
     text = f"{value:g}" if isinstance(value, float) else value_text(value)
@@ -73,12 +58,13 @@ def _required(condition: str) -> str:
 
 def unused_by_rules(config: Config) -> Iterator[tuple[str, str]]:
     """Yields (setting, reason) of settings that are unused by the rules of their flags."""
-    for setting, flag in _flags():
-        for condition in flag.unused_with:
+    for setting, entry in SETTINGS.items():
+        needed = entry.flag.used_with
+        for condition in entry.flag.unused_with:
             if _is_given(config, condition):
                 yield setting, f"with {_flag_text(config, condition)}"
-        if flag.used_with and not any(_is_given(config, condition) for condition in flag.used_with):
-            yield setting, f"without {' and '.join(map(_required, flag.used_with))}"
+        if needed and not any(_is_given(config, condition) for condition in needed):
+            yield setting, f"without {' and '.join(map(_required, needed))}"
 
 
 def unused_by_choices(config: Config) -> Iterator[tuple[str, str]]:

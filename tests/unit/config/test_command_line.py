@@ -462,11 +462,15 @@ def test_help_is_grouped_as_megatrons_and_has_every_field_once(capsys: pytest.Ca
         assert old.name in re.split("[ ,:]+", ignored) and f": {old.reason}" in ignored
 
 
-def test_importing_the_config_imports_neither_torch_nor_deepspeed() -> None:
-    program = (
-        "import sys, megatron.config, megatron.engine.deepspeed_config;"
-        "print([name for name in ('torch', 'deepspeed', 'numpy') if name in sys.modules])"
-    )
+@pytest.mark.parametrize(
+    ("module", "heavy"),
+    [
+        ("megatron.config", ("torch", "deepspeed", "numpy")),
+        ("megatron.arguments", ("torch", "deepspeed", "transformers")),
+    ],
+)
+def test_importing_the_flags_imports_no_large_package(module: str, heavy: tuple[str, ...]) -> None:
+    program = f"import sys, {module}; print([name for name in {heavy} if name in sys.modules])"
     result = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
     assert result.stdout.strip() == "[]"
 
