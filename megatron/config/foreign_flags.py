@@ -1,4 +1,4 @@
-"""Flags of other frameworks: foreign_flags.json, which is read only when a command line has an unknown flag.
+"""Flags of other frameworks: foreign_flags.json, which is read only for an unknown flag or a DeepSpeed file.
 
 Such a flag is accepted and ignored, replaced by flags of this program, or rejected with the alternative.
 docs/migration.md lists all of them. Values of this program's flags that are spelled differently elsewhere
@@ -50,12 +50,14 @@ class ForeignFlags:
     """The content of foreign_flags.json.
 
     ignored: by name. rewritten: a flag -> the words that replace it; a value after the flag goes after the
-    last word. unsupported: a flag, or the beginning of flags with '*', -> the alternative.
+    last word. unsupported: a flag, or the beginning of flags with '*', -> the alternative. deepspeed_keys:
+    keys of DeepSpeed's file that are rejected -> the alternative.
     """
 
     ignored: Mapping[str, IgnoredFlag]
     rewritten: Mapping[str, tuple[str, ...]]
     unsupported: Mapping[str, str]
+    deepspeed_keys: Mapping[str, str]
 
     def alternative(self, name: str) -> str | None:
         """Returns the alternative to an unsupported flag; None for a flag that is in no table."""
@@ -79,6 +81,7 @@ def foreign_flags() -> ForeignFlags:
         {flag.name: flag for flag in ignored},
         {name: tuple(words.split()) for name, words in table["rewritten"].items()},
         {name: instead for instead, names in table["unsupported"].items() for name in _words(names)},
+        table["deepspeed_keys"],
     )
 
 

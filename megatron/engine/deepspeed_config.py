@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any, TypeGuard
 
 from megatron.config.config import Config
+from megatron.config.foreign_flags import foreign_flags
 from megatron.config.mistakes import Mistakes
 from megatron.config.sections.curriculum import SOURCE, LengthCurriculum
 from megatron.config.sections.precision import PrecisionConfig
@@ -37,33 +38,6 @@ _PASSED_THROUGH: dict[str, type] = {
 # Allowed keys of the section `checkpoint`. Other keys would change where or how checkpoints are written.
 _CHECKPOINT_KEYS = ("tag_validation", "parallel_write")
 
-# Sections that would override the flags or this repository's optimizer, or have no effect -> what to do
-# instead.
-_REJECTED_SECTIONS = {
-    "optimizer": "--optimizer and its flags make the optimizer; remove it from the file",
-    "scheduler": "the --lr flags make the schedule; remove it from the file",
-    "amp": "--fp16 or --bf16 choose the precision; remove it from the file",
-    "activation_checkpointing": "--checkpoint-activations, --partition-activations and --checkpoint-in-cpu "
-    "set the recomputation; remove it from the file",
-    "communication_data_type": "gradients are always reduced in fp32; remove it from the file",
-    "sparse_gradients": "the embedding's gradient is dense; remove it from the file",
-    "prescale_gradients": "gradients are averaged in fp32; remove it from the file",
-    "gradient_predivide_factor": "gradients are averaged in fp32; remove it from the file",
-    "elasticity": "--global-batch-size and the launcher set the batch size and the number of ranks; "
-    "remove it from the file",
-    "data_efficiency": "it is not supported yet; remove it from the file",
-    "compression_training": "it is not supported; remove it from the file",
-    "pipeline": "--partition-method and --checkpoint-activations set partition and recomputation; "
-    "remove it from the file",
-    "torch_autocast": "--fp16 or --bf16 choose the precision; remove it from the file",
-    "wall_clock_breakdown": "DeepSpeed's timers fail in a pipeline (a stage starts a timer twice); remove it "
-    "from the file (--log-timers-to-tensorboard has the time of a step)",
-    "comms_logger": "nothing would print what it gathers; remove it from the file",
-    "dump_state": "nothing would be printed; remove it from the file (--dry-run prints the layout)",
-    "flops_profiler": "DeepSpeed's pipeline never prints its profile; remove it from the file (every "
-    "--log-interval shows the TFLOPs)",
-}
-
 # Supported keys of the section `fp16` -> field of PrecisionConfig, and function from the key's value to the
 # field's value. "enabled" is compared with --fp16.
 _LOSS_SCALE_KEYS: dict[str, tuple[str, Callable[[float], float | None]]] = {
@@ -80,7 +54,7 @@ _LARGEST_SCALE_POWER = 127
 # Sections that this module reads.
 _OWN_SECTIONS = ("zero_optimization", "fp16", "bf16", "bfloat16", "data_types", "curriculum_learning")
 
-# Keys that this module handles itself; they are not passed to DeepSpeed.
+# Keys that this module handles; they are not passed to DeepSpeed.
 _OWN_KEYS = (
     "train_batch_size",
     "train_micro_batch_size_per_gpu",
@@ -90,7 +64,6 @@ _OWN_KEYS = (
     "steps_per_print",
     "elastic_checkpoint",
     "zero_allow_untested_optimizer",
-    *_REJECTED_SECTIONS,
 )
 
 _CURRICULA = ("fixed_linear", "fixed_root", "fixed_discrete")
@@ -252,14 +225,15 @@ def _mistakes_of_types(settings: Mapping[str, Any]) -> Iterator[str]:
 
 def _mistakes_of_keys(settings: Mapping[str, Any]) -> Iterator[str]:
     """Yields a sentence for each key that is unknown, or that this program does not support."""
+    rejected = foreign_flags().deepspeed_keys if settings else {}
+    known = (*_OWN_KEYS, *rejected, *_PASSED_THROUGH)
     for name, value in settings.items():
-        if name not in (*_OWN_KEYS, *_PASSED_THROUGH) and not _unset(value):
+        if name not in known and not _unset(value):
             yield (
-                f"the DeepSpeed config has {name}, which is not supported: "
-                f"{_correction(name, (*_OWN_KEYS, *_PASSED_THROUGH))} (DeepSpeed gets only "
-                f"{', '.join(_PASSED_THROUGH)})"
+                f"the DeepSpeed config has {name}, which is not supported: {_correction(name, known)} "
+                f"(DeepSpeed gets only {', '.join(_PASSED_THROUGH)})"
             )
-    for name, instead in _REJECTED_SECTIONS.items():
+    for name, instead in rejected.items():
         if not _is_off(settings.get(name)):
             yield f"the DeepSpeed config has {name}: {instead}"
     for name, value in _section(settings, "data_types").items():
