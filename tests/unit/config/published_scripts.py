@@ -269,3 +269,8 @@ def _read_scripts() -> Iterator[Script]:
 
 
 SCRIPTS = tuple(_read_scripts())
+
+
+def published(name: str) -> Script:
+    """The script of this name."""
+    return next(script for script in SCRIPTS if script.name == name)
