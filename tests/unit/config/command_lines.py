@@ -3,7 +3,12 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Iterable, Mapping, Sequence
 
+import pytest
+
+from megatron.arguments import parse_args
+from megatron.config import ConfigError
 from tests.unit.config.published_scripts import published
 
 # A run that passes all checks with --dry-run, on one process.
@@ -25,3 +30,18 @@ def rows(text: str) -> list[tuple[str, list[str]]]:
     joined = re.sub(r"\n +", " ", text.strip()).splitlines()
     pairs = [(words.strip(), parts.strip()) for words, _, parts in (row.partition("=>") for row in joined)]
     return [(words, re.split(" *; *", parts) if parts else []) for words, parts in pairs]
+
+
+def refusal(*words: str, base: Sequence[str] = SMALL, env: Mapping[str, str] | None = None) -> str:
+    """Returns the error of a command line, one sentence."""
+    with pytest.raises(ConfigError) as caught:
+        parse_args([*base, *words], env or {})
+    sentence = str(caught.value)
+    assert "\n" not in sentence
+    return sentence
+
+
+def check_refused(words: Sequence[str], parts: Iterable[str], base: Sequence[str] = SMALL) -> None:
+    """Checks that the error of a command line has these parts."""
+    sentence = refusal(*words, base=base)
+    assert [part for part in parts if part not in sentence] == [], sentence

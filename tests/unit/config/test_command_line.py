@@ -17,7 +17,7 @@ from megatron.config import Config, ConfigError
 from megatron.config.config import SETTINGS, Setting
 from megatron.config.flag_parser import HELP_GROUPS, make_parser
 from megatron.config.foreign_flags import foreign_flags, rewrite
-from tests.unit.config.command_lines import RUN, SMALL
+from tests.unit.config.command_lines import RUN, SMALL, check_refused, refusal
 
 # Ways to write a value, and values that are derived: flags, field, value.
 WRITTEN = [
@@ -46,15 +46,6 @@ WRITTEN = [
     ("--fp16 --loss-scale 12", "precision.loss_scale", 12.0),
     ("--fp16 --loss-scale 0", "precision.loss_scale", None),
 ]
-
-
-def refusal(*words: str, env: dict[str, str] | None = None) -> str:
-    """Returns the error of SMALL with these words."""
-    with pytest.raises(ConfigError) as caught:
-        parse_args([*SMALL, *words], env or {})
-    sentence = str(caught.value)
-    assert "\n" not in sentence
-    return sentence
 
 
 def sample(setting: Setting) -> tuple[list[str], object]:
@@ -280,9 +271,7 @@ def test_a_rewritten_flag_gives_way_to_the_flag_that_it_stands_for() -> None:
     ],
 )
 def test_an_invalid_value_is_refused_with_what_was_expected(words: str, parts: tuple[str, ...]) -> None:
-    sentence = refusal(*words.split())
-    for part in parts:
-        assert part in sentence
+    check_refused(words.split(), parts)
 
 
 def test_an_empty_value_is_refused() -> None:
