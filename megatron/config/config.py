@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, get_args, get_type_hints
 
-from megatron.config.fields import Flag, changes_model, flag_of, option_name
+from megatron.config.fields import Flag, flag_of, option_name
 from megatron.config.sections.batch import BatchConfig
 from megatron.config.sections.checkpoint import CheckpointConfig
 from megatron.config.sections.curriculum import LengthCurriculum
@@ -153,6 +153,11 @@ class Setting:
     changes_model: bool
 
     @property
+    def name(self) -> str:
+        """'section.field'."""
+        return f"{self.section}.{self.field}"
+
+    @property
     def option(self) -> str:
         """The flag's name."""
         return option_name(self.field)
@@ -181,14 +186,19 @@ def _settings() -> Iterator[Setting]:
         types = get_type_hints(kind)
         for entry in dataclasses.fields(kind):
             flag, name = flag_of(entry), entry.name
-            changes = changes_model(kind, entry)
+            changes = kind.changes_model if flag.changes_model is None else flag.changes_model
             yield Setting(section, name, flag, flag.group or kind.group, types[name], entry.default, changes)
 
 
-SETTINGS = {f"{setting.section}.{setting.field}": setting for setting in _settings()}
+SETTINGS = {setting.name: setting for setting in _settings()}
 """All flags, by 'section.field'."""
 OPTIONS = {option: name for name, setting in SETTINGS.items() for option in setting.options}
 """'section.field' of all names of all flags."""
+
+
+def settings_of(section: str) -> list[Setting]:
+    """Returns the settings of a section."""
+    return [setting for setting in SETTINGS.values() if setting.section == section]
 
 
 def _section_from_dict(section: str, kind: type[Any], settings: Mapping[str, Any]) -> Any:

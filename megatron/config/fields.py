@@ -94,12 +94,6 @@ def flag_of(field: dataclasses.Field[Any]) -> Flag:
     return description
 
 
-def changes_model(section: type[Section], field: dataclasses.Field[Any]) -> bool:
-    """Returns whether a field of a section changes the model (see `Flag`)."""
-    own = flag_of(field).changes_model
-    return section.changes_model if own is None else own
-
-
 def option_name(field_name: str) -> str:
     """Returns the flag of a field: `num_layers` -> `--num-layers`."""
     return "--" + field_name.replace("_", "-")

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import dataclasses
-
-from megatron.config.fields import flag_of, value_text
+from megatron.config.config import settings_of
+from megatron.config.fields import value_text
 from megatron.config.sections.model import ModelConfig
 from megatron.errors import ConfigError
 
@@ -13,8 +12,8 @@ def model_summary(model: ModelConfig) -> str:
     """Returns sizes and variants of the model in one line, for logs and reports."""
     variants = [
         summary.format(value_text(value) if isinstance(value, tuple) else value)
-        for field in dataclasses.fields(ModelConfig)
-        if (summary := flag_of(field).summary) and (value := getattr(model, field.name)) != field.default
+        for setting in settings_of("model")
+        if (summary := setting.flag.summary) and (value := getattr(model, setting.field)) != setting.default
     ]
     return (
         f"{model.num_layers} layers x {model.hidden_size} hidden, {model.num_attention_heads} heads, "

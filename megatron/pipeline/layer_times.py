@@ -7,7 +7,6 @@ the file instead of measuring, and a dry run can compute the partition.
 
 from __future__ import annotations
 
-import dataclasses
 import math
 import statistics
 import time
@@ -23,7 +22,7 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from megatron.config import Config, ConfigError
-from megatron.config.fields import flag_of
+from megatron.config.config import settings_of
 from megatron.config.model import padded_vocab_size
 from megatron.files import HostileFileError, read_json, write_json
 from megatron.model.flops import recomputes_scores
@@ -118,9 +117,9 @@ def _shapes(config: Config, vocab_size: int) -> dict[str, Any]:
     device = get_accelerator().device_name()
     return {
         **{
-            field.name: getattr(config.model, field.name)
-            for field in dataclasses.fields(config.model)
-            if flag_of(field).changes_layer_time
+            setting.field: getattr(config.model, setting.field)
+            for setting in settings_of("model")
+            if setting.flag.changes_layer_time
         },
         "reset_position_ids": config.data.reset_position_ids,
         "reset_attention_mask": config.data.reset_attention_mask,
