@@ -15,6 +15,7 @@ from functools import cache
 from pathlib import Path
 
 from megatron.config.config import OPTIONS, SETTINGS
+from megatron.config.tool_parser import FLAG
 
 
 @dataclass(frozen=True)
@@ -91,7 +92,7 @@ def _words(lines: Sequence[str]) -> list[str]:
 
 def has_foreign_flags(words: Sequence[str]) -> bool:
     """Returns whether a command line has flags that are not this program's."""
-    return any(word[:1] == "-" and word.partition("=")[0] not in OPTIONS for word in words)
+    return any(FLAG.match(word) and word.partition("=")[0] not in OPTIONS for word in words)
 
 
 def rewrite(words: Sequence[str]) -> tuple[list[str], list[str]]:

@@ -186,6 +186,7 @@ def test_flags_that_few_published_scripts_give_are_accepted() -> None:
 def test_the_file_of_foreign_flags_is_read_only_for_an_unknown_flag() -> None:
     foreign_flags.cache_clear()
     parse_args([*SMALL, "--normalization", "rmsnorm", "--bf16"], {})
+    refusal("--seed", "-1")
     assert foreign_flags.cache_info().currsize == 0
     parse_args([*SMALL, "--use-flash-attn"], {})
     assert foreign_flags.cache_info().currsize == 1
