@@ -38,7 +38,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from benchmarks.machine import benchmark_parser, describe_machine
 from benchmarks.plain_model import Model, PlainLayer, rotary_tables
-from megatron.config.cli import parse_args
+from megatron.arguments import parse_args
 from megatron.kernels import selection
 from megatron.model.gpt_model import ParallelTransformerLayerPipe
 from megatron.model.layer_context import LayerContext

@@ -16,9 +16,9 @@ from pathlib import Path
 from benchmarks.published_programs.classes import MEGATRON_2021, Constants
 from benchmarks.published_programs.shapes import Layout, Model
 from benchmarks.published_programs.steps import Machine, Run
+from megatron.arguments import parse_args
 from megatron.cluster.devices import find_gpu
 from megatron.config import Config
-from megatron.config.cli import parse_args
 from megatron.config.model import padded_vocab_size
 from megatron.model.layer_kinds import embedding_and_head
 from megatron.pipeline.stages import StagePlan, plan_stages

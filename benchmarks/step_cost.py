@@ -27,9 +27,9 @@ from dataclasses import astuple, dataclass
 from itertools import chain
 
 from benchmarks.machine import benchmark_parser
+from megatron.arguments import parse_args
 from megatron.cluster.devices import find_gpu
 from megatron.config import Config
-from megatron.config.cli import parse_args
 from megatron.config.registries import LAYER_ARRANGEMENTS, POSITION_EMBEDDINGS
 from megatron.errors import UserError
 from megatron.model.layer_kinds import layer_kinds

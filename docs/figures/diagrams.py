@@ -6,8 +6,8 @@ from itertools import groupby
 
 from svg import BLUE, GREEN, GREY, LINE_COLORS, PURPLE, RED, YELLOW, Svg
 
+from megatron.arguments import parse_args
 from megatron.checkpoint.formats.deepspeed_files import missing_files
-from megatron.config.cli import parse_args
 from megatron.data.loader import GPTBatchLoader
 from megatron.mpu.mesh import Mesh
 from megatron.pipeline.methods import embedding_and_head

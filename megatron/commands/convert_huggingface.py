@@ -186,7 +186,7 @@ def to_universal(arguments: argparse.Namespace) -> list[str]:
     from megatron.checkpoint.huggingface.importer import own_tokenizer, start_flags
     from megatron.checkpoint.huggingface.reader import HuggingFaceReader
     from megatron.checkpoint.record import TOKEN_IDS_KEY
-    from megatron.tokenizer.vocabulary import find_vocabulary
+    from megatron.data.vocabulary import find_vocabulary
 
     source, output = Path(arguments.from_hugging_face), Path(arguments.output)
     check_digests(source)

@@ -29,8 +29,8 @@ from typing import TYPE_CHECKING
 
 from tqdm import tqdm
 
-from megatron.config import Config, LoggingConfig, ParallelConfig, parse_split
-from megatron.config.data import SPLIT_NAMES, splits_with_own_data
+from megatron.arguments.data_checks import no_harness
+from megatron.config import Config, LoggingConfig, ParallelConfig
 from megatron.config.registries import DATA_ORDERS
 from megatron.config.tool_parser import (
     ToolParser,
@@ -39,7 +39,7 @@ from megatron.config.tool_parser import (
     check_at_least_1,
     check_folder,
 )
-from megatron.config.validate import no_harness
+from megatron.data.flags import SPLIT_NAMES, parse_split, splits_with_own_data
 from megatron.data.indexed_dataset import IndexedDataset, index_path
 from megatron.errors import UserError, exit_on_user_error, exit_with_error
 

@@ -19,7 +19,8 @@ import shlex
 import sys
 from pathlib import Path
 
-from megatron.config import Config, LoggingConfig, read_command_line
+from megatron.arguments import read_command_line
+from megatron.config import Config, LoggingConfig
 from megatron.config.tool_parser import exit_on_interrupt
 from megatron.errors import UserError, exit_on_user_error, printable
 from megatron.files import write_json

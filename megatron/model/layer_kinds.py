@@ -13,7 +13,7 @@ from enum import Enum
 from typing import Any
 
 from megatron.config import ModelConfig
-from megatron.config.window_pattern import FULL, WINDOW
+from megatron.config.sections.window_pattern import FULL, WINDOW
 
 
 @dataclass(frozen=True)

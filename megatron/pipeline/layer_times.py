@@ -7,7 +7,6 @@ the file instead of measuring, and a dry run can compute the partition.
 
 from __future__ import annotations
 
-import dataclasses
 import math
 import statistics
 import time
@@ -23,9 +22,8 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from megatron.config import Config, ConfigError
-from megatron.config.fields import flag_of
+from megatron.config.config import settings_of
 from megatron.config.model import padded_vocab_size
-from megatron.config.partition_method import parse_partition_method
 from megatron.files import HostileFileError, read_json, write_json
 from megatron.model.flops import recomputes_scores
 from megatron.model.gpt_model import pipeline_layers
@@ -37,6 +35,7 @@ from megatron.model.pipeline_module import describe
 from megatron.mpu.compilation import compile_in_place
 from megatron.mpu.mesh import Mesh
 from megatron.mpu.random import DropoutRNG
+from megatron.pipeline.partition_method import parse_partition_method
 
 WARM_UP, REPEATS = 2, 7
 
@@ -112,9 +111,9 @@ def _shapes(config: Config, vocab_size: int) -> dict[str, Any]:
     device = get_accelerator().device_name()
     return {
         **{
-            field.name: getattr(config.model, field.name)
-            for field in dataclasses.fields(config.model)
-            if flag_of(field).changes_layer_time
+            setting.field: getattr(config.model, setting.field)
+            for setting in settings_of("model")
+            if setting.flag.changes_layer_time
         },
         "reset_position_ids": config.data.reset_position_ids,
         "reset_attention_mask": config.data.reset_attention_mask,

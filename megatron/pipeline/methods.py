@@ -12,10 +12,10 @@ from fractions import Fraction
 from itertools import accumulate, pairwise
 
 from megatron.config import ConfigError
-from megatron.config.partition_method import EXAMPLES, PartitionMethod, StageContent
 from megatron.config.registries import PARTITION_METHODS
 from megatron.model.layer_kinds import LayerDescription, Role, embedding_and_head, transformer_layers
 from megatron.pipeline.partition import TooLongError, Weight, partition, partition_v
+from megatron.pipeline.partition_method import EXAMPLES, PartitionMethod, StageContent
 from megatron.units import GIB
 
 MEMORY_UNIT = "GiB"
@@ -46,7 +46,7 @@ class LayerTable:
     seconds: list[float] | None = None
     """Measured seconds of a micro-batch's forward and backward pass, for the method 'profile'."""
     memory: MemoryCosts | None = None
-    """Needed by the methods with `memory_costs` in the registry."""
+    """Needed by the methods with `needs_memory` in the registry."""
 
 
 @dataclass(frozen=True)
@@ -219,7 +219,7 @@ def _merge_end_functions(weights: Sequence[Weight], layers: Sequence[LayerDescri
 def by_memory(method: PartitionMethod, table: LayerTable, shape: PipelineShape) -> Partition:
     """Balances the estimated memory, including the activations of each stage's in-flight micro-batches."""
     memory = table.memory
-    assert memory is not None  # see `memory_costs` in the registry
+    assert memory is not None  # see `needs_memory` in the registry
     costs = [
         [state + live * kept for state, kept in zip(memory.state_bytes, memory.activation_bytes, strict=True)]
         for live in memory.in_flight

@@ -8,7 +8,6 @@ from deepspeed.pipe import LayerSpec
 
 from megatron.config import Config, ConfigError
 from megatron.config.model import padded_vocab_size
-from megatron.config.partition_method import parse_partition_method
 from megatron.config.registries import PARTITION_METHODS
 from megatron.config.registry import load_object
 from megatron.model.flops import layer_flops
@@ -19,6 +18,10 @@ from megatron.model.pipeline_module import describe, layer_parameter_counts
 from megatron.mpu.mesh import Mesh
 from megatron.mpu.random import DropoutRNG
 from megatron.pipeline.methods import LayerTable, MemoryCosts, Partition, PipelineShape, partition_layers
+from megatron.pipeline.partition_method import parse_partition_method
+
+# Loaded on use: a run imports the planner only for the partition method 'memory'.
+_MEMORY_COSTS = "megatron.planner.layer_memory:memory_costs"
 
 
 @dataclass(frozen=True)
@@ -131,13 +134,12 @@ def layer_list(config: Config, vocab_size: int) -> list[LayerSpec | Callable]:
 def needs_memory_costs(config: Config) -> bool:
     """Returns whether `plan_stages` needs the memory of the layers."""
     kind = parse_partition_method(config.parallel.partition_method).kind
-    return bool(PARTITION_METHODS[kind].memory_costs)
+    return PARTITION_METHODS[kind].needs_memory
 
 
 def find_memory_costs(config: Config, vocab_size: int) -> MemoryCosts:
-    """Returns the memory of the layers, from the registry's function for --partition-method."""
-    kind = parse_partition_method(config.parallel.partition_method).kind
-    costs: MemoryCosts = load_object(PARTITION_METHODS[kind].memory_costs)(config, vocab_size)
+    """Returns the memory of the layers, which the planner predicts. Rank 0 of a run calls it."""
+    costs: MemoryCosts = load_object(_MEMORY_COSTS)(config, vocab_size)
     return costs
 
 

@@ -9,9 +9,9 @@ from megatron.checkpoint.record import Checkpoint
 from megatron.cluster import processes
 from megatron.cluster.exit_status import ExitStatus
 from megatron.cluster.preflight import read_network_figures
-from megatron.config import BatchSchedule, Config
-from megatron.config.batch import check_remaining_batches, first_supported_sample
+from megatron.config import Config
 from megatron.errors import printable
+from megatron.optimizer.batch_schedule import BatchSchedule, check_remaining_batches, first_supported_sample
 from megatron.pipeline.stages import stage_flops
 from megatron.planner.fit import free_saving, with_verdict
 from megatron.planner.plan import Plan, make_plan

@@ -13,11 +13,11 @@ from dataclasses import dataclass
 from itertools import product
 from typing import Any
 
+from megatron.arguments import validate
 from megatron.cluster.devices import device_memory_bytes
 from megatron.config import Config, ConfigError
 from megatron.config.model import padded_vocab_size
 from megatron.config.registries import PIPELINE_SCHEDULES
-from megatron.config.validate import validate
 from megatron.errors import UserError
 from megatron.model.attention_choice import Implementation, training_attention
 from megatron.model.flops import head_flops

@@ -19,11 +19,11 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 
 from megatron.cluster.devices import GPU, find_gpu
-from megatron.config import BatchSchedule, Config
-from megatron.config.batch import BEGIN, Progress, RunLength
+from megatron.config import Config
 from megatron.config.sections.parallel import ParallelConfig
 from megatron.model.flops import iteration_flops, palm_flops, tflops_per_device
 from megatron.mpu.mesh import Mesh
+from megatron.optimizer.batch_schedule import BEGIN, BatchSchedule, Progress, RunLength
 from megatron.pipeline.schedule import Timeline, simulate_schedule
 from megatron.pipeline.stages import StagePlan
 from megatron.planner.network import Network, find_network

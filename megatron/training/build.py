@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch.distributed import Store
 
+from megatron.arguments.checks import layout_mistakes, model_mistakes
 from megatron.checkpoint.formats.deepspeed_files import VALUES
 from megatron.checkpoint.formats.registry import open_reader
 from megatron.checkpoint.huggingface.run_export import check_export
@@ -26,11 +27,9 @@ from megatron.checkpoint.ranks import first_problem_of_ranks
 from megatron.checkpoint.record import Checkpoint
 from megatron.cluster.exit_codes import SharedUserError
 from megatron.cluster.watchdog import Watchdog
-from megatron.config import BatchSchedule, Config, ParallelConfig
-from megatron.config.batch import RunLength
+from megatron.config import Config, ParallelConfig
 from megatron.config.mistakes import raise_first
-from megatron.config.model import model_mistakes
-from megatron.config.validate import layout_mistakes
+from megatron.data.vocabulary import Vocabulary, find_vocabulary
 from megatron.engine.device_progress import flight_record
 from megatron.engine.pipeline_engine import GPTEngine
 from megatron.engine.workarounds import groups_of_mesh
@@ -41,11 +40,11 @@ from megatron.mpu.mesh import Axis, Mesh
 from megatron.mpu.parameter_spec import ParameterSpec
 from megatron.mpu.parameters import InitialValues, initial_values, spec_of
 from megatron.mpu.world import broadcast_from_rank_0
+from megatron.optimizer.batch_schedule import BatchSchedule, RunLength
 from megatron.optimizer.schedule import LearningRateSchedule, schedule_of
 from megatron.pipeline.layer_times import find_layer_times, needs_profiling, read_layer_times
 from megatron.pipeline.methods import MemoryCosts
 from megatron.pipeline.stages import StagePlan, find_memory_costs, needs_memory_costs, plan_stages
-from megatron.tokenizer.vocabulary import Vocabulary, find_vocabulary
 from megatron.training.data import RunData, open_data
 from megatron.training.metrics import MetricsLogger
 from megatron.training.trainer import Trainer

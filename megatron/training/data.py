@@ -8,10 +8,15 @@ from pathlib import Path
 
 import torch.distributed as dist
 
-from megatron.config import Config, ConfigError, DataConfig, parse_split
-from megatron.config.batch import Progress, RunLength
-from megatron.config.data import NO_EVALUATION_DATA, SPLIT_NAMES, splits_with_own_data, token_files
+from megatron.config import Config, ConfigError, DataConfig
 from megatron.data.blended_dataset import SampleDataset
+from megatron.data.flags import (
+    NO_EVALUATION_DATA,
+    SPLIT_NAMES,
+    parse_split,
+    splits_with_own_data,
+    token_files,
+)
 from megatron.data.gpt_dataset import (
     VOCABULARY_KEY,
     Datasets,
@@ -27,9 +32,10 @@ from megatron.data.index_stamp import IndexStamp
 from megatron.data.loader import GPTBatchLoader
 from megatron.data.mock_dataset import MockDataset
 from megatron.data.splits import Component, verify_token_files
+from megatron.data.vocabulary import Vocabulary
 from megatron.mpu.mesh import Mesh
+from megatron.optimizer.batch_schedule import Progress, RunLength
 from megatron.text_table import format_table
-from megatron.tokenizer.vocabulary import Vocabulary
 
 # Building this takes about a second per 100 MB, and a file some milliseconds.
 _LARGE_INDEX_BYTES = 500_000_000

@@ -12,11 +12,11 @@ from megatron.checkpoint.local.saves import NUM_KEPT, LocalCheckpoints
 from megatron.checkpoint.saving.publishing import UNFINISHED
 from megatron.cluster.exit_codes import SharedUserError
 from megatron.config import CheckpointConfig, Config
-from megatron.config.batch import Progress
 from megatron.config.registries import OPTIMIZERS
 from megatron.model.layer_kinds import layer_kinds
 from megatron.mpu.world import gather_from_all_ranks
 from megatron.object_urls import is_mirrored
+from megatron.optimizer.batch_schedule import Progress
 
 
 def checkpoint_bytes(config: Config, num_parameters: int, save_format: str) -> int:

@@ -10,6 +10,7 @@ from typing import Any
 
 from torch.distributed import Store
 
+from megatron.arguments.data_checks import check_index_memory, host_memory_bytes
 from megatron.checkpoint import selection
 from megatron.checkpoint.compatibility import resumed_schedule, start_of
 from megatron.checkpoint.lineage import owner, start
@@ -26,17 +27,16 @@ from megatron.cluster.processes import is_main_process
 from megatron.cluster.rendezvous import Preparation, announce_errors
 from megatron.cluster.watchdog import Phase, Watchdog
 from megatron.config import Config, ConfigError
-from megatron.config.batch import BatchSchedule, RunLength
-from megatron.config.data import check_index_memory, host_memory_bytes
 from megatron.data.index_stamp import IndexStamp
 from megatron.data.splits import verify_token_files
+from megatron.data.vocabulary import Vocabulary
 from megatron.engine.device_progress import flight_record, waiting_facts
 from megatron.errors import printable
 from megatron.files import open_own, open_stream
 from megatron.mpu.mesh import Mesh
 from megatron.mpu.parameters import initial_values
 from megatron.mpu.world import broadcast_from_rank_0
-from megatron.tokenizer.vocabulary import Vocabulary
+from megatron.optimizer.batch_schedule import BatchSchedule, RunLength
 from megatron.training.build import Setup, build_engine, build_trainer, find_stages, zeros
 from megatron.training.data import data_report, index_notes, open_data, run_fingerprint
 from megatron.training.free_space import check_free_space

@@ -14,20 +14,20 @@ from megatron.checkpoint.compatibility import start_of, starts_at_zero
 from megatron.checkpoint.record import Checkpoint, describe_start
 from megatron.checkpoint.selection import find_checkpoint, planned_checkpoint
 from megatron.cluster.devices import find_gpu, gpu_of_process
-from megatron.config import BatchSchedule, Config
-from megatron.config.batch import Progress, RunLength
+from megatron.config import Config
 from megatron.config.fields import option_name
 from megatron.config.model import model_summary, padded_vocab_size
 from megatron.config.registries import OPTIMIZERS
 from megatron.config.sections.parallel import ParallelConfig
+from megatron.data.vocabulary import Vocabulary
 from megatron.model.flops import iteration_flops, palm_flops
 from megatron.object_urls import is_url
+from megatron.optimizer.batch_schedule import BatchSchedule, Progress, RunLength
 from megatron.optimizer.schedule import LearningRateSchedule
 from megatron.pipeline.methods import MEMORY_UNIT, TIME_UNITS
 from megatron.pipeline.schedule import mean_bubble
 from megatron.pipeline.stages import StagePlan
 from megatron.text_table import counted, format_table
-from megatron.tokenizer.vocabulary import Vocabulary
 from megatron.training.data import missing_token_file, run_fingerprint
 
 # Stages x micro-batches of the largest simulated step, which takes about 5 s.

@@ -27,13 +27,13 @@ from megatron.checkpoint.record import TrainingState
 from megatron.cluster.exit_codes import RunStopped
 from megatron.cluster.signals import is_due
 from megatron.cluster.watchdog import Phase, Watchdog
-from megatron.config import BatchSchedule, Config, StabilityConfig
-from megatron.config.batch import Progress
+from megatron.config import Config, StabilityConfig
 from megatron.engine.pipeline_engine import GPTEngine
 from megatron.mpu.mesh import Axis, Mesh
 from megatron.mpu.parameter_spec import ParameterSpec
 from megatron.mpu.parameters import spec_of
 from megatron.mpu.world import broadcast_from_rank_0
+from megatron.optimizer.batch_schedule import BatchSchedule, Progress
 from megatron.optimizer.mixed_precision import MixedPrecisionOptimizer, NonFiniteError
 from megatron.text_table import rank_list
 from megatron.training.metrics import MetricsLogger

@@ -19,7 +19,6 @@ from megatron.cluster.exit_status import ExitStatus
 from megatron.cluster.signals import ExitConditions, ExitReason, is_due
 from megatron.cluster.watchdog import Phase, Watchdog
 from megatron.config import CheckpointConfig, Config
-from megatron.config.batch import BatchSchedule, RunLength
 from megatron.data.loader import GPTBatchLoader
 from megatron.engine.pass_times import bubble_line
 from megatron.engine.pipeline_engine import GPTEngine
@@ -27,6 +26,7 @@ from megatron.errors import UserError
 from megatron.model.distributed_inference import MICRO_BATCHES_PER_STAGE
 from megatron.model.flops import iteration_flops
 from megatron.mpu.world import broadcast_from_rank_0
+from megatron.optimizer.batch_schedule import BatchSchedule, RunLength
 from megatron.optimizer.mixed_precision import NonFiniteError
 from megatron.optimizer.schedule import LearningRateSchedule, Progress
 from megatron.training.data import RunData

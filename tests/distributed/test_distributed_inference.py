@@ -8,11 +8,11 @@ import pytest
 import torch
 
 from megatron.config import Config
+from megatron.data.vocabulary import Vocabulary
 from megatron.model.distributed_inference import DistributedGPT
 from megatron.model.single_process import GPTModel
 from megatron.mpu.mesh import Mesh
 from megatron.mpu.parameters import initialize_parameters
-from megatron.tokenizer.vocabulary import Vocabulary
 from megatron.training.build import build_engine
 from tests.support.layouts import EOD, VOCAB, Row, config_of
 from tests.support.pool import run_world

@@ -15,8 +15,8 @@ from megatron.checkpoint.manager import load_checkpoint
 from megatron.checkpoint.selection import find_checkpoint
 from megatron.commands import ds_to_universal
 from megatron.data.loader import MicroBatch
+from megatron.data.vocabulary import Vocabulary
 from megatron.mpu.mesh import Mesh
-from megatron.tokenizer.vocabulary import Vocabulary
 from megatron.training.build import build_engine
 from tests.distributed.resharding import SHAPES, STEPS_BEFORE, resume_midway, save_before, uninterrupted
 from tests.support.checkpoints import FINGERPRINT, state_after

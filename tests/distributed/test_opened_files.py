@@ -10,13 +10,13 @@ from unittest import mock
 
 import torch.distributed as dist
 
-from megatron.config.batch import BEGIN, RunLength
 from megatron.data import index_stamp
 from megatron.data.gpt_dataset import prepare_index_files
 from megatron.data.index_stamp import IndexStamp
 from megatron.data.splits import verify_token_files
+from megatron.data.vocabulary import Vocabulary
 from megatron.mpu.mesh import Mesh
-from megatron.tokenizer.vocabulary import Vocabulary
+from megatron.optimizer.batch_schedule import BEGIN, RunLength
 from megatron.training.data import data_report, index_notes, open_data, run_fingerprint
 from tests.support.layouts import GLOBAL_BATCH, SEQ, VOCAB, Row, config_of
 from tests.support.pool import run_world

@@ -180,8 +180,8 @@ def test_all_ranks_partition_by_the_same_measured_times(schedule):
 def stages_by_memory(parallel, problem):
     """Returns (calls of the planner on this rank, its stages or the error)."""
     from megatron.cluster.exit_codes import SharedUserError
+    from megatron.data.vocabulary import Vocabulary
     from megatron.planner import layer_memory
-    from megatron.tokenizer.vocabulary import Vocabulary
     from megatron.training.build import find_stages
 
     row = Row(tp=2, pp=2)

@@ -15,7 +15,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron.config import parse_args
+from megatron.arguments import parse_args
 from tests.end_to_end.clone import commands_in, make_clone, run
 from tests.end_to_end.command import ROOT
 from tests.end_to_end.flags import ABSOLUTE, MODEL, SHORT

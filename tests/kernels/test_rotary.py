@@ -6,7 +6,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from megatron.config.cli import parse_args
+from megatron.arguments import parse_args
 from megatron.model import position
 from megatron.model.gpt_model import ParallelSelfAttention
 from megatron.model.layer_context import LayerContext

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+from megatron.arguments import parse_args
 from megatron.config import Config
-from megatron.config.cli import parse_args
 
 _SMALL = (
     "--dry-run --num-layers 4 --hidden-size 256 --num-attention-heads 8 --seq-length 128 "

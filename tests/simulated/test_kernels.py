@@ -8,7 +8,7 @@ from unittest.mock import patch
 import torch
 
 from benchmarks.step_cost import least_layer_bytes
-from megatron.config.cli import parse_args
+from megatron.arguments import parse_args
 from megatron.kernels import selection
 from megatron.kernels.dropout import fused_dropout_add, shard_offsets
 from megatron.kernels.gated import gated_activation

@@ -7,7 +7,7 @@ from functools import cache
 
 import pytest
 
-from megatron.config.curriculum import LengthCurriculum
+from megatron.config.sections.curriculum import LengthCurriculum
 from megatron.mpu.mesh import Mesh
 from megatron.pipeline.stages import stage_flops
 from megatron.planner.memory import communicators

@@ -101,8 +101,8 @@ class Row:
 def full_matrix() -> list[Row]:
     """Every layout of at most 8 processes with every combination of options, in fp32."""
     return [
-        Row(*layout, **dict(zip(OPTIONS, values, strict=True)))
-        for layout in PROCESS_LAYOUTS
+        Row(*mesh, **dict(zip(OPTIONS, values, strict=True)))
+        for mesh in PROCESS_LAYOUTS
         for values in product(*OPTIONS.values())
     ]
 
@@ -114,11 +114,11 @@ def covering_rows() -> list[Row]:
     """
     rows: list[Row] = []
     seen: Counter[tuple] = Counter()
-    for layout in PROCESS_LAYOUTS:
+    for mesh in PROCESS_LAYOUTS:
         candidates = [
             row
             for row in full_matrix()
-            if (row.tp, row.pp, row.dp) == layout
+            if (row.tp, row.pp, row.dp) == mesh
             and (row.tp < 4 or row.micro_batch == 2)  # 4 TP ranks exchange the most messages: half of them
         ]
         # fsum: the order of a set of strings changes from process to process, the rows must not.
@@ -208,8 +208,8 @@ def build_model(
     """Builds this rank's stage, inside `run_world`. bounds: a partition in place of the flags' partition."""
     import torch.distributed as dist
 
+    from megatron.data.vocabulary import Vocabulary
     from megatron.mpu.mesh import Mesh
-    from megatron.tokenizer.vocabulary import Vocabulary
     from megatron.training import build
 
     parallel = config.parallel

@@ -79,7 +79,7 @@ class World:
 
 def config_of(flags: str, processes: int = 1) -> "Config":
     """The configuration of a measured run, from its flags and --dry-run: it needs no data."""
-    from megatron.config import parse_args
+    from megatron.arguments import parse_args
 
     env = {"WORLD_SIZE": str(processes), "LOCAL_RANK": os.environ.get("LOCAL_RANK", "0")}
     return parse_args(f"--lr 1e-4 --train-iters 1 --dry-run {flags}".split(), env)
@@ -114,8 +114,8 @@ def make_engine(
     values: "InitialValues | None" = None,
 ) -> "GPTEngine":
     """Returns the engine of a rank. values: the initial values (default: those of a run)."""
+    from megatron.data.vocabulary import Vocabulary
     from megatron.mpu.parameters import initial_values
-    from megatron.tokenizer.vocabulary import Vocabulary
     from megatron.training.build import build_engine
 
     return build_engine(config, mesh, Vocabulary(vocab_size, 0), None, values or initial_values)

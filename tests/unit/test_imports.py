@@ -32,12 +32,13 @@ LEVELS = (
     ("pipeline",),
     ("engine",),
     ("checkpoint", "cluster"),
+    ("arguments",),
     ("training",),
     ("planner",),
     ("commands",),
 )
-# The only module of the planner that a training run calls, through the registry of partition methods.
-CALLED_BY_NAME = {"megatron/config/registries.py": ["megatron.planner.layer_memory"]}
+# The only module of the planner that a training run calls, for the partition method 'memory'.
+CALLED_BY_NAME = {"megatron/pipeline/stages.py": ["megatron.planner.layer_memory"]}
 
 
 def parse(path: Path) -> ast.Module:

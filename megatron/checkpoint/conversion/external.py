@@ -18,9 +18,9 @@ from megatron.checkpoint.record import IMPORTED_KEY, Checkpoint
 from megatron.checkpoint.saving.run_record import layout_record
 from megatron.config import Config, ConfigError, ModelConfig
 from megatron.config.config import SECTIONS
+from megatron.data.vocabulary import Vocabulary, find_vocabulary
 from megatron.errors import UserError, one_line
 from megatron.pipeline.stages import plan_stages
-from megatron.tokenizer.vocabulary import Vocabulary, find_vocabulary
 
 
 def open_external(

@@ -8,16 +8,15 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
-from megatron.checkpoint.saved_config import read_saved_config
-from megatron.config import Config, read_command_line
-from megatron.engine.deepspeed_config import read_deepspeed_config
+from megatron.arguments import read_command_line
+from megatron.config import Config
+from megatron.data.vocabulary import find_vocabulary
 from megatron.errors import UserError
 from megatron.pipeline.layer_times import needs_profiling, read_layer_times
 from megatron.pipeline.schedule import mean_bubble
 from megatron.pipeline.stages import plan_stages, stage_flops
 from megatron.planner.plan import make_plan
 from megatron.planner.sweep.axes import Row, num_processes, run_words
-from megatron.tokenizer.vocabulary import find_vocabulary
 
 # Largest schedule (stages x micro-batches) that is simulated. It takes a second.
 _MAX_SIMULATED = 50_000
@@ -90,7 +89,7 @@ def _resolve_row(base: Sequence[str], row: Row, steps: int, processes: int | Non
         processes = processes or num_processes(words)
         more = ["--dry-run", "--world-size", str(processes)] if dry_run else []
         env = {"WORLD_SIZE": str(processes)}
-        config = read_command_line([*words, *more], env, read_saved_config, read_deepspeed_config).config
+        config = read_command_line([*words, *more], env).config
         _check_full_batch(config)
         predicted = predict(config)
     except UserError as error:

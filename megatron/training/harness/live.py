@@ -16,8 +16,8 @@ import numpy as np
 import torch
 from deepspeed.accelerator import get_accelerator
 
+from megatron.arguments.data_checks import no_harness
 from megatron.config import Config
-from megatron.config.validate import no_harness
 from megatron.engine.pipeline_engine import GPTEngine
 from megatron.model.distributed_inference import DistributedGPT, InferenceStopped
 from megatron.tokenizer import build_tokenizer

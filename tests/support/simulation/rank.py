@@ -23,12 +23,13 @@ from megatron.checkpoint.record import TrainingState
 from megatron.cluster import processes
 from megatron.cluster.rank_reports import RankReport
 from megatron.cluster.watchdog import Watchdog
-from megatron.config import BatchSchedule, Config
-from megatron.config.batch import RunLength
+from megatron.config import Config
+from megatron.data.vocabulary import Vocabulary, find_vocabulary
 from megatron.engine.pipeline_engine import GPTEngine
 from megatron.engine.profiler_ranges import TRAIN_STEP
 from megatron.model.attention_choice import run_uses_kernels
 from megatron.mpu.mesh import Mesh
+from megatron.optimizer.batch_schedule import BatchSchedule, RunLength
 from megatron.pipeline.layer_times import read_layer_times
 from megatron.pipeline.stages import StagePlan, plan_stages
 from megatron.planner.simulation.device import POINT_TO_POINT, SimulatedDevice, process_group_of
@@ -38,7 +39,6 @@ from megatron.planner.simulation.rank_process import (
     simulated_process,
     state_tensors,
 )
-from megatron.tokenizer.vocabulary import Vocabulary, find_vocabulary
 from megatron.training.build import build_engine, build_trainer
 from megatron.training.startup_report import StartupReport
 from megatron.training.trainer import Trainer, make_metrics

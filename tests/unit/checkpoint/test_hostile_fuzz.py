@@ -13,6 +13,7 @@ import pytest
 import torch
 from hypothesis import strategies as st
 
+from megatron.arguments import read_command_line
 from megatron.checkpoint.conversion.source import open_source
 from megatron.checkpoint.conversion.to_universal import convert
 from megatron.checkpoint.discovery import find_latest, find_universal
@@ -23,8 +24,6 @@ from megatron.checkpoint.huggingface.importer import read_hugging_face
 from megatron.checkpoint.inspect import inspect_folder
 from megatron.checkpoint.reading import read_checkpoint
 from megatron.checkpoint.report import overview_text
-from megatron.checkpoint.saved_config import read_saved_config
-from megatron.config import read_command_line
 from megatron.model.single_process import model_specs
 from megatron.mpu.mesh import Axis
 from megatron.mpu.pieces import Piece
@@ -114,7 +113,7 @@ def record_that_gives_a_command_its_flags(tmp_path: Path) -> Case:
         shutil.copy(saved.parent / name, folder / name)
     words = "--micro-batch-size 1 --global-batch-size 8 --lr 1e-3 --train-iters 5 --dry-run".split()
     words += ["--load", str(folder), "--use-checkpoint-args"]
-    return folder, lambda: read_command_line(words, {}, read_saved_config)
+    return folder, lambda: read_command_line(words, {})
 
 
 def source_of_a_conversion(tmp_path: Path) -> Case:

@@ -16,10 +16,10 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GPT2TokenizerFast, OPTConfig
 
+from megatron.arguments import read_command_line
 from megatron.checkpoint.huggingface.importer import read_hugging_face
 from megatron.checkpoint.reading import read_checkpoint
 from megatron.commands.convert_huggingface import check_tokenizer_fits
-from megatron.config import read_command_line
 from megatron.errors import UserError
 from megatron.tokenizer.hugging_face import save_as_hugging_face
 from tests.support.layouts import SEQ, VOCAB, Row, config_of

@@ -7,12 +7,11 @@ from dataclasses import replace
 import pytest
 import torch
 
+from megatron.arguments import read_command_line
 from megatron.checkpoint.discovery import open_checkpoint
 from megatron.checkpoint.formats.deepspeed_files import VALUES
 from megatron.checkpoint.formats.registry import HUGGING_FACE, format_of, open_reader
 from megatron.checkpoint.huggingface import reader as reader_module
-from megatron.checkpoint.saved_config import read_saved_config
-from megatron.config import read_command_line
 from megatron.errors import UserError
 from megatron.model.single_process import model_specs
 from megatron.mpu.mesh import Axis
@@ -26,7 +25,7 @@ RUN = "--seq-length 32 --micro-batch-size 1 --global-batch-size 1 --lr 1 --train
 
 def load_flags(folder, *flags):
     words = ["--load-huggingface", str(folder), *RUN, *flags]
-    return read_command_line(words, {}, read_saved_config)
+    return read_command_line(words, {})
 
 
 @pytest.mark.parametrize("name", ["llama-3", "qwen-2", "olmo-2", "pythia"])

@@ -7,15 +7,15 @@ from pathlib import Path
 
 import pytest
 
+from megatron.arguments import read_command_line
 from megatron.commands import convert_checkpoint, plan, preprocess_data
-from megatron.config import ConfigError, read_command_line
-from megatron.engine.deepspeed_config import read_deepspeed_config
+from megatron.config import ConfigError
 from tests.unit.config.command_lines import RUN, SMALL
 
 
 def lines_of(words: list[str]) -> list[str]:
     with pytest.raises(ConfigError) as caught:
-        read_command_line(words, {}, read_deepspeed_config=read_deepspeed_config)
+        read_command_line(words, {})
     return [line.strip() for line in str(caught.value).splitlines()]
 
 

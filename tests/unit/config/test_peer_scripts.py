@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from megatron.config import Config, ConfigError, parse_args, read_command_line
-from megatron.config.peer_rewriting import rewrite
-from megatron.engine.deepspeed_config import read_deepspeed_config
+from megatron.arguments import parse_args, read_command_line
+from megatron.config import Config, ConfigError
+from megatron.config.foreign_flags import rewrite
 from tests.unit.config.command_lines import RUN, SMALL
 
 # examples_deepspeed/pretrain_llama2_distributed.sh (Microsoft, b644fba3), 8 GPUs.
@@ -57,7 +57,7 @@ REAL = "--data-path text_document --tokenizer-type HuggingFaceTokenizer --tokeni
 
 def dry_run(words: str) -> Config:
     argv = [*words.split(), "--dry-run", "--world-size", "8"]
-    return read_command_line(argv, {}, read_deepspeed_config=read_deepspeed_config).config
+    return read_command_line(argv, {}).config
 
 
 def test_a_note_names_only_a_flag_that_was_given() -> None:

@@ -9,7 +9,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from megatron.config.cli import parse_args
+from megatron.arguments import parse_args
 from megatron.model import attention_choice, core_attention
 from megatron.model.attention_choice import (
     AttentionRequirements,

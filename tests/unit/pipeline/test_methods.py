@@ -6,8 +6,8 @@ from itertools import combinations, pairwise
 import pytest
 
 from megatron.config import ConfigError
-from megatron.config.partition_method import parse_partition_method
 from megatron.pipeline.methods import LayerTable, MemoryCosts, PipelineShape, partition_layers
+from megatron.pipeline.partition_method import parse_partition_method
 from tests.support.layer_lists import LAYER, layer_list
 
 

@@ -2,7 +2,8 @@
 
 import pytest
 
-from megatron.config import ConfigError, read_command_line
+from megatron.arguments import read_command_line
+from megatron.config import ConfigError
 from megatron.model.layer_kinds import layer_kinds, period, settings_of
 from megatron.pipeline.stages import plan_stages
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch.autograd.graph import saved_tensors_hooks
 
-from megatron.config import read_command_line
+from megatron.arguments import read_command_line
 from megatron.model.gpt_model import ParallelTransformerLayerPipe
 from megatron.model.layer_context import LayerContext
 from megatron.model.layer_list import FIRST_TRANSFORMER_LAYER, PARAMETER_DTYPES

@@ -8,11 +8,11 @@ from dataclasses import dataclass
 
 import pytest
 
-from megatron.config import read_command_line
+from megatron.arguments import read_command_line
+from megatron.data.vocabulary import find_vocabulary
 from megatron.pipeline.schedule import simulate_schedule
 from megatron.pipeline.stages import StagePlan, plan_stages
 from megatron.planner.plan import Plan, make_plan
-from megatron.tokenizer.vocabulary import find_vocabulary
 from megatron.units import GIB
 from tests.end_to_end.command import ROOT
 

@@ -6,7 +6,7 @@ import re
 
 import pytest
 
-from megatron.config.cli import parse_args
+from megatron.arguments import parse_args
 from megatron.planner.dry_run import memory_table, planned_run_report
 from megatron.planner.fit import free_saving, remedies, with_verdict
 from megatron.planner.memory import COMMUNICATOR_BYTES, CONTEXT_BYTES, FRAGMENTATION

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
-from megatron.config import parse_args
+from megatron.arguments import parse_args
 from megatron.pipeline.layer_times import read_layer_times
 from tests.unit.config.command_lines import SMALL
 from tests.unit.hostile import refusal

@@ -8,13 +8,13 @@ from typing import Any
 
 import pytest
 
+from megatron.arguments import parse_args
+from megatron.arguments.notes import unused_setting_notes
 from megatron.cluster.preflight import (
     NetworkFigures,
     read_network_figures,
     write_network_figures,
 )
-from megatron.config.cli import parse_args
-from megatron.config.rules import unused_setting_notes
 from megatron.errors import UserError
 from megatron.pipeline.stages import plan_stages
 from megatron.planner.dry_run import planned_run_report

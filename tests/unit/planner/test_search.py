@@ -7,7 +7,7 @@ from functools import cache
 
 import pytest
 
-from megatron.config import parse_args, read_command_line
+from megatron.arguments import parse_args, read_command_line
 from megatron.errors import UserError
 from megatron.pipeline.stages import plan_stages
 from megatron.planner.command import PROGRAM, replaced, run_flags, with_defaults

@@ -7,12 +7,12 @@ import typing
 
 import pytest
 
-from megatron.config import read_command_line
-from megatron.config.batch import BEGIN, Progress, RunLength
+from megatron.arguments import read_command_line
+from megatron.arguments.data_checks import check_index_memory
 from megatron.config.config import SECTIONS
-from megatron.config.data import check_index_memory
 from megatron.config.fields import flag_of, option_name
 from megatron.errors import UserError
+from megatron.optimizer.batch_schedule import BEGIN, Progress, RunLength
 from megatron.planner.dry_run import planned_run_report
 from megatron.planner.plan import make_plan
 from tests.unit.config.command_lines import SMALL

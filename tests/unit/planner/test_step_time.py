@@ -6,11 +6,11 @@ from collections import Counter
 
 import pytest
 
+from megatron.arguments import parse_args
 from megatron.config import Config
-from megatron.config.batch import BEGIN, Progress
-from megatron.config.cli import parse_args
 from megatron.config.sections.parallel import ParallelConfig
 from megatron.mpu.mesh import Mesh
+from megatron.optimizer.batch_schedule import BEGIN, Progress
 from megatron.pipeline.schedule import simulate_schedule
 from megatron.pipeline.stages import plan_stages
 from megatron.planner.network import ACHIEVED, ALL_REDUCE, ALL_TO_ALL, LATENCY_S, Network, find_network

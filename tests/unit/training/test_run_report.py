@@ -8,14 +8,15 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from megatron.arguments import parse_args, read_command_line
 from megatron.checkpoint.compatibility import resumed_schedule
 from megatron.checkpoint.record import Checkpoint, TrainingState
-from megatron.config import Config, parse_args, read_command_line
+from megatron.config import Config
 from megatron.data.indexed_dataset import IndexedDatasetBuilder
+from megatron.data.vocabulary import find_vocabulary
 from megatron.errors import UserError
 from megatron.pipeline.methods import Partition
 from megatron.pipeline.stages import StagePlan, plan_stages
-from megatron.tokenizer.vocabulary import find_vocabulary
 from megatron.training.run_report import (
     heaviest_line,
     pipeline_efficiency,

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
+from megatron.arguments import read_command_line
 from megatron.commands import sweep
-from megatron.config import read_command_line
 from megatron.config.config import SECTIONS
 from megatron.errors import UserError
 from megatron.planner.plan import make_plan

@@ -8,7 +8,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatron.config import BatchSchedule, ConfigError, TrainingConfig
+from megatron.config import ConfigError, TrainingConfig
+from megatron.optimizer.batch_schedule import BatchSchedule
 
 BLOOM = BatchSchedule(2048, (192, 16, 9_765_625))
 

@@ -4,8 +4,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from megatron.config import Config
-from megatron.config.data import missing_tokenizer_files, token_file_prefixes
 from megatron.config.registries import TOKENIZERS
+from megatron.data.flags import missing_tokenizer_files, token_file_prefixes
 from megatron.errors import UserError
 from megatron.tokenizer import build_tokenizer
 from megatron.tokenizer.vocabulary_record import check_record, common_digest, vocabulary_digest

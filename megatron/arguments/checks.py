@@ -1,7 +1,7 @@
 """Checks of settings against each other, before any process group is created.
 
 Each check is a generator of sentences, so that one error can report all mistakes. Rules between two flags are
-part of their fields, see `rules`.
+part of their fields, see `config.rules`.
 """
 
 from __future__ import annotations
@@ -12,31 +12,31 @@ from importlib.util import find_spec
 from pathlib import Path
 from shutil import which
 
-from megatron.config.batch import batch_mistakes, curriculum_mistakes, length_mistakes
-from megatron.config.config import Config
-from megatron.config.data import (
-    NO_EVALUATION_DATA,
-    available_eval_splits,
+from megatron.arguments.data_checks import (
     data_mistakes,
+    evaluation_mistakes,
+    harness_mistakes,
+    harness_package_mistakes,
     missing_file_mistakes,
     tokenizer_mistakes,
 )
+from megatron.arguments.schedule_checks import length_mistakes, schedule_mistakes
+from megatron.config.config import Config
+from megatron.config.fields import option_name
 from megatron.config.mistakes import raise_first
-from megatron.config.model import model_mistakes
-from megatron.config.partition_method import parse_partition_method
+from megatron.config.model import check_vocab_divides, padded_vocab_size
 from megatron.config.rules import rule_mistakes
-from megatron.config.sections.data import fitting_tokenizer_types
+from megatron.config.sections.curriculum import SOURCE
+from megatron.config.sections.model import ModelConfig
 from megatron.config.sections.parallel import ParallelConfig
-from megatron.config.tool_parser import check_folder
+from megatron.config.sections.window_pattern import WINDOW
 from megatron.errors import ConfigError
 from megatron.object_urls import is_url
+from megatron.optimizer.batch_schedule import batch_mistakes
+from megatron.pipeline.partition_method import parse_partition_method
 from megatron.text_table import counted
 
 _MOST_STAGES = 200_000
-WSD_BY_TOKENS = (
-    "--lr-decay-style WSD with a decay that ends by tokens (--lr-decay-tokens or --train-tokens): "
-    "WSD counts in iterations or samples; set --lr-decay-iters or --lr-decay-samples instead"
-)
 
 
 def validate(config: Config) -> None:
@@ -235,104 +235,6 @@ def stability_mistakes(config: Config) -> Iterator[str]:
     _ = stability.skipped_ranges
 
 
-def schedule_mistakes(config: Config) -> Iterator[str]:
-    """Yields a sentence for a warm-up and decay that contradict each other or the length of the run."""
-    schedule, training = config.schedule, config.training
-    if schedule.min_lr > schedule.lr:
-        yield f"--min-lr {schedule.min_lr} is larger than --lr {schedule.lr}: reduce --min-lr"
-    style, decays_by_tokens = schedule.lr_decay_style, schedule.lr_decay_tokens is not None
-    if style == "inverse-square-root" and not (
-        schedule.lr_warmup_iters or schedule.lr_warmup_samples or schedule.lr_warmup_fraction
-    ):
-        unit = "samples" if training.train_iters is None or decays_by_tokens else "iters"
-        yield (
-            "--lr-decay-style inverse-square-root without a warm-up: the learning rate is --lr x "
-            f"sqrt(warm-up / progress); set --lr-warmup-{unit} or --lr-warmup-fraction"
-        )
-    if style == "WSD" and decays_by_tokens:
-        yield WSD_BY_TOKENS
-    elif style == "WSD":
-        unit = "samples" if training.train_iters is None else "iters"
-        length, misplaced = (getattr(schedule, f"lr_wsd_decay_{u}") for u in (unit, _other_unit(unit)))
-        if length is None and not misplaced:
-            yield f"--lr-decay-style WSD without --lr-wsd-decay-{unit}: set it to the length of the decay"
-    for unit in ("iters", "samples"):
-        decay, warmup = (getattr(schedule, f"lr_{part}_{unit}") for part in ("decay", "warmup"))
-        if decay is not None and decays_by_tokens:
-            yield (
-                f"--lr-decay-{unit} {decay} and --lr-decay-tokens {schedule.lr_decay_tokens} both set "
-                "the end of the decay: remove one of them"
-            )
-        if warmup and schedule.lr_warmup_fraction is not None:
-            yield (
-                f"--lr-warmup-fraction {schedule.lr_warmup_fraction} and --lr-warmup-{unit} {warmup} both "
-                "set the length of the warm-up: remove one of them"
-            )
-    if training.has_length:
-        yield from _unit_mistakes(config)
-
-
-def _unit_mistakes(config: Config) -> Iterator[str]:
-    """Yields a sentence for parts of the schedule in another unit than the run's length, or beyond it."""
-    schedule, training = config.schedule, config.training
-    by_iters = training.train_iters is not None
-    decay_unit = "iters" if by_iters else "samples"
-    # With a decay in tokens, the warm-up is in samples even if the run has --train-iters.
-    warmup_unit = "iters" if by_iters and schedule.lr_decay_tokens is None else "samples"
-    misplaced = {
-        f"--lr-decay-{_other_unit(decay_unit)}": getattr(schedule, f"lr_decay_{_other_unit(decay_unit)}"),
-        f"--lr-wsd-decay-{_other_unit(decay_unit)}": getattr(
-            schedule, f"lr_wsd_decay_{_other_unit(decay_unit)}"
-        ),
-        f"--lr-warmup-{_other_unit(warmup_unit)}": getattr(schedule, f"lr_warmup_{_other_unit(warmup_unit)}"),
-        "--rampup-batch-size": by_iters and " ".join(map(str, config.batch.rampup_batch_size or ())),
-    }
-    for option, value in misplaced.items():
-        if value:
-            length = f"--train-{decay_unit} {training.train_iters or training.train_samples}"
-            yield (
-                f"{option} {value} cannot be combined with {length}"
-                + (" and --lr-decay-tokens" if warmup_unit != decay_unit else "")
-                + ": use either iterations or samples for the whole run"
-            )
-    if schedule.lr_decay_style != "constant":
-        yield from _warmup_mistakes(config, warmup_unit)
-
-
-def _warmup_mistakes(config: Config, unit: str) -> Iterator[str]:
-    schedule, training = config.schedule, config.training
-    warmup: float = getattr(schedule, f"lr_warmup_{unit}")
-    option, decay = f"--lr-decay-{unit}", getattr(schedule, f"lr_decay_{unit}")
-    if schedule.lr_decay_tokens is not None:
-        if training.deepspeed_config is not None or config.checkpoint.load is not None:
-            return  # LearningRateSchedule counts the tokens of a curriculum, and of a resumed run
-        # Rounded down to whole samples, because the warm-up has to end before the decay.
-        option, decay = "--lr-decay-tokens, in samples", schedule.lr_decay_tokens // config.model.seq_length
-    elif decay is None:
-        option, decay = f"--train-{unit}", getattr(training, f"train_{unit}")
-    if warmup and warmup >= decay:
-        yield (
-            f"--lr-warmup-{unit} {warmup} does not end before the decay ({option}: {decay}): reduce the "
-            "warm-up, or extend the decay"
-        )
-        return
-    if schedule.lr_warmup_fraction is not None:
-        warmup = schedule.lr_warmup_fraction * decay
-    length = getattr(schedule, f"lr_wsd_decay_{unit}") or 0
-    is_wsd = schedule.lr_decay_style == "WSD" and schedule.lr_decay_tokens is None
-    if is_wsd and decay - length < warmup:
-        steps = unit.replace("iters", "iterations")
-        yield (
-            f"--lr-wsd-decay-{unit} {length}: the decay has to end after {decay:,} {steps} and would begin "
-            f"before the end of the warm-up ({warmup:,.0f} {steps}): shorten one of them, or raise "
-            f"--lr-decay-{unit}"
-        )
-
-
-def _other_unit(unit: str) -> str:
-    return "samples" if unit == "iters" else "iters"
-
-
 def dependency_mistakes(config: Config) -> Iterator[str]:
     """Yields a sentence if a package or program that the flags need is not installed."""
     if config.optimizer.use_apex:
@@ -373,51 +275,87 @@ def _compiler_mistakes() -> Iterator[str]:
         )
 
 
-def harness_mistakes(config: Config) -> Iterator[str]:
-    """Yields a sentence for tasks in a run that does not train, or without a tokenizer."""
-    training, data = config.training, config.data
-    if not training.eval_harness_tasks:
-        return
-    tasks = " ".join(training.eval_harness_tasks)
-    if training.no_train:
+def model_mistakes(config: Config) -> Iterator[str]:
+    """Yields a sentence for sizes that do not fit each other or the tensor-parallel size."""
+    model, tensor = config.model, config.parallel.tensor_model_parallel_size
+    if problem := model.heads_problem(tensor):
+        yield problem
+    if model.ffn_hidden_size % tensor:
         yield (
-            f"--eval-harness-tasks {tasks} with --eval-only, which trains nothing: remove "
-            "--eval-harness-tasks; tools/evaluate.py --tasks runs tasks on a checkpoint"
+            f"--ffn-hidden-size {model.ffn_hidden_size} is not divisible by --tensor-model-parallel-size "
+            f"{tensor}: change one of them"
         )
-    elif not fitting_tokenizer_types(data):
+    if model.qk_layernorm_scope == "projection" and model.normalization != "RMSNorm":
         yield (
-            f"--eval-harness-tasks {tasks} without a tokenizer: set --tokenizer-name-or-path, "
-            "--tokenizer-model, or --vocab-file and --merge-file"
+            f"--qk-layernorm-scope projection with --normalization {model.normalization}: expected RMSNorm; "
+            "change one of them"
         )
+    if model.window_pattern is not None and len(model.window_pattern) == 1:
+        which, flags = (
+            ("all", "") if model.window_pattern == (WINDOW,) else ("none of the", " and --window-size")
+        )
+        yield (
+            f"--window-pattern gives {which} {model.num_layers} layers the window of --window-size: expected "
+            f"layers with and without it; remove --window-pattern{flags}, or change the pattern"
+        )
+    if model.seq_length > model.max_position_embeddings:
+        yield (
+            f"--seq-length {model.seq_length} is larger than --max-position-embeddings "
+            f"{model.max_position_embeddings}: increase --max-position-embeddings, or reduce --seq-length"
+        )
+    if model.position_embedding_type == "rotary":
+        yield from _rotary_mistakes(model)
+    if model.position_embedding_type == "alibi" and config.data.reset_position_ids:
+        yield (
+            "--reset-position-ids has no effect with --position-embedding-type alibi, whose positions are "
+            "relative: remove --reset-position-ids (--reset-attention-mask separates documents)"
+        )
+    if model.vocab_size is not None:
+        padded_vocab_size(model.vocab_size, model, tensor)
+    elif model.pad_vocab_size_to is not None:
+        check_vocab_divides(model.pad_vocab_size_to, tensor)
 
 
-def evaluation_mistakes(config: Config) -> Iterator[str]:
-    """Yields a sentence for an evaluation without a checkpoint, and for one that evaluates nothing."""
-    if not config.training.no_train:
+def _rotary_mistakes(model: ModelConfig) -> Iterator[str]:
+    if model.kv_channels % 2:
+        yield (
+            f"--position-embedding-type rotary needs an even head dimension, but it is {model.kv_channels}: "
+            "change --kv-channels (default: hidden size / heads)"
+        )
+    elif model.rotary_dim % 2 or not model.rotary_dim:
+        yield (
+            f"--rotary-percent {model.rotary_percent:g} rotates {model.rotary_dim} of {model.kv_channels} "
+            "elements of each head: expected an even number above 0; change --rotary-percent"
+        )
+    for low, high in (
+        ("rope_low_freq_factor", "rope_high_freq_factor"),
+        ("rope_beta_slow", "rope_beta_fast"),
+    ):
+        if getattr(model, low) >= getattr(model, high):
+            yield (
+                f"{option_name(low)} {getattr(model, low):g} is not below {option_name(high)} "
+                f"{getattr(model, high):g}: change one of them"
+            )
+
+
+def curriculum_mistakes(config: Config) -> Iterator[str]:
+    """Yields a sentence for sequence lengths of a curriculum that the run does not support."""
+    curriculum, model, parallel = config.curriculum, config.model, config.parallel
+    if curriculum is None:
         return
-    if config.training.eval_iters == 0:
-        yield "--eval-only with --eval-iters 0, which evaluates nothing: set 1 or more batches"
-    if config.checkpoint.load is None:
-        yield "--eval-only without --load would evaluate the initial weights: set --load to the checkpoints"
-    valid, test, reason = available_eval_splits(config.data)
-    if not (valid or test):
-        yield f"--eval-only {reason}: there are {NO_EVALUATION_DATA}"
-
-
-def no_harness(option: str, reason: str) -> ConfigError:
-    """Returns the error of a flag that needs the package lm_eval, which cannot be imported."""
-    return ConfigError(
-        f"{option} needs EleutherAI's lm-evaluation-harness ({reason}): install it with 'pip install lm_eval'"
-    )
-
-
-def harness_package_mistakes(config: Config) -> Iterator[str]:
-    """Yields a sentence if the package lm_eval does not exist. Raises ConfigError if the folder of tasks does
-    not exist."""
-    training = config.training
-    if not training.eval_harness_tasks:
-        return
-    if find_spec("lm_eval") is None:
-        yield str(no_harness("--eval-harness-tasks", "there is no module lm_eval"))
-    if training.eval_harness_tasks_path is not None:
-        check_folder("--eval-harness-tasks-path", training.eval_harness_tasks_path)
+    if curriculum.max_length > model.seq_length:
+        yield (
+            f"{SOURCE} reaches {curriculum.max_length} tokens, --seq-length is {model.seq_length}: reduce "
+            "max_difficulty, or increase --seq-length"
+        )
+    multiple = parallel.length_multiple
+    if odd := [n for n in curriculum.all_lengths() if n % multiple]:
+        yield (
+            f"{SOURCE} has sequences of {odd[0]} tokens, which must be divisible by "
+            f"{parallel.length_multiple_terms}: choose multiples of it (difficulty_step)"
+        )
+    if config.training.compile:
+        yield (
+            "--compile with a curriculum of sequence lengths: layers would be recompiled for each length; "
+            "remove --compile until the curriculum is complete"
+        )

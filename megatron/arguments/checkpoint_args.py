@@ -6,83 +6,108 @@ and data order of a cooldown branch from the base run.
 
 from __future__ import annotations
 
-import dataclasses
 import math
+import os
 import types
 import typing
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from collections.abc import Mapping
 from typing import Any
 
-from megatron.config.batch import BEGIN, Progress, RunLength
-from megatron.config.config import SECTIONS, Config
-from megatron.config.fields import changes_model, option_name, setting_option
-from megatron.config.registries import TOKENIZERS
+from megatron.checkpoint.saved_config import SavedConfig, read_saved_config
+from megatron.config.config import SETTINGS, Config
+from megatron.config.fields import setting_option
 from megatron.config.sections.checkpoint import CheckpointConfig
+from megatron.config.sections.data import TOKENIZER_FIELDS
 from megatron.errors import ConfigError
+from megatron.optimizer.batch_schedule import RunLength
 
-TOKENIZER_FIELDS = frozenset({"tokenizer_type"}).union(
-    *(tokenizer.settings for tokenizer in TOKENIZERS.values())
-)
-
-
-@dataclass(frozen=True)
-class SavedConfig:
-    """The configuration that a checkpoint records.
-
-    source: folder of the checkpoint. progress: of its run. is_branch_checkpoint: whether --branch-at uses a
-    checkpoint of the branch itself, because the branch point cannot be read any more.
-    """
-
-    source: str
-    config: Config
-    progress: Progress = BEGIN
-    is_branch_checkpoint: bool = False
+Settings = dict[str, Any]
+"""The given flags, by 'section.field'."""
 
 
-ReadSavedConfig = Callable[[CheckpointConfig], SavedConfig]
+def section_settings(settings: Mapping[str, Any], section: str) -> dict[str, Any]:
+    """Returns the given flags of a section, by field."""
+    prefix = section + "."
+    return {name.removeprefix(prefix): value for name, value in settings.items() if name.startswith(prefix)}
 
 
-def add_checkpoint_args(settings: dict[str, Any], saved: SavedConfig) -> str:
+def use_hugging_face(settings: Settings) -> None:
+    """Sets the flags that --load-huggingface implies."""
+    folder = settings.get("checkpoint.load_huggingface")
+    if folder is None:
+        return
+    if settings.get("checkpoint.load", folder) != folder:
+        raise ConfigError(
+            f"--load-huggingface {folder} with --load {settings['checkpoint.load']}: a run starts from one "
+            "folder; remove one of the flags"
+        )
+    # A run that has saved checkpoints resumes from --save, even if the folder no longer exists.
+    if "checkpoint.save" not in settings and not os.path.isfile(os.path.join(folder, "config.json")):
+        raise ConfigError(
+            f"--load-huggingface {folder} has no config.json: expected the folder of a Hugging Face model"
+        )
+    settings["checkpoint.load"] = folder
+    settings["checkpoint.use_checkpoint_args"] = True
+    if not settings.get("training.no_train"):
+        settings["checkpoint.finetune"] = True
+
+
+def use_checkpoint_args(settings: Settings, reads_files: bool = True) -> list[str]:
+    """Adds the checkpoint's flags with --use-checkpoint-args. Returns notes for the log."""
+    if not settings.get("checkpoint.use_checkpoint_args"):
+        return []
+    if "checkpoint.load" not in settings:
+        raise ConfigError("--use-checkpoint-args without --load: set --load to the folder of the checkpoint")
+    if not reads_files:
+        raise ConfigError("--use-checkpoint-args has no effect in this tool: give the flags of the model")
+    saved = read_saved_config(CheckpointConfig(**section_settings(settings, "checkpoint")))
+    return [add_checkpoint_args(settings, saved)]
+
+
+def use_branch_point(settings: Settings, reads_files: bool = True) -> list[str]:
+    """Adds the schedule of a branch with --branch-at. Returns notes for the log."""
+    if "checkpoint.branch_at" not in settings:
+        return []
+    options = CheckpointConfig(**section_settings(settings, "checkpoint"))
+    check_branch_flags(options, settings)
+    if not reads_files:
+        raise ConfigError("--branch-at has no effect in this tool: give the checkpoint's folder to --load")
+    return [add_branch_settings(settings, read_saved_config(options))]
+
+
+def add_checkpoint_args(settings: Settings, saved: SavedConfig) -> str:
     """Adds the flags of a checkpoint to the given flags, and returns a note for the log.
 
-    settings: the given flags, by 'section.field'. They take precedence over the checkpoint's flags. Raises
+    settings: the given flags. They take precedence over the checkpoint's flags. Raises
     ConfigError for a given flag that changes the model and has another value in the checkpoint.
     """
     typed_tokenizer = any(f"data.{name}" in settings for name in TOKENIZER_FIELDS)
     is_finetuning = settings.get("checkpoint.finetune", False)
     unused = saved.config.model.unused_fields()  # some are derived from other fields, such as --seq-length
-    for section, field, annotation in _taken_fields(is_finetuning):
-        value = getattr(getattr(saved.config, section), field.name)
-        if not _has_type(value, annotation):
+    for name, setting in SETTINGS.items():
+        is_of_tokenizer = setting.field in TOKENIZER_FIELDS
+        # Fine-tuning may choose how to treat documents.
+        is_of_data = setting.changes_model and not is_finetuning and setting.section == "data"
+        if not (setting.section == "model" or is_of_data or is_of_tokenizer):
+            continue
+        value = saved.config.value(name)
+        if not _has_type(value, setting.type):
             raise ConfigError(
-                f"checkpoint {saved.source}: {section}.{field.name} in its config is of type "
+                f"checkpoint {saved.source}: {name} in its config is of type "
                 f"{type(value).__name__}: the file is damaged, or another program wrote it"
             )
-        is_of_tokenizer = field.name in (TOKENIZER_FIELDS | {"vocab_size"})
-        if (is_of_tokenizer and typed_tokenizer) or (section == "model" and field.name in unused):
+        if typed_tokenizer and (is_of_tokenizer or name == "model.vocab_size"):
             continue
-        name = f"{section}.{field.name}"
+        if setting.section == "model" and setting.field in unused:
+            continue
         typed = settings.setdefault(name, value)
-        if typed != value and changes_model(SECTIONS[section], field):
+        if typed != value and setting.changes_model:
             has = "does not have it" if value in (None, False) else f"has {value}"
             raise ConfigError(
-                f"{option_name(field.name)} {'' if typed is True else f'{typed} '}contradicts "
+                f"{setting.option} {'' if typed is True else f'{typed} '}contradicts "
                 f"--use-checkpoint-args: checkpoint {saved.source} {has}; remove one of the two flags"
             )
     return f"model and tokenizer have the flags of {saved.source} (--use-checkpoint-args)"
-
-
-def _taken_fields(is_finetuning: bool) -> Iterator[tuple[str, dataclasses.Field[Any], Any]]:
-    """Yields (section, field, annotation) of the settings to take. Fine-tuning may choose how to treat
-    documents."""
-    for section in ("model", "data"):
-        kind = SECTIONS[section]
-        annotations = typing.get_type_hints(kind)
-        for field in dataclasses.fields(kind):
-            of_model = changes_model(kind, field) and not is_finetuning
-            if section == "model" or of_model or field.name in TOKENIZER_FIELDS:
-                yield section, field, annotations[field.name]
 
 
 def _has_type(value: Any, annotation: Any) -> bool:
@@ -91,11 +116,8 @@ def _has_type(value: Any, annotation: Any) -> bool:
     return type(value) in kinds or (type(value) is int and float in kinds)
 
 
-def check_branch_flags(options: CheckpointConfig, settings: dict[str, Any]) -> None:
-    """Raises ConfigError for folders and flags that --branch-at contradicts.
-
-    settings: the given flags, by 'section.field'.
-    """
+def check_branch_flags(options: CheckpointConfig, settings: Settings) -> None:
+    """Raises ConfigError for folders and flags that --branch-at contradicts."""
     flag = f"--branch-at {options.branch_at}"
     if options.load is None or options.save is None:
         missing = "--load" if options.load is None else "--save"
@@ -124,17 +146,16 @@ _CONTRADICTIONS = {
 }
 
 
-def add_branch_settings(settings: dict[str, Any], saved: SavedConfig) -> str:
+def add_branch_settings(settings: Settings, saved: SavedConfig) -> str:
     """Adds the schedule, length and data order of a branch to the given flags, and returns a note.
 
-    settings: the given flags, by 'section.field'. saved: the branch point, or a checkpoint of this branch if
+    saved: the branch point, or a checkpoint of this branch if
     the branch point cannot be read any more. Raises ConfigError for a given flag that contradicts the branch.
     """
     base = saved.config
     if saved.is_branch_checkpoint:
         for name in _DERIVED:
-            section, _, field = name.partition(".")
-            settings.setdefault(name, getattr(getattr(base, section), field))
+            settings.setdefault(name, base.value(name))
         return f"a cooldown branch (--branch-at), continued with the schedule of {saved.source}"
     iteration = settings["checkpoint.branch_at"]
     flag = f"--branch-at {iteration}"
@@ -176,7 +197,7 @@ _DERIVED = (
 )
 
 
-def _set(settings: dict[str, Any], name: str, value: Any, reason: str) -> None:
+def _set(settings: Settings, name: str, value: Any, reason: str) -> None:
     """Sets a flag. Raises ConfigError if it is given with another value."""
     typed = settings.setdefault(name, value)
     if typed != value:
@@ -196,7 +217,7 @@ def _warmup(base: Config, unit: str) -> int:
     return math.ceil(schedule.lr_warmup_fraction * length)
 
 
-def _add_data_order(settings: dict[str, Any], saved: SavedConfig) -> None:
+def _add_data_order(settings: Settings, saved: SavedConfig) -> None:
     """Adds the base run's data order, which depends on its length. With --override-data, the branch reads the
     other data from its first sample on."""
     if settings.get("checkpoint.override_data"):

@@ -5,7 +5,7 @@ from fractions import Fraction
 import pytest
 
 from megatron.config import ConfigError
-from megatron.config.partition_method import StageContent, parse_partition_method
+from megatron.pipeline.partition_method import StageContent, parse_partition_method
 
 
 def alternatives(text):

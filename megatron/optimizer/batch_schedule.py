@@ -12,9 +12,9 @@ from itertools import islice
 from typing import Literal
 
 from megatron.config.config import Config
-from megatron.config.curriculum import SOURCE, LengthCurriculum
 from megatron.config.mistakes import raise_first
 from megatron.config.sections.batch import BatchConfig
+from megatron.config.sections.curriculum import LengthCurriculum
 from megatron.config.sections.training import TrainingConfig
 from megatron.errors import ConfigError
 
@@ -332,41 +332,3 @@ def _batch_problem(config: Config, size: int) -> str | None:
             f"{parallel.micro_batch_multiple}: change the batch, --micro-batch-size, or the number of ranks"
         )
     return None
-
-
-def length_mistakes(config: Config) -> Iterator[str]:
-    """Yields a sentence unless exactly one flag sets the length of the run, to at least one batch."""
-    training = config.training
-    if not training.has_length:
-        given = [str(length) for length in (training.train_iters, training.train_samples) if length]
-        found = " and ".join(given) or "neither of them"
-        yield f"exactly one of --train-iters and --train-samples is required: got {found}"
-    first_batch = BatchSchedule.from_config(config.batch).global_batch_size_at(0)
-    if training.train_samples is not None and training.train_samples < first_batch:
-        yield (
-            f"--train-samples {training.train_samples} is less than the first batch of {first_batch}: "
-            "increase it, or reduce --global-batch-size"
-        )
-
-
-def curriculum_mistakes(config: Config) -> Iterator[str]:
-    """Yields a sentence for sequence lengths of a curriculum that the run does not support."""
-    curriculum, model, parallel = config.curriculum, config.model, config.parallel
-    if curriculum is None:
-        return
-    if curriculum.max_length > model.seq_length:
-        yield (
-            f"{SOURCE} reaches {curriculum.max_length} tokens, --seq-length is {model.seq_length}: reduce "
-            "max_difficulty, or increase --seq-length"
-        )
-    multiple = parallel.length_multiple
-    if odd := [n for n in curriculum.all_lengths() if n % multiple]:
-        yield (
-            f"{SOURCE} has sequences of {odd[0]} tokens, which must be divisible by "
-            f"{parallel.length_multiple_terms}: choose multiples of it (difficulty_step)"
-        )
-    if config.training.compile:
-        yield (
-            "--compile with a curriculum of sequence lengths: layers would be recompiled for each length; "
-            "remove --compile until the curriculum is complete"
-        )
