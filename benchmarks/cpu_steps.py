@@ -1,11 +1,9 @@
-#!/usr/bin/env python3
-"""Accuracy of the simulation and the cost model on this machine: memory and time of eight layouts.
+"""Accuracy of the simulation and of the cost model on this machine: memory and time of eight layouts.
 
-    python benchmarks/cpu_model_accuracy.py          some minutes on two quiet cores
+For `benchmarks/planner_accuracy.py --cpu`. The program's engine runs each layout of ROWS in 1 to 4 processes
+on CPUs, one thread each, in fp32.
 
-The program's engine runs each layout of ROWS in 1 to 4 processes on CPUs, one thread each, in fp32.
-
-Memory. `simulated` and `planned` are the predicted peaks of a step (`megatron.planner.simulation` and
+Memory. `simulated` and `planned` are the predicted peaks of a step (the simulated step, and
 `megatron.planner`). `measured` is the peak of the resident memory in a step, minus the resident memory before
 the model was built. A tiny model is trained first, so that code and buffers of libraries are resident. glibc
 keeps freed blocks below a threshold, which it adapts. The benchmark fixes the threshold at 64 KiB from the
@@ -17,23 +15,24 @@ least of STEPS steps. The processes share two cores, so the wall time would incl
 other ranks. `predicted` is the cost model of `megatron.planner.step_time` without collectives. The rates of
 its device are measured between the layouts: FLOP/s of GEMMs and bytes/s of an addition. Two constants, fitted
 on the rows marked with *, are the fractions of these rates that the passes reach.
+
+The imports are local: a worker sets its core and its standard output before it imports libraries.
 """
 
 from __future__ import annotations
 
-import argparse
 import ctypes
 import gc
 import json
 import statistics
+import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
-
-from benchmarks.machine import benchmark_parser, describe_machine
 
 if TYPE_CHECKING:
     from megatron.config import Config
@@ -60,6 +59,7 @@ class Row:
     fits: bool = False
 
 
+_TP, _PP = "--tensor-model-parallel-size", "--pipeline-model-parallel-size"
 ROWS = (
     Row("1 process", 1, "--num-layers 6 --micro-batch-size 4 --global-batch-size 4", True),
     Row(
@@ -68,31 +68,19 @@ ROWS = (
         "--num-layers 6 --micro-batch-size 8 --global-batch-size 8 --checkpoint-activations",
     ),
     Row("DP 2, ZeRO 1", 2, "--num-layers 6 --micro-batch-size 4 --global-batch-size 8 --zero-stage 1"),
-    Row(
-        "TP 2", 2, "--num-layers 8 --micro-batch-size 4 --global-batch-size 4 --tensor-model-parallel-size 2"
-    ),
-    Row(
-        "PP 2",
-        2,
-        "--num-layers 8 --micro-batch-size 4 --global-batch-size 8 --pipeline-model-parallel-size 2",
-    ),
-    Row(
-        "PP 4",
-        4,
-        "--num-layers 12 --micro-batch-size 2 --global-batch-size 8 --pipeline-model-parallel-size 4",
-        True,
-    ),
+    Row("TP 2", 2, f"--num-layers 8 --micro-batch-size 4 --global-batch-size 4 {_TP} 2"),
+    Row("PP 2", 2, f"--num-layers 8 --micro-batch-size 4 --global-batch-size 8 {_PP} 2"),
+    Row("PP 4", 4, f"--num-layers 12 --micro-batch-size 2 --global-batch-size 8 {_PP} 4", True),
     Row(
         "PP 2, dualpipev",
         2,
-        "--num-layers 8 --micro-batch-size 2 --global-batch-size 8 --pipeline-model-parallel-size 2 "
-        "--pipeline-schedule dualpipev",
+        f"--num-layers 8 --micro-batch-size 2 --global-batch-size 8 {_PP} 2 --pipeline-schedule dualpipev",
     ),
     Row(
         "TP 2, PP 2, recomputed",
         4,
-        "--num-layers 12 --micro-batch-size 4 --global-batch-size 8 --tensor-model-parallel-size 2 "
-        "--pipeline-model-parallel-size 2 --checkpoint-activations",
+        f"--num-layers 12 --micro-batch-size 4 --global-batch-size 8 {_TP} 2 {_PP} 2 "
+        "--checkpoint-activations",
     ),
 )
 
@@ -107,14 +95,6 @@ class Measured:
 
 
 @dataclass(frozen=True)
-class Achieved:
-    """The fractions of the machine's rates that the kernels of a pass reach."""
-
-    matmul: float
-    memory: float
-
-
-@dataclass(frozen=True)
 class Rates:
     """Rates of one thread of this machine: FLOP/s of GEMMs, bytes/s of an addition."""
 
@@ -122,15 +102,8 @@ class Rates:
     bytes: float
 
 
-def main() -> None:
-    parser = benchmark_parser(__doc__)
-    parser.add_argument("--worker", metavar="ROW", help=argparse.SUPPRESS)
-    arguments = parser.parse_args()
-    if arguments.worker:
-        run_worker(ROWS[int(arguments.worker)])
-        return
-
-    print(describe_machine(), flush=True)
+def compare() -> None:
+    """Measures all layouts and prints the tables."""
     measured, rates = [], []
     for index in range(len(ROWS)):
         rates.append(measure_rates())
@@ -162,6 +135,9 @@ def make_config(row: Row, hidden: int = HIDDEN, seq: int = SEQ, vocab: int = VOC
     )
 
 
+# --- Tables ---
+
+
 def memory_report(measured: Sequence[Sequence[Measured]]) -> str:
     """Returns a line per row and pipeline rank."""
     from megatron.pipeline.stages import plan_stages
@@ -175,20 +151,12 @@ def memory_report(measured: Sequence[Sequence[Measured]]) -> str:
         config = make_config(row)
         planned = plan_memory(config, VOCAB, plan_stages(config, VOCAB))
         for record, plan in zip(simulate_stages(config), planned, strict=True):
-            found = [one for one in processes if one.pipeline_rank == record.stage]
-            peak = max(one.peak for one in found)
+            peak = max(one.peak for one in processes if one.pipeline_rank == record.stage)
             errors.append(record.peak.total / peak - 1)
-            table.append(
-                [
-                    row.name,
-                    str(record.stage),
-                    f"{peak / MIB:.0f}",
-                    f"{record.peak.total / MIB:.0f}",
-                    f"{100 * errors[-1]:+.1f}",
-                    f"{plan.total / MIB:.0f}",
-                    f"{100 * (plan.total / peak - 1):+.1f}",
-                ]
-            )
+            cells = [f"{peak / MIB:.0f}"]
+            for predicted in (record.peak.total, plan.total):
+                cells += [f"{predicted / MIB:.0f}", f"{100 * (predicted / peak - 1):+.1f}"]
+            table.append([row.name, str(record.stage), *cells])
     return f"memory\n{format_table(table, left_align=(0,))}\nsimulated: {_summary(errors)}"
 
 
@@ -199,30 +167,22 @@ def time_report(measured: Sequence[Sequence[Measured]], rates: Sequence[Rates]) 
     machine = Rates(
         statistics.median(rate.flops for rate in rates), statistics.median(rate.bytes for rate in rates)
     )
-    fitted = [index for index, row in enumerate(ROWS) if row.fits]
-    achieved = fit([(ROWS[index], measured[index]) for index in fitted], machine)
+    fitted = [(row, found) for row, found in zip(ROWS, measured, strict=True) if row.fits]
+    achieved = least(partial(_mean_error, fitted, machine), {"products": 0.8, "memory": 0.5})
     table = [["layout", "rank", "measured ms", "predicted", "matrix products", "error %"]]
     errors = []
     for row, processes in zip(ROWS, measured, strict=True):
-        for rank, (matmul, other) in enumerate(predicted_seconds(row, machine, achieved)):
+        for rank, (products, other) in enumerate(predicted_seconds(row, machine, achieved)):
             seconds = _seconds(processes, rank)
-            error = (matmul + other) / seconds - 1
+            error = (products + other) / seconds - 1
             errors += [] if row.fits else [error]
-            table.append(
-                [
-                    row.name + "*" * row.fits,
-                    str(rank),
-                    f"{1e3 * seconds:.0f}",
-                    f"{1e3 * (matmul + other):.0f}",
-                    f"{1e3 * matmul:.0f}",
-                    f"{100 * error:+.1f}",
-                ]
-            )
+            milliseconds = [f"{1e3 * value:.0f}" for value in (seconds, products + other, products)]
+            table.append([row.name + "*" * row.fits, str(rank), *milliseconds, f"{100 * error:+.1f}"])
     return (
         "processor time of a micro-batch\n"
         f"matrix products {_span([rate.flops / 1e9 for rate in rates])} GFLOP/s, "
         f"addition {_span([rate.bytes / 1e9 for rate in rates])} GB/s; "
-        f"passes reach {achieved.matmul:.2f} and {achieved.memory:.2f} of the medians\n"
+        f"passes reach {achieved['products']:.2f} and {achieved['memory']:.2f} of the medians\n"
         f"{format_table(table, left_align=(0,))}\nwithout the fitted rows: {_summary(errors)}"
     )
 
@@ -245,33 +205,38 @@ def _seconds(processes: Sequence[Measured], rank: int) -> float:
     return statistics.fmean(one.seconds for one in processes if one.pipeline_rank == rank)
 
 
-def fit(rows: Sequence[tuple[Row, Sequence[Measured]]], machine: Rates) -> Achieved:
-    """Returns the two constants with the least mean absolute error on the rows, to 0.01."""
+# --- Prediction ---
 
-    def mean_error(achieved: Achieved) -> float:
-        return statistics.fmean(
-            abs(sum(parts) / _seconds(processes, rank) - 1)
-            for row, processes in rows
-            for rank, parts in enumerate(predicted_seconds(row, machine, achieved))
-        )
 
-    best = Achieved(0.8, 0.5)
-    for step in (0.1, 0.01):
-        around = [step * count for count in range(-5, 6)]
-        best = min(
-            (
-                Achieved(best.matmul + m, best.memory + b)
-                for m in around
-                for b in around
-                if 0 < best.matmul + m <= 1.2 and 0 < best.memory + b <= 1.2
-            ),
-            key=mean_error,
-        )
+def least(cost: Callable[[Mapping[str, float]], float], start: Mapping[str, float]) -> dict[str, float]:
+    """Returns the values with the least cost, to 1 %: changes one value at a time, in ever smaller steps."""
+    best = dict(start)
+    lowest = cost(best)
+    for factor in (1.1, 1.03, 1.01):
+        improves = True
+        while improves:
+            improves = False
+            for name in best:
+                for changed in (best[name] * factor, best[name] / factor):
+                    if (found := cost({**best, name: changed})) < lowest:
+                        lowest, improves, best[name] = found, True, changed
+                        break
     return best
 
 
-def predicted_seconds(row: Row, machine: Rates, achieved: Achieved) -> list[tuple[float, float]]:
-    """Returns the predicted seconds of a micro-batch per pipeline rank: (GEMMs, other operations)."""
+def _mean_error(
+    rows: Sequence[tuple[Row, Sequence[Measured]]], machine: Rates, achieved: Mapping[str, float]
+) -> float:
+    return statistics.fmean(
+        abs(sum(parts) / _seconds(processes, rank) - 1)
+        for row, processes in rows
+        for rank, parts in enumerate(predicted_seconds(row, machine, achieved))
+    )
+
+
+def predicted_seconds(row: Row, machine: Rates, achieved: Mapping[str, float]) -> list[tuple[float, float]]:
+    """Returns the predicted seconds of a micro-batch per pipeline rank: (GEMMs, other operations). achieved:
+    fractions of the rates for 'products' and 'memory'."""
     from megatron.cluster.devices import GPU
     from megatron.pipeline.stages import plan_stages
     from megatron.planner.network import Network
@@ -285,12 +250,11 @@ def predicted_seconds(row: Row, machine: Rates, achieved: Achieved) -> list[tupl
         contention = 0.0
 
         def kernel_seconds(self, kernel: Kernel, dtype: str) -> float:
-            products = kernel.flops / (achieved.matmul * machine.flops)
-            return products + kernel.bytes / (achieved.memory * machine.bytes)
+            products = kernel.flops / (achieved["products"] * machine.flops)
+            return products + kernel.bytes / (achieved["memory"] * machine.bytes)
 
     config = make_config(row)
     plan = plan_stages(config, VOCAB)
-    ranks = config.parallel.pipeline_model_parallel_size
     # Collectives are not counted, so any network is valid.
     device = Processor("", GPU(0, {}, 0.0), Network(1, 1, 1), launch_s=0.0)
     costs = [stage_costs(config, plan, VOCAB, stage) for stage in range(config.parallel.num_stages)]
@@ -300,8 +264,11 @@ def predicted_seconds(row: Row, machine: Rates, achieved: Achieved) -> list[tupl
             sum(time.matmul for time in times if time.rank == rank),
             sum(time.memory for time in times if time.rank == rank),
         )
-        for rank in range(ranks)
+        for rank in range(config.parallel.pipeline_model_parallel_size)
     ]
+
+
+# --- Measurement ---
 
 
 def measure_rates() -> Rates:
@@ -402,5 +369,5 @@ def _mallopt(parameter: int, value: int) -> None:
         raise SystemExit(f"mallopt({parameter}, {value}) failed: the benchmark needs glibc")
 
 
-if __name__ == "__main__":
-    main()
+if __name__ == "__main__":  # a process of `World`
+    run_worker(ROWS[int(sys.argv[1].removeprefix("--worker="))])
