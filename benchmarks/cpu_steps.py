@@ -51,37 +51,32 @@ _MMAP_THRESHOLD, _MMAP_MAX, _TRIM_THRESHOLD = -3, -4, -1
 
 @dataclass(frozen=True)
 class Row:
-    """A layout. fits: whether the two constants of the time are fitted on it."""
+    """A layout. batch: micro-batch, global batch. fits: whether the constants are fitted on it."""
 
     name: str
     processes: int
-    flags: str
+    layers: int
+    batch: tuple[int, int]
+    more: str = ""
     fits: bool = False
 
+    @property
+    def flags(self) -> str:
+        micro, all_samples = self.batch
+        sizes = f"--num-layers {self.layers} --micro-batch-size {micro} --global-batch-size {all_samples}"
+        return f"{sizes} {self.more}"
 
-_TP, _PP = "--tensor-model-parallel-size", "--pipeline-model-parallel-size"
+
+_TP2, _PP2 = "--tensor-model-parallel-size 2", "--pipeline-model-parallel-size 2"
 ROWS = (
-    Row("1 process", 1, "--num-layers 6 --micro-batch-size 4 --global-batch-size 4", True),
-    Row(
-        "1 process, recomputed",
-        1,
-        "--num-layers 6 --micro-batch-size 8 --global-batch-size 8 --checkpoint-activations",
-    ),
-    Row("DP 2, ZeRO 1", 2, "--num-layers 6 --micro-batch-size 4 --global-batch-size 8 --zero-stage 1"),
-    Row("TP 2", 2, f"--num-layers 8 --micro-batch-size 4 --global-batch-size 4 {_TP} 2"),
-    Row("PP 2", 2, f"--num-layers 8 --micro-batch-size 4 --global-batch-size 8 {_PP} 2"),
-    Row("PP 4", 4, f"--num-layers 12 --micro-batch-size 2 --global-batch-size 8 {_PP} 4", True),
-    Row(
-        "PP 2, dualpipev",
-        2,
-        f"--num-layers 8 --micro-batch-size 2 --global-batch-size 8 {_PP} 2 --pipeline-schedule dualpipev",
-    ),
-    Row(
-        "TP 2, PP 2, recomputed",
-        4,
-        f"--num-layers 12 --micro-batch-size 4 --global-batch-size 8 {_TP} 2 {_PP} 2 "
-        "--checkpoint-activations",
-    ),
+    Row("1 process", 1, 6, (4, 4), fits=True),
+    Row("1 process, recomputed", 1, 6, (8, 8), "--checkpoint-activations"),
+    Row("DP 2, ZeRO 1", 2, 6, (4, 8), "--zero-stage 1"),
+    Row("TP 2", 2, 8, (4, 4), _TP2),
+    Row("PP 2", 2, 8, (4, 8), _PP2),
+    Row("PP 4", 4, 12, (2, 8), "--pipeline-model-parallel-size 4", fits=True),
+    Row("PP 2, dualpipev", 2, 8, (2, 8), f"{_PP2} --pipeline-schedule dualpipev"),
+    Row("TP 2, PP 2, recomputed", 4, 12, (4, 8), f"{_TP2} {_PP2} --checkpoint-activations"),
 )
 
 
@@ -94,12 +89,8 @@ class Measured:
     seconds: float
 
 
-@dataclass(frozen=True)
-class Rates:
-    """Rates of one thread of this machine: FLOP/s of GEMMs, bytes/s of an addition."""
-
-    flops: float
-    bytes: float
+Rates = Mapping[str, float]
+"""Of one thread of this machine: FLOP/s of GEMMs ('products'), bytes/s of an addition ('memory')."""
 
 
 def compare() -> None:
@@ -164,11 +155,13 @@ def time_report(measured: Sequence[Sequence[Measured]], rates: Sequence[Rates]) 
     """Returns a line per row and pipeline rank."""
     from megatron.text_table import format_table
 
-    machine = Rates(
-        statistics.median(rate.flops for rate in rates), statistics.median(rate.bytes for rate in rates)
-    )
+    machine = {name: statistics.median(rate[name] for rate in rates) for name in rates[0]}
     fitted = [(row, found) for row, found in zip(ROWS, measured, strict=True) if row.fits]
     achieved = least(partial(_mean_error, fitted, machine), {"products": 0.8, "memory": 0.5})
+    spans = {
+        name: " to ".join(f"{most(rate[name] for rate in rates) / 1e9:.0f}" for most in (min, max))
+        for name in machine
+    }
     table = [["layout", "rank", "measured ms", "predicted", "matrix products", "error %"]]
     errors = []
     for row, processes in zip(ROWS, measured, strict=True):
@@ -180,15 +173,10 @@ def time_report(measured: Sequence[Sequence[Measured]], rates: Sequence[Rates]) 
             table.append([row.name + "*" * row.fits, str(rank), *milliseconds, f"{100 * error:+.1f}"])
     return (
         "processor time of a micro-batch\n"
-        f"matrix products {_span([rate.flops / 1e9 for rate in rates])} GFLOP/s, "
-        f"addition {_span([rate.bytes / 1e9 for rate in rates])} GB/s; "
+        f"matrix products {spans['products']} GFLOP/s, addition {spans['memory']} GB/s; "
         f"passes reach {achieved['products']:.2f} and {achieved['memory']:.2f} of the medians\n"
         f"{format_table(table, left_align=(0,))}\nwithout the fitted rows: {_summary(errors)}"
     )
-
-
-def _span(values: Sequence[float]) -> str:
-    return f"{min(values):.0f} to {max(values):.0f}"
 
 
 def _summary(errors: Sequence[float]) -> str:
@@ -250,8 +238,8 @@ def predicted_seconds(row: Row, machine: Rates, achieved: Mapping[str, float]) -
         contention = 0.0
 
         def kernel_seconds(self, kernel: Kernel, dtype: str) -> float:
-            products = kernel.flops / (achieved["products"] * machine.flops)
-            return products + kernel.bytes / (achieved["memory"] * machine.bytes)
+            products = kernel.flops / (achieved["products"] * machine["products"])
+            return products + kernel.bytes / (achieved["memory"] * machine["memory"])
 
     config = make_config(row)
     plan = plan_stages(config, VOCAB)
@@ -259,13 +247,10 @@ def predicted_seconds(row: Row, machine: Rates, achieved: Mapping[str, float]) -
     device = Processor("", GPU(0, {}, 0.0), Network(1, 1, 1), launch_s=0.0)
     costs = [stage_costs(config, plan, VOCAB, stage) for stage in range(config.parallel.num_stages)]
     times = stage_times(config, plan, costs, device)
-    return [
-        (
-            sum(time.matmul for time in times if time.rank == rank),
-            sum(time.memory for time in times if time.rank == rank),
-        )
-        for rank in range(config.parallel.pipeline_model_parallel_size)
+    by_rank = [
+        [time for time in times if time.rank == rank] for rank in sorted({time.rank for time in times})
     ]
+    return [(sum(time.matmul for time in own), sum(time.memory for time in own)) for own in by_rank]
 
 
 # --- Measurement ---
@@ -281,7 +266,7 @@ def measure_rates() -> Rates:
     a, b, out = (torch.randn(tokens, 4 * HIDDEN) for _ in range(3))
     product = _least_time(lambda: torch.mm(x, weight, out=out))
     addition = _least_time(lambda: torch.add(a, b, out=out))
-    return Rates(2 * tokens * HIDDEN * 4 * HIDDEN / product, 3 * 4 * out.numel() / addition)
+    return {"products": 2 * tokens * HIDDEN * 4 * HIDDEN / product, "memory": 3 * 4 * out.numel() / addition}
 
 
 def _least_time(work: Callable[[], object], calls: int = 20) -> float:

@@ -34,7 +34,7 @@ from benchmarks.published_runs import (
     Row,
     plan_of,
     read_rows,
-    read_stage_rows,
+    read_stages,
     stage_memory,
 )
 from megatron.cluster.devices import find_gpu
@@ -188,21 +188,23 @@ def stage_report() -> str:
     """Returns a line per stage of published/stages.csv."""
     table = [["program", "layout", "stage", "parameters", "static", "error %", "peak", "error %"]]
     static_errors, peak_errors = [], []
-    for row in read_stage_rows():
-        parameters = plan_of(row.config).stage_parameters(row.stage)
-        predicted = stage_memory(row.config, IN_USE.programs[row.program])[row.stage]
-        static_errors.append(predicted.static / MIB / row.allocated_mib - 1)
-        peak_errors.append(predicted.peak / MIB / row.peak_mib - 1)
-        model, pp_size = row.config.model, row.config.parallel.pipeline_model_parallel_size
+    for row, config in read_stages():
+        stage, program = int(row["stage"]), IN_USE.programs[row["program"]]
+        allocated, peak = float(row["allocated_mib"]), float(row["peak_mib"])
+        parameters = plan_of(config).stage_parameters(stage)
+        predicted = stage_memory(config, program)[stage]
+        static_errors.append(predicted.static / MIB / allocated - 1)
+        peak_errors.append(predicted.peak / MIB / peak - 1)
+        model, pp_size = config.model, config.parallel.pipeline_model_parallel_size
         table.append(
             [
-                row.program,
+                row["program"],
                 f"{model.num_layers}x{model.hidden_size} PP{pp_size}",
-                str(row.stage),
-                f"{parameters - row.parameters:+d}",
-                f"{row.allocated_mib:.0f}",
+                row["stage"],
+                f"{parameters - int(row['parameters']):+d}",
+                f"{allocated:.0f}",
                 f"{100 * static_errors[-1]:+.2f}",
-                f"{row.peak_mib:.0f}",
+                f"{peak:.0f}",
                 f"{100 * peak_errors[-1]:+.1f}",
             ]
         )

@@ -11,7 +11,7 @@ import csv
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
-from functools import cache, cached_property
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -209,10 +209,6 @@ class Row:
             f"DP{parallel.data_parallel_size} mb{self.config.batch.micro_batch_size}"
         )
 
-    @cached_property
-    def plan(self) -> StagePlan:
-        return plan_of(self.config)
-
     def step_seconds(self, constants: Constants = IN_USE) -> float:
         """Returns the predicted seconds of a step."""
         gpu, network = find_gpu(self.config), find_network(self.config)
@@ -223,7 +219,7 @@ class Row:
             self.gpu_kind, gpu, slower, 1e-6 * program.launch_us, rates=rates, program=program
         )
         config = self.config.with_settings(_WITH_KERNELS)
-        return predict_step(config, self.plan, _vocab_size(config), cluster).total
+        return predict_step(config, plan_of(self.config), _vocab_size(config), cluster).total
 
     def peak_gb(self) -> float:
         """Returns the predicted memory of the most loaded GPU, as nvidia-smi shows it."""
@@ -291,29 +287,7 @@ def stage_memory(config: Config, program: Program) -> list[StageMemory]:
     return found
 
 
-@dataclass(frozen=True)
-class StageRow:
-    """A published memory of a stage, in MiB after 20 iterations."""
-
-    program: str
-    stage: int
-    parameters: int
-    allocated_mib: float
-    peak_mib: float
-    config: Config
-
-
-def read_stage_rows() -> list[StageRow]:
-    """Returns the rows of published/stages.csv."""
+def read_stages() -> list[tuple[dict[str, str], Config]]:
+    """Returns the rows of published/stages.csv, and the configurations of their flags."""
     with (FOLDER / "stages.csv").open() as file:
-        return [
-            StageRow(
-                values["program"],
-                int(values["stage"]),
-                int(values["parameters"]),
-                float(values["allocated_mib"]),
-                float(values["peak_mib"]),
-                _config(values),
-            )
-            for values in csv.DictReader(file)
-        ]
+        return [(values, _config(values)) for values in csv.DictReader(file)]

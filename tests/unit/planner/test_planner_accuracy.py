@@ -20,7 +20,7 @@ from benchmarks.published_runs import (
     PublishedNetwork,
     Row,
     read_rows,
-    read_stage_rows,
+    read_stages,
 )
 from megatron.cluster.devices import A100_80GB
 from megatron.mpu.layout import ParallelLayout
@@ -83,7 +83,9 @@ def test_other_kernels_move_more_bytes_and_tensor_parallel_collectives_take_long
 
 def test_the_rows_are_runs_of_known_programs() -> None:
     assert len({row.source for row in ROWS}) == len(ROWS)
-    assert {row.program for row in ROWS} | {row.program for row in read_stage_rows()} == set(IN_USE.programs)
+    assert {row.program for row in ROWS} | {row["program"] for row, _ in read_stages()} == set(
+        IN_USE.programs
+    )
     for row in ROWS:
         assert row.config.batch.global_batch_size % row.config.parallel.data_parallel_size == 0
         assert row.gpu_kind in RATES and (row.seconds or row.memory_gb or row.out_of_memory)
@@ -152,7 +154,9 @@ def test_the_command_predicts_the_rows_of_a_file(tmp_path: Path) -> None:
     """The rows are small models; the errors are those of the constants in use."""
     with (FOLDER / "rows.csv").open() as file:
         reader = csv.DictReader(file)
-        rows = [row for row in reader if row["program"] == "fsdp eager" and "--num-layers 24 " in row["flags"]]
+        rows = [
+            row for row in reader if row["program"] == "fsdp eager" and "--num-layers 24 " in row["flags"]
+        ]
         fields = reader.fieldnames
     assert fields is not None
     with open(tmp_path / "rows.csv", "w", newline="") as file:
