@@ -58,7 +58,6 @@ ON_CPU = (1024, 32768, 768)
 ROOT = Path(__file__).resolve().parent.parent
 TOOL = ROOT / "tools" / "convert_huggingface.py"
 HIDDEN, FFN, HEADS, GROUPS, VOCAB = 8192, 28672, 64, 8, 128_256
-HEAD_DIM = HIDDEN // HEADS
 FILE_BYTES = 5 * 10**9
 GB = 1e9
 
@@ -204,22 +203,11 @@ def timed(step: Callable[[], None], device: torch.device) -> float:
 
 def weights(layers: int) -> dict[str, tuple[int, ...]]:
     """Returns Hugging Face's name -> shape of each weight."""
-    found: dict[str, tuple[int, ...]] = {"model.embed_tokens.weight": (VOCAB, HIDDEN)}
-    for layer in range(layers):
-        key_rows = GROUPS * HEAD_DIM
-        of_layer = {
-            "self_attn.q_proj": (HIDDEN, HIDDEN),
-            "self_attn.k_proj": (key_rows, HIDDEN),
-            "self_attn.v_proj": (key_rows, HIDDEN),
-            "self_attn.o_proj": (HIDDEN, HIDDEN),
-            "mlp.gate_proj": (FFN, HIDDEN),
-            "mlp.up_proj": (FFN, HIDDEN),
-            "mlp.down_proj": (HIDDEN, FFN),
-            "input_layernorm": (HIDDEN,),
-            "post_attention_layernorm": (HIDDEN,),
-        }
-        found |= {f"model.layers.{layer}.{name}.weight": shape for name, shape in of_layer.items()}
-    return found | {"model.norm.weight": (HIDDEN,), "lm_head.weight": (VOCAB, HIDDEN)}
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    with torch.device("meta"):
+        model = LlamaForCausalLM(LlamaConfig(**CONFIG, num_hidden_layers=layers))
+    return {name: tuple(weight.shape) for name, weight in model.named_parameters()}
 
 
 def num_bytes(shape: tuple[int, ...]) -> int:

@@ -8,7 +8,7 @@
 
 Published runs. Each row has the flags of a run of this program. The planner predicts its step and its memory
 from its own recorded layers, with the attention kernel, the bytes per parameter and a factor for the bytes of
-the other kernels of the program that was measured (benchmarks/published/programs.toml). So the comparison
+the other kernels of the program that was measured (benchmarks/published/programs.json). So the comparison
 tests the predicted times of kernels and collectives, the simulation of schedules and the memory plan. The
 rows marked with * were used to fit the constants.
 

@@ -36,6 +36,9 @@ _COMMON = "--dry-run --lr 1e-4 --train-samples 1000000"
 # The layers are recorded with the kernels of a GPU for which this program has Triton kernels.
 _WITH_KERNELS = {"training.gpu": "a100-80gb"}
 _BEFORE_HOPPER = ("v100", "a100")
+_OWN_PRODUCTS, _FUSED_PRODUCTS = 7, 5
+"""Products in the backward pass of attention: in this program's two kernels, which both recompute the scores,
+and in the single kernel of the others. The forward pass has two."""
 
 
 @dataclass(frozen=True)
@@ -136,10 +139,12 @@ class PublishedCluster(Cluster):
             return sum(kernel_seconds(part, self.gpu, self.rates, dtype) for part in self._unfused(kernel))
         assert kernel.product is not None
         queries, keys, _ = kernel.product  # the recorded FLOPs count all scores, not only the causal half
+        is_backward = "backward" in kernel.name
+        share = _FUSED_PRODUCTS / _OWN_PRODUCTS if is_backward else 1.0
         kernel = replace(
             kernel,
-            name=f"{name}_attention{'_backward' * ('backward' in kernel.name)}",
-            flops=kernel.flops * (1 - queries / (2 * keys)),
+            name=f"{name}_attention{'_backward' * is_backward}",
+            flops=share * kernel.flops * (1 - queries / (2 * keys)),
         )
         seconds = kernel_seconds(kernel, self.gpu, self.rates, dtype)
         return seconds / self.program.attention_rate[later]
@@ -150,8 +155,9 @@ class PublishedCluster(Cluster):
         tensor cores."""
         assert kernel.product is not None
         queries, keys, head = kernel.product
-        count, moved = (4, 11) if "backward" in kernel.name else (2, 9)
-        batch = kernel.flops / (5 if count == 4 else 2) / (2 * queries * keys * head)
+        is_backward = "backward" in kernel.name
+        recorded, count, moved = (_OWN_PRODUCTS, 4, 11) if is_backward else (2, 2, 9)
+        batch = kernel.flops / recorded / (2 * queries * keys * head)
         alignment = 8 if head % 8 == 0 else NO_TENSOR_CORES
         product = Kernel(
             "bmm",
