@@ -98,10 +98,9 @@ class Constants:
 
 def _read_programs() -> dict[str, Program]:
     tables: dict[str, dict[str, Any]] = json.loads((FOLDER / "programs.json").read_text())
-    return {
-        name: Program(**{key: tuple(one) if isinstance(one, list) else one for key, one in table.items()})
-        for name, table in tables.items()
-    }
+    for table in tables.values():
+        table |= {name: tuple(value) for name, value in table.items() if isinstance(value, list)}
+    return {name: Program(**table) for name, table in tables.items()}
 
 
 IN_USE = Constants(RATES, _read_programs())
