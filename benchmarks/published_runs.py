@@ -35,6 +35,8 @@ OUTSIDE_GB = {"a100": 9.5, "v100": 3.0}
 _COMMON = "--dry-run --lr 1e-4 --train-samples 1000000"
 # The layers are recorded with the kernels of a GPU for which this program has Triton kernels.
 _WITH_KERNELS = {"training.gpu": "a100-80gb"}
+# Unfused attention keeps the scores of a layer, as PyTorch's operations on other GPUs do.
+_WITHOUT_KERNELS = {"training.gpu": "v100-32gb"}
 _BEFORE_HOPPER = ("v100", "a100")
 _OWN_PRODUCTS, _FUSED_PRODUCTS = 7, 5
 """Products in the backward pass of attention: in this program's two kernels, which both recompute the scores,
@@ -278,7 +280,8 @@ def stage_memory(config: Config, program: Program) -> list[StageMemory]:
     program, with the bytes per parameter of the published program."""
     vocab_size, plan, parallel = _vocab_size(config), plan_of(config), config.parallel
     found = []
-    for stage, planned in enumerate(plan_memory(config.with_settings(_WITH_KERNELS), vocab_size, plan)):
+    kernels = _WITHOUT_KERNELS if "unfused" in program.attention else _WITH_KERNELS
+    for stage, planned in enumerate(plan_memory(config.with_settings(kernels), vocab_size, plan)):
         parameters = plan.stage_parameters(stage)
         static = parameters * (program.replicated + program.sharded / parallel.data_parallel_size)
         if stage == parallel.num_stages - 1:
