@@ -10,9 +10,10 @@
 No kernel is faster than its memory traffic allows, nor shorter than `Rates.shortest_s`.
 
 This repository has measured none of the rates. `products`, `tile_s` and `contention` were fitted to published
-training runs; `benchmarks/planner_accuracy.py --fit` fits them again. The fitted `products` are below the best
-single matrix product: 0.87 of the peak on an A100, 0.80 on an H100 and 0.78 on a B200 (S. Bekman, "Machine
-Learning Engineering", maximum achievable matmul FLOPS). No GPU sustains that rate for hours at its power limit.
+training runs; `benchmarks/planner_accuracy.py --fit` fits them again. The fitted `products` are below the
+best single matrix product: 0.87 of the peak on an A100, 0.80 on an H100 and 0.78 on a B200 (S. Bekman,
+"Machine Learning Engineering", maximum achievable matmul FLOPS). No GPU sustains that rate for hours at its
+power limit.
 Attention rates are from arXiv 2307.08691, figures 4 to 7 (A100), and arXiv 2407.08608, figures 5 to 7 (H100).
 Attention on the B200, the Triton kernels' backward pass, and `memory` are assumptions.
 
