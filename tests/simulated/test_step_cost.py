@@ -66,10 +66,10 @@ def test_a_layer_with_kernels_has_few_launches_and_keeps_no_scores() -> None:
     assert 0 <= predicted < bound < 100
     lines = [line.split() for line in rows["operations"][0].splitlines()[2:]]
     limits = {(line[0], line[1]): " ".join(line[6:]) for line in lines}
-    assert limits["ForwardPass", "dropout_add"] == "memory"
-    assert limits["BackwardPass", "native_layer_norm_backward"] == "memory"
+    assert limits["forward", "dropout_add"] == "memory"
+    assert limits["backward", "native_layer_norm_backward"] == "memory"
     # Weight gradients are added by their products.
-    assert ("BackwardPass", "addmm") in limits and "add_" not in {name for _, name in limits}
+    assert ("backward", "addmm") in limits and "add_" not in {name for _, name in limits}
 
 
 @pytest.mark.full

@@ -1,11 +1,9 @@
-#!/usr/bin/env python3
-"""Accuracy of the simulation and the cost model on this machine: memory and time of eight layouts.
+"""Accuracy of the simulation and of the cost model on this machine: memory and time of eight layouts.
 
-    python benchmarks/cpu_model_accuracy.py          some minutes on two quiet cores
+For `benchmarks/planner_accuracy.py --cpu`. The program's engine runs each layout of ROWS in 1 to 4 processes
+on CPUs, one thread each, in fp32.
 
-The program's engine runs each layout of ROWS in 1 to 4 processes on CPUs, one thread each, in fp32.
-
-Memory. `simulated` and `planned` are the predicted peaks of a step (`megatron.planner.simulation` and
+Memory. `simulated` and `planned` are the predicted peaks of a step (the simulated step, and
 `megatron.planner`). `measured` is the peak of the resident memory in a step, minus the resident memory before
 the model was built. A tiny model is trained first, so that code and buffers of libraries are resident. glibc
 keeps freed blocks below a threshold, which it adapts. The benchmark fixes the threshold at 64 KiB from the
@@ -17,23 +15,24 @@ least of STEPS steps. The processes share two cores, so the wall time would incl
 other ranks. `predicted` is the cost model of `megatron.planner.step_time` without collectives. The rates of
 its device are measured between the layouts: FLOP/s of GEMMs and bytes/s of an addition. Two constants, fitted
 on the rows marked with *, are the fractions of these rates that the passes reach.
+
+The imports are local: a worker sets its core and its standard output before it imports libraries.
 """
 
 from __future__ import annotations
 
-import argparse
 import ctypes
 import gc
 import json
 import statistics
+import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
-
-from benchmarks.machine import benchmark_parser, describe_machine
 
 if TYPE_CHECKING:
     from megatron.config import Config
@@ -52,48 +51,32 @@ _MMAP_THRESHOLD, _MMAP_MAX, _TRIM_THRESHOLD = -3, -4, -1
 
 @dataclass(frozen=True)
 class Row:
-    """A layout. fits: whether the two constants of the time are fitted on it."""
+    """A layout. batch: micro-batch, global batch. fits: whether the constants are fitted on it."""
 
     name: str
     processes: int
-    flags: str
+    layers: int
+    batch: tuple[int, int]
+    more: str = ""
     fits: bool = False
 
+    @property
+    def flags(self) -> str:
+        micro, all_samples = self.batch
+        sizes = f"--num-layers {self.layers} --micro-batch-size {micro} --global-batch-size {all_samples}"
+        return f"{sizes} {self.more}"
 
+
+_TP2, _PP2 = "--tensor-model-parallel-size 2", "--pipeline-model-parallel-size 2"
 ROWS = (
-    Row("1 process", 1, "--num-layers 6 --micro-batch-size 4 --global-batch-size 4", True),
-    Row(
-        "1 process, recomputed",
-        1,
-        "--num-layers 6 --micro-batch-size 8 --global-batch-size 8 --checkpoint-activations",
-    ),
-    Row("DP 2, ZeRO 1", 2, "--num-layers 6 --micro-batch-size 4 --global-batch-size 8 --zero-stage 1"),
-    Row(
-        "TP 2", 2, "--num-layers 8 --micro-batch-size 4 --global-batch-size 4 --tensor-model-parallel-size 2"
-    ),
-    Row(
-        "PP 2",
-        2,
-        "--num-layers 8 --micro-batch-size 4 --global-batch-size 8 --pipeline-model-parallel-size 2",
-    ),
-    Row(
-        "PP 4",
-        4,
-        "--num-layers 12 --micro-batch-size 2 --global-batch-size 8 --pipeline-model-parallel-size 4",
-        True,
-    ),
-    Row(
-        "PP 2, dualpipev",
-        2,
-        "--num-layers 8 --micro-batch-size 2 --global-batch-size 8 --pipeline-model-parallel-size 2 "
-        "--pipeline-schedule dualpipev",
-    ),
-    Row(
-        "TP 2, PP 2, recomputed",
-        4,
-        "--num-layers 12 --micro-batch-size 4 --global-batch-size 8 --tensor-model-parallel-size 2 "
-        "--pipeline-model-parallel-size 2 --checkpoint-activations",
-    ),
+    Row("1 process", 1, 6, (4, 4), fits=True),
+    Row("1 process, recomputed", 1, 6, (8, 8), "--checkpoint-activations"),
+    Row("DP 2, ZeRO 1", 2, 6, (4, 8), "--zero-stage 1"),
+    Row("TP 2", 2, 8, (4, 4), _TP2),
+    Row("PP 2", 2, 8, (4, 8), _PP2),
+    Row("PP 4", 4, 12, (2, 8), "--pipeline-model-parallel-size 4", fits=True),
+    Row("PP 2, dualpipev", 2, 8, (2, 8), f"{_PP2} --pipeline-schedule dualpipev"),
+    Row("TP 2, PP 2, recomputed", 4, 12, (4, 8), f"{_TP2} {_PP2} --checkpoint-activations"),
 )
 
 
@@ -106,31 +89,12 @@ class Measured:
     seconds: float
 
 
-@dataclass(frozen=True)
-class Achieved:
-    """The fractions of the machine's rates that the kernels of a pass reach."""
-
-    matmul: float
-    memory: float
+Rates = Mapping[str, float]
+"""Of one thread of this machine: FLOP/s of GEMMs ('products'), bytes/s of an addition ('memory')."""
 
 
-@dataclass(frozen=True)
-class Rates:
-    """Rates of one thread of this machine: FLOP/s of GEMMs, bytes/s of an addition."""
-
-    flops: float
-    bytes: float
-
-
-def main() -> None:
-    parser = benchmark_parser(__doc__)
-    parser.add_argument("--worker", metavar="ROW", help=argparse.SUPPRESS)
-    arguments = parser.parse_args()
-    if arguments.worker:
-        run_worker(ROWS[int(arguments.worker)])
-        return
-
-    print(describe_machine(), flush=True)
+def compare() -> None:
+    """Measures all layouts and prints the tables."""
     measured, rates = [], []
     for index in range(len(ROWS)):
         rates.append(measure_rates())
@@ -162,6 +126,9 @@ def make_config(row: Row, hidden: int = HIDDEN, seq: int = SEQ, vocab: int = VOC
     )
 
 
+# --- Tables ---
+
+
 def memory_report(measured: Sequence[Sequence[Measured]]) -> str:
     """Returns a line per row and pipeline rank."""
     from megatron.pipeline.stages import plan_stages
@@ -175,20 +142,12 @@ def memory_report(measured: Sequence[Sequence[Measured]]) -> str:
         config = make_config(row)
         planned = plan_memory(config, VOCAB, plan_stages(config, VOCAB))
         for record, plan in zip(simulate_stages(config), planned, strict=True):
-            found = [one for one in processes if one.pipeline_rank == record.stage]
-            peak = max(one.peak for one in found)
+            peak = max(one.peak for one in processes if one.pipeline_rank == record.stage)
             errors.append(record.peak.total / peak - 1)
-            table.append(
-                [
-                    row.name,
-                    str(record.stage),
-                    f"{peak / MIB:.0f}",
-                    f"{record.peak.total / MIB:.0f}",
-                    f"{100 * errors[-1]:+.1f}",
-                    f"{plan.total / MIB:.0f}",
-                    f"{100 * (plan.total / peak - 1):+.1f}",
-                ]
-            )
+            cells = [f"{peak / MIB:.0f}"]
+            for predicted in (record.peak.total, plan.total):
+                cells += [f"{predicted / MIB:.0f}", f"{100 * (predicted / peak - 1):+.1f}"]
+            table.append([row.name, str(record.stage), *cells])
     return f"memory\n{format_table(table, left_align=(0,))}\nsimulated: {_summary(errors)}"
 
 
@@ -196,39 +155,28 @@ def time_report(measured: Sequence[Sequence[Measured]], rates: Sequence[Rates]) 
     """Returns a line per row and pipeline rank."""
     from megatron.text_table import format_table
 
-    machine = Rates(
-        statistics.median(rate.flops for rate in rates), statistics.median(rate.bytes for rate in rates)
-    )
-    fitted = [index for index, row in enumerate(ROWS) if row.fits]
-    achieved = fit([(ROWS[index], measured[index]) for index in fitted], machine)
+    machine = {name: statistics.median(rate[name] for rate in rates) for name in rates[0]}
+    fitted = [(row, found) for row, found in zip(ROWS, measured, strict=True) if row.fits]
+    achieved = least(partial(_mean_error, fitted, machine), {"products": 0.8, "memory": 0.5})
+    spans = {
+        name: " to ".join(f"{most(rate[name] for rate in rates) / 1e9:.0f}" for most in (min, max))
+        for name in machine
+    }
     table = [["layout", "rank", "measured ms", "predicted", "matrix products", "error %"]]
     errors = []
     for row, processes in zip(ROWS, measured, strict=True):
-        for rank, (matmul, other) in enumerate(predicted_seconds(row, machine, achieved)):
+        for rank, (products, other) in enumerate(predicted_seconds(row, machine, achieved)):
             seconds = _seconds(processes, rank)
-            error = (matmul + other) / seconds - 1
+            error = (products + other) / seconds - 1
             errors += [] if row.fits else [error]
-            table.append(
-                [
-                    row.name + "*" * row.fits,
-                    str(rank),
-                    f"{1e3 * seconds:.0f}",
-                    f"{1e3 * (matmul + other):.0f}",
-                    f"{1e3 * matmul:.0f}",
-                    f"{100 * error:+.1f}",
-                ]
-            )
+            milliseconds = [f"{1e3 * value:.0f}" for value in (seconds, products + other, products)]
+            table.append([row.name + "*" * row.fits, str(rank), *milliseconds, f"{100 * error:+.1f}"])
     return (
         "processor time of a micro-batch\n"
-        f"matrix products {_span([rate.flops / 1e9 for rate in rates])} GFLOP/s, "
-        f"addition {_span([rate.bytes / 1e9 for rate in rates])} GB/s; "
-        f"passes reach {achieved.matmul:.2f} and {achieved.memory:.2f} of the medians\n"
+        f"matrix products {spans['products']} GFLOP/s, addition {spans['memory']} GB/s; "
+        f"passes reach {achieved['products']:.2f} and {achieved['memory']:.2f} of the medians\n"
         f"{format_table(table, left_align=(0,))}\nwithout the fitted rows: {_summary(errors)}"
     )
-
-
-def _span(values: Sequence[float]) -> str:
-    return f"{min(values):.0f} to {max(values):.0f}"
 
 
 def _summary(errors: Sequence[float]) -> str:
@@ -245,33 +193,38 @@ def _seconds(processes: Sequence[Measured], rank: int) -> float:
     return statistics.fmean(one.seconds for one in processes if one.pipeline_rank == rank)
 
 
-def fit(rows: Sequence[tuple[Row, Sequence[Measured]]], machine: Rates) -> Achieved:
-    """Returns the two constants with the least mean absolute error on the rows, to 0.01."""
+# --- Prediction ---
 
-    def mean_error(achieved: Achieved) -> float:
-        return statistics.fmean(
-            abs(sum(parts) / _seconds(processes, rank) - 1)
-            for row, processes in rows
-            for rank, parts in enumerate(predicted_seconds(row, machine, achieved))
-        )
 
-    best = Achieved(0.8, 0.5)
-    for step in (0.1, 0.01):
-        around = [step * count for count in range(-5, 6)]
-        best = min(
-            (
-                Achieved(best.matmul + m, best.memory + b)
-                for m in around
-                for b in around
-                if 0 < best.matmul + m <= 1.2 and 0 < best.memory + b <= 1.2
-            ),
-            key=mean_error,
-        )
+def least(cost: Callable[[Mapping[str, float]], float], start: Mapping[str, float]) -> dict[str, float]:
+    """Returns the values with the least cost, to 1 %: changes one value at a time, in ever smaller steps."""
+    best = dict(start)
+    lowest = cost(best)
+    for factor in (1.1, 1.03, 1.01):
+        improves = True
+        while improves:
+            improves = False
+            for name in best:
+                for changed in (best[name] * factor, best[name] / factor):
+                    if (found := cost({**best, name: changed})) < lowest:
+                        lowest, improves, best[name] = found, True, changed
+                        break
     return best
 
 
-def predicted_seconds(row: Row, machine: Rates, achieved: Achieved) -> list[tuple[float, float]]:
-    """Returns the predicted seconds of a micro-batch per pipeline rank: (GEMMs, other operations)."""
+def _mean_error(
+    rows: Sequence[tuple[Row, Sequence[Measured]]], machine: Rates, achieved: Mapping[str, float]
+) -> float:
+    return statistics.fmean(
+        abs(sum(parts) / _seconds(processes, rank) - 1)
+        for row, processes in rows
+        for rank, parts in enumerate(predicted_seconds(row, machine, achieved))
+    )
+
+
+def predicted_seconds(row: Row, machine: Rates, achieved: Mapping[str, float]) -> list[tuple[float, float]]:
+    """Returns the predicted seconds of a micro-batch per pipeline rank: (GEMMs, other operations). achieved:
+    fractions of the rates for 'products' and 'memory'."""
     from megatron.cluster.devices import GPU
     from megatron.pipeline.stages import plan_stages
     from megatron.planner.network import Network
@@ -285,23 +238,22 @@ def predicted_seconds(row: Row, machine: Rates, achieved: Achieved) -> list[tupl
         contention = 0.0
 
         def kernel_seconds(self, kernel: Kernel, dtype: str) -> float:
-            products = kernel.flops / (achieved.matmul * machine.flops)
-            return products + kernel.bytes / (achieved.memory * machine.bytes)
+            products = kernel.flops / (achieved["products"] * machine["products"])
+            return products + kernel.bytes / (achieved["memory"] * machine["memory"])
 
     config = make_config(row)
     plan = plan_stages(config, VOCAB)
-    ranks = config.parallel.pipeline_model_parallel_size
     # Collectives are not counted, so any network is valid.
     device = Processor("", GPU(0, {}, 0.0), Network(1, 1, 1), launch_s=0.0)
     costs = [stage_costs(config, plan, VOCAB, stage) for stage in range(config.parallel.num_stages)]
     times = stage_times(config, plan, costs, device)
-    return [
-        (
-            sum(time.matmul for time in times if time.rank == rank),
-            sum(time.memory for time in times if time.rank == rank),
-        )
-        for rank in range(ranks)
+    by_rank = [
+        [time for time in times if time.rank == rank] for rank in sorted({time.rank for time in times})
     ]
+    return [(sum(time.matmul for time in own), sum(time.memory for time in own)) for own in by_rank]
+
+
+# --- Measurement ---
 
 
 def measure_rates() -> Rates:
@@ -314,7 +266,7 @@ def measure_rates() -> Rates:
     a, b, out = (torch.randn(tokens, 4 * HIDDEN) for _ in range(3))
     product = _least_time(lambda: torch.mm(x, weight, out=out))
     addition = _least_time(lambda: torch.add(a, b, out=out))
-    return Rates(2 * tokens * HIDDEN * 4 * HIDDEN / product, 3 * 4 * out.numel() / addition)
+    return {"products": 2 * tokens * HIDDEN * 4 * HIDDEN / product, "memory": 3 * 4 * out.numel() / addition}
 
 
 def _least_time(work: Callable[[], object], calls: int = 20) -> float:
@@ -400,5 +352,5 @@ def _mallopt(parameter: int, value: int) -> None:
         raise SystemExit(f"mallopt({parameter}, {value}) failed: the benchmark needs glibc")
 
 
-if __name__ == "__main__":
-    main()
+if __name__ == "__main__":  # a process of `World`
+    run_worker(ROWS[int(sys.argv[1].removeprefix("--worker="))])
