@@ -16,7 +16,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from megatron.config import ModelConfig
 from megatron.config.registries import (
     ACTIVATIONS,
     GLU_ACTIVATIONS,
@@ -27,14 +26,13 @@ from megatron.config.registries import (
 )
 from megatron.model import gpt_model
 from megatron.model.layer_context import LayerContext
-from megatron.model.layer_kinds import LayerKind, layer_kind
 from megatron.mpu.layers import ColumnParallelLinear, RowParallelLinear
 from megatron.mpu.mesh import Axis
 from megatron.mpu.parameter_spec import ParameterSpec, Shard
 from megatron.mpu.parameters import new_parameter
 from tests.simulated.comparison import disagreements
 from tests.simulated.layouts import config_of
-from tests.support.simulation.stages import simulate_stages
+from tests.support.simulation.stages import simulate_ranks
 
 
 def half_sandwich(layer: Any, x: Tensor, document_ids: Tensor | None) -> Tensor:
@@ -104,25 +102,9 @@ class TwoMLPs(nn.Module):
         return self.up(self.down(hidden)) + self.dense_4h_to_h(F.silu(self.dense_h_to_4h(hidden)))
 
 
-class MixerKind(LayerKind):
-    """A kind whose layers have parameters of their own."""
-
-    @property
-    def without_window(self) -> LayerKind:
-        return self
-
-
-def _layer_kind(model: ModelConfig, layer: int) -> LayerKind:
-    kind = layer_kind(model, layer)
-    return MixerKind(**vars(kind)) if model.layer_arrangement == "mean-in-windows" else kind
-
-
 def _attention(context: LayerContext, layer_index: int) -> nn.Module:
-    model = context.config.model
-    has_mean = model.layer_arrangement == "causal-mean" or (
-        model.layer_arrangement == "mean-in-windows" and model.has_window(layer_index - 3)
-    )
-    return (CausalMean if has_mean else ParallelSelfAttention)(context, layer_index)
+    kind = CausalMean if context.config.model.layer_arrangement == "causal-mean" else ParallelSelfAttention
+    return kind(context, layer_index)
 
 
 def _mlp(context: LayerContext) -> nn.Module:
@@ -139,7 +121,6 @@ def _register() -> None:
         "half-sandwich": half_sandwich,
         "two-mlps": half_sandwich,
         "causal-mean": ("megatron.model.gpt_model:pre_norm", norms),
-        "mean-in-windows": ("megatron.model.gpt_model:pre_norm", norms),
     }.items():
         LAYER_ARRANGEMENTS._choices[name] = LayerArrangement(
             name, arrange, norms=its_norms, ends_with_norm="post_mlp_layernorm" in its_norms
@@ -151,13 +132,14 @@ def _register() -> None:
     ):
         registry._choices[name] = Choice(name, path + attribute)
     gpt_model.ParallelSelfAttention, gpt_model.ParallelMLP = _attention, _mlp
-    gpt_model.layer_kind = _layer_kind
 
 
 def _report(flags: str) -> dict[str, Any]:
     """Returns the facts of a simulated step and its plan that the test needs."""
     config = config_of(flags)
-    records = simulate_stages(config)
+    parallel = config.parallel
+    per_stage = parallel.world_size // parallel.pipeline_model_parallel_size
+    records = simulate_ranks(config, range(0, parallel.world_size, per_stage))
     return {
         "disagreements": disagreements(config, records),
         "operations": sorted(
