@@ -22,7 +22,7 @@ import errno
 import os
 import shutil
 from argparse import Namespace
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from functools import partial as partial_function
 from pathlib import Path
@@ -64,12 +64,22 @@ KEPT_FOLDER = "kept"
 _PER_PARAMETER = ("base_optimizer_state", "param_slice_mappings", "single_partition_of_fp32_groups")
 
 
-class _NativeConversion(UniversalWriter):
-    """Writes the parameters of a conversion that may be interrupted, and that several processes share."""
+class UniversalConversion(UniversalWriter):
+    """Writes universal checkpoints. A conversion of a native one may be interrupted and shared by several
+    processes, see `convert`."""
 
-    def __init__(self, folder: Path, source: NativeReader, allow_replica_mismatch: bool) -> None:
-        super().__init__(folder, source)
+    def __init__(self, folder: Path, reader: StateReader, allow_replica_mismatch: bool = False) -> None:
+        super().__init__(folder, reader)
         self._allow_replica_mismatch = allow_replica_mismatch
+
+    @classmethod
+    def write_checkpoint(
+        cls, reader: StateReader, target: Path, workers: int = 4, verify: bool = True
+    ) -> Iterator[str]:
+        """See `ParameterWriter`."""
+        if isinstance(reader, NativeReader):
+            return convert(reader, target, workers, verify_digests=verify)
+        return super().write_checkpoint(reader, target, workers, verify)
 
     def finish_parameter(self, name: str, mismatch: float = 0.0) -> None:
         """See `ParameterWriter`. Accepts the mean of the replicas if it is allowed."""
@@ -87,21 +97,6 @@ class _NativeConversion(UniversalWriter):
         return copy_parameter(self, name, verify_digests)
 
 
-class UniversalConversion(UniversalWriter):
-    """Writes universal checkpoints: from native ones with `convert`."""
-
-    @classmethod
-    def write_checkpoint(
-        cls, reader: StateReader, target: Path, workers: int = 4, verify: bool = True
-    ) -> Iterator[str]:
-        if not isinstance(reader, NativeReader):
-            yield from super().write_checkpoint(reader, target, workers, verify)
-            return
-        if verify:
-            verify_files(reader)
-        yield from convert(reader, target, workers, verify_digests=verify)
-
-
 def convert(
     source: NativeReader,
     target: Path,
@@ -117,19 +112,24 @@ def convert(
     It resumes an interrupted conversion of the same source: parameters that are complete and match their
     checksums are kept. allow_replica_mismatch: average replicas of a parameter that differ. print_fn:
     receives the lines of the result in the process that publishes. verify_digests: compare all states with
-    the digests of the source, if it has any.
+    the digests of the source, or its files if it has none.
 
     Raises UserError for a damaged source, too little disk space or memory, and replicas that differ.
     """
     shared = shared or SharedWork()
+    if verify_digests:
+        verify_files(source)
     partial = target.with_name(target.name + PARTIAL)
     try:
         if not is_published(source, target):
             is_new = _begin(source, partial)
             # Looked for again: another process may have published before this one created its folder.
             if not is_published(source, target):
-                writer = _NativeConversion(partial, source, allow_replica_mismatch)
-                yield from _convert_parameters(writer, workers, verify_digests, shared)
+                writer = UniversalConversion(partial, source, allow_replica_mismatch)
+                sizes = state_bytes(source)
+                _check_resources(partial, sizes, workers)
+                copy = partial_function(writer.convert, verify_digests=verify_digests)
+                yield from filter(None, shared.share("parameter", largest_first(sizes), copy, workers))
             elif is_new:
                 shutil.rmtree(partial)
     except (OSError, UserError):
@@ -141,17 +141,29 @@ def convert(
             print_fn(line)
 
 
-def _convert_parameters(
-    writer: _NativeConversion, workers: int, verify_digests: bool, shared: SharedWork
-) -> Iterator[str]:
-    partial, sizes = writer.folder, state_bytes(writer.reader)
-    # What other processes are writing is on the disk already.
-    written = _bytes_in(partial / UNFINISHED_FOLDER)
+def _check_resources(partial: Path, sizes: Mapping[str, int], workers: int) -> None:
+    """Raises UserError if the parameters that are not written yet need more space than the disk has, or if
+    the workers need more memory than is available. sizes: parameter -> bytes. A worker holds one block of a
+    parameter and as many bytes of its shards, however large the parameter is."""
     missing = sum(size for name, size in sizes.items() if not (partial / PARAMETER_FOLDER / name).exists())
-    check_space(partial, missing - written, "--output_folder")
-    _check_memory(workers)
-    convert_one = partial_function(writer.convert, verify_digests=verify_digests)
-    yield from filter(None, shared.share("parameter", largest_first(sizes), convert_one, workers))
+    # What other processes are writing is on the disk already.
+    check_space(partial, missing - _bytes_in(partial / UNFINISHED_FOLDER), "--output_folder")
+    needed, available = workers * 2 * BLOCK_BYTES, _available_memory()
+    if available is not None and available < needed:
+        raise UserError(
+            f"{workers} workers need {needed / 1e6:,.0f} MB of memory and {available / 1e6:,.0f} MB are "
+            "available: lower --num_extract_workers and --num_merge_workers"
+        )
+
+
+def _available_memory() -> int | None:
+    """Returns available memory in bytes; None if the system does not report it."""
+    try:
+        lines = Path("/proc/meminfo").read_text().splitlines()
+    except OSError:
+        return None
+    kilobytes = [line.split()[1] for line in lines if line.startswith("MemAvailable:")]
+    return int(kilobytes[0]) * 1024 if kilobytes else None
 
 
 def _bytes_in(folder: Path) -> int:
@@ -250,27 +262,6 @@ def _begin(source: NativeReader, partial: Path) -> bool:
             f"({shown(_source_identity(mark))}): finish that conversion, or remove the folder"
         )
     return created
-
-
-def _check_memory(workers: int) -> None:
-    """Raises UserError if the workers need more memory than is available. Each holds one block of a parameter
-    and as many bytes of its shards, however large the parameter is."""
-    needed, available = workers * 2 * BLOCK_BYTES, _available_memory()
-    if available is not None and available < needed:
-        raise UserError(
-            f"{workers} workers need {needed / 1e6:,.0f} MB of memory and {available / 1e6:,.0f} MB are "
-            "available: lower --num_extract_workers and --num_merge_workers"
-        )
-
-
-def _available_memory() -> int | None:
-    """Returns available memory in bytes; None if the system does not report it."""
-    try:
-        lines = Path("/proc/meminfo").read_text().splitlines()
-    except OSError:
-        return None
-    kilobytes = [line.split()[1] for line in lines if line.startswith("MemAvailable:")]
-    return int(kilobytes[0]) * 1024 if kilobytes else None
 
 
 def _write_common_files(source: NativeReader, partial: Path) -> None:

@@ -30,7 +30,6 @@ from megatron.config import (
     Config,
     DataConfig,
     ModelConfig,
-    PrecisionConfig,
     ScheduleConfig,
 )
 from megatron.config.fields import flag_of, option_name
@@ -78,11 +77,6 @@ class HuggingFaceModel:
     rows: int
     precision: str
     stored: dict[str, StoredWeight]
-
-    def config(self, data: DataConfig, vocab_size: int | None) -> Config:
-        """See `config_without_run`. data: the tokenizer's flags."""
-        precision = PrecisionConfig(fp16=self.precision == "fp16", bf16=self.precision == "bf16")
-        return config_without_run(self.fields, vocab_size, data, precision=precision)
 
     @cached_property
     def model(self) -> ModelConfig:
@@ -331,7 +325,7 @@ def _check_shapes(model: HuggingFaceModel) -> None:
     path = model.folder / "config.json"
     with expect_layout(path, "the settings of a model that can be built"):
         try:
-            config = model.config(DataConfig(), None)
+            config = config_without_run(model.fields, None, DataConfig())
             specs = specs_without_padding(config, model.rows, None)
         except UserError as error:
             raise UserError(f"{path}: {error}") from error

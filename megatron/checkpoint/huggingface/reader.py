@@ -6,6 +6,7 @@ import dataclasses
 from collections.abc import Collection, Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
+from typing import Any
 
 from torch import Tensor
 
@@ -46,6 +47,10 @@ class HuggingFaceReader(StateReader):
     @property
     def stored_names(self) -> Collection[str]:
         return self.model.parameters.keys()
+
+    def recorded_model(self) -> tuple[dict[str, Any], int]:
+        """See `StateReader`. The precision is the one of the weights."""
+        return {**self.model.fields, self.model.precision: True}, self.model.rows
 
     def files_to_verify(self) -> list[str]:
         """See `StateReader`. Returns the files for which an export of this program wrote digests."""

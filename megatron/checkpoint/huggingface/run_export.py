@@ -12,7 +12,6 @@ import shutil
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from math import prod
 from pathlib import Path
 
 import torch
@@ -22,22 +21,17 @@ from torch import Tensor
 
 from megatron.checkpoint.conversion.output_folder import check_space
 from megatron.checkpoint.huggingface.exporter import (
-    MAX_FILE_BYTES,
     HuggingFaceWriter,
-    number_files,
-    write_settings,
-    write_tokenizer,
+    weights_bytes,
 )
 from megatron.checkpoint.huggingface.family import family_of
-from megatron.checkpoint.huggingface.file_digests import write_digests
 from megatron.checkpoint.ranks import errors_of_rank_0, first_problem_of_ranks
 from megatron.checkpoint.record import REPLACED
 from megatron.config import Config
 from megatron.config.sections.data import fitting_tokenizer_types
 from megatron.engine.pipeline_engine import GPTEngine
 from megatron.errors import UserError, one_line
-from megatron.files import rename_synced, sync_tree
-from megatron.model.layer_list import PARAMETER_DTYPES
+from megatron.files import rename_synced
 from megatron.mpu.mesh import Mesh
 from megatron.mpu.parameter_spec import ParameterSpec, Shard
 from megatron.mpu.parameters import merge_shards, spec_of
@@ -84,18 +78,14 @@ def export_model(
     error if another job has taken over --save. Raises UserError on every rank, and leaves nothing behind, if
     the folder cannot be written.
     """
-    config = engine.run_config
-    precision = config.precision.name
+    prefix = f"stage-{engine.mesh.pp.rank}-replica-{engine.mesh.dp_cp.rank}-part"
     temporary = folder.with_name(folder.name + _UNFINISHED)
+    writer = HuggingFaceWriter(temporary, engine.run_config, prefix=prefix)
     with errors_of_rank_0(str(folder)):
         if dist.get_rank() == 0:
             check_owner()
-            _begin(config, temporary, engine, vocab_size, eod)
-    prefix = f"stage-{engine.mesh.pp.rank}-replica-{engine.mesh.dp_cp.rank}-part"
-    writer = HuggingFaceWriter(temporary, config.model, precision, MAX_FILE_BYTES, prefix)
-    problem = _write_layers(engine, writer, heartbeat)
-    if problem is None:
-        problem = _problem_of(writer.write_pending)
+            _begin(writer, engine, vocab_size, eod)
+    problem = _write_layers(engine, writer, heartbeat) or _problem_of(writer.write_pending)
     found = first_problem_of_ranks(problem)
     files = [file for own in gather_from_all_ranks(writer.files) for file in own]
     with errors_of_rank_0(str(folder)):
@@ -103,36 +93,36 @@ def export_model(
             try:
                 if found is not None:
                     raise UserError(f"{folder} cannot be written: rank {found[0]}: {found[1]}")
-                write_digests(temporary, number_files(temporary, files))
-                sync_tree(temporary)
+                writer.finish(files)
                 check_owner()
                 _replace(temporary, folder)
             except (OSError, UserError):
                 shutil.rmtree(temporary, ignore_errors=True)
                 raise
-    return Exported(folder, family_of(config.model)[1].architecture, sum(file.num_bytes for file in files))
+    _, family = family_of(engine.run_config.model)
+    return Exported(folder, family.architecture, sum(file.num_bytes for file in files))
 
 
-def _begin(config: Config, temporary: Path, engine: GPTEngine, vocab_size: int, eod: int | None) -> None:
+def _begin(writer: HuggingFaceWriter, engine: GPTEngine, vocab_size: int, eod: int | None) -> None:
     """Creates the folder with all files except the weights."""
+    config, temporary = engine.run_config, writer.folder
     if temporary.exists():  # of a killed job: --save belongs to this run
         shutil.rmtree(temporary)
     temporary.mkdir(parents=True)
-    elements = sum(prod(spec_of(parameter).valid_shape) for parameter in engine.module.parameters())
+    specs = (spec_of(parameter) for parameter in engine.module.parameters())
     stages = config.parallel.pipeline_model_parallel_size
-    check_space(temporary, elements * stages * PARAMETER_DTYPES[config.precision.name].itemsize, "--save")
+    check_space(temporary, stages * weights_bytes(specs, config), "--save")
+    types = fitting_tokenizer_types(config.data)
+    is_exported = not EXPORTED_TYPES.isdisjoint(types)
     try:
-        write_settings(config, vocab_size, eod, config.precision.name, temporary)
-        if types := fitting_tokenizer_types(config.data):
-            if not EXPORTED_TYPES.isdisjoint(types):
-                write_tokenizer(config, config.data, temporary)
-            else:
-                _LOG.warning("a %s has no Hugging Face equivalent: only the model is exported", types[0])
+        writer.begin(vocab_size, eod, config.data if is_exported else None)
     except (OSError, UserError):
         shutil.rmtree(temporary, ignore_errors=True)
         raise
     except Exception as error:  # transformers raises many kinds, and the other ranks wait
         raise UserError(f"{temporary}: transformers cannot write the model ({one_line(error)})") from error
+    if types and not is_exported:
+        _LOG.warning("a %s has no Hugging Face equivalent: only the model is exported", types[0])
 
 
 def _write_layers(engine: GPTEngine, writer: HuggingFaceWriter, heartbeat: Callable[[], None]) -> str | None:
