@@ -46,7 +46,6 @@ from megatron.errors import UserError, exit_on_user_error, printable
 from megatron.tokenizer.flags import add_tokenizer_flags, tokenizer_flags, tokenizer_settings
 
 if TYPE_CHECKING:
-    from megatron.checkpoint.conversion.shared_work import SharedWork
     from megatron.checkpoint.formats.native import NativeReader
     from megatron.checkpoint.formats.state import StateReader
     from megatron.checkpoint.record import Checkpoint
@@ -159,8 +158,8 @@ def convert(arguments: argparse.Namespace) -> None:
     verify = not arguments.no_verify_digests
     lines = [f"{target}: {len(reader.specs)} parameters of {reader.folder}, format {arguments.format}"]
     if arguments.format == UNIVERSAL and isinstance(reader, NativeReader):
-        mean = arguments.allow_replica_mismatch
-        found = convert_in_tasks(reader, target, arguments.workers, mean, verify_states=verify)
+        options = arguments.workers, arguments.allow_replica_mismatch, verify
+        found = convert_in_tasks(reader, target, *options)
         lines = [*found[:-1], *lines] if found else []
     elif arguments.allow_replica_mismatch:
         raise UserError(
@@ -191,62 +190,30 @@ def task_of(env: Mapping[str, str]) -> tuple[int, int]:
 
 
 def convert_in_tasks(
-    source: NativeReader,
-    target: Path,
-    workers: int,
-    allow_replica_mismatch: bool,
-    *,
-    verify_states: bool = False,
-    verify_files: bool = False,
+    source: NativeReader, target: Path, workers: int, allow_replica_mismatch: bool, verify: bool
 ) -> list[str]:
     """Writes a universal checkpoint together with the other tasks of the command. Returns the lines of the
-    result in the task that publishes it; none in the others, or if an earlier command has converted it.
-
-    verify_states, verify_files: compare all states, or all files of the source before, with their digests.
-    """
+    result in the task that publishes it; none in the others, or if an earlier command has converted it. The
+    arguments are those of `to_universal.convert`."""
     from megatron.checkpoint.conversion.shared_work import SharedWork
     from megatron.checkpoint.conversion.to_universal import convert as convert_native
     from megatron.checkpoint.conversion.to_universal import is_published
     from megatron.checkpoint.formats.writing import PARTIAL
 
     rank, num_tasks = task_of(os.environ)
-    without_bar, lines = True if rank > 0 else None, list[str]()
+    lines: list[str] = []
     try:
         if is_published(source, target) and rank == 0:
             print(f"{target}: an earlier command has converted {source.folder}")
         target.parent.mkdir(parents=True, exist_ok=True)
         with SharedWork(target.with_name(f"{target.name}{PARTIAL}.locks"), rank, num_tasks) as shared:
-            if verify_files and not is_published(source, target):
-                _verify_files(source, workers, shared, without_bar)
-            options = workers, allow_replica_mismatch, shared, lines.append, verify_states
-            show(convert_native(source, target, *options), len(source.specs), without_bar)
+            options = workers, allow_replica_mismatch, shared, lines.append, verify
+            show(convert_native(source, target, *options), len(source.specs), True if rank > 0 else None)
     except OSError as error:
         raise UserError(
             f"the conversion stopped ({error}): fix the cause, then the same command continues it"
         ) from error
     return lines
-
-
-def _verify_files(
-    source: NativeReader, workers: int, shared: SharedWork, without_bar: bool | None = None
-) -> None:
-    """Compares the files of a checkpoint with their digests. Raises UserError that names damaged files."""
-    from megatron.checkpoint.files import file_problem
-
-    files = source.checkpoint.run["files"]
-    names = sorted(files, key=lambda name: files[name]["bytes"], reverse=True)
-    problems = shared.share(
-        "source file",
-        names,
-        lambda name: file_problem(source.folder, name, files[name].get("sha256")),
-        workers,
-        lambda found: not found,
-    )
-    damages = [
-        damage for damage in tqdm(problems, total=len(files), unit="file", disable=without_bar) if damage
-    ]
-    if damages:
-        raise UserError(f"checkpoint {source.folder}: {'; '.join(damages)}: convert an older checkpoint")
 
 
 # --- to and from Hugging Face ---

@@ -61,7 +61,7 @@ def build_parser() -> ToolParser:
     digests.add_argument(
         "--no-verify-digests",
         action="store_true",
-        help="do not verify the files against their digests before the conversion",
+        help="do not compare weights and moments with the checkpoint's digests",
     )
     digests.add_argument(
         "--verify-digests",
@@ -97,9 +97,8 @@ def main(argv: Sequence[str] | None = None) -> None:
         is_published(source, target)  # its error is of all tasks, too
     with exit_on_user_error({}):  # an error of this task
         workers = max(arguments.num_extract_workers, arguments.num_merge_workers)
-        verify = not (source.checkpoint.is_external or arguments.no_verify_digests)
-        mean = arguments.allow_replica_mismatch
-        for line in convert_in_tasks(source, target, workers, mean, verify_files=verify):
+        options = workers, arguments.allow_replica_mismatch, not arguments.no_verify_digests
+        for line in convert_in_tasks(source, target, *options):
             print(line)
 
 

@@ -22,7 +22,7 @@ import errno
 import os
 import shutil
 from argparse import Namespace
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from functools import partial as partial_function
 from pathlib import Path
@@ -45,9 +45,9 @@ from megatron.checkpoint.formats.universal_writer import UNFINISHED_FOLDER, Univ
 from megatron.checkpoint.formats.writing import (
     PARTIAL,
     copy_parameter,
+    has_all_digests,
     largest_first,
     state_bytes,
-    verify_files,
 )
 from megatron.checkpoint.names import shown
 from megatron.checkpoint.record import RUN_FILE
@@ -78,7 +78,7 @@ class UniversalConversion(UniversalWriter):
     ) -> Iterator[str]:
         """See `ParameterWriter`."""
         if isinstance(reader, NativeReader):
-            return convert(reader, target, workers, verify_digests=verify)
+            return convert(reader, target, workers, verify=verify)
         return super().write_checkpoint(reader, target, workers, verify)
 
     def finish_parameter(self, name: str, mismatch: float = 0.0) -> None:
@@ -89,12 +89,12 @@ class UniversalConversion(UniversalWriter):
             mismatch = 0.0
         super().finish_parameter(name, mismatch)
 
-    def convert(self, name: str, verify_digests: bool) -> str | None:
+    def convert(self, name: str, verify: bool) -> str | None:
         """Copies a parameter. Returns None if an earlier conversion has finished it."""
         if self.has_parameter(name):
             _mark(self.folder / KEPT_FOLDER, name)
             return None
-        return copy_parameter(self, name, verify_digests)
+        return copy_parameter(self, name, verify)
 
 
 def convert(
@@ -104,31 +104,31 @@ def convert(
     allow_replica_mismatch: bool = False,
     shared: SharedWork | None = None,
     print_fn: Callable[[str], object] = lambda _: None,
-    verify_digests: bool = False,
+    verify: bool = False,
 ) -> Iterator[str]:
     """Writes the universal checkpoint `target`; yields the name of each parameter that this process
     writes, large ones first. Returns when the checkpoint is published, by this process or by another.
 
     It resumes an interrupted conversion of the same source: parameters that are complete and match their
     checksums are kept. allow_replica_mismatch: average replicas of a parameter that differ. print_fn:
-    receives the lines of the result in the process that publishes. verify_digests: compare all states with
-    the digests of the source, or its files if it has none.
+    receives the lines of the result in the process that publishes. verify: compare all states with the
+    digests of the source, or its files if the states have none.
 
     Raises UserError for a damaged source, too little disk space or memory, and replicas that differ.
     """
     shared = shared or SharedWork()
-    if verify_digests:
-        verify_files(source)
     partial = target.with_name(target.name + PARTIAL)
     try:
         if not is_published(source, target):
+            if verify:
+                _verify_files(source, workers, shared)
             is_new = _begin(source, partial)
             # Looked for again: another process may have published before this one created its folder.
             if not is_published(source, target):
                 writer = UniversalConversion(partial, source, allow_replica_mismatch)
                 sizes = state_bytes(source)
                 _check_resources(partial, sizes, workers)
-                copy = partial_function(writer.convert, verify_digests=verify_digests)
+                copy = partial_function(writer.convert, verify=verify)
                 yield from filter(None, shared.share("parameter", largest_first(sizes), copy, workers))
             elif is_new:
                 shutil.rmtree(partial)
@@ -136,9 +136,24 @@ def convert(
         # Once another process has published, the folder is gone, and an error does not matter.
         if not is_published(source, target):
             raise
-    for lines in shared.share("publication", [target.name], lambda _: _publish(source, partial, target)):
+    publish = partial_function(_publish, source, partial, target, verify)
+    for lines in shared.share("publication", [target.name], lambda _: publish()):
         for line in lines:
             print_fn(line)
+
+
+def _verify_files(source: NativeReader, workers: int, shared: SharedWork) -> None:
+    """Compares the files of a checkpoint with their digests, unless all states have digests, with which their
+    blocks are compared. Raises UserError that names the damaged files."""
+    files = {} if has_all_digests(source) else source.checkpoint.run.get("files", {})
+    names = largest_first({name: files[name]["bytes"] for name in files})
+    problems = shared.share("source file", names, source.file_problem, workers, lambda found: not found)
+    if damages := [damage for damage in problems if damage]:
+        raise _damaged(source, damages)
+
+
+def _damaged(source: NativeReader, damages: Sequence[str]) -> UserError:
+    return UserError(f"checkpoint {source.folder}: {'; '.join(damages)}: convert an older checkpoint")
 
 
 def _check_resources(partial: Path, sizes: Mapping[str, int], workers: int) -> None:
@@ -176,7 +191,7 @@ def _bytes_in(folder: Path) -> int:
     return total
 
 
-def _publish(source: NativeReader, partial: Path, target: Path) -> list[str]:
+def _publish(source: NativeReader, partial: Path, target: Path, verify: bool) -> list[str]:
     """Writes the common files, publishes, and returns the lines of the result; none if that was done."""
     lines: list[str] = []
     if not is_published(source, target):
@@ -188,7 +203,7 @@ def _publish(source: NativeReader, partial: Path, target: Path) -> list[str]:
         kept = len(list((partial / KEPT_FOLDER).glob("*")))
         before = f", {kept} of them by an earlier, interrupted conversion" if kept else ""
         lines.append(f"{target}: {len(source.specs)} parameters{before}")
-        _write_common_files(source, partial)
+        _write_common_files(source, partial, verify)
         shutil.rmtree(partial / UNFINISHED_FOLDER, ignore_errors=True)
         sync_file(partial)
         rename_synced(partial, target)
@@ -264,14 +279,17 @@ def _begin(source: NativeReader, partial: Path) -> bool:
     return created
 
 
-def _write_common_files(source: NativeReader, partial: Path) -> None:
+def _write_common_files(source: NativeReader, partial: Path, verify: bool) -> None:
     """Writes what does not belong to a single parameter, as DeepSpeed's converter does, and `run.json`."""
+    files = source.checkpoint.run.get("files", {}) if verify else {}
     common = {key: value for key, value in source.files.common.items() if key not in _PER_PARAMETER}
     common["param_groups"] = source.files.common["base_optimizer_state"].get("param_groups")
     common[LOSS_SCALE_KEY] = common.pop("loss_scaler", None)
     with _replacing(partial, f"{PARAMETER_FOLDER}/{OPTIMIZER_STATE_FILE}") as written:
         write_plain(written, _plain_types(common))
     for path in model_files(source.folder):
+        if path.name in files and (damage := source.file_problem(path.name)):
+            raise _damaged(source, [damage])
         with _replacing(partial, path.name) as written:
             if source.files.stage == 0:  # then this file also holds the optimizer state
                 write_plain(written, _plain_types({**read_file(path), "optimizer": None}))
