@@ -163,8 +163,7 @@ def convert(arguments: argparse.Namespace) -> None:
         lines = [*found[:-1], *lines] if found else []
     elif arguments.allow_replica_mismatch:
         raise UserError(
-            "--allow-replica-mismatch acts only on a conversion of a native checkpoint to --format "
-            f"{UNIVERSAL}, expected such a conversion: remove the flag"
+            f"--allow-replica-mismatch acts only from {NATIVE} to --format {UNIVERSAL}: remove the flag"
         )
     else:
         writer = writer_class(arguments.format)
