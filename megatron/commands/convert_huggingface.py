@@ -92,7 +92,7 @@ def is_model(arguments: argparse.Namespace, mistakes: Mistakes) -> bool:
     and `target`. Adds a missing folder and flags of the other direction to `mistakes`."""
     names = {"--from": "source", "--load": "load", "--from-hugging-face": "from_hugging_face"}
     given = ((flag, getattr(arguments, name)) for flag, name in names.items() if getattr(arguments, name))
-    flag, folder = next(given, ("", ""))
+    flag, folder = next(given, ("--from", ""))
     with mistakes.collect([flag]):
         check_folder(flag, folder)
     is_detected = flag == "--from" and os.path.isfile(os.path.join(folder, "config.json"))
