@@ -12,11 +12,6 @@ from megatron.checkpoint.conversion.to_universal import convert
 from megatron.checkpoint.discovery import open_checkpoint
 from megatron.checkpoint.formats import torch_archive
 from megatron.checkpoint.formats.registry import (
-    FORMATS,
-    HUGGING_FACE,
-    TORCH_DIST,
-    TORCHTITAN,
-    format_of,
     open_reader,
 )
 from megatron.checkpoint.formats.torch_archive import matches_checksums, read_file
@@ -40,20 +35,6 @@ def folders(tmp_path: Path) -> dict[str, Path]:
 def without_record(folder: Path) -> None:
     """Removes the digests of tensors from `run.json`."""
     change_run(folder, lambda run: run.pop("certificate"))
-
-
-def test_every_format_is_recognized_and_read_alike(folders: dict[str, Path]) -> None:
-    # test_load_huggingface.py, test_torchtitan.py, tests/distributed/test_torch_dist.py
-    own = FORMATS.keys() - {HUGGING_FACE, TORCHTITAN, TORCH_DIST}
-    assert {name: format_of(folder) for name, folder in folders.items()} == {name: name for name in own}
-    *others, native = (open_reader(open_checkpoint(folder)) for folder in folders.values())
-    for other in others:
-        assert native.names == other.names
-        for name in native.names:
-            assert native.state_names(name) == other.state_names(name)
-            for kind in native.state_names(name):
-                assert torch.equal(native.read_unpadded(name, kind), other.read_unpadded(name, kind))
-            assert native.optimizer_scalars(name) == other.optimizer_scalars(name)
 
 
 def test_without_digests_of_tensors_the_checksums_of_all_files_are_compared(folders: dict[str, Path]) -> None:
