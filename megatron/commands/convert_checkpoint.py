@@ -38,6 +38,7 @@ from megatron.config.mistakes import Mistakes
 from megatron.config.tool_parser import (
     ToolParser,
     add_universal_flag,
+    add_verify_digests_flag,
     check_at_least_1,
     check_folder,
     exit_on_interrupt,
@@ -75,14 +76,8 @@ def build_parser() -> ToolParser:
         help="; ".join(f"{name}: {entry.description}" for name, entry in written.items())
         + " (default: %(default)s)",
     )
-    add_universal_flag(parser, "--from")
     parser.add_argument(
         "--workers", type=int, default=4, metavar="N", help="number of threads (default: %(default)s)"
-    )
-    parser.add_argument(
-        "--no-verify-digests",
-        action="store_true",
-        help="do not compare weights and moments with the checkpoint's digests",
     )
     parser.add_argument(
         "--allow-replica-mismatch",
@@ -90,18 +85,15 @@ def build_parser() -> ToolParser:
         help="from native to universal: if the replicas of a parameter on tensor-parallel ranks differ, use "
         "their mean and print the difference",
     )
-    add_model_flags(parser.add_argument_group(f"for --format {HUGGING_FACE}"))
-    group = add_tokenizer_flags(
-        parser,
-        "vocabulary of a Hugging Face model, or of a checkpoint of Megatron-Core (default: all rows of its "
-        "word embeddings)",
-    )
-    group.add_argument("--vocab-size", type=int, metavar="N", help="number of tokens without padding")
+    add_flags_of_models(parser)
     return parser
 
 
-def add_model_flags(group: argparse._ArgumentGroup) -> None:
-    """Adds the flags that act only on the writing of a Hugging Face model."""
+def add_flags_of_models(parser: ToolParser) -> None:
+    """Adds the flags that also act on conversions to and from Hugging Face models."""
+    add_universal_flag(parser, "the checkpoints")
+    add_verify_digests_flag(parser)
+    group = parser.add_argument_group("to a Hugging Face model")
     group.add_argument(
         "--dtype",
         choices=("fp32", "fp16", "bf16"),
@@ -109,6 +101,18 @@ def add_model_flags(group: argparse._ArgumentGroup) -> None:
         "fp32 weights",
     )
     group.add_argument("--no-tokenizer", action="store_true", help="write the model without its tokenizer")
+    group = add_tokenizer_flags(
+        parser,
+        "vocabulary of a model or of a checkpoint of Megatron-Core (default: the tokenizer of the checkpoint, or "
+        "in the model's folder)",
+    )
+    group.add_argument(
+        "--vocab-size",
+        type=int,
+        metavar="TOKENS",
+        help="number of tokens without padding, if there is no tokenizer (default: all rows of the word "
+        "embeddings); a training run also needs this flag",
+    )
 
 
 def open_source(

@@ -18,18 +18,11 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from megatron.commands.convert_checkpoint import add_model_flags, read_model, write_model
+from megatron.commands.convert_checkpoint import add_flags_of_models, read_model, write_model
 from megatron.config import LoggingConfig
 from megatron.config.mistakes import Mistakes
-from megatron.config.tool_parser import (
-    ToolParser,
-    add_universal_flag,
-    add_verify_digests_flag,
-    check_folder,
-    exit_on_interrupt,
-)
+from megatron.config.tool_parser import ToolParser, check_folder, exit_on_interrupt
 from megatron.errors import exit_on_user_error
-from megatron.tokenizer.flags import add_tokenizer_flags
 
 # Flags that act only on one kind of input.
 CHECKPOINT, MODEL = "a checkpoint", "a Hugging Face model"
@@ -69,21 +62,7 @@ def build_parser() -> ToolParser:
         help="folder to write. For a universal checkpoint that a run opens with --load CKPT: CKPT with "
         "--from, CKPT/global_step0_universal with --from-hugging-face",
     )
-    group = parser.add_argument_group(f"for {CHECKPOINT}")
-    add_universal_flag(group, "the folder")
-    add_model_flags(group)
-    add_verify_digests_flag(group)
-    group = parser.add_argument_group(f"for {MODEL}")
-    group.add_argument(
-        "--vocab-size",
-        type=int,
-        metavar="TOKENS",
-        help="number of tokens without padding, if the folder has no tokenizer (default: vocab_size of "
-        "config.json); the training run also needs this flag",
-    )
-    add_tokenizer_flags(
-        parser, "tokenizer (default: the tokenizer of the checkpoint, or the one in the model's folder)"
-    )
+    add_flags_of_models(parser)
     return parser
 
 
