@@ -103,7 +103,7 @@ def add_flags_of_models(parser: ToolParser) -> None:
     group.add_argument("--no-tokenizer", action="store_true", help="write the model without its tokenizer")
     group = add_tokenizer_flags(
         parser,
-        "vocabulary of a model or of a checkpoint of Megatron-Core (default: the tokenizer of the checkpoint, or "
+        "vocabulary of a model or a checkpoint of Megatron-Core (default: the tokenizer of the checkpoint or "
         "in the model's folder)",
     )
     group.add_argument(
