@@ -67,48 +67,37 @@ def assert_resumes_everywhere(folder, changes, shapes=("1 process", "pp4 dp2", "
             assert loss_error <= FP32_BOUND and norm_error <= FP32_BOUND
 
 
-@pytest.mark.full
-def test_a_llama_like_universal_checkpoint_opens_on_every_layout(tmp_path):
-    """Saved by more ranks than query groups; the untied head is stored without padding."""
-    changes = {"model": LLAMA}
-    source = saved(tmp_path / "native", SHAPES["tp4 dp2"], changes)
-    target = tmp_path / "global_step5_universal"
-    names = converted(source, target, workers=2)
-    assert "9.lm_head.weight" in names
-    head = torch.load(target / "zero" / "9.lm_head.weight" / "fp32.pt")
-    assert head["param"].shape == (VOCAB, 32) and head["vocab_tensor"]
-    projection = torch.load(target / "zero" / "3.self_attention.query_key_value.weight" / "fp32.pt")
-    assert projection["param"].shape == (2 * (2 + 2) * 8, 32)
-    assert_resumes_everywhere(tmp_path, changes)
+def with_optimizer(name):
+    return "tp2 pp2 dp2", {**GATED, "optimizer": {"optimizer": name, "clip_grad": 1.0}}
 
 
-@pytest.mark.full
-def test_a_universal_checkpoint_of_an_olmo2_with_a_window_opens_on_every_layout(tmp_path):
-    """Norms of queries and keys, and after attention and MLP."""
-    changes = {"model": OLMO2_WINDOW}
-    source = saved(tmp_path / "native", SHAPES["tp2 pp2 dp2"], changes)
-    names = converted(source, tmp_path / "global_step5_universal", workers=2)
-    assert {"3.self_attention.q_layernorm.weight", "3.post_mlp_layernorm.weight"} <= set(names)
-    assert_resumes_everywhere(tmp_path, changes)
+# The layout that saves, and the model. The Llama has more ranks than query groups, and an untied head; the
+# OLMo 2 has norms of queries and keys, and after attention and MLP.
+SAVED = {name: with_optimizer(name) for name in ("adam", "sgd", "lion", "muon")}
+SAVED |= {"llama": ("tp4 dp2", {"model": LLAMA}), "olmo 2": ("tp2 pp2 dp2", {"model": OLMO2_WINDOW})}
+SHAPES_IN_FILES = {
+    "llama": {"9.lm_head.weight": (VOCAB, 32), "3.self_attention.query_key_value.weight": (64, 32)},
+    "olmo 2": {"3.self_attention.q_layernorm.weight": (32,), "3.post_mlp_layernorm.weight": (32,)},
+}
 
 
 @pytest.mark.gate(rows=1)
-@pytest.mark.parametrize("optimizer", ["adam", "sgd", "lion", "muon"])
-def test_a_universal_checkpoint_opens_on_every_layout(optimizer, tmp_path):
-    changes = {**GATED, "optimizer": {"optimizer": optimizer, "clip_grad": 1.0}}
-    source, target = (
-        saved(tmp_path / "native", SHAPES["tp2 pp2 dp2"], changes),
-        tmp_path / "global_step5_universal",
-    )
+@pytest.mark.parametrize("name", SAVED)
+def test_a_universal_checkpoint_opens_on_every_layout(name, tmp_path):
+    shape, changes = SAVED[name]
+    source, target = saved(tmp_path / "native", SHAPES[shape], changes), tmp_path / "global_step5_universal"
     names = converted(source, target, workers=2)
     assert sorted(names) == sorted(path.name for path in (target / "zero").iterdir() if path.is_dir())
     assert (tmp_path / "latest_universal").read_text() == target.name
-    word_embedding = torch.load(target / "zero" / WORDS / "fp32.pt")
-    assert word_embedding["param"].shape == (VOCAB, 32) and word_embedding["vocab_tensor"]
+    for parameter, size in {WORDS: (VOCAB, 32), **SHAPES_IN_FILES.get(name, {})}.items():
+        stored = torch.load(target / "zero" / parameter / "fp32.pt")
+        assert stored["param"].shape == size and ("vocab_tensor" in stored) == (size[0] == VOCAB)
     assert converted(source, target) == []  # an earlier command has converted it
     reader = open_reader(open_checkpoint(target))
-    has_steps = [bool(reader.optimizer_scalars(name)) for name in names]
-    assert all(has_steps) if optimizer == "adam" else any(has_steps) == (optimizer == "muon")
+    has_steps = [bool(reader.optimizer_scalars(parameter)) for parameter in names]
+    assert any(has_steps) == (name not in ("sgd", "lion")) and all(has_steps) == (
+        name in ("adam", *SHAPES_IN_FILES)
+    )
     assert_resumes_everywhere(tmp_path, changes)
 
 
