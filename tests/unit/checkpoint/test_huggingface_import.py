@@ -18,7 +18,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, GPT2TokenizerFast,
 
 from megatron.checkpoint.huggingface.importer import read_hugging_face
 from megatron.checkpoint.reading import read_checkpoint
-from megatron.commands.convert_huggingface import check_tokenizer_fits
+from megatron.commands.convert_checkpoint import check_tokenizer_fits
 from megatron.config import read_command_line
 from megatron.errors import UserError
 from megatron.tokenizer.hugging_face import save_as_hugging_face
