@@ -301,8 +301,7 @@ def read_model(arguments: argparse.Namespace) -> None:
     if not given:  # the ids are of the folder's own tokenizer
         reader.checkpoint.run[TOKEN_IDS_KEY] = token_ids(source)
     # One thread: a weight is in memory as a whole. Its files were compared with their digests above.
-    for _ in UniversalWriter.write_checkpoint(reader, target, workers=1, verify=False):
-        pass
+    show(UniversalWriter.write_checkpoint(reader, target, workers=1, verify=False), len(reader.specs))
     print(f"wrote {target}: {reader.model.family.architecture} of {source}, {num_tokens:,} tokens")
     print(f"start from it with: {shlex.join(start_flags(reader.checkpoint.config, target))}")
     if dropped := rows - num_tokens:
