@@ -15,9 +15,11 @@ import torch
 
 from megatron.checkpoint.digests import fragment_digests
 from megatron.checkpoint.files import add_checksum, describe_file
+from megatron.checkpoint.formats.registry import format_of
 from megatron.checkpoint.formats.universal_info import spec_record
 from megatron.checkpoint.record import TrainingState
 from megatron.checkpoint.saving.run_record import layout_record
+from megatron.commands import convert_checkpoint
 from megatron.config import Config, padded_vocab_size
 from megatron.model.single_process import model_specs
 from megatron.mpu.mesh import Axis
@@ -122,6 +124,13 @@ def write_native(
     (path / "run.json").write_text(json.dumps(add_checksum(run)))
     (folder / "latest").write_text(path.name)
     return path
+
+
+def convert(source: Path, target: Path, name: str, *flags: str) -> Path:
+    """Runs tools/convert_checkpoint.py. name: the format."""
+    convert_checkpoint.run(["--from", str(source), "--to", str(target), "--format", name, *flags])
+    assert format_of(target) == name
+    return target
 
 
 def change_run(folder: Path, change: Callable[[dict[str, Any]], object]) -> None:

@@ -23,7 +23,7 @@ from megatron.checkpoint.discovery import open_checkpoint
 from megatron.checkpoint.files import describe_file
 from megatron.checkpoint.formats import dcp
 from megatron.checkpoint.formats.deepspeed_files import VALUES
-from megatron.checkpoint.formats.registry import FORMATS, CheckpointFormat, format_of, open_reader
+from megatron.checkpoint.formats.registry import FORMATS, CheckpointFormat, open_reader
 from megatron.checkpoint.formats.torch_dist_writer import TorchDistWriter
 from megatron.commands import convert_checkpoint
 from megatron.errors import UserError
@@ -33,7 +33,7 @@ from tests.end_to_end.clone import commands_in
 from tests.support.assets import unpack
 from tests.support.layouts import Row, config_of
 from tests.unit.checkpoint import megatron_deepspeed_folder
-from tests.unit.checkpoint.native_folder import change_run, flip_a_byte, random_wholes, write_native
+from tests.unit.checkpoint.native_folder import change_run, convert, flip_a_byte, random_wholes, write_native
 from tests.unit.hostile import checked_sentence, refusal
 
 GATED = {"glu_activation": "swiglu", "group_query_attention": True, "num_query_groups": 2}
@@ -56,12 +56,6 @@ def small_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(dcp, "CHUNK_BYTES", 1 << 11)
     monkeypatch.setattr(dcp, "_BLOCK_BYTES", 1 << 10)
     monkeypatch.setattr(dcp, "_FILE_BYTES", 1 << 14)
-
-
-def convert(source: Path, target: Path, name: str, *flags: str) -> Path:
-    convert_checkpoint.run(["--from", str(source), "--to", str(target), "--format", name, *flags])
-    assert format_of(target) == name
-    return target
 
 
 def states_of(folder: Path) -> dict[tuple[str, str], torch.Tensor]:

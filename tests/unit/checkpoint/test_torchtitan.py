@@ -13,14 +13,13 @@ from megatron.checkpoint.discovery import open_checkpoint
 from megatron.checkpoint.formats.dcp_storage import DcpFolder
 from megatron.checkpoint.formats.deepspeed_files import VALUES
 from megatron.checkpoint.formats.registry import TORCHTITAN, format_of, open_reader
-from megatron.commands import convert_checkpoint
 from megatron.errors import UserError
 from megatron.model.single_process import model_specs
 from megatron.mpu.mesh import Axis
 from tests.support.assets import unpack
 from tests.support.layouts import Row, config_of
 from tests.unit.checkpoint.hugging_face_folder import megatron_logits
-from tests.unit.checkpoint.native_folder import random_wholes, write_native
+from tests.unit.checkpoint.native_folder import convert, random_wholes, write_native
 from tests.unit.checkpoint.test_load_huggingface import load_flags
 
 LLAMA = {
@@ -38,11 +37,6 @@ HEADS, GROUPS, HEAD_DIM = 4, 2, 8
 @pytest.fixture
 def titan(tmp_path: Path) -> Path:
     return unpack("torchtitan_llama", tmp_path)
-
-
-def convert(source: Path, target: Path, name: str) -> Path:
-    convert_checkpoint.run(["--from", str(source), "--to", str(target), "--format", name])
-    return target
 
 
 def test_the_logits_of_an_imported_model_are_those_of_torchtitan(titan: Path, tmp_path: Path) -> None:
