@@ -135,7 +135,7 @@ FREE = {"_name_or_path", "bos_token_id", "eos_token_id", "seq_length", "n_inner"
 @pytest.mark.parametrize("name", MODELS)
 def test_a_model_of_transformers_keeps_its_logits_and_every_bit(name, tmp_path):
     save_hf(tmp_path / "hf", name, max_shard_size="20KB")
-    assert len(list((tmp_path / "hf").glob("*.safetensors"))) > 3
+    assert len(list((tmp_path / "hf").glob("*.safetensors"))) > 2
     checkpoint = make_universal(tmp_path / "hf", tmp_path)
     assert (checkpoint.state.iteration, checkpoint.vocab_size, checkpoint.eod) == (0, VOCAB, None)
     assert_equal_logits(megatron_logits(checkpoint), hf_logits(tmp_path / "hf"))
