@@ -147,7 +147,7 @@ def test_write_parameter_writes_the_files_of_a_conversion(tmp_path):
     written = UniversalReader(find_universal(tmp_path / "whole"))
     writer = UniversalWriter(tmp_path / "parts", written)
     for name, spec in model_specs(config_of(Row(), **BLOOM), VOCAB, EOD).items():
-        values, moments, others = written.read_parameter(name, spec, Axis("tp"))
+        values, moments, others = written.read_parameter(name, spec, [Axis("tp")])
         rows = (spec.num_valid_rows or spec.global_shape[0], *spec.global_shape[1:])
         flats = {"fp32": values, **{key: read(None) for key, read in moments.items()}}
         whole = {key: flat.view(spec.global_shape)[: rows[0]] for key, flat in flats.items()}
@@ -210,7 +210,7 @@ def load_as_deepspeed(folder, tp_rank):
     parameters, wrong = UniversalReader(find_universal(folder)), []
     specs = model_specs(config_of(Row(tp=2), **GATED), VOCAB, EOD)
     for name, spec in specs.items():
-        values, moments, _ = parameters.read_parameter(name, spec, Axis("tp", tp_rank, 2))
+        values, moments, _ = parameters.read_parameter(name, spec, [Axis("tp", tp_rank, 2)])
         shape = list(spec.global_shape)
         if spec.sharding:
             shape[spec.sharding[0].dim] //= 2
@@ -414,9 +414,9 @@ def test_tensors_of_other_shapes_are_refused_by_name(blooms):
     changed = config_of(Row(), model={**BLOOM["model"], "ffn_hidden_size": 64})
     name = "3.mlp.dense_4h_to_h.weight"
     with pytest.raises(UserError, match=rf"{name}/fp32.pt holds .* \(32, 128\), expected \(32, 64\)"):
-        parameters.read_parameter(name, model_specs(changed, VOCAB, EOD)[name], Axis("tp"))
+        parameters.read_parameter(name, model_specs(changed, VOCAB, EOD)[name], [Axis("tp")])
     with pytest.raises(UserError, match=r"shape \(128, 32\), expected \(129, 32\)"):
-        parameters.read_parameter(WORDS, model_specs(changed, 129, EOD)[WORDS], Axis("tp"))
+        parameters.read_parameter(WORDS, model_specs(changed, 129, EOD)[WORDS], [Axis("tp")])
 
 
 def reseal(folder, run, *changed):
@@ -446,7 +446,7 @@ def test_a_checkpoint_that_would_run_code_is_refused_and_nothing_is_run(damage, 
                 reader.read(name, "exp_avg")
         else:
             spec = model_specs(config_of(Row(), **BLOOM), VOCAB, EOD)["8.bias"]
-            _, moments, _ = UniversalReader(find(blooms)).read_parameter("8.bias", spec, Axis("tp"))
+            _, moments, _ = UniversalReader(find(blooms)).read_parameter("8.bias", spec, [Axis("tp")])
             for read in moments.values():
                 read(None)
     assert not mark.exists()

@@ -114,7 +114,7 @@ def test_a_rank_of_any_layout_reads_its_shard_of_a_dcp_checkpoint(
     for name, spec in theirs.specs.items():
         for size in (1, 2):
             for rank in range(size):
-                args = name, "exp_avg", spec, Axis("tp", rank, size)
+                args = name, "exp_avg", spec, [Axis("tp", rank, size)]
                 assert torch.equal(ours.read_shard(*args), theirs.read_shard(*args)), args
 
 
@@ -196,7 +196,7 @@ def test_states_are_compared_if_files_have_no_digests(native: Path, tmp_path: Pa
     for (name, kind), state in states_of(native).items():
         if kind != "step":
             whole = {"": state.reshape(-1)}
-            digest = fragment_digests(reader.specs[name], Axis("tp"), 0, whole)[""]
+            digest = fragment_digests(reader.specs[name], (), 0, whole)[""]
             digests.setdefault(kind, {})[name] = f"{digest:016x}"
     change_run(native, lambda run: run["certificate"].update(digests=digests))
     folder = convert(native, tmp_path / "dcp", "dcp")

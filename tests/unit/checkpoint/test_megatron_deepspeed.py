@@ -94,7 +94,7 @@ def test_weights_and_moments_are_read_under_the_names_here(
     reader = UniversalReader(checkpoint)
     assert set(reader.stored_names) == wholes.keys()
     for name, spec in model_specs(config_for(tmp_path, **MODELS[model]), VOCAB, EOD).items():
-        values, moments, scalars = reader.read_parameter(name, spec, Axis("tp"))
+        values, moments, scalars = reader.read_parameter(name, spec, [Axis("tp")])
         rows = spec.num_valid_rows or spec.global_shape[0]
         expected = wholes[name].reshape(-1)
         assert torch.equal(values.view(spec.global_shape)[:rows].reshape(-1), expected)
