@@ -38,7 +38,6 @@ from megatron.config.mistakes import Mistakes
 from megatron.config.tool_parser import (
     ToolParser,
     add_universal_flag,
-    add_verify_digests_flag,
     check_at_least_1,
     check_folder,
     exit_on_interrupt,
@@ -91,8 +90,12 @@ def build_parser() -> ToolParser:
 
 def add_flags_of_models(parser: ToolParser) -> None:
     """Adds the flags that also act on conversions to and from Hugging Face models."""
-    add_universal_flag(parser, "the checkpoints")
-    add_verify_digests_flag(parser)
+    add_universal_flag(parser, "the given folder")
+    parser.add_argument(
+        "--no-verify-digests",
+        action="store_true",
+        help="do not compare what is copied with the digests of its checkpoint or model",
+    )
     group = parser.add_argument_group("to a Hugging Face model")
     group.add_argument(
         "--dtype",

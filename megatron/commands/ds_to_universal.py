@@ -61,7 +61,7 @@ def build_parser() -> ToolParser:
     digests.add_argument(
         "--no-verify-digests",
         action="store_true",
-        help="do not compare weights and moments with the checkpoint's digests",
+        help="do not compare what is copied with the digests of the checkpoint",
     )
     digests.add_argument(
         "--verify-digests",
