@@ -76,7 +76,10 @@ def _locked(output: Path, temporary: Path) -> Iterator[bool]:
     with ExitStack() as stack:
         try:
             temporary.parent.mkdir(parents=True, exist_ok=True)
-            stack.enter_context(locked_leftover(str(path)) if is_leftover else create_locked(str(path)))
+            if is_leftover:
+                stack.enter_context(locked_leftover(str(path)))
+            else:
+                stack.enter_context(create_locked(str(path)))
         except (BlockingIOError, FileNotFoundError) as error:
             raise UserError(
                 f"{temporary} is being written by another process: wait, or give another folder"

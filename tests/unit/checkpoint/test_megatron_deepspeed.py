@@ -81,13 +81,19 @@ def find(folder: Path, **model: Any):
 
 
 @pytest.mark.parametrize("pipeline", [True, False])
-@pytest.mark.parametrize("order", ORDERS)
-@pytest.mark.parametrize("model", MODELS)
+@pytest.mark.parametrize(
+    "model, order",
+    # Microsoft's program does not train grouped queries whose rows are in blocks.
+    [
+        (model, order)
+        for model in MODELS
+        for order in ORDERS
+        if not ("grouped" in model and "blocks" in order)
+    ],
+)
 def test_weights_and_moments_are_read_under_the_names_here(
     model: str, order: str, pipeline: bool, tmp_path: Path
 ) -> None:
-    if "grouped" in model and "blocks" in order:
-        pytest.skip("that program does not train it")
     wholes = write(tmp_path, MODELS[model], pipeline=pipeline, **ORDERS[order])
     checkpoint = find(tmp_path, **MODELS[model])
     assert checkpoint.state == TrainingState(STEP, 8 * STEP, 8 * STEP * SEQ)
