@@ -10,7 +10,16 @@ from tests.end_to_end.command import ROOT
 from tests.support import HANG_TIMEOUT_S
 
 # Not programs, or, for gpu_table.py, without flags: tests/unit/test_gpu_script.py runs it.
-NO_FLAGS = {"__init__", "cpu_steps", "gpu_table", "kernel_cases", "machine", "plain_model", "published_runs", "saves"}
+NO_FLAGS = {
+    "__init__",
+    "cpu_steps",
+    "gpu_table",
+    "kernel_cases",
+    "machine",
+    "plain_model",
+    "published_runs",
+    "saves",
+}
 COMMANDS = [
     f"{path.stem}.py --help"
     for path in sorted((ROOT / "benchmarks").glob("*.py"))
