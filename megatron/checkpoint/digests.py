@@ -21,11 +21,11 @@ from megatron.checkpoint.host_digests import add_part, global_positions, host_di
 from megatron.mpu.mesh import Axis, Mesh
 from megatron.mpu.mix64 import mix64
 from megatron.mpu.parameter_spec import ParameterSpec
+from megatron.mpu.pieces import Piece
 from megatron.mpu.world import broadcast_from_rank_0
 
 if TYPE_CHECKING:
     from megatron.optimizer.mixed_precision import MixedPrecisionOptimizer
-    from megatron.optimizer.zero import LocalParamState
 
 # Elements per block on a device: large blocks need few launches, and a block's temporaries, four of 8 bytes
 # per element, take 64 MiB.
@@ -69,10 +69,10 @@ def digest_state(
     of the rounded moments.
     """
 
-    def digests_of(part: LocalParamState) -> dict[str, int]:
-        return part_digests(part) | (unquantized or {}).get(part.name, {})
+    def digests_of(piece: Piece) -> dict[str, int]:
+        return piece_digests(piece) | (unquantized or {}).get(piece.name, {})
 
-    own = rank_digests(optimizer.local_param_states(), mesh, optimizer.is_partitioned, digests_of)
+    own = rank_digests(optimizer.pieces(), mesh, optimizer.is_partitioned, digests_of)
     records: list[Any] = [None] * dist.get_world_size()
     dist.gather_object(own, records if dist.get_rank() == 0 else None)
     shared = broadcast_from_rank_0(combined(records) if dist.get_rank() == 0 else None)
@@ -81,27 +81,27 @@ def digest_state(
 
 
 def rank_digests(
-    parts: Iterable[LocalParamState],
+    pieces: Iterable[Piece],
     mesh: Mesh,
     is_partitioned: bool,
-    digests_of: Callable[[LocalParamState], dict[str, int]],
+    digests_of: Callable[[Piece], dict[str, int]],
 ) -> RankDigests:
     """Returns this rank's part of the digests. is_partitioned: see `Mesh.replica_of`. digests_of: returns the
-    digests of a part of a parameter, by state."""
+    digests of a piece, by state."""
     own = RankDigests()
-    for part in parts:
-        own.digests[part.name] = digests_of(part)
-        own.replicas[part.name] = mesh.replica_of(part.spec, is_partitioned)
-        if part.quantized:
-            own.quantized.add(part.name)
-        if part.step is not None:
-            own.steps.add(part.step)
+    for piece in pieces:
+        own.digests[piece.name] = digests_of(piece)
+        own.replicas[piece.name] = mesh.replica_of(piece.spec, is_partitioned)
+        if piece.quantized:
+            own.quantized.add(piece.name)
+        if piece.step is not None:
+            own.steps.add(piece.step)
     return own
 
 
-def part_digests(part: LocalParamState) -> dict[str, int]:
-    """Returns the digests of a part of a parameter and its moments, by state."""
-    return fragment_digests(part.spec, part.axes, part.start, part.values)
+def piece_digests(piece: Piece) -> dict[str, int]:
+    """Returns the contribution of a piece to the digests of the full parameter and its moments, by state."""
+    return fragment_digests(piece.spec, piece.axes, piece.start, piece.values)
 
 
 def fragment_digests(

@@ -366,14 +366,14 @@ PIPELINE_SCHEDULES = Registry(
     },
 )
 
-# `SaveFormat` classes. The names are also names of checkpoint formats.
+# `CheckpointWriter` classes. The names are also names of checkpoint formats.
 SAVE_FORMATS = Registry(
     "--save-format",
     {
-        "native": Choice("DeepSpeed's files", "megatron.checkpoint.saving.formats:NativeFormat"),
+        "native": Choice("DeepSpeed's files", "megatron.checkpoint.formats.native_writer:NativeWriter"),
         "dcp": Choice(
             "torch.distributed.checkpoint, which PyTorch opens without this program",
-            "megatron.checkpoint.saving.dcp_format:DcpFormat",
+            "megatron.checkpoint.formats.dcp_writer:DcpWriter",
         ),
     },
 )

@@ -8,7 +8,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from deepspeed.accelerator import get_accelerator
-from deepspeed.runtime.checkpoint_engine.checkpoint_engine import CheckpointEngine
 from deepspeed.runtime.config import DeepSpeedConfig
 from torch import Tensor, nn
 
@@ -23,7 +22,6 @@ from megatron.engine.profiler_ranges import TRAIN_STEP, profiler_range
 from megatron.model.layer_list import PARAMETER_DTYPES
 from megatron.model.pipeline_module import GPTModelPipe
 from megatron.mpu.mesh import Mesh
-from megatron.mpu.parameters import own_storage
 from megatron.optimizer.loss_scale import LossScaler
 from megatron.optimizer.mixed_precision import MixedPrecisionOptimizer
 from megatron.optimizer.overlap import divide_into_buckets
@@ -192,17 +190,6 @@ class GPTEngine(ScheduleExecutor):
         losses, tokens, norm = found.tolist()
         return losses / tokens if tokens else math.nan, norm
 
-    def save_files(
-        self, folder: str, name: str, client_state: dict[str, Any], files: CheckpointEngine
-    ) -> None:
-        """Saves a checkpoint through DeepSpeed into `folder`/`name`. files: writes the files. Collective."""
-        before: CheckpointEngine = self.checkpoint_engine  # type: ignore[has-type]
-        self.checkpoint_engine = files
-        try:
-            super().save_checkpoint(folder, tag=name, client_state=client_state, save_latest=False)
-        finally:
-            self.checkpoint_engine = before
-
     @property
     def layer_sizes(self) -> dict[int, int]:
         """The number of parameters of each of the module's `layers`, on one tensor-parallel rank."""
@@ -213,30 +200,6 @@ class GPTEngine(ScheduleExecutor):
         """The replica (`Mesh.dp_cp_rank`) that writes each layer, so that all write about as many
         bytes."""
         return share_out(self.layer_sizes, self.mesh.dp_cp.size)
-
-    def module_state_dict(self, exclude_frozen_parameters: bool = False) -> None:
-        """Writes the layer files; called by DeepSpeed's `save_checkpoint`.
-
-        The data-parallel replicas share the layers of a stage, so that each writes about as many bytes. With
-        ZeRO-3 the weights are all-gathered one layer at a time.
-        """
-        self.optimizer.wait_for_params()
-        self.checkpoint_engine.makedirs(self._curr_ckpt_path, exist_ok=True)
-        writers = self.layer_writers
-        for index, layer in self.module.layers.items():
-            with self.optimizer.gathered_params(layer):
-                if self.mesh.dp_cp.rank == writers[index]:
-                    state = {name: own_storage(value) for name, value in layer.state_dict().items()}
-                    path = self.module.layer_path(self._curr_ckpt_path, index)
-                    self.checkpoint_engine.save(state_dict=state, path=path)
-
-    def _create_checkpoint_file(self, save_dir: str, tag: str, zero_checkpoint: bool) -> bool:
-        """Does nothing: `module_state_dict` creates the folder, and its error has the reason of a failure.
-        DeepSpeed's method logs a line without it on each rank."""
-        return True
-
-    def _copy_recovery_script(self, save_path: str) -> None:
-        """Copies nothing: DeepSpeed's zero_to_fp32.py cannot read a checkpoint of a pipeline."""
 
     def _free_pipe_buffers(self) -> None:
         """Frees the activations of the last micro-batches, which include logits.

@@ -261,10 +261,6 @@ class GPTModelPipe(PipelineModule):
         chunks = map(self.functions_of_chunk, range(len(self._chunk_functions)))
         return {i: f for chunk in chunks for i, f in chunk.items() if isinstance(f, nn.Module)}
 
-    def layer_path(self, folder: str, index: int) -> str:
-        """Returns the name that DeepSpeed gives the file of a layer. index: in the list."""
-        return str(super().ckpt_layer_path(folder, index - self._local_start))
-
     def _synchronize_tied_weights(self) -> None:
         # DeepSpeed broadcasts the parameters with autograd enabled, which would record the broadcast.
         with torch.no_grad():

@@ -10,14 +10,15 @@ would depend on its layout. This module replaces them with one code path:
 - master weights and optimizer state are sharded over the data-parallel ranks (ZeRO-1) or replicated (ZeRO-0).
   ZeRO-2 also shards the gradients of transformer layers, ZeRO-3 their weights (`overlap`).
 
-The saved state has the layout of DeepSpeed's ZeRO files, so DeepSpeed's tools can read it. 8-bit moments are
-saved in fp32: any optimizer of the Adam family can load them, on any layout.
+Checkpoints get the state in `pieces` of parameters. 8-bit moments are saved in fp32: any optimizer of the
+Adam family can load them, on any layout.
 """
 
 import math
 from collections import deque
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -25,9 +26,9 @@ import torch.distributed as dist
 from deepspeed.accelerator import get_accelerator
 from torch import Tensor, nn
 
-from megatron.mpu.mesh import Axis, Mesh
-from megatron.mpu.parameter_spec import ParameterSpec
+from megatron.mpu.mesh import Mesh
 from megatron.mpu.parameters import is_norm_owner, main_grad_of, own_storage, spec_of
+from megatron.mpu.pieces import Piece
 from megatron.mpu.world import max_over_ranks
 from megatron.optimizer.flat_group import (
     FlatGroup,
@@ -44,14 +45,13 @@ from megatron.optimizer.matrix_optimizer import MatrixOptimizer
 from megatron.optimizer.overlap import Bucket, ShardedUnit, UnitOverlap
 from megatron.optimizer.quantized import QuantizedMoment, read_moment
 from megatron.optimizer.whole_matrices import WholeMatrices
-from megatron.optimizer.zero import LocalParamState, ZeroConfig, deepspeed_state
+from megatron.optimizer.zero import ZeroConfig
 
-# Reads a part of a parameter's saved state. Arguments: global name, spec, this rank's place on the axes that
-# shard it, the first element and the end of the part in this rank's shard, and a tensor in host memory that
-# gets the master weights, or None. Result: master weights (flat, fp32), a function for each moment that reads
-# it into such a tensor, or into a new one (None), and other state such as the step.
+# Reads the saved state of a piece. Arguments: the piece without values, and a tensor in host memory that gets
+# the master weights, or None. Result: master weights (flat, fp32), a function for each moment that reads it
+# into such a tensor, or into a new one (None), and other state such as the step.
 SavedState = Callable[
-    [str, ParameterSpec, tuple[Axis, ...], int, int, Tensor | None],
+    [Piece, Tensor | None],
     tuple[Tensor, Mapping[str, Callable[[Tensor | None], Tensor]], dict[str, Any]],
 ]
 
@@ -363,16 +363,13 @@ class MixedPrecisionOptimizer:
             return {}
         return {key: read_moment(moment, *fragment) for key, moment in self.moments_of(flat).items()}
 
-    # --- checkpoints: the layout of DeepSpeed's ZeRO files ---
+    # --- checkpoints ---
 
-    def local_param_states(
-        self, names: Collection[str] | None = None, with_values: bool = True
-    ) -> Iterator[LocalParamState]:
-        """Yields the state of each parameter with elements in this rank's partitions. names: only of these
-        parameters. with_values: false yields states without tensors, at no cost."""
+    def pieces(self, names: Collection[str] | None = None, with_values: bool = True) -> Iterator[Piece]:
+        """Yields the elements of each parameter in this rank's partitions. names: only of these parameters.
+        with_values: false yields pieces without tensors, at no cost."""
         self.wait_for_params()
         for group, flat in zip(self.param_groups, self.flat, strict=True):
-            step = self.optimizer.state.get(flat.master, {}).get("step", group.get("step"))
             for parameter, start, length in flat.fragments():
                 if names is not None and self.names[parameter] not in names:
                     continue
@@ -380,46 +377,57 @@ class MixedPrecisionOptimizer:
                 if with_values:
                     values = {"fp32": flat.master.detach()[start : start + length]}
                     values |= self.moment_fragments(flat, parameter)
-                yield self._local_state(flat, parameter, values, None if step is None else float(step))
+                yield self._piece(group, flat, parameter, flat.first_element(parameter), length, values)
 
-    def _local_state(
-        self, flat: FlatGroup, parameter: nn.Parameter, values: dict[str, Tensor], step: float | None = None
-    ) -> LocalParamState:
-        return LocalParamState(
-            name=self.names[parameter],
-            spec=spec_of(parameter),
-            axes=self.mesh.axes_of(spec_of(parameter)),
-            start=flat.first_element(parameter),
-            values=values,
-            step=step,
+    def packed_groups(self) -> Iterator[tuple[dict[str, Tensor], list[Piece]]]:
+        """Yields the state of each group in this rank's partition, flat, fp32, without padding, by state, and
+        its pieces, which are consecutive views of these tensors."""
+        self.wait_for_params()
+        for group, flat in zip(self.param_groups, self.flat, strict=True):
+            master = flat.without_padding(flat.master.detach())
+            # In fp32 they are a part of the weights of all partitions.
+            is_view_of_weights = flat.weights_are_master and flat.partitions > 1
+            packed = {"fp32": own_storage(master) if is_view_of_weights else master}
+            packed |= {key: flat.without_padding(moment) for key, moment in self.moments_of(flat).items()}
+            pieces, first = [], 0
+            for parameter, _, length in flat.fragments():
+                values = {key: tensor[first : first + length] for key, tensor in packed.items()}
+                offset = flat.first_element(parameter)
+                pieces.append(self._piece(group, flat, parameter, offset, length, values))
+                first += length
+            yield packed, pieces
+
+    def _piece(
+        self,
+        group: dict[str, Any],
+        flat: FlatGroup,
+        parameter: nn.Parameter,
+        first: int,
+        length: int,
+        values: dict[str, Tensor],
+    ) -> Piece:
+        spec = spec_of(parameter)
+        step = self.optimizer.state.get(flat.master, {}).get("step", group.get("step"))
+        return Piece(
+            self.names[parameter],
+            spec,
+            self.mesh.axes_of(spec),
+            first,
+            first + length,
+            values,
+            step=None if step is None else float(step),
             quantized=flat.quantized,
             owned=is_norm_owner(parameter, self.mesh),
         )
 
-    def state_dict(self) -> dict:
-        """Returns fp32 master weights and moments of this rank's partitions, and the parameters' offsets."""
-        base = self.optimizer.state_dict()
-        lengths, masters = [], []
-        for index, flat in enumerate(self.flat):
-            lengths.append({self.names[parameter]: length for parameter, _, length in flat.fragments()})
-            if self._steps_in_groups and index in base["state"]:
-                base["state"][index] = {**base["state"][index], "step": self.param_groups[index]["step"]}
-            moments = self.moments_of(flat)
-            if moments:
-                packed_moments = {key: flat.without_padding(moment) for key, moment in moments.items()}
-                base["state"][index] = {**base["state"][index], **packed_moments}
-            master = flat.without_padding(flat.master.detach())
-            # In fp32 they are a part of the weights of all partitions.
-            is_view_of_weights = flat.weights_are_master and self.partition_count > 1
-            masters.append(own_storage(master) if is_view_of_weights else master)
-        return deepspeed_state(
-            masters,
-            lengths,
-            self.partition_count,
-            clip_grad=self.clip_grad,
-            base_optimizer_state=base,
-            loss_scaler=self.scaler.state_dict(),
-        )
+    def optimizer_record(self) -> dict[str, Any]:
+        """Returns torch's state dict of the wrapped optimizer: its groups, and the state of each
+        partition."""
+        record = self.optimizer.state_dict()
+        if self._steps_in_groups:
+            for index, state in record["state"].items():
+                record["state"][index] = {**state, "step": self.param_groups[index]["step"]}
+        return record
 
     @torch.no_grad()
     def read_by_name(
@@ -427,7 +435,7 @@ class MixedPrecisionOptimizer:
         saved: SavedState,
         loss_scaler: dict | None,
         with_moments: bool,
-        before_rounding: Callable[[LocalParamState], None] = lambda part: None,
+        before_rounding: Callable[[Piece], None] = lambda piece: None,
     ) -> None:
         """Reads this rank's part of the master weights and moments from a checkpoint of any layout. Not
         collective. Once all ranks have read, `exchange_loaded` completes the load.
@@ -444,11 +452,9 @@ class MixedPrecisionOptimizer:
         for group, flat in zip(self.param_groups, self.flat, strict=True):
             loading = LoadedGroup(flat, self.optimizer.state, group, self._steps_in_groups)
             for parameter, start, length in loading.fragments():
-                name, first = self.names[parameter], flat.first_element(parameter, start)
+                piece = self._piece(group, flat, parameter, flat.first_element(parameter, start), length, {})
                 master = flat.master.data[start : start + length]
-                spec = spec_of(parameter)
-                place = (name, spec, self.mesh.axes_of(spec), first, first + length)
-                values, moments, others = saved(*place, in_host_memory(master))
+                values, moments, others = saved(piece, in_host_memory(master))
                 if in_host_memory(master) is None:
                     master.copy_(values)
                 del values  # moments are read lazily: only one tensor is in memory at a time
@@ -456,9 +462,9 @@ class MixedPrecisionOptimizer:
                     for key, read in moments.items():
                         elements = read(loading.host_moment(key, start, length))
                         if flat.quantized:
-                            before_rounding(self._local_state(flat, parameter, {key: elements}))
-                        loading.store_moment(name, key, start, elements)
-                    loading.add_others(name, others)
+                            before_rounding(replace(piece, values={key: elements}))
+                        loading.store_moment(piece.name, key, start, elements)
+                    loading.add_others(piece.name, others)
             self._loading.append(loading)
         if loss_scaler is not None:
             self.scaler.load_state_dict(loss_scaler)

@@ -258,9 +258,9 @@ def _local_digests(optimizer: MixedPrecisionOptimizer, mesh: Mesh) -> _LocalDige
         for parameter in flat.parameters:
             spec, weights = spec_of(parameter), parameter.detach().reshape(-1)
             add("weights", optimizer.names[parameter], spec, False, 0, weights)
-    for part in optimizer.local_param_states():
-        for kind, values in part.values.items():
-            add(kind, part.name, part.spec, optimizer.is_partitioned, part.start, values)
+    for piece in optimizer.pieces():
+        for kind, values in piece.values.items():
+            add(kind, piece.name, piece.spec, optimizer.is_partitioned, piece.start, values)
     if not math.isfinite(optimizer.scaler.scale):
         held.not_finite.append(f"the loss scale on rank {mesh.rank}")
     return held

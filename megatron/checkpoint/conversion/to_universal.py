@@ -35,11 +35,12 @@ from megatron.checkpoint.conversion.output_folder import check_space
 from megatron.checkpoint.conversion.shared_work import SharedWork
 from megatron.checkpoint.conversion.source import identity_of
 from megatron.checkpoint.files import add_checksum
+from megatron.checkpoint.formats.archive_writer import write_archive
 from megatron.checkpoint.formats.deepspeed_files import model_files
 from megatron.checkpoint.formats.native import BLOCK_BYTES, NativeReader
 from megatron.checkpoint.formats.registry import LATEST_UNIVERSAL_FILE, PARAMETER_FOLDER
 from megatron.checkpoint.formats.state import StateReader
-from megatron.checkpoint.formats.torch_archive import Stub, read_file, write_plain
+from megatron.checkpoint.formats.torch_archive import Stub, read_file
 from megatron.checkpoint.formats.universal import LOSS_SCALE_KEY, OPTIMIZER_STATE_FILE
 from megatron.checkpoint.formats.universal_writer import UNFINISHED_FOLDER, UniversalWriter
 from megatron.checkpoint.formats.writing import (
@@ -72,7 +73,7 @@ class _NativeConversion(UniversalWriter):
         self._allow_replica_mismatch = allow_replica_mismatch
 
     def finish_parameter(self, name: str, mismatch: float = 0.0) -> None:
-        """See `ParameterWriter`. Accepts the mean of the replicas if it is allowed."""
+        """See `CheckpointWriter`. Accepts the mean of the replicas if it is allowed."""
         if mismatch and self._allow_replica_mismatch:
             # Before the parameter is finished: a resumed conversion does not compare its replicas again.
             _mark(self.folder / AVERAGED_FOLDER, name, str(mismatch))
@@ -279,11 +280,11 @@ def _write_common_files(source: NativeReader, partial: Path) -> None:
     common["param_groups"] = source.files.common["base_optimizer_state"].get("param_groups")
     common[LOSS_SCALE_KEY] = common.pop("loss_scaler", None)
     with _replacing(partial, f"{PARAMETER_FOLDER}/{OPTIMIZER_STATE_FILE}") as written:
-        write_plain(written, _plain_types(common))
+        write_archive(written, _plain_types(common))
     for path in model_files(source.folder):
         with _replacing(partial, path.name) as written:
             if source.files.stage == 0:  # then this file also holds the optimizer state
-                write_plain(written, _plain_types({**read_file(path), "optimizer": None}))
+                write_archive(written, _plain_types({**read_file(path), "optimizer": None}))
             else:
                 with open_regular(path) as file, open(written, "wb") as copy:
                     shutil.copyfileobj(file, copy)

@@ -31,7 +31,6 @@ from megatron.checkpoint.formats.deepspeed_files import (
 from megatron.checkpoint.formats.state import (
     ParameterRecord,
     ReplicaMismatch,
-    ShardPart,
     StateReader,
     check_shape,
     padded_spec,
@@ -45,6 +44,7 @@ from megatron.model.layer_list import EMBEDDING, FIRST_TRANSFORMER_LAYER
 from megatron.mpu.mesh import Axis, place_on
 from megatron.mpu.parameter_spec import ParameterSpec
 from megatron.mpu.parameters import merge_shards, reshard
+from megatron.mpu.pieces import Piece
 from megatron.text_table import first_few
 
 # Size of a block of `read_blocks`. A conversion's thread holds one block, and as many bytes of its shards.
@@ -114,36 +114,37 @@ class NativeReader(StateReader):
         shards = [self._checked_shard(rank, name, state_name, saved) for rank in range(num_shards)]
         return merge_shards(saved, [shard.elements(0, shard.numel).view(shape) for shard in shards])
 
-    def read_part(self, name: str, state_name: str, part: ShardPart, out: Tensor | None = None) -> Tensor:
+    def read_piece(self, piece: Piece, state_name: str, out: Tensor | None = None) -> Tensor:
         """See `StateReader`. Opens only the files that hold one of these elements."""
-        saved = self._saved_spec(part.spec)
-        if (rank := self._rank_of_shard(part)) is not None:
-            return self._shard(rank, name, state_name, saved).elements(part.start, part.stop, out)
+        name, saved = piece.name, self._saved_spec(piece.spec)
+        if (rank := self._rank_of_shard(piece)) is not None:
+            return self._shard(rank, name, state_name, saved).elements(piece.start, piece.stop, out)
 
         def saved_elements(rank: int, first: int, last: int) -> Tensor:
             return self._shard(rank, name, state_name, saved).elements(first, last)
 
-        return reshard(*part, saved, self._axes, saved_elements, out)
+        place = (piece.spec, piece.axes, piece.start, piece.stop)
+        return reshard(*place, saved, self._axes, saved_elements, out)
 
-    def files_of_parts(self, parts: Iterable[tuple[str, ShardPart]]) -> set[str]:
+    def files_of_pieces(self, pieces: Iterable[Piece]) -> set[str]:
         run = self.checkpoint.run
         if not has_index(run):
             return {path.name for _, path, _ in optimizer_files(self.folder, run["files"])}
         paths: set[Path] = set()
-        for name, part in parts:
-            if (rank := self._rank_of_shard(part)) is not None:
-                paths |= self.files.paths(rank, name, part.start, part.stop)
+        for piece in pieces:
+            if (rank := self._rank_of_shard(piece)) is not None:
+                paths |= self.files.paths(rank, piece.name, piece.start, piece.stop)
             else:  # of all shards, which is more than it reads
-                paths |= {path for one in range(self.tp_size) for path in self.files.paths(one, name)}
+                paths |= {path for one in range(self.tp_size) for path in self.files.paths(one, piece.name)}
         return {path.name for path in paths or {self.files.first_path}}
 
-    def _rank_of_shard(self, part: ShardPart) -> int | None:
-        """Returns the TP rank whose files hold a part of a shard; None if several do."""
-        if not part.spec.sharding:
+    def _rank_of_shard(self, piece: Piece) -> int | None:
+        """Returns the TP rank whose files hold a piece; None if several do."""
+        if not piece.spec.sharding:
             return 0
-        tp_group = place_on(part.axes, "tp")
-        is_equal = self._saved_spec(part.spec) == part.spec and self.tp_size == tp_group.size
-        return tp_group.rank if is_equal else None
+        tp = place_on(piece.axes, "tp")
+        is_saved = self._saved_spec(piece.spec) == piece.spec and self.tp_size == tp.size
+        return tp.rank if is_saved else None
 
     def read_blocks(self, name: str, state_name: str, mismatch: ReplicaMismatch) -> Iterator[Tensor]:
         """See `StateReader`. If replicas differ, it yields their mean."""

@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from itertools import chain
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import torch
@@ -29,12 +29,13 @@ from megatron.files import HostileFileError, expect_layout
 from megatron.mpu.mesh import Axis
 from megatron.mpu.parameter_spec import ParameterSpec
 from megatron.mpu.parameters import reshard, spec_of
+from megatron.mpu.pieces import Piece
 from megatron.text_table import first_few
 
 # State name (VALUES or a moment) -> consecutive parts of the global fp32 tensor, without padding, on the CPU.
 StateBlocks = Mapping[str, Iterable[Tensor]]
 # fp32 values, a function that reads each moment, and all other optimizer state (the step). The functions
-# have the argument `out` of `StateReader.read_part`.
+# have the argument `out` of `StateReader.read_piece`.
 ParameterState = tuple[Tensor, Mapping[str, Callable[[Tensor | None], Tensor]], dict[str, Any]]
 
 
@@ -61,15 +62,6 @@ class ParameterRecord:
     name: str
     shape: tuple[int, ...]
     dtype: str
-
-
-class ShardPart(NamedTuple):
-    """Elements start to stop - 1 of a rank's flattened shard of a parameter. axes: the rank's place."""
-
-    spec: ParameterSpec
-    axes: Sequence[Axis]
-    start: int
-    stop: int
 
 
 class StateReader(ABC):
@@ -230,54 +222,41 @@ class StateReader(ABC):
         state_name: str,
         spec: ParameterSpec,
         axes: Sequence[Axis],
-        start: int = 0,
-        stop: int | None = None,
-        out: Tensor | None = None,
     ) -> Tensor:
-        """Returns elements start to stop - 1 of a rank's shard of one state, flat. axes: the rank's place.
-        stop: None for the end of the shard. out: a flat fp32 tensor in host memory that gets the elements,
-        and is returned. Without it the result may share memory with the file."""
-        stop = spec.local_numel(axes) if stop is None else stop
-        return self.read_part(name, state_name, ShardPart(spec, axes, start, stop), out)
+        """Returns a rank's shard of one state, flat. axes: the rank's place."""
+        return self.read_piece(Piece.of_shard(name, spec, axes), state_name)
 
-    def read_part(self, name: str, state_name: str, part: ShardPart, out: Tensor | None = None) -> Tensor:
-        """Returns a part of one state, flat. out: see `read_shard`."""
-        spec, span = part.spec, slice(part.start, part.stop)
-        if (shard := self.stored_shard(name, state_name, spec, part.axes)) is not None:
+    def read_piece(self, piece: Piece, state_name: str, out: Tensor | None = None) -> Tensor:
+        """Returns one state of a piece, flat. out: a flat fp32 tensor in host memory that gets the elements,
+        and is returned. Without it the result may share memory with the file."""
+        spec, span = piece.spec, slice(piece.start, piece.stop)
+        if (shard := self.stored_shard(piece.name, state_name, spec, piece.axes)) is not None:
             return shard[span] if out is None else out.copy_(shard[span])
-        full = self.read(name, state_name, spec)
+        full = self.read(piece.name, state_name, spec)
         flat = full.reshape(-1)
         if not spec.sharding:
             return flat[span] if out is None else out.copy_(flat[span])
         saved = replace(spec, global_shape=tuple(full.shape))
-        return reshard(*part, saved, (), lambda _, first, last: flat[first:last], out)
+        place = (spec, piece.axes, piece.start, piece.stop)
+        return reshard(*place, saved, (), lambda _, first, last: flat[first:last], out)
 
     def stored_shard(
         self, name: str, state_name: str, spec: ParameterSpec, axes: Sequence[Axis]
     ) -> Tensor | None:
         """Returns a rank's shard of one state, flat, fp32, if the format can read it without the other
-        shards; None if `read_part` must read the whole parameter."""
+        shards; None if `read_piece` must read the whole parameter."""
         return None
 
-    def read_parameter(
-        self,
-        name: str,
-        spec: ParameterSpec,
-        axes: Sequence[Axis],
-        start: int = 0,
-        stop: int | None = None,
-        out: Tensor | None = None,
-    ) -> ParameterState:
-        """Returns elements start to stop - 1 of a rank's shard of all states of a
-        parameter, as the optimizer loads them: it reads one moment at a time. out: gets the values, see
-        `read_shard`. Raises UserError if the parameter is missing."""
+    def read_parameter(self, piece: Piece, out: Tensor | None = None) -> ParameterState:
+        """Returns all states of a piece, as the optimizer loads them: it reads one moment at a time. out:
+        gets the values, see `read_piece`. Raises UserError if the parameter is missing."""
+        name = piece.name
         if name not in self.stored_names:
             raise UserError(f"checkpoint {self.folder} holds no parameter {name}: is it of another model?")
-        part = ShardPart(spec, axes, start, spec.local_numel(axes) if stop is None else stop)
         # Values first: then the files with the moments are open.
-        values = self.read_part(name, VALUES, part, out)
+        values = self.read_piece(piece, VALUES, out)
         moments = [state_name for state_name in self.state_names(name) if state_name != VALUES]
-        readers = {moment: partial(self.read_part, name, moment, part) for moment in moments}
+        readers = {moment: partial(self.read_piece, piece, moment) for moment in moments}
         return values, readers, self.optimizer_scalars(name)
 
     # --- weights alone, for tools ---
@@ -337,9 +316,8 @@ class StateReader(ABC):
         files = self.checkpoint.run.get("files", {})
         return [] if self.tensor_digests else [name for name in files if "sha256" in files[name]]
 
-    def files_of_parts(self, parts: Iterable[tuple[str, ShardPart]]) -> set[str]:
-        """Returns the names of the files that a rank reads for its parts of parameters, by name. The other
-        files may be missing."""
+    def files_of_pieces(self, pieces: Iterable[Piece]) -> set[str]:
+        """Returns the names of the files that a rank reads for its pieces. The other files may be missing."""
         return {*self.checkpoint.run["files"]}
 
     def file_problem(self, name: str) -> str | None:

@@ -14,7 +14,7 @@ from deepspeed.accelerator.cpu_accelerator import CPU_Accelerator
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.serialization import config as serialization
 
-from megatron.checkpoint.formats.staged_archive import StagingBuffers, save_archive
+from megatron.checkpoint.formats.archive_writer import StagingBuffers, save_archive
 from tests.support.checkpoints import all_tensors_staged
 
 DTYPES = [
