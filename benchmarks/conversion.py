@@ -122,7 +122,7 @@ def profile(folder: Path, arguments: Namespace) -> None:
         writer = writer_class(arguments.profile)(target, open_source(native))
         for name in writer.reader.specs:
             writing.copy_parameter(writer, name, verify=True)
-        writer.finish()
+        writer.complete()
     pstats.Stats(profiler).sort_stats("tottime").print_stats(15)
 
 

@@ -15,12 +15,14 @@ from megatron.checkpoint.files import add_checksum, describe_file
 from megatron.checkpoint.formats.registry import open_reader
 from megatron.checkpoint.formats.universal import UniversalReader
 from megatron.checkpoint.formats.universal_writer import UniversalWriter
+from megatron.checkpoint.formats.writing import copy_parameter
 from megatron.checkpoint.manager import load_checkpoint
 from megatron.checkpoint.record import describe_start
 from megatron.checkpoint.selection import find_checkpoint, select_valid_checkpoint
 from megatron.errors import UserError
 from megatron.model.single_process import model_specs
 from megatron.mpu.mesh import Axis
+from megatron.mpu.pieces import Piece
 from tests.distributed.resharding import SHAPES, STEPS_BEFORE, resume_midway, save_before, uninterrupted
 from tests.distributed.test_model_variants import LLAMA, OLMO2_WINDOW
 from tests.support.checkpoints import FINGERPRINT, make_manager, state_after
@@ -157,13 +159,8 @@ def test_write_parameter_writes_the_files_of_a_conversion(tmp_path):
     (tmp_path / "parts").mkdir()
     written = UniversalReader(find_universal(tmp_path / "whole"))
     writer = UniversalWriter(tmp_path / "parts", written)
-    for name, spec in model_specs(config_of(Row(), **BLOOM), VOCAB, EOD).items():
-        values, moments, others = written.read_parameter(name, spec, Axis("tp"))
-        rows = (spec.num_valid_rows or spec.global_shape[0], *spec.global_shape[1:])
-        flats = {"fp32": values, **{key: read(None) for key, read in moments.items()}}
-        whole = {key: flat.view(spec.global_shape)[: rows[0]] for key, flat in flats.items()}
-        writer.write_parameter(name, {key: [full] for key, full in whole.items()}, others["step"].item())
-        writer.finish_parameter(name)
+    for name in written.specs:
+        copy_parameter(writer, name, verify=True)
         for path in (tmp_path / "parts" / "zero" / name).iterdir():
             assert path.read_bytes() == (tmp_path / "whole" / "zero" / name / path.name).read_bytes()
 
@@ -221,7 +218,7 @@ def load_as_deepspeed(folder, tp_rank):
     parameters, wrong = UniversalReader(find_universal(folder)), []
     specs = model_specs(config_of(Row(tp=2), **GATED), VOCAB, EOD)
     for name, spec in specs.items():
-        values, moments, _ = parameters.read_parameter(name, spec, Axis("tp", tp_rank, 2))
+        values, moments, _ = parameters.read_parameter(Piece.of_shard(name, spec, [Axis("tp", tp_rank, 2)]))
         shape = list(spec.global_shape)
         if spec.sharding:
             shape[spec.sharding[0].dim] //= 2
@@ -425,9 +422,9 @@ def test_tensors_of_other_shapes_are_refused_by_name(blooms):
     changed = config_of(Row(), model={**BLOOM["model"], "ffn_hidden_size": 64})
     name = "3.mlp.dense_4h_to_h.weight"
     with pytest.raises(UserError, match=rf"{name}/fp32.pt holds .* \(32, 128\), expected \(32, 64\)"):
-        parameters.read_parameter(name, model_specs(changed, VOCAB, EOD)[name], Axis("tp"))
+        parameters.read_parameter(Piece.of_shard(name, model_specs(changed, VOCAB, EOD)[name]))
     with pytest.raises(UserError, match=r"shape \(128, 32\), expected \(129, 32\)"):
-        parameters.read_parameter(WORDS, model_specs(changed, 129, EOD)[WORDS], Axis("tp"))
+        parameters.read_parameter(Piece.of_shard(WORDS, model_specs(changed, 129, EOD)[WORDS]))
 
 
 def reseal(folder, run, *changed):
@@ -457,7 +454,7 @@ def test_a_checkpoint_that_would_run_code_is_refused_and_nothing_is_run(damage, 
                 reader.read(name, "exp_avg")
         else:
             spec = model_specs(config_of(Row(), **BLOOM), VOCAB, EOD)["8.bias"]
-            _, moments, _ = UniversalReader(find(blooms)).read_parameter("8.bias", spec, Axis("tp"))
+            _, moments, _ = UniversalReader(find(blooms)).read_parameter(Piece.of_shard("8.bias", spec))
             for read in moments.values():
                 read(None)
     assert not mark.exists()

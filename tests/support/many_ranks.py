@@ -14,7 +14,8 @@ from typing import TYPE_CHECKING
 import torch
 
 from megatron.checkpoint.files import add_checksum, describe_file
-from megatron.checkpoint.formats.deepspeed_files import Place, file_index, places_in
+from megatron.checkpoint.formats.deepspeed_files import Place, file_index
+from megatron.checkpoint.formats.native_writer import state_of
 from megatron.checkpoint.formats.universal_info import spec_record
 from megatron.checkpoint.record import TrainingState
 from megatron.checkpoint.saving.run_record import layout_record
@@ -111,10 +112,9 @@ class ManyRanks:
         places: dict[str, dict[str, Place]] = {}
         file_of: list[str | None] = [None] * self.num_elements
         for file, optimizer in reversed(list(self._optimizer_files())):
-            state = optimizer.state_dict()
+            state, _, places[file] = state_of(optimizer)
             key = "optimizer_state_dict" if self.config.parallel.zero_stage else "optimizer"
             torch.save({key: state}, path / file)
-            places[file] = places_in(state, path / file)
             for values in state["single_partition_of_fp32_groups"]:
                 for number in values.int().tolist():
                     file_of[number] = file

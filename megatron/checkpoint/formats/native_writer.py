@@ -64,6 +64,7 @@ from megatron.mpu.pieces import Piece
 
 if TYPE_CHECKING:
     from megatron.engine.pipeline_engine import GPTEngine
+    from megatron.optimizer.mixed_precision import MixedPrecisionOptimizer
 
 _STEP_BYTES = 1 << 24
 # The key of the optimizer's state in a file of its own, and in the file of a (stage, tensor-parallel rank)
@@ -92,15 +93,7 @@ class NativeWriter(CheckpointWriter):
         places: dict[str, dict[str, Place]] = {}
 
         def with_optimizer(file: str, key: str, content: dict[str, Any]) -> Iterator[Content]:
-            groups = list(optimizer.packed_groups())
-            state, places[file] = optimizer_state(
-                groups,
-                optimizer.optimizer_record(),
-                optimizer.partition_count,
-                optimizer.clip_grad,
-                optimizer.scaler.state_dict(),
-            )
-            pieces = [piece for _, of_group in groups for piece in of_group]
+            state, pieces, places[file] = state_of(optimizer)
             yield Content(partial(save_archive, {**content, key: state}), pieces)
 
         model_rank = engine.mesh.model.rank
@@ -193,6 +186,16 @@ def _shapes_of_groups(engine: GPTEngine) -> list[dict[str, torch.Size]]:
         OrderedDict((names[parameter], parameter.shape) for parameter in flat.parameters)
         for flat in engine.optimizer.flat
     ]
+
+
+def state_of(
+    optimizer: MixedPrecisionOptimizer,
+) -> tuple[dict[str, Any], list[Piece], dict[str, Place]]:
+    """Returns an optimizer's state as DeepSpeed's files hold it, the pieces in it, and their places."""
+    groups = list(optimizer.packed_groups())
+    facts = (optimizer.partition_count, optimizer.clip_grad, optimizer.scaler.state_dict())
+    state, places = optimizer_state(groups, optimizer.optimizer_record(), *facts)
+    return state, [piece for _, pieces in groups for piece in pieces], places
 
 
 def optimizer_state(

@@ -21,7 +21,7 @@ from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata
 from megatron.checkpoint.digests import fragment_digests
 from megatron.checkpoint.discovery import open_checkpoint
 from megatron.checkpoint.files import describe_file
-from megatron.checkpoint.formats import dcp
+from megatron.checkpoint.formats import dcp, dcp_writer, torch_dist_writer
 from megatron.checkpoint.formats.deepspeed_files import VALUES
 from megatron.checkpoint.formats.registry import FORMATS, CheckpointFormat, format_of, open_reader
 from megatron.checkpoint.formats.torch_dist_writer import TorchDistWriter
@@ -53,9 +53,10 @@ def native(request: pytest.FixtureRequest, tmp_path: Path) -> Path:
 @pytest.fixture
 def small_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
     """Tensors of several chunks and files, as large models have them."""
-    monkeypatch.setattr(dcp, "CHUNK_BYTES", 1 << 11)
+    monkeypatch.setattr(dcp_writer, "CHUNK_BYTES", 1 << 11)
+    monkeypatch.setattr(torch_dist_writer, "CHUNK_BYTES", 1 << 11)
     monkeypatch.setattr(dcp, "_BLOCK_BYTES", 1 << 10)
-    monkeypatch.setattr(dcp, "_FILE_BYTES", 1 << 14)
+    monkeypatch.setattr(dcp_writer, "_FILE_BYTES", 1 << 14)
 
 
 def convert(source: Path, target: Path, name: str, *flags: str) -> Path:
@@ -120,7 +121,7 @@ def test_a_rank_of_any_layout_reads_its_shard_of_a_dcp_checkpoint(
     for name, spec in theirs.specs.items():
         for size in (1, 2):
             for rank in range(size):
-                args = name, "exp_avg", spec, Axis("tp", rank, size)
+                args = name, "exp_avg", spec, [Axis("tp", rank, size)]
                 assert torch.equal(ours.read_shard(*args), theirs.read_shard(*args)), args
 
 
@@ -202,7 +203,7 @@ def test_states_are_compared_if_files_have_no_digests(native: Path, tmp_path: Pa
     for (name, kind), state in states_of(native).items():
         if kind != "step":
             whole = {"": state.reshape(-1)}
-            digest = fragment_digests(reader.specs[name], Axis("tp"), 0, whole)[""]
+            digest = fragment_digests(reader.specs[name], (), 0, whole)[""]
             digests.setdefault(kind, {})[name] = f"{digest:016x}"
     change_run(native, lambda run: run["certificate"].update(digests=digests))
     folder = convert(native, tmp_path / "dcp", "dcp")

@@ -27,6 +27,7 @@ from megatron.checkpoint.saved_config import read_saved_config
 from megatron.config import read_command_line
 from megatron.model.single_process import model_specs
 from megatron.mpu.mesh import Axis
+from megatron.mpu.pieces import Piece
 from tests.support.layouts import EOD, VOCAB, Row, config_of
 from tests.unit.checkpoint.hugging_face_folder import save_hf, weights_of
 from tests.unit.checkpoint.native_folder import random_wholes, write_native
@@ -145,7 +146,7 @@ def universal_of_another_program(tmp_path: Path) -> Case:
         parameters.check_external(CONFIG, VOCAB)
         assert parameters.loss_scaler is None and parameters.moments is not None
         for name, spec in model_specs(CONFIG, VOCAB, None).items():
-            _, moments, _ = parameters.read_parameter(name, spec, Axis("tp", 1, 2))
+            _, moments, _ = parameters.read_parameter(Piece.of_shard(name, spec, [Axis("tp", 1, 2)]))
             for read in moments.values():
                 read(None)
 

@@ -21,7 +21,7 @@ from megatron.commands import ds_to_universal
 from megatron.errors import UserError
 from megatron.files import HostileFileError
 from megatron.model.single_process import GPTModel, model_specs
-from megatron.mpu.mesh import Axis
+from megatron.mpu.pieces import Piece
 from tests.reference.plain_gpt import plain_gpt_logits
 from tests.support.checkpoints import FINGERPRINT
 from tests.support.layouts import EOD, SEQ, VOCAB, Row, config_of, sample_tokens
@@ -94,7 +94,7 @@ def test_weights_and_moments_are_read_under_the_names_here(
     reader = UniversalReader(checkpoint)
     assert set(reader.stored_names) == wholes.keys()
     for name, spec in model_specs(config_for(tmp_path, **MODELS[model]), VOCAB, EOD).items():
-        values, moments, scalars = reader.read_parameter(name, spec, Axis("tp"))
+        values, moments, scalars = reader.read_parameter(Piece.of_shard(name, spec))
         rows = spec.num_valid_rows or spec.global_shape[0]
         expected = wholes[name].reshape(-1)
         assert torch.equal(values.view(spec.global_shape)[:rows].reshape(-1), expected)
@@ -286,7 +286,7 @@ def test_another_model_is_refused(change: dict[str, Any], words: str, tmp_path: 
     with pytest.raises(UserError, match=words):
         reader = UniversalReader(find(tmp_path, **change))
         for name, spec in model_specs(config_for(tmp_path, **change), VOCAB, EOD).items():
-            reader.read_parameter(name, spec, Axis("tp"))
+            reader.read_parameter(Piece.of_shard(name, spec))
 
 
 @pytest.mark.parametrize("version", [0, 1.0])
