@@ -152,11 +152,6 @@ class MixedPrecisionOptimizer:
         return self.optimizer.param_groups
 
     @property
-    def fp16_groups(self) -> list[list[nn.Parameter]]:
-        """The model's parameters per group. DeepSpeed records their shapes under this name."""
-        return [flat.parameters for flat in self.flat]
-
-    @property
     def overflow(self) -> bool:
         """Whether a gradient of the last step was non-finite, by the name that DeepSpeed reads."""
         return self.found_nonfinite

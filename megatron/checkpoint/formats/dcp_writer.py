@@ -191,33 +191,26 @@ def _memory(piece: Piece) -> Content:
 
 
 class DcpFile:
-    """A `.distcp` file: archives of torch.save, one after the other."""
+    """A `.distcp` file: archives of torch.save, one after the other.
+
+    It is the file-like object that torch.save writes to. It collects the small writes, since torch.save
+    writes an archive in forty pieces, and passes the memory of a tensor on as it is.
+    """
 
     def __init__(self, name: str) -> None:
         self.name = name
         self.num_bytes = 0
+        self._small = bytearray()
 
     def append(self, file: Any, value: Any, offsets: Sequence[int] = ()) -> Chunk:
         """Writes an archive at the end of a file-like object. Returns its place. offsets: of a tensor."""
-        padding = -self.num_bytes % ALIGNMENT
-        address = value.data_ptr() if isinstance(value, Tensor) else 0
-        collected = _CollectedWrites(file, address)
-        collected.write(bytes(padding))
-        save_archive(value, collected)
-        collected.flush()
-        start, length = self.num_bytes + padding, collected.num_bytes - padding
-        self.num_bytes = start + length
-        return Chunk(tuple(offsets), tuple(getattr(value, "shape", ())), self.name, start, length)
-
-
-class _CollectedWrites:
-    """Collects the small writes of torch.save, which writes an archive in forty pieces, and passes the memory
-    of a tensor on as it is. address: of that memory."""
-
-    def __init__(self, file: Any, address: int) -> None:
-        self.num_bytes = 0
-        self._file, self._address = file, address
-        self._small = bytearray()
+        self._file, self._address = file, value.data_ptr() if isinstance(value, Tensor) else 0
+        self.write(bytes(-self.num_bytes % ALIGNMENT))
+        start = self.num_bytes
+        save_archive(value, self)
+        self.flush()
+        shape = tuple(getattr(value, "shape", ()))
+        return Chunk(tuple(offsets), shape, self.name, start, self.num_bytes - start)
 
     def write(self, data: Any) -> int:
         """Appends the bytes of a buffer."""

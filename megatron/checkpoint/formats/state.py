@@ -32,8 +32,6 @@ from megatron.mpu.parameters import reshard, spec_of
 from megatron.mpu.pieces import Piece
 from megatron.text_table import first_few
 
-# State name (VALUES or a moment) -> consecutive parts of the global fp32 tensor, without padding, on the CPU.
-StateBlocks = Mapping[str, Iterable[Tensor]]
 # fp32 values, a function that reads each moment, and all other optimizer state (the step). The functions
 # have the argument `out` of `StateReader.read_piece`.
 ParameterState = tuple[Tensor, Mapping[str, Callable[[Tensor | None], Tensor]], dict[str, Any]]
