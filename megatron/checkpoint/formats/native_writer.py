@@ -52,7 +52,6 @@ from megatron.checkpoint.formats.writing import (
     Content,
     RankFiles,
     in_rows,
-    step_of_optimizer,
 )
 from megatron.checkpoint.saving.run_record import within_limit
 from megatron.errors import UserError
@@ -297,7 +296,7 @@ class _ConvertedFiles:
         # (states, optimizer's step) -> the parameters that have them, whole shards.
         kinds: dict[tuple[tuple[str, ...], float | None], list[Piece]] = {}
         for name in names:
-            kind = tuple(self._reader.state_names(name)), step_of_optimizer(self._reader, name)
+            kind = tuple(self._reader.state_names(name)), self._reader.step_of(name)
             kinds.setdefault(kind, []).append(Piece.of_shard(name, self._specs[name], (axis,)))
         groups: list[Group] = []
         for (state_names, _), pieces in kinds.items():

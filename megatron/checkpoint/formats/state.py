@@ -17,7 +17,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from megatron.checkpoint.digests import fragment_digests
+from megatron.checkpoint.digests import fragment_digests, piece_digests
 from megatron.checkpoint.files import digest_differs, file_problem
 from megatron.checkpoint.foreign_arguments import Program
 from megatron.checkpoint.formats.deepspeed_files import VALUES
@@ -104,6 +104,28 @@ class StateReader(ABC):
         """Yields the global tensor of one state, fp32, without padding, in blocks of consecutive elements.
         mismatch: collects the differences between replicas, if the format stores several."""
         yield self.read_unpadded(name, state_name)
+
+    def pieces(self, name: str, mismatch: ReplicaMismatch, verify: bool) -> Iterator[Piece]:
+        """Yields the states of a full parameter, one after the other, each in consecutive pieces without
+        padding. mismatch: see `read_blocks`.
+
+        verify: compare them with the digests in the integrity record, if any; raises UserError after the last
+        piece of a state that differs.
+        """
+        digests = self.tensor_digests if verify else {}
+        step, spec = self.step_of(name), ParameterSpec(self.specs[name].valid_shape)
+        for state_name in self.state_names(name):
+            digest, start, total = digests.get(state_name, {}).get(name), 0, 0
+            for block in self.read_blocks(name, state_name, mismatch):
+                values = {state_name: block.reshape(-1)}
+                piece = Piece(name, spec, (), start, start + block.numel(), values, step)
+                if digest is not None:
+                    total += piece_digests(piece)[state_name]
+                start = piece.stop
+                yield piece
+            if digest is not None and not mismatch.largest and f"{total % (1 << 64):016x}" != digest:
+                problem = digest_differs(f"{state_name} of {name}")
+                raise UserError(f"checkpoint {self.folder}: {problem}; convert an older checkpoint")
 
     # --- the model ---
 
@@ -208,6 +230,12 @@ class StateReader(ABC):
         updates = (self.checkpoint.run.get("certificate") or {}).get("updates")
         step = self.checkpoint.state.iteration if updates is None else updates
         return {"step": torch.tensor(float(step))}
+
+    def step_of(self, name: str) -> float | None:
+        """Returns the optimizer's step of a parameter; None if it has none."""
+        step = self.optimizer_scalars(name).get("step")
+        with expect_layout(self.folder, "the optimizer's step"):
+            return None if step is None else float(step)
 
     def counts_updates(self, name: str) -> bool:
         """Returns whether the optimizer counts the updates of a parameter, as its moments show: Adam's bias

@@ -33,7 +33,6 @@ from megatron.checkpoint.formats.writing import (
     CheckpointWriter,
     has_all_digests,
     in_rows,
-    step_of_optimizer,
 )
 from megatron.errors import UserError
 from megatron.files import write_json
@@ -71,7 +70,7 @@ class TorchDistWriter(CheckpointWriter):
                     f"checkpoint {reader.folder}: {name} has {' and '.join(moments)}: only Adam's moments "
                     "(exp_avg, exp_avg_sq) can be written for Megatron-Core: use --format dcp"
                 )
-        steps = {step_of_optimizer(reader, name) for name in reader.specs}
+        steps = {reader.step_of(name) for name in reader.specs}
         if len(steps) > 1:
             raise UserError(
                 f"checkpoint {reader.folder} has several steps of the optimizer ({len(steps)}), and "

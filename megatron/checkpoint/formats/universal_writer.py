@@ -22,7 +22,7 @@ from megatron.checkpoint.formats.state import StateReader
 from megatron.checkpoint.formats.torch_archive import is_intact
 from megatron.checkpoint.formats.universal import LOSS_SCALE_KEY, OPTIMIZER_STATE_FILE, STATE_FILES, STEP_FILE
 from megatron.checkpoint.formats.universal_info import INFO_KEY, client_state, derive_info
-from megatron.checkpoint.formats.writing import CheckpointWriter, by_state, step_of_optimizer
+from megatron.checkpoint.formats.writing import CheckpointWriter, by_state
 from megatron.errors import UserError
 from megatron.files import rename_synced, sync_tree, write_atomically
 from megatron.mpu.parameter_spec import ParameterSpec
@@ -70,7 +70,7 @@ class UniversalWriter(CheckpointWriter):
             blocks = (piece.values[state_name].contiguous().numpy() for piece in of_state)
             content = {**_merge_entry(spec), "param": torch.empty(spec.valid_shape, device="meta")}
             write_archive(unfinished / STATE_FILES[state_name], content, blocks)
-        if (step := step_of_optimizer(self.reader, name)) is not None:
+        if (step := self.reader.step_of(name)) is not None:
             write_archive(unfinished / STEP_FILE, torch.empty((), device="meta"), [np.float32(step)])
 
     def finish_parameter(self, name: str, mismatch: float = 0.0) -> None:
@@ -105,7 +105,7 @@ class UniversalWriter(CheckpointWriter):
             return False
         shape, states = self.reader.specs[name].valid_shape, self.reader.state_names(name)
         shapes = {STATE_FILES[state]: shape for state in states if state in STATE_FILES}
-        shapes |= {} if step_of_optimizer(self.reader, name) is None else {STEP_FILE: ()}
+        shapes |= {} if self.reader.step_of(name) is None else {STEP_FILE: ()}
         try:
             complete = {path.name for path in folder.iterdir()} == shapes.keys() and all(
                 is_intact(folder / file, shape) for file, shape in shapes.items()

@@ -22,13 +22,11 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from megatron.checkpoint.conversion.output_folder import temporary_folder
-from megatron.checkpoint.digests import piece_digests
-from megatron.checkpoint.files import Files, add_checksum, digest_differs
+from megatron.checkpoint.files import Files, add_checksum
 from megatron.checkpoint.formats.state import ReplicaMismatch, StateReader
 from megatron.checkpoint.record import RUN_FILE
 from megatron.errors import UserError
-from megatron.files import expect_layout, rename_synced, sync_tree, write_json
-from megatron.mpu.parameter_spec import ParameterSpec
+from megatron.files import rename_synced, sync_tree, write_json
 from megatron.mpu.pieces import Piece
 
 if TYPE_CHECKING:
@@ -109,8 +107,8 @@ class CheckpointWriter(ABC):
 
     @abstractmethod
     def write_parameter(self, name: str, pieces: Iterator[Piece]) -> None:
-        """Writes all states of a full parameter. pieces: see `pieces_of`. Raises UserError for a state that
-        the format cannot store."""
+        """Writes all states of a full parameter. pieces: see `StateReader.pieces`. Raises UserError for a
+        state that the format cannot store."""
 
     def finish_parameter(self, name: str, mismatch: float = 0.0) -> None:
         """Completes a parameter that is written. mismatch: the largest difference between its replicas, whose
@@ -172,13 +170,6 @@ def has_all_digests(reader: StateReader) -> bool:
     )
 
 
-def step_of_optimizer(reader: StateReader, name: str) -> float | None:
-    """Returns the optimizer's step of a parameter; None if it has none."""
-    step = reader.optimizer_scalars(name).get("step")
-    with expect_layout(reader.folder, "the optimizer's step"):
-        return None if step is None else float(step)
-
-
 def state_bytes(reader: StateReader) -> dict[str, int]:
     """Returns the bytes of all states of each parameter, without padding."""
     specs = reader.specs
@@ -193,41 +184,19 @@ def largest_first(sizes: Mapping[str, int]) -> list[str]:
 def copy_parameter(writer: CheckpointWriter, name: str, verify: bool) -> str:
     """Copies all states of a parameter from the writer's reader. Returns its name."""
     mismatch = ReplicaMismatch()
-    writer.write_parameter(name, pieces_of(writer.reader, name, mismatch, verify))
+    writer.write_parameter(name, writer.reader.pieces(name, mismatch, verify))
     writer.finish_parameter(name, mismatch.largest)
     return name
 
 
-def pieces_of(reader: StateReader, name: str, mismatch: ReplicaMismatch, verify: bool) -> Iterator[Piece]:
-    """Yields the states of a full parameter, one after the other, each in consecutive pieces without padding.
-
-    verify: compare them with the reader's digests, if it has any; raises UserError after the last piece of a
-    state that differs.
-    """
-    digests = reader.tensor_digests if verify else {}
-    step, spec = step_of_optimizer(reader, name), ParameterSpec(reader.specs[name].valid_shape)
-    for state_name in reader.state_names(name):
-        digest, start, total = digests.get(state_name, {}).get(name), 0, 0
-        for block in reader.read_blocks(name, state_name, mismatch):
-            values = {state_name: block.reshape(-1)}
-            piece = Piece(name, spec, (), start, start + block.numel(), values, step)
-            if digest is not None:
-                total += piece_digests(piece)[state_name]
-            start = piece.stop
-            yield piece
-        if digest is not None and not mismatch.largest and f"{total % (1 << 64):016x}" != digest:
-            problem = digest_differs(f"{state_name} of {name}")
-            raise UserError(f"checkpoint {reader.folder}: {problem}; convert an older checkpoint")
-
-
 def by_state(pieces: Iterable[Piece]) -> Iterator[tuple[str, Iterator[Piece]]]:
-    """Yields (state name, its pieces) of `pieces_of`."""
+    """Yields (state name, its pieces) of `StateReader.pieces`."""
     return groupby(pieces, key=lambda piece: next(iter(piece.values)))
 
 
 def in_rows(pieces: Iterable[Piece], max_bytes: int) -> Iterator[Piece]:
-    """Yields the elements of `pieces_of` in pieces of whole rows, about `max_bytes` large. The values are
-    valid until the next piece."""
+    """Yields the elements of `StateReader.pieces` in pieces of whole rows, about `max_bytes` large. The
+    values are valid until the next piece."""
     for state_name, of_state in by_state(pieces):
         buffer, held, start = torch.empty(0), 0, 0
         for piece in of_state:

@@ -15,7 +15,6 @@ from torch.utils._pytree import tree_leaves
 from megatron.checkpoint.formats import dcp, dcp_writer, native, native_writer, torch_dist_writer
 from megatron.checkpoint.formats.registry import writer_class
 from megatron.checkpoint.formats.state import ReplicaMismatch
-from megatron.checkpoint.formats.writing import pieces_of
 from megatron.commands.convert_checkpoint import open_source
 from megatron.mpu.pieces import Piece
 from tests.support.layouts import Row, config_of
@@ -67,7 +66,7 @@ def copied(source: Path, target: Path, format_name: str) -> tuple[int, int]:
     states: set[str] = set()
 
     def pieces() -> Iterator[Piece]:
-        for piece in pieces_of(reader, LARGEST, ReplicaMismatch(), verify=True):
+        for piece in reader.pieces(LARGEST, ReplicaMismatch(), verify=True):
             states.update(piece.values)
             yield piece
 
