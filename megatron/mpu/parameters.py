@@ -114,14 +114,14 @@ def reshard(
         for index, other in stored:
             if (common := box.intersection(other)) is None:
                 continue
-            values = _part_of_box(other, common, partial(saved_elements, index))
+            values = part_of_box(other, common, partial(saved_elements, index))
             if out is None and values.numel() == stop - start:
                 return values.reshape(-1)  # one saved shard holds all of them
-            _narrowed(rectangle, common, box.offsets).copy_(values)
+            narrowed(rectangle, common, box.offsets).copy_(values)
     return target
 
 
-def _part_of_box(
+def part_of_box(
     box: Box, part: tuple[range, ...], elements: Callable[[int, int], torch.Tensor]
 ) -> torch.Tensor:
     """Returns a part of a box, in its shape. elements: (first, last) -> elements first to last - 1 of the
@@ -136,10 +136,10 @@ def _part_of_box(
     shape = (*(1 for _ in part[:dim]), high - low, *box.sizes[dim + 1 :])
     values = elements(first + low * inner, first + high * inner).view(shape)
     offsets = (*(indices.start for indices in part[: dim + 1]), *box.offsets[dim + 1 :])
-    return _narrowed(values, part, offsets)
+    return narrowed(values, part, offsets)
 
 
-def _narrowed(values: torch.Tensor, part: tuple[range, ...], offsets: Sequence[int]) -> torch.Tensor:
+def narrowed(values: torch.Tensor, part: tuple[range, ...], offsets: Sequence[int]) -> torch.Tensor:
     """Returns a part of a tensor that begins at `offsets` of the full parameter."""
     return values[tuple(slice(r.start - o, r.stop - o) for r, o in zip(part, offsets, strict=True))]
 

@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from megatron.checkpoint.files import file_problems
-from megatron.checkpoint.formats.dcp_storage import METADATA_FILE, DcpFolder, Region, overlap
+from megatron.checkpoint.formats.dcp_storage import METADATA_FILE, DcpFolder
 from megatron.checkpoint.formats.deepspeed_files import VALUES
 from megatron.checkpoint.formats.state import ReplicaMismatch, StateReader, check_shape
 from megatron.checkpoint.record import Checkpoint
@@ -75,9 +75,9 @@ class DcpReader(StateReader):
         """Returns the shape of a state as it is stored, with or without padding of the vocabulary."""
         return self.stored.tensor(key_of(name, state_name)).shape
 
-    def region_of(self, name: str, state_name: str, region: Region | None) -> Tensor:
-        """Returns a region of a state, or all of it, in the stored dtype."""
-        return self.stored.read(key_of(name, state_name), region)
+    def read_box(self, name: str, state_name: str, box: Box | None) -> Tensor:
+        """Returns a box of a state, or all of it, in the stored dtype."""
+        return self.stored.read(key_of(name, state_name), box)
 
     def _checked_shape(self, name: str, state_name: str, spec: ParameterSpec | None) -> tuple[int, ...]:
         shape = self.shape_of(name, state_name)
@@ -87,7 +87,7 @@ class DcpReader(StateReader):
 
     def read(self, name: str, state_name: str, spec: ParameterSpec | None = None) -> Tensor:
         self._checked_shape(name, state_name, spec)
-        return self.region_of(name, state_name, None).float()
+        return self.read_box(name, state_name, None).float()
 
     def read_piece(self, piece: Piece, state_name: str, out: Tensor | None = None) -> Tensor:
         """See `StateReader`. Reads only the chunks that hold one of these elements."""
@@ -97,19 +97,19 @@ class DcpReader(StateReader):
         )  # padded rows are zeros
         for box in piece.boxes():
             place = target[box.first - piece.start : box.first - piece.start + box.numel]
-            place.view(box.sizes).copy_(self.region_of(piece.name, state_name, _region(box)))
+            place.view(box.sizes).copy_(self.read_box(piece.name, state_name, box))
         return target
 
     def files_of_pieces(self, pieces: Iterable[Piece]) -> set[str]:
         files = {METADATA_FILE}
         for piece in pieces:
-            regions = [_region(box) for box in piece.boxes()]
+            boxes = list(piece.boxes())
             for state_name in self.state_names(piece.name):
                 tensor = self.stored.tensor(key_of(piece.name, state_name))
                 files |= {
                     chunk.file
                     for chunk in tensor.chunks
-                    if any(overlap(region, chunk) is not None for region in regions)
+                    if any(box.intersection(chunk.box) is not None for box in boxes)
                 }
             if (step := self.stored.tensors.get(key_of(piece.name, "step"))) is not None:
                 files |= {chunk.file for chunk in step.chunks}
@@ -137,10 +137,6 @@ class DcpReader(StateReader):
         rows = spec.valid_shape[0] if spec is not None else shape[0]
         step = max(_BLOCK_BYTES // 4 // prod(shape[1:]), 1)
         for start in range(0, rows, step):
-            region = [(start, min(start + step, rows)), *((0, size) for size in shape[1:])]
-            yield self.region_of(name, state_name, region).float()
-
-
-def _region(box: Box) -> Region:
-    """Returns the region of a box of a parameter."""
-    return [(first, first + size) for first, size in zip(box.offsets, box.sizes, strict=True)]
+            sizes = (min(step, rows - start), *shape[1:])
+            box = Box(0, (start, *(0 for _ in shape[1:])), sizes)
+            yield self.read_box(name, state_name, box).float()

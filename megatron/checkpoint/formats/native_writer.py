@@ -58,7 +58,7 @@ from megatron.errors import UserError
 from megatron.model.layer_list import PARAMETER_DTYPES
 from megatron.mpu.mesh import Axis
 from megatron.mpu.parameter_spec import ParameterSpec, boxes
-from megatron.mpu.parameters import own_storage
+from megatron.mpu.parameters import narrowed, own_storage
 from megatron.mpu.pieces import Piece
 
 if TYPE_CHECKING:
@@ -345,8 +345,7 @@ class _ConvertedFiles:
                 for box in boxes(self._specs[piece.name], [axis]):
                     if (common := box.intersection(given)) is None:
                         continue
-                    offsets = zip(common, given.offsets, strict=True)
-                    values = rows[tuple(slice(r.start - o, r.stop - o) for r, o in offsets)]
+                    values = narrowed(rows, common, given.offsets)
                     first = box.first + (common[0].start - box.offsets[0]) * prod(box.sizes[1:])
                     for target in targets:
                         self._write(target, first, values)
