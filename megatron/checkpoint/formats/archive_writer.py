@@ -19,7 +19,7 @@ import threading
 import zipfile
 from collections import OrderedDict, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cache
 from io import BytesIO
@@ -43,19 +43,14 @@ def is_staged(device: torch.device) -> bool:
     return device.type != "cpu"
 
 
-def without_checksums() -> AbstractContextManager[None]:
-    """Makes torch.save, in this thread, write no CRC-32 of its own."""
-    found: AbstractContextManager[None] = serialization.patch({"save.compute_crc32": False})  # type: ignore[attr-defined]
-    return found
-
-
 def save_archive(value: Any, file: Any) -> Callable[[Tensor], int]:
     """Writes the archive of torch.save, without checksums, to a file-like object. Returns a function: fake
     tensor in the value -> where its bytes belong, from the begin of the archive."""
     pickling = _Pickling()
     archive: Any = _ArchiveFile(file, pickling.storages)  # torch uses few methods of its file
     try:
-        with skip_data(materialize_fake_tensors=True), without_checksums():
+        no_checksums = serialization.patch({"save.compute_crc32": False})  # type: ignore[attr-defined]
+        with skip_data(materialize_fake_tensors=True), no_checksums:
             torch.save(value, archive, pickle_module=pickling)
     except RuntimeError as error:  # torch's writer replaces an error of the file by one of its own
         raise archive.error or error from None
