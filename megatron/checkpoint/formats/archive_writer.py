@@ -194,7 +194,8 @@ class _ValuePickler(pickle.Pickler):
         if not isinstance(value, Tensor):
             return NotImplemented
         self.num_bytes = value.nbytes
-        place = (_Storage(value.numel()), 0, tuple(value.shape), value.stride(), False, OrderedDict())
+        hooks: OrderedDict[str, Any] = OrderedDict()
+        place = (_Storage(value.numel()), 0, tuple(value.shape), value.stride(), False, hooks)
         return torch._utils._rebuild_tensor_v2, place
 
     def persistent_id(self, value: Any) -> Any:

@@ -313,9 +313,9 @@ class _ConvertedFiles:
         file = optimizer_file(model_rank)
         state, self.index[file] = optimizer_state(groups, record, 1, clip_grad, scaler)
         target = self._create(file, {_PARTITIONED: state})
-        for flat, pieces in groups:
+        for flat, of_group in groups:
             first = 0
-            for piece in pieces:
+            for piece in of_group:
                 for state_name, tensor in flat.items():
                     found = target(tensor)
                     place = found._replace(start=found.start + first * tensor.element_size())
