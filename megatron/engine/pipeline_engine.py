@@ -94,11 +94,7 @@ class GPTEngine(ScheduleExecutor):
         )
 
     def wrap_optimizer(self, optimizer: torch.optim.Optimizer) -> MixedPrecisionOptimizer:
-        wrapped = mixed_precision_optimizer(self.run_config, self.mesh, self.module, optimizer)
-        if wrapped.is_partitioned:
-            # DeepSpeed checks for this attribute: with it, every data-parallel rank saves its state.
-            wrapped.dp_process_group = self.module.mpu().get_data_parallel_group()  # type: ignore[attr-defined]
-        return wrapped
+        return mixed_precision_optimizer(self.run_config, self.mesh, self.module, optimizer)
 
     def train_step(
         self,
