@@ -140,7 +140,7 @@ class ManyRanks:
         for mesh in sorted(ranks, key=lambda mesh: (mesh.dp.rank, mesh.pp.rank)):
             model_rank = mesh.pp.rank * mesh.tp_size + mesh.tp.rank
             if self.config.parallel.zero_stage:
-                file = f"zero_pp_rank_{mesh.dp_rank}_mp_rank_{model_rank:02d}_optim_states.pt"
+                file = f"zero_pp_rank_{mesh.dp.rank}_mp_rank_{model_rank:02d}_optim_states.pt"
             elif mesh.dp.rank == 0:
                 file = f"mp_rank_{model_rank:02d}_model_states.pt"
             else:
