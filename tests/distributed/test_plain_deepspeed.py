@@ -170,7 +170,7 @@ def save_shards(folder: Path, megatron_names: bool) -> dict[str, dict[str, Tenso
     for name, whole in wholes.items():
         padded = torch.zeros(specs[name].global_shape)
         padded[: len(whole)] = whole
-        shard = shard_of(specs[name], padded, group).contiguous()
+        shard = shard_of(specs[name], padded, [group]).contiguous()
         if megatron_names and ".mlp.dense_h_to_4h." in name:
             shard = torch.cat(shard.chunk(2)[::-1])  # Megatron has the gate before the values
         own = f"module.{their_name(name, config.model.num_layers, False)}" if megatron_names else name
@@ -210,7 +210,7 @@ def test_shards_of_tensor_parallel_ranks_are_merged(megatron_names: bool, tmp_pa
                 shard = states[own][kind]
                 if megatron_names and ".mlp.dense_h_to_4h." in name:
                     shard = torch.cat(shard.chunk(2)[::-1])
-                found = reader.read_shard(name, state or "fp32", spec, Axis("tp", rank, 2))
+                found = reader.read_shard(name, state or "fp32", spec, [Axis("tp", rank, 2)])
                 rows = spec.num_valid_rows
                 if rows is not None:  # padded rows are not kept
                     width = spec.global_shape[1]
