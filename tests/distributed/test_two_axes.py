@@ -101,7 +101,7 @@ def save_and_export(row: Row, folder: Path) -> Any:
     make_manager(engine, folder).save(state_after(STEPS_BEFORE))
     assert export_model(engine, folder / "exported", VOCAB, EOD, lambda: None)
     assert find_invariant_violation(engine.optimizer, engine.mesh) is None
-    parts = engine.optimizer.local_param_states({NAME})
+    parts = engine.optimizer.pieces({NAME})
     return history, sum(part.values["fp32"].numel() for part in parts)
 
 
