@@ -170,7 +170,7 @@ def _model_content(engine: GPTEngine, run: dict[str, Any]) -> dict[str, Any]:
         "random_ltd": None,
         "skipped_steps": engine.skipped_steps,
         "dp_world_size": mesh.dp_cp.size,
-        "mp_world_size": mesh.tp.size,
+        "mp_world_size": mesh.model.size,
         "checkpoint_parallel_dimensions": {"pp_degree": mesh.pp.size, "tp_degree": mesh.tp.size},
         "ds_config": engine.config,
         "ds_version": deepspeed_version,
