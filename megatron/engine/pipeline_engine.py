@@ -193,7 +193,7 @@ class GPTEngine(ScheduleExecutor):
 
     @property
     def layer_writers(self) -> dict[int, int]:
-        """The replica (`Mesh.dp_cp_rank`) that writes each layer, so that all write about as many
+        """The replica (`Mesh.dp_cp`) that writes each layer, so that all write about as many
         bytes."""
         return share_out(self.layer_sizes, self.mesh.dp_cp.size)
 

@@ -43,8 +43,8 @@ workaround, in tests/distributed/test_optimizer.py unless another file is named.
    waits once per step. The workaround makes it on the device.
    tests/simulated/test_layouts.py
 19. At its start the engine broadcasts every parameter over the axis `data`. That would overwrite weights that
-   are sharded over this axis, and fails for weights without memory (ZeRO-3). Replicas are equal by
-   construction, so nothing is broadcast. tests/distributed/test_two_axes.py, tests/distributed/test_zero.py
+   are sharded over this axis, and fails for weights without memory (ZeRO-3). The workaround broadcasts a
+   weight to its replicas. tests/distributed/test_two_axes.py, tests/distributed/test_zero.py
 20. `train_batch` measures each step with two device events and keeps them until DeepSpeed prints its timers,
    which this repository turns off. The workaround frees them after the step.
    tests/distributed/test_workarounds.py
@@ -71,6 +71,7 @@ from torch.distributed import distributed_c10d
 
 from megatron.engine.profiler_ranges import in_profiler_range
 from megatron.mpu.mesh import Mesh
+from megatron.mpu.parameters import has_memory, spec_of
 from megatron.optimizer.mixed_precision import MixedPrecisionOptimizer
 
 _SHARED_MEMORY_OP = "deepspeed_shm_comm"
@@ -123,6 +124,10 @@ class PatchedPipelineEngine(PipelineEngine):
 
     def _broadcast_model(self) -> None:
         """Entry 19."""
+        for parameter in self.module.parameters():
+            axis = self.module.mesh.reduced_over(spec_of(parameter))
+            if axis.size > 1 and has_memory(parameter):
+                dist.broadcast(parameter.data, group=axis.group, group_src=0)
 
     def train_batch(self, data_iter: Any = None) -> torch.Tensor:
         """Entry 20."""

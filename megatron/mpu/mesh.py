@@ -11,7 +11,7 @@ The ranks of a pipeline rank are consecutive. `ep` spans consecutive ranks of th
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import TYPE_CHECKING
@@ -157,10 +157,19 @@ class Mesh:
             ranks = [base * self.sizes[name] + place for base in ranks for place in places]
         return tuple(ranks)
 
+    @cached_property
+    def _known_axes(self) -> dict[tuple[str, ...], Axis]:
+        return {}
+
     def axis(self, *names: str) -> Axis:
         """Returns one axis, or several axes of one view, slowest first, as one."""
-        ranks = self.ranks_along(names, self.rank)
-        return Axis("_".join(names), ranks.index(self.rank), len(ranks), self.groups.get(ranks))
+        if names not in self._known_axes:
+            ranks = self.ranks_along(names, self.rank)
+            if self.groups and len(ranks) > 1 and ranks not in self.groups:
+                raise ValueError(f"the mesh has no process group of the axes {' x '.join(names)}")
+            axis = Axis("_".join(names), ranks.index(self.rank), len(ranks), self.groups.get(ranks))
+            self._known_axes[names] = axis
+        return self._known_axes[names]
 
     @cached_property
     def pp(self) -> Axis:
@@ -239,14 +248,24 @@ class Mesh:
         default process group must exist, unless the run has one rank.
         """
         groups: dict[tuple[int, ...], ProcessGroup] = {}
+        if self.world_size > 1:
+            import torch.distributed as dist
         for names in _WITH_GROUPS:
-            sets = {self.ranks_along(names, rank) for rank in range(self.world_size)}
-            for ranks in sorted(ranks for ranks in sets - groups.keys() if len(ranks) > 1):
-                import torch.distributed as dist
-
+            for ranks in self._sets_along(names):
+                if len(ranks) == 1 or ranks in groups:
+                    continue
                 world = dist.group.WORLD if names == _STAGE and len(ranks) == self.world_size else None
                 groups[ranks] = world or dist.new_group(list(ranks))
         return replace(self, groups=groups)
+
+    def _sets_along(self, names: Sequence[str]) -> Iterator[tuple[int, ...]]:
+        """Yields the sets of `ranks_along` of all ranks, each once, by their first rank."""
+        seen: set[int] = set()
+        for rank in range(self.world_size):
+            if rank not in seen:
+                ranks = self.ranks_along(names, rank)
+                seen.update(ranks)
+                yield ranks
 
     @cached_property
     def topology(self) -> PipeModelDataParallelTopology:

@@ -50,6 +50,15 @@ class ParameterSpec:
     lr_mult: float = 1.0
     matrix_rows: tuple[int, ...] = field(default=(), compare=False)
 
+    def __post_init__(self) -> None:
+        names, dims = self.axis_names, [shard.dim for shard in self.sharding]
+        views = [set(view[1:]) for view in (DENSE, EXPERT)]
+        if not any(view >= set(names) for view in views) or len({*names}) + len({*dims}) < 2 * len(names):
+            raise ValueError(
+                f"a parameter cannot be sharded as {self.sharding}: expected different dimensions, over "
+                f"different axes of {' or '.join(', '.join(sorted(view)) for view in views)}"
+            )
+
     @property
     def valid_shape(self) -> tuple[int, ...]:
         """global_shape without the rows of padding."""

@@ -48,10 +48,13 @@ def merge_shards(
 
     axes: the sizes of the axes; None: the one axis that shards the parameter has as many ranks as shards.
     Only the shape of the shards counts, not the spec's. For a replicated parameter it returns the first
-    replica; the caller checks whether the replicas are equal.
+    replica; the caller checks whether the replicas are equal. Raises ValueError for shards of different
+    shapes.
     """
     if not spec.sharding or len(shards) == 1:
         return shards[0]
+    if any(shard.shape != shards[0].shape for shard in shards):
+        raise ValueError(f"shards of different shapes: {[tuple(shard.shape) for shard in shards]}")
     axes = [Axis(spec.sharding[0].axis, size=len(shards))] if axes is None else axes
     sizes, shape = {axis.name: axis.size for axis in axes}, list(shards[0].shape)
     for dim, name, _ in spec.sharding:

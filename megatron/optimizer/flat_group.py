@@ -53,6 +53,16 @@ ALIGNMENT = 16
 PARAMETER_ALIGNMENT = 64
 
 
+class _Complete:
+    """The work of a collective of one rank."""
+
+    def wait(self) -> None:
+        """Does nothing."""
+
+
+Pending = dist.Work | _Complete
+
+
 class FlatGroup:
     """The parameters of one optimizer group as views of flat buffers, divided into equal partitions.
 
@@ -218,14 +228,18 @@ class FlatGroup:
         elif not self.weights_are_master:
             self.local_weights.copy_(self.master.detach())
 
-    def all_gather_params(self) -> dist.Work:
+    def all_gather_params(self) -> Pending:
         """Starts the all-gather of the full weights; complete after `wait()`. Collective."""
         own = self.local_weights
         if self.shards_weights:
             _alloc_storage(self.weights)
             for parameter, view in self._full_params:
                 parameter.data = view
-        elif dist.get_backend(self.axis.group) == dist.Backend.GLOO:
+        if self.axis.size == 1:
+            if self.shards_weights:
+                self.weights.copy_(own)
+            return _Complete()
+        if not self.shards_weights and dist.get_backend(self.axis.group) == dist.Backend.GLOO:
             own = own.clone()  # gloo does not support an input that overlaps the output
         # Tensors that autograd saved stay valid: a parameter does not share the buffer's version counter.
         return all_gather_single(self.weights, own, group=self.axis.group, async_op=True)
@@ -252,9 +266,11 @@ class FlatGroup:
             if end < start:
                 self.gradients[end:start].zero_()
 
-    def reduce_scatter_grads(self) -> dist.Work:
+    def reduce_scatter_grads(self) -> Pending:
         """Starts the reduce-scatter of the full gradients. After `wait()` this rank's partition is the
         sum over the replicas, and the rest is undefined. Collective."""
+        if self.axis.size == 1:
+            return _Complete()
         if prefers_all_reduce(self.axis.group):
             return dist.all_reduce(self.gradients, group=self.axis.group, async_op=True)
         return reduce_scatter_single(

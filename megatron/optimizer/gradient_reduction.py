@@ -15,9 +15,10 @@ With ZeRO each element is summed and then used only on one data-parallel rank, i
    same partitions.
 4. Parameters replicated over tensor-parallel ranks: all ranks take the gradient of TP rank 0.
 
-Without ZeRO every data-parallel rank uses all elements, and the TP groups of step 2 differ between these
-ranks. So step 2 comes first. Then an all-reduce of each flat buffer over the data-parallel group gives its
-members the same bits. Step 3 must follow it, since the buffers of the two stages have different lengths.
+Without ZeRO every data-parallel rank uses all elements, and the tensor-parallel groups of step 2 differ
+between these ranks. So step 2 comes first. Then an all-reduce of each flat buffer over the data-parallel
+group gives its members the same bits. Step 3 must follow it, since the buffers of the two stages have
+different lengths.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ from torch import Tensor, nn
 
 from megatron.mpu.mesh import Axis
 from megatron.mpu.parameters import is_sequence_parallel_grad, is_tp_replicated
-from megatron.optimizer.flat_group import FlatGroup
+from megatron.optimizer.flat_group import FlatGroup, Pending
 from megatron.optimizer.gradient_norm import record_norms
 
 
@@ -56,7 +57,7 @@ class GradientReduction:
         stages_of = {parameter: stages for parameter, stages in tied}
         self._tied = [(*pair, stages_of[pair[1]]) for pair in held if pair[1] in stages_of]
         self._sequence_parallel = [pair for pair in held if is_sequence_parallel_grad(pair[1])]
-        self._started: list[tuple[FlatGroup, dist.Work]] = []
+        self._started: list[tuple[FlatGroup, Pending]] = []
         self._replicated = [pair for pair in held if tp_group.size > 1 and is_tp_replicated(pair[1])]
 
     @property

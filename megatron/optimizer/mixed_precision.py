@@ -85,7 +85,6 @@ class MixedPrecisionOptimizer:
         self.averages_replicated = averages_replicated
         self.is_partitioned = zero.zero_stage >= 1
         """Whether the ranks that reduce a gradient share one replica of the optimizer state (ZeRO)."""
-        self.partition_count = mesh.dp_cp.size if self.is_partitioned else 1
         # NVIDIA apex's Adam keeps its step count in the groups, torch's in the state.
         self._steps_in_groups = type(optimizer).__module__.startswith("apex.")
         self.found_nonfinite = False
@@ -265,9 +264,10 @@ class MixedPrecisionOptimizer:
         late as the next forward pass of its first layer."""
         for flat in self.flat:
             flat.copy_master_to_params()
-        if self.partition_count > 1:
+        if self.is_partitioned:
             in_buckets = {id(flat) for bucket in self.buckets for flat in bucket.flats}
-            rest = [flat for flat in self.flat if not flat.shards_weights and id(flat) not in in_buckets]
+            rest = [flat for flat in self.flat if flat.partitions > 1 and not flat.shards_weights]
+            rest = [flat for flat in rest if id(flat) not in in_buckets]
             pending = [flat.all_gather_params() for flat in rest]
             for work in pending:
                 work.wait()

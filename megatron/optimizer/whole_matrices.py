@@ -21,6 +21,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -99,22 +100,29 @@ class WholeMatrices:
             return
         ranks = [replace(mesh, rank=rank) for rank in mesh.ranks_along(("dp", "cp", "tp"), mesh.rank)]
         gathered, returned = [], []
+        places: dict[Any, list[tuple[tuple[int, ...], int, int]]] = {}
         for index, owner in enumerate(_owners([spec_of(p) for _, p in self._held], stage.size)):
             flat, parameter = self._held[index]
-            spec = spec_of(parameter)
-            shards, spans = spec.all_shards(mesh.axes), flat.spans(parameter)
-            replicas = [at_rank.replica_of(spec, flat.partitions > 1) for at_rank in ranks]
-            for rank, at_rank in enumerate(ranks):
-                shard = shards.index(at_rank.axes_of(spec))
-                start, stop = 0, parameter.numel()
-                if flat.partitions > 1:
-                    start, stop = spans.get(at_rank.reduced_over(spec).rank, (0, 0))
-                if start == stop:
+            spec, is_partitioned = spec_of(parameter), flat.partitions > 1
+            if (key := (spec.axis_names, is_partitioned)) not in places:
+                shards = spec.all_shards(mesh.axes)
+                places[key] = [
+                    (
+                        at.replica_of(spec, is_partitioned),
+                        shards.index(at.axes_of(spec)),
+                        at.reduced_over(spec).rank,
+                    )
+                    for at in ranks
+                ]
+            spans, replica_of_owner = flat.spans(parameter), places[key][owner][0]
+            for rank, (replica, shard, partition) in enumerate(places[key]):
+                span = (0, parameter.numel()) if not is_partitioned else spans.get(partition)
+                if span is None:
                     continue
-                returned.append(_Message(owner, rank, index, shard, start, stop))
+                returned.append(_Message(owner, rank, index, shard, *span))
                 # Of the ranks with equal elements, the one with the owner's coordinates sends them.
-                if replicas[rank] == replicas[owner]:
-                    gathered.append(_Message(rank, owner, index, shard, start, stop))
+                if replica == replica_of_owner:
+                    gathered.append(_Message(rank, owner, index, shard, *span))
         both = (_Exchange(messages, stage) for messages in (gathered, returned))
         self._exchanges = next(both), next(both)
 

@@ -245,7 +245,7 @@ def _local_digests(optimizer: MixedPrecisionOptimizer, mesh: Mesh) -> _LocalDige
     def add(
         kind: str, name: str, spec: ParameterSpec, is_partitioned: bool, start: int, values: Tensor
     ) -> None:
-        digest, is_finite = _digest(spec, mesh.axes, start, values)
+        digest, is_finite = _digest(spec, mesh.axes_of(spec), start, values)
         shard = tuple(axis.rank for axis in mesh.axes_of(spec))
         held.parts[(kind, name, shard), mesh.replica_of(spec, is_partitioned)] = digest
         if not is_finite:

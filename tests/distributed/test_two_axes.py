@@ -41,7 +41,7 @@ from tests.support.pool import run_world
 GATED: Changes = {"model": LLAMA}
 NAME = "3.mlp.dense_h_to_4h.weight"
 SAVERS = {
-    "TP 2 x CP 2": Row(tp=2, cp=2),
+    "TP 2 x CP 2, ZeRO-1": Row(tp=2, cp=2, zero=1),
     "CP 2 x DP 2, ZeRO-1": Row(cp=2, dp=2, zero=1),
     "CP 2 x DP 2, no ZeRO, bf16": Row(cp=2, dp=2, precision="bf16"),
     "TP 2 x CP 2 x DP 2, ZeRO-3": Row(tp=2, cp=2, dp=2, zero=3),

@@ -77,7 +77,7 @@ class UniversalConversion(UniversalWriter):
     def write_checkpoint(
         cls, reader: StateReader, target: Path, workers: int = 4, verify: bool = True
     ) -> Iterator[str]:
-        """See `ParameterWriter`."""
+        """See `CheckpointWriter`."""
         if isinstance(reader, NativeReader):
             return convert(reader, target, workers, verify=verify)
         return super().write_checkpoint(reader, target, workers, verify)

@@ -191,8 +191,8 @@ class _ValuePickler(pickle.Pickler):
 
     def reducer_override(self, value: Any) -> Any:
         """See `pickle.Pickler`."""
-        if not isinstance(value, Tensor):
-            return NotImplemented
+        if not isinstance(value, Tensor) or value.device.type != "meta":
+            return NotImplemented  # a tensor with values is pickled with them
         self.num_bytes = value.nbytes
         hooks: OrderedDict[str, Any] = OrderedDict()
         place = (_Storage(value.numel()), 0, tuple(value.shape), value.stride(), False, hooks)

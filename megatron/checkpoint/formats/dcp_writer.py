@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import pickle
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from math import prod
@@ -36,7 +36,7 @@ from torch.distributed.checkpoint.metadata import (
 
 from megatron.checkpoint.files import Files, HashedFile
 from megatron.checkpoint.formats.archive_writer import ALIGNMENT, save_archive
-from megatron.checkpoint.formats.dcp import MOMENTS, key_of, path_of
+from megatron.checkpoint.formats.dcp import OPTIMIZER, key_of, path_of
 from megatron.checkpoint.formats.dcp_storage import METADATA_FILE, Chunk
 from megatron.checkpoint.formats.deepspeed_files import VALUES
 from megatron.checkpoint.formats.state import StateReader
@@ -109,22 +109,21 @@ class DcpWriter(CheckpointWriter):
         numel = Counter[str]()
         for key, chunk in _all_chunks(tables):
             numel[key] += prod(chunk.shape)
-        shapes = _shapes(run)
         digests = run["certificate"]["digests"]
         expected = {key_of(name, state) for state, by_name in digests.items() for name in by_name}
         expected |= {key_of(name, VALUES) for name in run["parameters"]} | numel.keys()
-        return [f"a part of {key}" for key in sorted(expected) if numel[key] != prod(shapes[key])]
+        return [f"a part of {key}" for key in sorted(expected) if numel[key] != prod(_shape(run, key))]
 
     def finish(self, run: dict[str, Any], tables: Sequence[Any]) -> dict[str, Any]:
         """See `CheckpointWriter`. Writes `.metadata`."""
-        files = {**run["files"], **self.write_table(tables, _shapes(run))}
+        files = {**run["files"], **self.write_table(tables, partial(_shape, run))}
         return within_limit({**run, "files": files, "loss_scaler": tables[0][1]})
 
-    def write_table(self, tables: Sequence[Any], shapes: Mapping[str, tuple[int, ...]]) -> Files:
-        """Writes `.metadata`, and returns its facts. shapes: key -> shape."""
+    def write_table(self, tables: Sequence[Any], shape_of: Callable[[str], tuple[int, ...]]) -> Files:
+        """Writes `.metadata`, and returns its facts. shape_of: key -> shape."""
         table = DcpTable()
         for key, chunk in _all_chunks(tables):
-            table.add(key, chunk, shapes[key], path=path_of(key))
+            table.add(key, chunk, shape_of(key), path=path_of(key))
         return table.write(self.folder)
 
 
@@ -132,14 +131,11 @@ def _all_chunks(tables: Sequence[Any]) -> Iterator[tuple[str, Chunk]]:
     return (entry for chunks, _ in tables for entry in chunks)
 
 
-def _shapes(run: dict[str, Any]) -> dict[str, tuple[int, ...]]:
-    """Returns key -> shape, of all states that a parameter may have."""
-    shapes: dict[str, tuple[int, ...]] = {}
-    for name, record in run["parameters"].items():
-        states = (VALUES, *MOMENTS)
-        shapes |= dict.fromkeys((key_of(name, state) for state in states), recorded_spec(record).valid_shape)
-        shapes[key_of(name, _STEP)] = ()
-    return shapes
+def _shape(run: dict[str, Any], key: str) -> tuple[int, ...]:
+    """Returns the shape of a parameter's state, or of its step."""
+    of_state = key.removeprefix(f"{OPTIMIZER}state.")
+    name, _, state_name = of_state.rpartition(".") if of_state != key else (key, "", VALUES)
+    return () if state_name == _STEP else recorded_spec(run["parameters"][name]).valid_shape
 
 
 def _share_of_replica(pieces: Sequence[Piece], mesh: Mesh) -> set[str]:
@@ -201,6 +197,8 @@ class DcpFile:
         self.name = name
         self.num_bytes = 0
         self._small = bytearray()
+        self._file: Any = None
+        self._address = 0
 
     def append(self, file: Any, value: Any, offsets: Sequence[int] = ()) -> Chunk:
         """Writes an archive at the end of a file-like object. Returns its place. offsets: of a tensor."""

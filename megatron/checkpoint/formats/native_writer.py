@@ -136,7 +136,7 @@ def check_sharding(specs: Mapping[str, ParameterSpec]) -> None:
         if spec.axis_names not in ((), ("tp",)):
             raise UserError(
                 f"{name} is sharded over {' and '.join(spec.axis_names)}, and DeepSpeed's files can hold "
-                "only parameters that are sharded over tp: set --save-format dcp"
+                "only parameters that are sharded over tp: use the format dcp"
             )
 
 
@@ -192,7 +192,8 @@ def state_of(
 ) -> tuple[dict[str, Any], list[Piece], dict[str, Place]]:
     """Returns an optimizer's state as DeepSpeed's files hold it, the pieces in it, and their places."""
     groups = list(optimizer.packed_groups())
-    facts = (optimizer.partition_count, optimizer.clip_grad, optimizer.scaler.state_dict())
+    counts = [flat.partitions for flat in optimizer.flat]
+    facts = (counts, optimizer.clip_grad, optimizer.scaler.state_dict())
     state, places = optimizer_state(groups, optimizer.optimizer_record(), *facts)
     return state, [piece for _, pieces in groups for piece in pieces], places
 
@@ -200,7 +201,7 @@ def state_of(
 def optimizer_state(
     groups: Sequence[Group],
     record: dict[str, Any],
-    partition_count: int,
+    partition_counts: Sequence[int],
     clip_grad: float,
     loss_scaler: dict[str, Any] | None,
 ) -> tuple[dict[str, Any], dict[str, Place]]:
@@ -228,7 +229,7 @@ def optimizer_state(
         "loss_scaler": loss_scaler,
         "single_partition_of_fp32_groups": [flat[VALUES] for flat, _ in groups],
         "group_paddings": [0] * len(groups),
-        "partition_count": [partition_count] * len(groups),
+        "partition_count": list(partition_counts),
         "ds_version": deepspeed_version,
         "param_slice_mappings": mappings,
     }
@@ -311,7 +312,7 @@ class _ConvertedFiles:
         }
         clip_grad, scaler = self._config.optimizer.clip_grad, self._reader.loss_scaler
         file = optimizer_file(model_rank)
-        state, self.index[file] = optimizer_state(groups, record, 1, clip_grad, scaler)
+        state, self.index[file] = optimizer_state(groups, record, [1] * len(groups), clip_grad, scaler)
         target = self._create(file, {_PARTITIONED: state})
         for flat, of_group in groups:
             first = 0

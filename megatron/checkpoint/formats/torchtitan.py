@@ -103,7 +103,7 @@ class TorchtitanWriter(DcpWriter):
     def complete(self) -> None:
         """See `CheckpointWriter`. The folder has no `run.json`: its weights have other names."""
         self.distcp.close()
-        self.write_table([(self.distcp.chunks, None)], self._shapes)
+        self.write_table([(self.distcp.chunks, None)], self._shapes.__getitem__)
         checkpoint = self.reader.checkpoint
         facts = (checkpoint.vocab_size, checkpoint.eod, "fp32", self.folder)
         write_settings(checkpoint.config, *facts, recorded=checkpoint.run.get(TOKEN_IDS_KEY))

@@ -158,26 +158,25 @@ def _write_layers(engine: GPTEngine, writer: HuggingFaceWriter, heartbeat: Calla
 
 def _collect(shard: Tensor, spec: ParameterSpec, mesh: Mesh) -> Tensor | None:
     """Returns the global parameter in host memory on the first of the ranks that hold its shards or replicas
-    of one data-parallel rank, None on the others. Collective in the groups that shard the parameter; a device
-    holds one further shard."""
-    first_rank = mesh.counts(spec)
-    for dim, name, parts in spec.sharding:
-        if (axis := mesh.axis(name)).size == 1:
-            continue
+    of one data-parallel rank, None on the others. Collective in the groups that shard the parameter."""
+    gathered = [shard for shard in spec.sharding if mesh.axis(shard.axis).size > 1]
+    for index, (dim, name, parts) in enumerate(gathered):
+        axis = mesh.axis(name)
         assert axis.group is not None
         shards = []
         for rank, source in enumerate(dist.get_process_group_ranks(axis.group)):
             buffer = shard.contiguous() if rank == axis.rank else torch.empty_like(shard)
             dist.broadcast(buffer, source, group=axis.group)
             if axis.rank == 0:
-                shards.append(buffer.cpu() if name == spec.axis_names[-1] else buffer)
+                # The result stays on the device if it is sent along another axis.
+                shards.append(buffer if index + 1 < len(gathered) else buffer.cpu())
         if axis.rank != 0:
             return None
         shard = merge_shards(ParameterSpec((), (Shard(dim, name, parts),)), shards)
-    if not first_rank:
+    if not mesh.counts(spec):
         return None
     # A copy in host memory too: ZeRO-3 frees the gathered weights before they are in a file.
-    return shard.to("cpu", copy=True) if shard.device.type != "cpu" or not spec.sharding else shard
+    return shard if gathered else shard.to("cpu", copy=True)
 
 
 def _problem_of(write: Callable[[], None]) -> str | None:

@@ -20,13 +20,13 @@ from megatron.mpu.parameters import shard_of
 from megatron.mpu.pieces import Piece
 
 SPECS = {
-    "experts": ParameterSpec((4, 6, 8), (Shard(0, "ep"), Shard(2, "tp"))),
-    "gated experts": ParameterSpec((4, 8, 3), (Shard(0, "ep"), Shard(1, "tp", 2))),
-    "one axis": ParameterSpec((12, 5), (Shard(0, "ep"),)),
+    "two axes": ParameterSpec((4, 6, 8), (Shard(0, "cp"), Shard(2))),
+    "two axes, gated": ParameterSpec((4, 8, 3), (Shard(0, "cp"), Shard(1, "tp", 2))),
+    "experts": ParameterSpec((12, 5), (Shard(0, "ep"),)),
     "padded": ParameterSpec((8, 3), (Shard(0),), num_valid_rows=7),
     "replicated": ParameterSpec((5,)),
 }
-AXES = [Axis("ep", size=2), Axis("tp", size=2)]
+AXES = [Axis(name, size=2) for name in ("cp", "tp", "ep")]
 STEP = 3.0
 
 

@@ -126,9 +126,9 @@ def test_a_pattern_that_is_no_regular_expression_is_named(pattern):
 
 
 def test_a_sharding_over_other_axes_is_recorded():
-    spec = ParameterSpec((12, 8), (Shard(0, "ep"), Shard(1, parts=2)))
+    spec = ParameterSpec((12, 8), (Shard(0, "cp"), Shard(1, parts=2)))
     record = json.loads(json.dumps(spec_record(spec)))
     assert (
-        record["sharding"] == [[0, "ep", 1], [1, "tp", 2]] and recorded_spec(record).sharding == spec.sharding
+        record["sharding"] == [[0, "cp", 1], [1, "tp", 2]] and recorded_spec(record).sharding == spec.sharding
     )
     assert "sharding" not in spec_record(ParameterSpec((12, 8), (Shard(1, parts=2),)))

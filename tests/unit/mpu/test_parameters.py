@@ -159,6 +159,28 @@ def test_a_dimension_that_cannot_be_sharded_evenly_is_refused():
         initial_values(ParameterSpec((12, 4), sharding=(Shard(1),), num_valid_rows=3), 1, "a", ONE)
 
 
+@pytest.mark.parametrize("shape", [(6, 4), (2, 8)])
+def test_shards_of_different_shapes_are_refused(shape):
+    spec = ParameterSpec((8, 4), (Shard(0),))
+    with pytest.raises(ValueError, match="shards of different shapes"):
+        merge_shards(spec, [torch.zeros(4, 4), torch.zeros(shape)])
+
+
+@pytest.mark.parametrize(
+    "sharding",
+    [
+        (Shard(0, "tpp"),),
+        (Shard(0, "pp"),),
+        (Shard(0, "ep"), Shard(1)),
+        (Shard(0), Shard(1)),
+        (Shard(0), Shard(0, "cp")),
+    ],
+)
+def test_a_sharding_that_no_mesh_has_is_refused(sharding):
+    with pytest.raises(ValueError, match="cannot be sharded as"):
+        ParameterSpec((8, 8), sharding)
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_a_part_of_a_buffer_has_a_storage_of_its_own_without_a_copy(dtype):
     flat = torch.arange(1000.0).to(dtype)
@@ -176,7 +198,8 @@ BOX_SPECS = [
     ParameterSpec((5, 12), sharding=(Shard(1),)),
     ParameterSpec((3, 8, 2), sharding=(Shard(1, parts=2),)),
     ParameterSpec((2, 3, 4), sharding=(Shard(2),)),
-    ParameterSpec((4, 8, 3), sharding=(Shard(0, "ep"), Shard(1, parts=2))),
+    ParameterSpec((4, 8, 3), sharding=(Shard(0, "cp"), Shard(1, parts=2))),
+    ParameterSpec((4, 3, 2), sharding=(Shard(0, "ep"),)),
     ParameterSpec((4, 6, 2), sharding=(Shard(2, "cp"), Shard(0, parts=2))),
 ]
 
