@@ -70,5 +70,5 @@ def test_pieces_of_any_sharding_make_the_full_parameters_of_a_dcp_folder(
 
 def test_deepspeeds_files_refuse_other_axes_than_tp() -> None:
     check_sharding({name: SPECS[name] for name in ("padded", "replicated")})
-    with pytest.raises(UserError, match="experts is sharded over ep and tp, .*: set --save-format dcp"):
+    with pytest.raises(UserError, match="two axes is sharded over cp and tp, .*: use the format dcp"):
         check_sharding(SPECS)

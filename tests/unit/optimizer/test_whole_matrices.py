@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from threading import Barrier
+from typing import Any
 from unittest import mock
 
 import pytest
@@ -65,9 +67,12 @@ class Rank:
     """A rank of the stage, whose gradients are the momentum of two groups of matrices."""
 
     def __init__(self, rank: int, tp_size: int, dp_size: int, zero: int) -> None:
-        stage = tuple(range(size := tp_size * dp_size))
+        mesh = Mesh(tp_size, 1, dp_size, rank)
         # The process group of a thread is its rank.
-        self.mesh = Mesh(tp_size, 1, dp_size, rank, groups={stage: rank} if size > 1 else {})  # type: ignore[dict-item]
+        along = (("tp",), ("dp",), ("dp", "cp", "tp"))
+        sets = {mesh.ranks_along(names, other) for names in along for other in range(tp_size * dp_size)}
+        groups: Any = {ranks: rank for ranks in sets if len(ranks) > 1}
+        self.mesh = replace(mesh, groups=groups)
         self.names = [list(SPECS)[:9], list(SPECS)[9:]]
         self.flats = []
         for names in self.names:
