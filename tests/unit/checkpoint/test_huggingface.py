@@ -29,6 +29,7 @@ from megatron.checkpoint.huggingface.family import FAMILIES, family_of
 from megatron.checkpoint.huggingface.file_digests import DIGEST_FILE
 from megatron.commands import convert_checkpoint
 from megatron.config import ModelConfig
+from megatron.config.config import SETTINGS
 from megatron.config.fields import flag, flag_of
 from megatron.config.registries import POSITION_EMBEDDINGS
 from megatron.errors import UserError
@@ -166,7 +167,12 @@ class LaterModelConfig(ModelConfig):
 
 
 @pytest.mark.parametrize("row, model, title", [(BLOOM, NORM, "BLOOM"), (GPT2, {}, "GPT-2")])
-def test_a_new_setting_of_the_model_is_refused_by_name(row, model, title):
+def test_a_new_setting_of_the_model_is_refused_by_name(row, model, title, monkeypatch):
+    (field,) = (entry for entry in dataclasses.fields(LaterModelConfig) if entry.name == "new_variant")
+    one = dataclasses.replace(
+        SETTINGS["model.num_layers"], field=field.name, flag=flag_of(field), default=False
+    )
+    monkeypatch.setitem(SETTINGS, one.name, one)  # as a field of ModelConfig is
     settings = vars(config_of(row, model=model).model)
     assert family_of(LaterModelConfig(**settings))[1].title == title
     with pytest.raises(UserError, match=f"with --new-variant cannot .*: {title} needs no --new-variant"):
