@@ -2,6 +2,7 @@
 """Runs `megatron.commands.generate` of this checkout, installed or not."""
 
 if __name__ == "__main__":  # processes that a tool starts import this file again
-    from _command import run
+    import runpy
+    from pathlib import Path
 
-    run(__file__)
+    runpy.run_path(str(Path(__file__).with_name("_command.py")))["run"](__file__)

@@ -54,6 +54,9 @@ if TYPE_CHECKING:
 # The largest share of rows of the word embeddings without a token. Above it, the tokenizer belongs to another
 # model.
 MAX_DROPPED_SHARE = 0.05
+ONLY_TO_UNIVERSAL = (
+    f"--allow-replica-mismatch acts only from {NATIVE} to --format {UNIVERSAL}: remove the flag"
+)
 
 
 def build_parser() -> ToolParser:
@@ -169,9 +172,7 @@ def convert(arguments: argparse.Namespace) -> None:
         found = convert_in_tasks(reader, target, *options)
         lines = [*found[:-1], *lines] if found else []
     elif arguments.allow_replica_mismatch:
-        raise UserError(
-            f"--allow-replica-mismatch acts only from {NATIVE} to --format {UNIVERSAL}: remove the flag"
-        )
+        raise UserError(ONLY_TO_UNIVERSAL)
     else:
         writer = writer_class(arguments.format)
         show(writer.write_checkpoint(reader, target, arguments.workers, verify), len(reader.specs))
@@ -333,6 +334,10 @@ def run(argv: Sequence[str] | None) -> None:
         mistakes.extend(
             f"{flag} acts only on --format {HUGGING_FACE}: remove it" for flag in given if given[flag]
         )
+    elif arguments.vocab_size is not None:
+        mistakes.add(f"--vocab-size acts on models that are read, not on --format {HUGGING_FACE}: remove it")
+    if arguments.allow_replica_mismatch and (is_model or arguments.format == HUGGING_FACE):
+        mistakes.add(ONLY_TO_UNIVERSAL)
     if is_model and arguments.universal_checkpoint:
         mistakes.add(f"--universal_checkpoint: --from {source} is a model, expected a checkpoint: remove it")
     mistakes.raise_all()

@@ -157,3 +157,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         )
     seconds = time.monotonic() - start
     print(f"{new} new tokens in {seconds:.1f} s", file=sys.stderr)
+
+
+if __name__ == "__main__":
+    main()

@@ -90,3 +90,7 @@ def run(argv: Sequence[str] | None) -> int:
 def main(argv: Sequence[str] | None = None) -> int:
     with exit_on_user_error():
         return run(argv)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

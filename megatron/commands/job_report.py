@@ -327,3 +327,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     except (OSError, ValueError) as error:  # ValueError: an unknown format
         raise UserError(f"--output {options.output} cannot be written: {error}") from error
     print(printable(f"wrote {options.output}"))
+
+
+if __name__ == "__main__":
+    main()

@@ -119,3 +119,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     print(
         f"{arguments.output_prefix}: {len(merged):,} documents, {merged.num_tokens:,} tokens (.bin and .idx)"
     )
+
+
+if __name__ == "__main__":
+    main()

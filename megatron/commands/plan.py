@@ -101,3 +101,7 @@ def _write_json(path: Path, data: dict) -> None:
     except OSError as error:
         raise UserError(f"--json {path} cannot be written ({error.strerror}): set another file") from None
     print(f"data       {path}")
+
+
+if __name__ == "__main__":
+    main()

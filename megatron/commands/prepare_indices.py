@@ -89,3 +89,7 @@ def main(argv: Sequence[str] | None = None) -> None:
             f"built, {found - built:,} kept; took {time.monotonic() - start:.1f} s; {stamp.path}"
         )
     )
+
+
+if __name__ == "__main__":
+    main()

@@ -205,3 +205,7 @@ def main(argv: Sequence[str] | None = None) -> None:
             named = first_few(f"{count:,} of {token}" for token, count in counts.most_common())
             print(f"{counts.total():,} special tokens in the texts {result}: {named}", file=sys.stderr)
     print(f"took {time.monotonic() - start:.1f} s, {speed(progress, start)}")
+
+
+if __name__ == "__main__":
+    main()

@@ -213,3 +213,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         except KeyboardInterrupt:
             print("interrupted: the same command continues the sweep", file=sys.stderr)
             sys.exit(INTERRUPTED_EXIT_CODE)
+
+
+if __name__ == "__main__":
+    main()

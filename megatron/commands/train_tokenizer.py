@@ -108,3 +108,7 @@ def main(argv: Sequence[str] | None = None) -> None:
             file=sys.stderr,
         )
     print(f"wrote {folder / 'vocab.json'} and merges.txt: {size:,} tokens, {time.monotonic() - start:.1f} s")
+
+
+if __name__ == "__main__":
+    main()

@@ -267,3 +267,7 @@ def main(argv: Sequence[str] | None = None) -> None:
             write_statistics(intact, arguments, sys.argv[1:] if argv is None else argv)
     if len(intact) < len(arguments.prefixes):
         sys.exit(USER_ERROR_EXIT_CODE)
+
+
+if __name__ == "__main__":
+    main()

@@ -54,7 +54,7 @@ def open_external(reader: StateReader, tokenizer: Mapping[str, Any], vocab_size:
             **{section: SECTIONS[section](**values) for section, values in given.items()},
         )
     except (ConfigError, TypeError, ArithmeticError) as error:
-        if not args:  # the settings of the model have been checked: the mistake is in a flag
+        if isinstance(error, ConfigError) and not args:  # the model has been checked: it is in a flag
             raise
         raise UserError(
             f"checkpoint {checkpoint.folder}: its arguments describe no model of this program "

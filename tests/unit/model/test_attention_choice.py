@@ -132,10 +132,8 @@ def training_attention(flags, cp_group=None):
         f"--vocab-size 100 {flags}".split(),
         {},
     )
-    context = LayerContext(
-        config, Axis("tp", rank=1, size=2), DropoutRNG(3, (5, 9)), cp_group=cp_group or Axis("cp")
-    )
-    return CoreAttention(context, 4)
+    mesh = SimpleNamespace(tp=Axis("tp", 1, 2), cp=cp_group or Axis("cp"))
+    return CoreAttention(LayerContext(config, mesh, DropoutRNG(3, (5, 9))), 4)
 
 
 def outputs_and_gradients(attention, document_ids, key_heads):
