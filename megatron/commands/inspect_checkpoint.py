@@ -14,6 +14,7 @@ or malicious. Code in a pickle is never executed.
 from __future__ import annotations
 
 import json
+import sys
 from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from pathlib import Path
