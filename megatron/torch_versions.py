@@ -83,7 +83,7 @@ REQUIRED: Mapping[str, Mapping[str, str]] = {
         "deepspeed.runtime.pipe.module.PipelineModule": (
             "_build _partition_layers _set_bounds _synchronize_tied_weights"
         ),
-        "deepspeed.runtime.pipe.module.PipelineModule()": "_topo",
+        "deepspeed.runtime.pipe.module.PipelineModule()": "_local_start _topo",
     },
     "a benchmark": {
         "torch.ops.mkldnn": "_is_mkldnn_bf16_supported",

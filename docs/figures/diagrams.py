@@ -9,8 +9,8 @@ from svg import BLUE, GREEN, GREY, LINE_COLORS, PURPLE, RED, YELLOW, Svg
 from megatron.arguments import parse_args
 from megatron.checkpoint.formats.deepspeed_files import missing_files
 from megatron.data.loader import GPTBatchLoader
+from megatron.model.layer_kinds import embedding_and_head
 from megatron.mpu.mesh import Mesh
-from megatron.pipeline.methods import embedding_and_head
 from megatron.pipeline.stages import StagePlan, plan_stages
 
 TP_COLOR, PP_COLOR, DP_COLOR = LINE_COLORS[0], LINE_COLORS[1], LINE_COLORS[2]
@@ -47,7 +47,7 @@ def layers_of_stage(plan: StagePlan, stage: int) -> list[str]:
     return contents
 
 
-def mesh() -> str:
+def layout() -> str:
     """The ranks of TP 2 x PP 2 x DP 2, what each holds, and the three kinds of process groups."""
     figure = Svg(800, 486, "Ranks and process groups of TP 2 x PP 2 x DP 2")
     figure.text(20, 28, "8 ranks: TP 2 x PP 2 x DP 2, a model of 4 transformer layers", bold=True)
@@ -58,7 +58,7 @@ def mesh() -> str:
 
     def corner(rank: int) -> tuple[float, float]:
         at = ranks[rank]
-        return 104 + 354 * at.dp_rank + (width + 12) * at.tp_rank, 114 + 142 * at.pipeline_stage
+        return 104 + 354 * at.dp.rank + (width + 12) * at.tp.rank, 114 + 142 * at.pp.rank
 
     for dp_rank in range(2):
         figure.text(104 + 354 * dp_rank + width + 6, 56, f"DP rank {dp_rank}", anchor="middle", bold=True)
@@ -73,12 +73,12 @@ def mesh() -> str:
     for group in groups["data"]:
         at = ranks[group[0]]
         (left, y), (right, _) = corner(group[0]), corner(group[1])
-        edge, sign = (y, -1) if at.pipeline_stage == 0 else (y + height, 1)
-        middle = edge + sign * (20 + 14 * at.tp_rank)
+        edge, sign = (y, -1) if at.pp.rank == 0 else (y + height, 1)
+        middle = edge + sign * (20 + 14 * at.tp.rank)
         points = [(left, edge), (left, middle), (right, middle), (right, edge)]
         figure.line([(x + width / 2 + 16, y) for x, y in points], DP_COLOR, 3)
     for rank, at in enumerate(ranks):
-        lines = [f"rank {rank}: TP rank {at.tp_rank}", *layers_of_stage(plan, at.pipeline_stage)]
+        lines = [f"rank {rank}: TP rank {at.tp.rank}", *layers_of_stage(plan, at.pp.rank)]
         figure.box(*corner(rank), width, height, lines, GREY, bold_first=True)
     legend = (
         ("model", TP_COLOR, "tensor-parallel groups (TP)", "shards of every layer"),
@@ -234,7 +234,7 @@ def batch() -> str:
 def _files_of_checkpoint() -> dict[str, list[str]]:
     """Returns the names of the files that EIGHT_RANKS with ZeRO-1 saves, by the first part of the name."""
     plan = stages_of(EIGHT_RANKS)
-    head = embedding_and_head(plan.names)[1]
+    head = embedding_and_head(plan.layers)[1]
     with_weights = [i for i, count in enumerate(plan.parameters) if count and i != head]
     run = {
         "layout": {
