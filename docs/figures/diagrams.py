@@ -34,10 +34,10 @@ def stages_of(flags: str) -> StagePlan:
 
 def layers_of_stage(plan: StagePlan, stage: int) -> list[str]:
     """Returns the contents of a stage: ["embedding", "layers 0-1"]. Transformer layers count from 0."""
-    titles = [title for title in plan.layer_titles() if title]
+    titles = [layer.title for layer in plan.layers if layer.title]
     first, end = plan.bounds[stage], plan.bounds[stage + 1]
-    start = len([title for title in plan.layer_titles()[:first] if title])
-    entries = range(start, start + len([title for title in plan.layer_titles()[first:end] if title]))
+    start = len([layer for layer in plan.layers[:first] if layer.title])
+    entries = range(start, start + len([layer for layer in plan.layers[first:end] if layer.title]))
     contents = []
     for title, run in groupby(entries, key=lambda entry: titles[entry]):
         numbers = [entry - 1 for entry in run]  # the embedding precedes the transformer layers
@@ -110,7 +110,8 @@ def partition() -> str:
         x, number = 158.0, 0
         for stage in range(4):
             left = x
-            for title in filter(None, plan.layer_titles()[plan.bounds[stage] : plan.bounds[stage + 1]]):
+            held = plan.layers[plan.bounds[stage] : plan.bounds[stage + 1]]
+            for title in (layer.title for layer in held if layer.title):
                 is_layer = title == "transformer layer"
                 width = 30 if is_layer else 8 * len(title) + 8
                 figure.box(x, y - 4, width, 34, [str(number) if is_layer else title], colors[stage])
