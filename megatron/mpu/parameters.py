@@ -18,7 +18,7 @@ import numpy as np
 import torch
 from torch import nn
 
-from megatron.mpu.mesh import Axis, Mesh
+from megatron.mpu.mesh import Axis, Mesh, place_on
 from megatron.mpu.parameter_spec import Box, ParameterSpec, boxes
 
 # Random numbers come from independent streams. A stream has at most _UNITS_PER_STREAM indices of the first
@@ -56,22 +56,12 @@ def merge_shards(
     if any(shard.shape != shards[0].shape for shard in shards):
         raise ValueError(f"shards of different shapes: {[tuple(shard.shape) for shard in shards]}")
     axes = [Axis(spec.sharding[0].axis, size=len(shards))] if axes is None else axes
-    sizes, shape = {axis.name: axis.size for axis in axes}, list(shards[0].shape)
+    shape = list(shards[0].shape)
     for dim, name, _ in spec.sharding:
-        shape[dim] *= sizes.get(name, 1)
-    saved = ParameterSpec(tuple(shape), spec.sharding)
-    full = shards[0].new_empty(shape)
-    flat = [shard.reshape(-1) for shard in shards]
-    reshard(
-        ParameterSpec(tuple(shape)),
-        (),
-        0,
-        full.numel(),
-        saved,
-        axes,
-        lambda i, a, b: flat[i][a:b],
-        full.view(-1),
-    )
+        shape[dim] *= place_on(axes, name).size
+    saved, whole = ParameterSpec(tuple(shape), spec.sharding), ParameterSpec(tuple(shape))
+    full, flat = shards[0].new_empty(shape), [shard.reshape(-1) for shard in shards]
+    reshard(whole, (), 0, full.numel(), saved, axes, lambda i, a, b: flat[i][a:b], full.view(-1))
     return full
 
 
