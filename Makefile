@@ -82,7 +82,7 @@ NEWEST_TORCH ?= 2.14.1
 NEWEST := .venv-torch-$(NEWEST_TORCH)
 # What depends on torch and Triton: the API, private names, kernels, and the collectives of each kind of parallelism.
 NEWEST_TESTS := tests/kernels tests/unit/test_torch_versions.py tests/simulated/test_torch_patches.py \
-	tests/unit/checkpoint/test_staged_archive.py \
+	tests/unit/checkpoint/test_archive_writer.py \
 	$(addprefix tests/distributed/test_,layout_parity.py zero.py traffic.py tp_overlap.py device_progress.py)
 
 test-newest: setup-newest

@@ -7,11 +7,10 @@ python -m torch.distributed.launch --nproc_per_node 4 pretrain_gpt.py --tensor-m
 srun --ntasks 4 python pretrain_gpt.py --tensor-model-parallel-size 2 ...
 """
 
-import os
 import sys
 from contextlib import ExitStack
 
-from megatron.checkpoint.saved_config import read_saved_config
+from megatron.arguments import complete_command_line, read_command_line, require_flags
 from megatron.cluster.devices import (
     check_fp32_variables,
     set_deterministic_variables,
@@ -19,13 +18,9 @@ from megatron.cluster.devices import (
     set_max_connections,
 )
 from megatron.cluster.exit_codes import exit_code, exit_on_error
-from megatron.cluster.launch import init_from_slurm_env
-from megatron.cluster.node_processes import check_limits
+from megatron.cluster.launch import check_limits, init_from_slurm_env
 from megatron.cluster.rank_reports import RankReport
 from megatron.cluster.watchdog import Watchdog
-from megatron.config import complete_command_line, read_command_line
-from megatron.config.introduction import require_flags
-from megatron.engine.deepspeed_config import read_deepspeed_config
 
 
 def main() -> None:
@@ -38,7 +33,7 @@ def main() -> None:
     set_library_defaults()
     with exit_on_error(report, same_on_all_ranks=True):
         require_flags(sys.argv[1:])
-        command_line = read_command_line(None, os.environ, read_saved_config, read_deepspeed_config)
+        command_line = read_command_line()
     with exit_on_error(report), ExitStack() as on_exit:
         config, notes = command_line.config, list(command_line.notes)
         set_max_connections(config.parallel)
@@ -47,8 +42,8 @@ def main() -> None:
         if config.precision.name == "fp32":
             check_fp32_variables()
         # Imported late: a wrong flag is reported before torch is loaded, and DeepSpeed logs on import.
-        from megatron.cluster.preparation import Preparation
         from megatron.cluster.processes import configure_logging
+        from megatron.cluster.rendezvous import Preparation
 
         configure_logging(config.logging)
         preparation = on_exit.enter_context(Preparation(config))

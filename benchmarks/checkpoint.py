@@ -1,18 +1,14 @@
 #!/usr/bin/env python3
-"""Speed of converting checkpoints, compared with DeepSpeed's converter, and of loading them on a new layout.
+"""Times of saving checkpoints, and of loading them on a new layout.
 
-    python benchmarks/checkpoint.py                 three sizes; some minutes and 12 GB of disk
+    python benchmarks/checkpoint.py                 three sizes; some minutes and 6 GB of disk
     python benchmarks/checkpoint.py --sizes 12      only the largest size
 
-Conversion to the universal format. Two processes (TP=2, ZeRO-1) save a checkpoint with the trainer's engine:
-L layers, hidden 1024, vocabulary 50,257 (padded to 50,432), Adam, fp32. No step is trained; the moments are
-filled with numbers. deepspeed/checkpoint/ds_to_universal.py and tools/ds_to_universal.py convert the
-checkpoint in turns, as commands, with equal numbers of workers.
+Two processes (TP=2, ZeRO-1) save a checkpoint with the trainer's engine: L layers, hidden 1024, vocabulary
+50,257 (padded to 50,432), Adam, fp32; the moments are filled with numbers. benchmarks/conversion.py converts
+such checkpoints.
 
-Every figure is for a complete command, imports included. CPU seconds are summed over all processes of a
-command; they depend less on other load. Memory is the largest sum of resident memory over a command's
-processes (shared pages count in each process), sampled every 10 ms. The files of both converters are
-compared before they are deleted.
+Saves. The processes save at once, in the background, and with torch.distributed.checkpoint.save, in turns.
 
 Direct load. Two pipeline stages (TP=1) load this checkpoint without conversion. 'read': plain reads of as
 many bytes as a rank needs; 'load': values and moments are restored; 'verify': the integrity record is
@@ -25,44 +21,32 @@ import argparse
 import os
 import shutil
 import statistics
-import subprocess
-import sys
 import tempfile
 import threading
 import time
-from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from benchmarks.machine import benchmark_parser, describe_machine, peak_bytes_of
-from benchmarks.saves import BLOOM_BYTES, FOLDER, SEQ, TENSOR, VOCAB, Saver, print_saves
+from benchmarks.machine import benchmark_parser, describe_machine, times_in_turns
 
-ROOT = Path(__file__).resolve().parent.parent
 if TYPE_CHECKING:
+    from megatron.config import Config
     from megatron.engine.pipeline_engine import GPTEngine
 
-HIDDEN, HEADS = 1024, 16
-# For an estimate of a conversion.
-BLOOM_NODES = 24
+HIDDEN, HEADS, VOCAB, SEQ, TENSOR = 1024, 16, 50257, 128, 2
 SIZES = (3, 6, 12)
-TABLES = ("saves", "conversion", "load")
+TABLES = ("saves", "load")
+FOLDER = "BENCHMARK_FOLDER"
+"""Name of an environment variable: the folder of the checkpoints of a worker."""
 MEMORY_FILE = "memory"
-
-
-@dataclass
-class Measured:
-    """Seconds, CPU seconds and peak bytes of each run of a converter."""
-
-    seconds: list[float] = field(default_factory=list)
-    cpu_s: list[float] = field(default_factory=list)
-    peaks: list[int] = field(default_factory=list)
+STEPS_DURING_SAVE = 3
 
 
 def main() -> None:
     parser = benchmark_parser(__doc__)
-    parser.add_argument("--rounds", type=int, default=3, help="runs of each converter per size (default: 3)")
+    parser.add_argument("--rounds", type=int, default=3, help="repetitions (default: 3)")
     parser.add_argument("--sizes", type=int, nargs="+", default=SIZES, help="numbers of layers")
-    parser.add_argument("--workers", type=int, default=2, help="workers of each converter (default: 2)")
     parser.add_argument("--tables", nargs="+", choices=TABLES, default=TABLES, help="default: all")
     parser.add_argument("--worker", metavar="LAYERS,LAYOUT", help=argparse.SUPPRESS)
     arguments = parser.parse_args()
@@ -72,11 +56,137 @@ def main() -> None:
         return
     print(describe_machine(), flush=True)
     if "saves" in arguments.tables:
-        print_saves(__file__, arguments.sizes[len(arguments.sizes) // 2], arguments.rounds)
-    if "conversion" in arguments.tables:
-        conversion(arguments.sizes, arguments.rounds, arguments.workers)
+        print_saves(arguments.sizes[len(arguments.sizes) // 2], arguments.rounds)
     if "load" in arguments.tables:
         direct_load(arguments.sizes, arguments.rounds)
+
+
+# --- Saves ---
+
+
+def print_saves(layers: int, rounds: int) -> None:
+    """Prints how long a save of two ranks stops training, and what it reads and writes."""
+    from tests.support.measured_worlds import World
+
+    with tempfile.TemporaryDirectory(prefix="checkpoint-", dir=os.environ.get("TMPDIR")) as folder:
+        world = World(__file__, f"{layers},tp2", TENSOR, {FOLDER: folder})
+        checkpoint_bytes = 0
+        times: dict[str, list[float]] = {}
+
+        def do(work: str, kind: str = "") -> None:
+            times.setdefault(kind or work, []).append(world.run(work))
+
+        for work in ("save", "start", "finish", "copy", "dcp", "step"):  # once to warm up
+            world.run(work)
+        for _ in range(rounds):
+            do("copy")
+            do("step")
+            before = world.run("bytes")
+            do("save")
+            times.setdefault("bytes", []).append(world.run("bytes") - before)
+            do("dcp")
+            do("start")
+            began = time.perf_counter()
+            for _ in range(STEPS_DURING_SAVE):
+                do("step", "step while saving")
+            do("finish")
+            times.setdefault("durable", []).append(times["start"][-1] + time.perf_counter() - began)
+            newest = max(Path(folder).glob("global_step*"), key=lambda path: int(path.name[11:]))
+            checkpoint_bytes = sum(path.stat().st_size for path in newest.iterdir())
+            shutil.rmtree(Path(folder) / "dcp")
+        world.end()
+    median = {name: statistics.median(seconds) for name, seconds in times.items()}
+    print(f"\nsaves of 2 ranks, TP=2, ZeRO-1, {checkpoint_bytes / 2e9:.2f} GB per rank, median of {rounds}")
+    rows = [
+        ("memory copy of the state", median["copy"], ""),
+        ("save, training stopped", median["save"], ""),
+        (
+            "torch.distributed.checkpoint.save",
+            median["dcp"],
+            f"{median['save'] / median['dcp']:.2f} of it: save",
+        ),
+        (
+            "save in the background, training stopped",
+            median["start"],
+            share_of(median, "start", "save", "copy"),
+        ),
+        ("save in the background, until the checkpoint is complete", median["durable"], ""),
+        ("a step", median["step"], ""),
+        (
+            "a step while a save is written",
+            median["step while saving"],
+            share_of(median, "step while saving", "step"),
+        ),
+    ]
+    for name, seconds, note in rows:
+        print(f"  {name:44} {seconds:7.3f} s  {note}")
+    ratio = 2 * median["bytes"] / checkpoint_bytes
+    print(f"  bytes read and written per byte of the checkpoint: {ratio:.2f}", flush=True)
+
+
+def share_of(times: dict[str, float], name: str, *others: str) -> str:
+    """The time as a multiple of others."""
+    return ", ".join(f"{times[name] / times[other]:.2f} x {other}" for other in others)
+
+
+class Saver:
+    """One rank that saves its state, in several ways."""
+
+    def __init__(self, engine: "GPTEngine", folder: Path) -> None:
+        import torch
+        from torch.distributed.distributed_c10d import _get_default_store
+
+        from megatron.checkpoint.manager import CheckpointManager
+
+        self.engine, self.folder, self.iteration = engine, folder, 0
+        self.manager = CheckpointManager(engine, folder, VOCAB, 0, {}, store=_get_default_store())
+        weights = {f"weight {i}": p.detach() for i, p in enumerate(engine.module.parameters())}
+        moments = engine.optimizer.optimizer.state
+        kept = {
+            f"{i} {key}": value for i, state in enumerate(moments.values()) for key, value in state.items()
+        }
+        masters = {f"master {i}": flat.master.detach() for i, flat in enumerate(engine.optimizer.flat)}
+        rank = engine.global_rank
+        self.state = {f"{rank} {name}": value for name, value in {**weights, **masters, **kept}.items()}
+        self.copies = [torch.empty_like(value) for value in self.state.values()]
+        self.tokens = torch.randint(VOCAB, (2, SEQ + 1))
+
+    def do(self, work: str) -> float | None:
+        """Does the work 'save', 'start', 'finish', 'copy', 'dcp', 'step' or 'bytes'."""
+        from megatron.checkpoint.record import TrainingState
+        from tests.support.measured_worlds import micro_batches
+
+        if work in ("save", "start"):
+            self.iteration += 1
+            state = TrainingState(self.iteration, 2 * self.iteration, 2 * self.iteration * SEQ)
+            self.manager.save(state, in_background=work == "start")
+        elif work == "finish":
+            outcome = self.manager.finish_save()
+            assert outcome is None or not outcome.problem, outcome
+        elif work == "copy":
+            for copy, value in zip(self.copies, self.state.values(), strict=True):
+                copy.copy_(value)
+        elif work == "dcp":
+            import torch.distributed.checkpoint as dcp
+
+            dcp.save(self.state, checkpoint_id=str(self.folder / "dcp"))
+        elif work == "step":
+            batches = micro_batches(self.tokens, self.engine.layout, 1)
+            self.engine.train_step(batches, 2, 0.0)
+        elif work == "bytes":  # of the rank and its writer so far, read and written
+            writer = self.manager.background.writer
+            pids = [os.getpid(), *([writer.process.pid] if writer is not None else [])]
+            return float(sum(io_bytes_of(pid) for pid in pids))
+        return None
+
+
+def io_bytes_of(pid: int) -> int:
+    """The bytes that a process has read and written, of files and of the page cache, but not of sockets."""
+    lines = Path(f"/proc/{pid}/io").read_text().splitlines()
+    return sum(int(line.split()[1]) for line in lines if line.startswith(("rchar", "wchar")))
+
+
+# --- Loads ---
 
 
 def direct_load(sizes: list[int], rounds: int) -> None:
@@ -96,15 +206,11 @@ def direct_load(sizes: list[int], rounds: int) -> None:
             source = make_checkpoint(Path(folder), layers)
             size_bytes = sum(path.stat().st_size for path in source.glob("*_optim_states.pt"))
             world = World(__file__, f"{layers},pp2", 2, {FOLDER: folder})
-            times: dict[str, list[float]] = {work: [] for work in ("read", "load", "verify", "check")}
             # Reads and loads alternate without pauses: the host of a virtual machine takes back memory that
             # is free for seconds, and then the page faults of the next work take longer than the work.
+            times: dict[str, list[float]] = {}
             for works in (("read", "load"), ("verify", "check")):
-                for work in works:  # once to warm up
-                    world.run(work)
-                for _ in range(rounds):
-                    for work in works:
-                        times[work].append(world.run(work))
+                times |= times_in_turns({work: partial(world.run, work) for work in works}, rounds)
             world.end()
             memory = ", ".join(path.read_text() for path in sorted(Path(folder).glob(f"{MEMORY_FILE}-*")))
         read, load, verify, check = (statistics.median(seconds) for seconds in times.values())
@@ -115,41 +221,7 @@ def direct_load(sizes: list[int], rounds: int) -> None:
         )
 
 
-def conversion(sizes: list[int], rounds: int, workers: int) -> None:
-    """Prints the table of conversions, and an estimate for a checkpoint of BLOOM's size."""
-    print(f"\nconversion to universal, {workers} workers each, median of {rounds}")
-    print(f"{'':12}  {'seconds':23}  {'processor seconds':23}  peak MB")
-    columns = f"{'theirs':>7} {'ours':>7} {'ratio':>7}"
-    print(f"{'layers':>6} {'GB':>5}  {columns}  {columns}  {'theirs':>6} {'ours':>6}")
-    rates = []
-    for layers in sizes:
-        with tempfile.TemporaryDirectory(prefix="checkpoint-", dir=os.environ.get("TMPDIR")) as folder:
-            source = make_checkpoint(Path(folder), layers)
-            theirs, ours, size_bytes = convert_in_turns(source, Path(folder), rounds, workers)
-        times = "  ".join(
-            f"{one:7.2f} {other:7.2f} {one / other:7.1f}"
-            for one, other in (
-                (statistics.median(theirs.seconds), statistics.median(ours.seconds)),
-                (statistics.median(theirs.cpu_s), statistics.median(ours.cpu_s)),
-            )
-        )
-        peaks = " ".join(f"{max(one.peaks) / 1e6:6.0f}" for one in (theirs, ours))
-        print(f"{layers:6} {size_bytes / 1e9:5.2f}  {times}  {peaks}", flush=True)
-        rates.append((size_bytes, statistics.median(ours.seconds)))
-    print_estimate(rates, workers)
-
-
-def print_estimate(rates: list[tuple[int, float]], workers: int) -> None:
-    """Prints an estimate for 2.3 TB on one node, and on 24 nodes that divide the parameters."""
-    size_bytes, seconds = max(rates)
-    rate = size_bytes / seconds
-    print(
-        f"at {rate / 1e9:.2f} GB/s (the largest size), one command with {workers} workers converts "
-        f"{BLOOM_BYTES / 1e12} TB in {BLOOM_BYTES / rate / 60:.0f} minutes.\n"
-        f"If each of {BLOOM_NODES} nodes converted a part of the parameters, and their shared file system "
-        f"read and wrote {BLOOM_NODES * rate / 1e9:.0f} GB/s:\n{BLOOM_BYTES / rate / BLOOM_NODES / 60:.1f} "
-        "minutes. The tasks of one srun command share out the parameters; this measurement ran one task."
-    )
+# --- Processes ---
 
 
 def make_checkpoint(folder: Path, layers: int) -> Path:
@@ -172,7 +244,7 @@ def run_worker(layers: int, layout_name: str) -> None:
     from megatron.cluster.processes import destroy_distributed
 
     config = make_config(layers, layout_name)
-    engine = make_engine(config, *connect(config), VOCAB)
+    engine = make_engine(config, connect(config), VOCAB)
     if layout_name == "pp2":
         serve(Loader(engine, Path(os.environ[FOLDER])).do, answers)
     else:
@@ -262,12 +334,12 @@ class AnonymousMemory:
 
     @staticmethod
     def now() -> int:
-        from megatron.cluster.node_processes import status_bytes
+        from megatron.child_processes import status_bytes
 
         return status_bytes("RssAnon")
 
 
-def make_config(layers: int, layout_name: str):
+def make_config(layers: int, layout_name: str) -> "Config":
     from tests.support.measured_worlds import config_of
 
     layout = (
@@ -280,58 +352,6 @@ def make_config(layers: int, layout_name: str):
         f"--max-position-embeddings {SEQ} --micro-batch-size 1 --global-batch-size 2 --zero-stage 1 {layout}",
         2,
     )
-
-
-def convert_in_turns(source: Path, folder: Path, rounds: int, workers: int) -> tuple[Measured, Measured, int]:
-    """Returns the measurements of DeepSpeed's converter and of this one, and the checkpoint's bytes."""
-    flags = ["--num_extract_workers", str(workers), "--num_merge_workers", str(workers)]
-    converters = {
-        "theirs": [sys.executable, "-m", "deepspeed.checkpoint.ds_to_universal", *flags],
-        "ours": [sys.executable, str(ROOT / "tools" / "ds_to_universal.py"), *flags],
-    }
-    measured = {name: Measured() for name in converters}
-    for _ in range(rounds):
-        for name, command in converters.items():
-            seconds, cpu_s, peak = run(
-                [*command, "--input_folder", str(source), "--output_folder", str(folder / name)]
-            )
-            measured[name].seconds.append(seconds)
-            measured[name].cpu_s.append(cpu_s)
-            measured[name].peaks.append(peak)
-        size_bytes = compare(folder / "theirs" / "zero", folder / "ours" / "zero")
-        for name in converters:
-            shutil.rmtree(folder / name)
-    return measured["theirs"], measured["ours"], size_bytes
-
-
-def run(command: list[str]) -> tuple[float, float, int]:
-    """Runs a command; returns its wall seconds, and CPU seconds and peak memory summed over its processes."""
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    start, before = time.perf_counter(), os.times()
-    peak = peak_bytes_of(command, env=environment, stdout=subprocess.DEVNULL)
-    after = os.times()
-    cpu_s = after.children_user + after.children_system - before.children_user - before.children_system
-    return time.perf_counter() - start, cpu_s, peak
-
-
-def compare(theirs: Path, ours: Path) -> int:
-    """Returns the bytes of the parameters' files. Exits the program if a tensor differs between the two."""
-    import torch
-
-    size_bytes = 0
-    for path in sorted(theirs.glob("*/*.pt")):
-        expected, found = (
-            torch.load(side, mmap=True, weights_only=True) for side in (path, ours / path.relative_to(theirs))
-        )
-        pairs = (
-            [(expected, found)]
-            if path.name == "step.pt"
-            else [(expected[key], found[key]) for key in expected]
-        )
-        if not all(torch.equal(torch.as_tensor(one), torch.as_tensor(other)) for one, other in pairs):
-            raise SystemExit(f"{path.relative_to(theirs)} differs")
-        size_bytes += path.stat().st_size
-    return size_bytes
 
 
 if __name__ == "__main__":

@@ -40,7 +40,7 @@ from typing import Any
 import numpy as np
 import tokenizers
 
-from benchmarks.machine import benchmark_parser, describe_machine, peak_bytes_of
+from benchmarks.machine import benchmark_parser, describe_machine, peak_bytes_of, times_in_turns
 from megatron.config import DataConfig
 from megatron.data.gpt_dataset import build_gpt_datasets, data_fingerprint, prepare_index_files
 from megatron.data.indexed_dataset import IndexedDataset, IndexedDatasetBuilder, data_path
@@ -212,13 +212,12 @@ def index(documents: int, core_helpers: Path | None) -> None:
             return SampleIndex(order, samples, shuffle)
 
         builders["Megatron-Core"] = build_as_core
-    seconds: dict[str, list[float]] = {name: [] for name in builders}
-    found = {}
-    for _ in range(3):
-        for name, build in builders.items():
-            start = time.perf_counter()
-            found[name] = build()
-            seconds[name].append(time.perf_counter() - start)
+    found: dict[str, SampleIndex] = {}
+
+    def build(name: str) -> None:
+        found[name] = builders[name]()
+
+    seconds = times_in_turns({name: partial(build, name) for name in builders}, rounds=3, warm_up=0)
     first, *others = found.values()
     for other in others:
         for field in ("documents", "samples", "shuffle"):

@@ -294,7 +294,7 @@ def make_plain_step(row: Row, model: Model) -> Callable[[], float]:
 
 def own_step(row: Row) -> Callable[[], float]:
     from megatron.kernels.selection import forget_decisions
-    from megatron.mpu.layout import ParallelLayout
+    from megatron.mpu.mesh import Mesh
     from tests.support.measured_worlds import make_engine, micro_batches
 
     os.environ.pop("MEGATRON_KERNELS", None)
@@ -302,21 +302,17 @@ def own_step(row: Row) -> Callable[[], float]:
         os.environ["MEGATRON_KERNELS"] = "pytorch"
     forget_decisions()
     config, batch = row.config(), make_batch(row)
-    layout = ParallelLayout.from_config(config.parallel, 0)
-    engine = make_engine(config, layout, layout.make_tp_group(), row.model.vocab, device_values)
-    return lambda: float(engine.train_step(micro_batches(batch, layout, row.micro_batch), row.samples, 1e-4))
+    mesh = Mesh.from_config(config.parallel, 0)
+    engine = make_engine(config, mesh, row.model.vocab, device_values)
+    return lambda: float(engine.train_step(micro_batches(batch, mesh, row.micro_batch), row.samples, 1e-4))
 
 
-def device_values(
-    spec: Any, seed: int, name: str, tp_group: Any, elements: range | None = None
-) -> torch.Tensor:
+def device_values(spec: Any, seed: int, name: str, axes: Any, elements: range | None = None) -> torch.Tensor:
     """Returns initial values, made on the device. A run with the same seed has other initial values."""
     import torch
     from deepspeed.accelerator import get_accelerator
 
-    from megatron.mpu.parameter_spec import local_shape
-
-    values = torch.empty(local_shape(spec, tp_group), device=get_accelerator().current_device_name())
+    values = torch.empty(spec.local_shape(axes), device=get_accelerator().current_device_name())
     return values.fill_(spec.init_value) if spec.init_std is None else values.normal_(std=spec.init_std)
 
 

@@ -38,14 +38,14 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from benchmarks.machine import benchmark_parser, describe_machine
 from benchmarks.plain_model import Model, PlainLayer, rotary_tables
-from megatron.config.cli import parse_args
+from megatron.arguments import parse_args
 from megatron.kernels import selection
 from megatron.model.gpt_model import ParallelTransformerLayerPipe
 from megatron.model.layer_context import LayerContext
 from megatron.model.loss import CrossEntropy
 from megatron.mpu import weight_gradient
 from megatron.mpu.compilation import compile_in_place
-from megatron.mpu.layout import TPGroup
+from megatron.mpu.mesh import ONE_RANK, Axis
 from megatron.mpu.parameters import set_main_grad
 from megatron.mpu.random import DropoutRNG
 from megatron.optimizer.flat_group import add_to_main_grad
@@ -128,7 +128,7 @@ def own_layers(flags: str) -> Call:
     )
     config = parse_args(f"--dry-run --lr 1 --train-iters 1 {sizes} {flags}".split(), {})
     rng = DropoutRNG(1)
-    context = LayerContext(config, TPGroup(), rng)
+    context = LayerContext(config, ONE_RANK, rng)
     layers = nn.Sequential(*(ParallelTransformerLayerPipe(context, 3 + index) for index in range(LAYERS)))
     for parameter in layers.parameters():
         nn.init.constant_(parameter, 0.1)
@@ -164,7 +164,7 @@ def own_loss() -> Call:
     weight, hidden = head()
     set_main_grad(weight, torch.zeros(weight.shape))
     labels_and_mask = torch.zeros(1, SEQ, dtype=torch.int64), torch.ones(1, SEQ)
-    loss = CrossEntropy(TPGroup(), VOCAB)
+    loss = CrossEntropy(Axis("tp"), VOCAB)
     return both_passes(lambda: loss.from_hidden(hidden, weight, labels_and_mask))
 
 

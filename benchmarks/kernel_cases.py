@@ -17,8 +17,8 @@ from megatron.model.gpt_model import ParallelSelfAttention
 from megatron.model.layer_context import LayerContext
 from megatron.model.position import document_ids_of
 from megatron.mpu.embedding import embedding
-from megatron.mpu.layout import TPGroup
 from megatron.mpu.logit_chunks import LogitChunks
+from megatron.mpu.mesh import ONE_RANK, Axis
 from megatron.mpu.random import DropoutRNG, dropout_add
 from megatron.mpu.weight_gradient import weight_gradient
 from megatron.optimizer.flat_group import move_grad
@@ -105,7 +105,7 @@ def dropout_case(inputs: Inputs) -> Case:
     rng = DropoutRNG(1, (5,))
 
     def work() -> list[Tensor]:
-        y = dropout_add(x, residual, 0.1, rng, "4.mlp", batch_dim=1, tp_group=TPGroup())
+        y = dropout_add(x, residual, 0.1, rng, "4.mlp", batch_dim=1, tp_group=Axis("tp"))
         return [y.detach(), *torch.autograd.grad(y, (x, residual), grad)]
 
     def library() -> list[Tensor]:
@@ -128,7 +128,7 @@ def layer_config(sizes: Sizes, flags: str) -> Config:
 def attention_case(name: str, flags: str, inputs: Inputs) -> Case:
     sizes, device = inputs.sizes, inputs.device
     config = layer_config(sizes, flags)
-    core = CoreAttention(LayerContext(config, TPGroup(), DropoutRNG(1, (5,))), 0)
+    core = CoreAttention(LayerContext(config, ONE_RANK, DropoutRNG(1, (5,))), 0)
     q, k, v = inputs.some((sizes.seq, 1, sizes.heads, sizes.head_dim), 3)
     (grad,) = inputs.some((sizes.seq, 1, sizes.hidden), 1)
     tokens = torch.ones(1, sizes.seq, dtype=torch.int64, device=device)
@@ -153,7 +153,7 @@ def rotary_case(inputs: Inputs) -> Case:
     sizes, device = inputs.sizes, inputs.device
     config = layer_config(sizes, "--position-embedding-type rotary")
     with torch.device(device):
-        attention = ParallelSelfAttention(LayerContext(config, TPGroup(), DropoutRNG(1)), 3)
+        attention = ParallelSelfAttention(LayerContext(config, ONE_RANK, DropoutRNG(1)), 3)
     (projected,) = inputs.some((sizes.seq, 1, 3 * sizes.hidden), 1)
     grads = inputs.some((sizes.seq, 1, sizes.heads, sizes.head_dim), 3)
 
@@ -227,7 +227,7 @@ def loss_case(inputs: Inputs) -> Case:
 
     def work() -> list[Tensor]:
         with torch.no_grad():
-            chunks = LogitChunks(hidden, weight, labels, TPGroup(), sizes.vocab, 0.0)
+            chunks = LogitChunks(hidden, weight, labels, Axis("tp"), sizes.vocab, 0.0)
             losses, _, _, gradient = chunks.losses(chunks.chunks[0], with_gradient=True)
         scale = chunks.gradient_scale  # 1 except in fp16
         return [losses, gradient if scale == 1 else gradient / scale]

@@ -1,5 +1,5 @@
-"""What benchmarks share: a parser of flags, a description of the machine, rows of results, and the memory of
-a command."""
+"""What benchmarks share: a parser of flags, a description of the machine, rows of results, the times of works
+that take turns, and the memory of a command."""
 
 import argparse
 import json
@@ -7,7 +7,7 @@ import os
 import platform
 import subprocess
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from importlib.metadata import version
 from pathlib import Path
@@ -63,6 +63,22 @@ def device_is_lost() -> bool:
     except RuntimeError:
         return True
     return False
+
+
+def times_in_turns(
+    works: Mapping[str, Callable[[], float | None]], rounds: int, warm_up: int = 1
+) -> dict[str, list[float]]:
+    """Runs works in turns, so that other load on the machine slows all of them. Returns the seconds of each
+    work in each round, without the first `warm_up` rounds. A work may return its own seconds."""
+    times: dict[str, list[float]] = {name: [] for name in works}
+    for turn in range(warm_up + rounds):
+        for name, work in works.items():
+            start = time.perf_counter()
+            found = work()
+            seconds = time.perf_counter() - start if found is None else found
+            if turn >= warm_up:
+                times[name].append(seconds)
+    return times
 
 
 def peak_bytes_of(command: Sequence[str], **options: Any) -> int:

@@ -19,32 +19,33 @@ conversion: resident memory of tools/convert_huggingface.py on models with the l
 each depth the benchmark writes a Hugging Face model with hidden size 8192, FFN 28672, 64 heads, 8 groups and
 128,256 tokens as bf16 safetensors of about 5 GB each. It converts the model to a universal checkpoint, and
 this checkpoint back. The input consists of sparse files of zeros, which take no space on the disk and are
-read like other files; the output is complete. The table has the largest resident memory of each conversion
-(VmHWM or ru_maxrss, with mapped file pages), and its largest sampled anonymous and file-backed parts. The
-page cache is not included. If the peak does not grow with the depth, the whole model converts in this memory.
+read like other files; the output is complete. The table has the largest resident memory of each conversion,
+with mapped file pages, sampled every 10 ms. The page cache is not included. If the peak does not grow with
+the depth, the whole model converts in this memory.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import math
 import shutil
 import statistics
 import subprocess
 import sys
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import torch
 
-from benchmarks.machine import benchmark_parser, describe_machine
+from benchmarks.machine import benchmark_parser, describe_machine, peak_bytes_of, times_in_turns
 from megatron.cluster.processes import configure_logging
 from megatron.config import LoggingConfig
 from megatron.model.loss import CrossEntropy
 from megatron.mpu.layers import parallel_logits
-from megatron.mpu.layout import TPGroup
+from megatron.mpu.mesh import Axis
 from tests.support.tracked_memory import TrackedMemory
 
 MIB = 2**20
@@ -57,9 +58,7 @@ ON_CPU = (1024, 32768, 768)
 ROOT = Path(__file__).resolve().parent.parent
 TOOL = ROOT / "tools" / "convert_huggingface.py"
 HIDDEN, FFN, HEADS, GROUPS, VOCAB = 8192, 28672, 64, 8, 128_256
-HEAD_DIM = HIDDEN // HEADS
 FILE_BYTES = 5 * 10**9
-SAMPLE_S = 0.05
 GB = 1e9
 
 CONFIG = {
@@ -124,7 +123,7 @@ def make_steps(
     weight = (0.02 * torch.randn(vocab, width, device=device)).to(dtype).requires_grad_()
     weight.main_grad = torch.zeros(vocab, width, device=device)
     labels = (torch.randint(0, vocab, (1, tokens), device=device), torch.ones(1, tokens, device=device))
-    loss = CrossEntropy(TPGroup(), vocab)
+    loss = CrossEntropy(Axis("tp"), vocab)
 
     # A step frees all that it has allocated, so that the peak of the next step includes all allocations.
     def fused() -> None:
@@ -132,7 +131,7 @@ def make_steps(
         hidden.grad = None
 
     def plain() -> None:
-        loss(parallel_logits(hidden, weight, TPGroup()).float(), labels).backward()
+        loss(parallel_logits(hidden, weight, Axis("tp")).float(), labels).backward()
         weight.main_grad.add_(weight.grad)
         hidden.grad = weight.grad = None
 
@@ -175,13 +174,8 @@ def print_times(size: tuple[int, int, int], dtype: torch.dtype, device: torch.de
         torch.mm(between, right)
         torch.mm(between.t(), left)
 
-    work = {**make_steps(size, dtype, device), "products": products}
-    times: dict[str, list[float]] = {name: [] for name in work}
-    for turn in range(rounds + 1):
-        for name, step in work.items():
-            seconds = timed(step, device)
-            if turn:
-                times[name].append(seconds)
+    works = {**make_steps(size, dtype, device), "products": products}
+    times = times_in_turns({name: partial(timed, step, device) for name, step in works.items()}, rounds)
     median = {name: statistics.median(values) for name, values in times.items()}
     print(f"\n{tokens} tokens, {vocab} rows, hidden {width}, {str(dtype).split('.')[-1]}, on {device.type}")
     print(f"{'':8} {'ms':>8} {'of plain':>9} {'of products':>12}")
@@ -209,30 +203,16 @@ def timed(step: Callable[[], None], device: torch.device) -> float:
 
 def weights(layers: int) -> dict[str, tuple[int, ...]]:
     """Returns Hugging Face's name -> shape of each weight."""
-    found: dict[str, tuple[int, ...]] = {"model.embed_tokens.weight": (VOCAB, HIDDEN)}
-    for layer in range(layers):
-        key_rows = GROUPS * HEAD_DIM
-        of_layer = {
-            "self_attn.q_proj": (HIDDEN, HIDDEN),
-            "self_attn.k_proj": (key_rows, HIDDEN),
-            "self_attn.v_proj": (key_rows, HIDDEN),
-            "self_attn.o_proj": (HIDDEN, HIDDEN),
-            "mlp.gate_proj": (FFN, HIDDEN),
-            "mlp.up_proj": (FFN, HIDDEN),
-            "mlp.down_proj": (HIDDEN, FFN),
-            "input_layernorm": (HIDDEN,),
-            "post_attention_layernorm": (HIDDEN,),
-        }
-        found |= {f"model.layers.{layer}.{name}.weight": shape for name, shape in of_layer.items()}
-    return found | {"model.norm.weight": (HIDDEN,), "lm_head.weight": (VOCAB, HIDDEN)}
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    with torch.device("meta"):
+        model = LlamaForCausalLM(LlamaConfig(**CONFIG, num_hidden_layers=layers))
+    return {name: tuple(weight.shape) for name, weight in model.named_parameters()}
 
 
 def num_bytes(shape: tuple[int, ...]) -> int:
-    """Returns the bytes of the weights in bf16."""
-    size = 2
-    for rows in shape:
-        size *= rows
-    return size
+    """Returns the bytes of a weight in bf16."""
+    return 2 * math.prod(shape)
 
 
 def write_model(folder: Path, layers: int) -> int:
@@ -262,40 +242,16 @@ def write_model(folder: Path, layers: int) -> int:
     return total
 
 
-@dataclass
-class Usage:
-    """The resources that a finished process used, in GB and seconds."""
-
-    peak: float
-    anonymous: float
-    file_backed: float
-    seconds: float
-
-
-def convert(*flags: str) -> Usage:
-    """Runs the tool, and samples its memory."""
+def convert(*flags: str) -> tuple[float, float]:
+    """Runs the tool; returns its peak memory in GB, and its seconds."""
     started = time.monotonic()
-    process = subprocess.Popen([sys.executable, str(TOOL), *flags], stdout=subprocess.DEVNULL)
-    largest = {"VmHWM": 0, "RssAnon": 0, "RssFile": 0}
-    while process.poll() is None:
-        try:
-            lines = Path(f"/proc/{process.pid}/status").read_text().splitlines()
-        except OSError:
-            break
-        for name, _, value in (line.partition(":") for line in lines):
-            if name in largest:
-                largest[name] = max(largest[name], int(value.split()[0]) * 1024)
-        time.sleep(SAMPLE_S)
-    if process.wait():
-        raise SystemExit(f"{TOOL.name} {' '.join(flags)} has failed")
-    peak, anonymous, file_backed = (value / GB for value in largest.values())
-    return Usage(peak, anonymous, file_backed, time.monotonic() - started)
+    peak = peak_bytes_of([sys.executable, str(TOOL), *flags], stdout=subprocess.DEVNULL)
+    return peak / GB, time.monotonic() - started
 
 
 def measure_conversions(arguments: argparse.Namespace) -> None:
     """Prints a row for each depth and direction."""
-    print("| layers | direction | bf16 GB | peak GB | anonymous GB | file-backed GB | seconds |")
-    print("|---|---|---|---|---|---|---|")
+    print("| layers | direction | bf16 GB | peak GB | seconds |\n|---|---|---|---|---|")
     for layers in arguments.layers:
         folder = Path(arguments.folder) / f"conversion-{layers}"
         try:
@@ -306,12 +262,8 @@ def measure_conversions(arguments: argparse.Namespace) -> None:
             to_hugging_face = convert("--from", back, "--to", str(folder / "again"), "--no-tokenizer")
         finally:
             shutil.rmtree(folder, ignore_errors=True)
-        for direction, used in (("import", to_universal), ("export", to_hugging_face)):
-            print(
-                f"| {layers} | {direction} | {size:.1f} | {used.peak:.2f} | {used.anonymous:.2f} | "
-                f"{used.file_backed:.2f} | {used.seconds:.0f} |",
-                flush=True,
-            )
+        for direction, (peak, seconds) in (("import", to_universal), ("export", to_hugging_face)):
+            print(f"| {layers} | {direction} | {size:.1f} | {peak:.2f} | {seconds:.0f} |", flush=True)
 
 
 if __name__ == "__main__":

@@ -1,215 +1,252 @@
 #!/usr/bin/env python3
-"""Compares the planner's predictions with published measurements: step time, memory, out-of-memory runs.
+"""Compares the planner's predictions with measurements: with published runs, and with processes on CPUs.
 
-    python benchmarks/planner_accuracy.py               BigScience's rows of 2021, row by row
-    python benchmarks/planner_accuracy.py --rows FILE   rows of 2023 and later, by framework and GPU
+    python benchmarks/planner_accuracy.py               published runs of other programs: two minutes
+    python benchmarks/planner_accuracy.py --rows FILE   rows of a file like benchmarks/published/rows.csv
     python benchmarks/planner_accuracy.py --fit         also fits the constants
+    python benchmarks/planner_accuracy.py --cpu         eight layouts on this machine: some minutes
 
-The rows were measured with other frameworks, whose kernels and memory `benchmarks.published_programs`
-describes. The benchmark tests the predicted times of kernels and collectives (`megatron.planner.rates`,
-`network`) and the simulation of schedules. The constants were fitted on the rows marked with *
-(`benchmarks.published_programs.fitting`).
+Published runs. Each row has the flags of a run of this program. The planner predicts its step and its memory
+from its own recorded layers, with the attention kernel, the bytes per parameter and a factor for the bytes of
+the other kernels of the program that was measured (benchmarks/published/programs.json). So the comparison
+tests the predicted times of kernels and collectives, the simulation of schedules and the memory plan. The
+rows marked with * were used to fit the constants.
 
-FILE has the format of benchmarks/published/modern.csv; the constants were also fitted on the rows of that
-file.
+CPUs: see benchmarks/cpu_steps.py.
 """
 
 from __future__ import annotations
 
-import os
+import math
 import statistics
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from itertools import combinations, groupby
 from pathlib import Path
 
-# The published frameworks do not have these kernels.
-os.environ["MEGATRON_KERNELS"] = "pytorch"
-
-from benchmarks.machine import benchmark_parser
-from benchmarks.published_programs.classes import IN_USE
-from benchmarks.published_programs.fitting import FITTED, Sample, choose, fit
-from benchmarks.published_programs.report import accuracy_report, kendall_tau, predict
-from benchmarks.published_programs.rows import read_rows
-from benchmarks.published_programs.steps import predict_step
-from benchmarks.published_rows import (
-    DEEPSPEED_3D,
+from benchmarks import cpu_steps
+from benchmarks.machine import benchmark_parser, describe_machine
+from benchmarks.published_runs import (
     FOLDER,
-    MEGATRON,
-    MIB,
-    USABLE,
+    IN_USE,
+    Constants,
     Row,
-    fullest_gb,
+    plan_of,
+    read_rows,
+    read_stages,
     stage_memory,
-    stage_rows,
-    throughput_rows,
 )
 from megatron.cluster.devices import find_gpu
-from megatron.config import Config
-from megatron.pipeline.stages import plan_stages
 from megatron.text_table import format_table
 
-BIGSCIENCE = "bigscience-workshop/bigscience"
+MIB = 2**20
+# The fraction of the memory that a run can fill (assumed): fragmentation takes the rest.
+USABLE = 0.95
+_ALL_GPUS = "v100+a100+h100+h200+b200+gb200"
+_2021 = "megatron 2021+megatron 2021 bf16"
+FITTED = {
+    "v100.products": 0.80,
+    "a100.products": 0.80,
+    "h100+h200.products": 0.70,
+    "b200+gb200.products": 0.60,
+    f"{_ALL_GPUS}.tile_s": 4e-6,
+    f"{_ALL_GPUS}.contention": 0.2,
+    f"{_2021}.traffic": 1.5,
+    f"{_2021}.tensor_latency_us": 300.0,
+    "transformer engine.traffic": 1.2,
+    "xla.traffic": 1.2,
+    "fsdp eager.traffic": 1.5,
+}
+"""Constants that --fit fits, and where it starts: values from measurements of kernels, or guesses."""
+_OUTLIER = 0.4
+"""A larger log error counts as this one: the run was probably not of the kind that its row states."""
+_PRIOR = 0.005
+"""Cost of a constant that differs from the start by a factor of e, relative to an error of 100 %."""
 
 
 def main() -> None:
     parser = benchmark_parser(__doc__)
-    parser.add_argument("--rows", type=Path, metavar="FILE", help="published rows of 2023 and later")
-    parser.add_argument(
-        "--outliers", type=int, default=0, help="with --rows: number of rows to print per framework"
-    )
+    parser.add_argument("--rows", type=Path, metavar="FILE", help="rows to compare instead")
     parser.add_argument("--fit", action="store_true", help="fit the constants")
+    parser.add_argument("--cpu", action="store_true", help="measure on this machine")
     arguments = parser.parse_args()
-    rows = throughput_rows()
-    fitted_on = choose({BIGSCIENCE: [row.source for row in rows if row.seconds]})
-    if arguments.fit:
-        print(fit_report(rows, fitted_on))
-    if arguments.rows is not None:
-        print(rows_report(arguments.rows, arguments.outliers))
+    if arguments.cpu:
+        print(describe_machine(), flush=True)
+        cpu_steps.compare()
         return
-    for kind in ("a100", "v100"):
-        print(f"\n{kind}, time of a step")
-        print(time_report([row for row in rows if row.gpu_kind == kind], fitted_on))
-    print("\nmemory of the most loaded GPU, GB")
-    print(memory_report(rows))
-    print("\nmemory per stage, MiB")
-    print(stage_report())
+    rows = read_rows(arguments.rows or FOLDER / "rows.csv")
+    print(time_report(rows))
+    if arguments.rows is None:
+        print("\nmemory of the most loaded GPU, GB")
+        print(memory_report(rows))
+        print("\nmemory per stage, MiB")
+        print(stage_report())
+    if arguments.fit:
+        print(fit_report(rows))
 
 
-def rows_report(path: Path, outliers: int) -> str:
-    """Returns the table of errors for the rows of a file."""
-    rows, skipped = read_rows(path)
-    fitted_rows, _ = read_rows(FOLDER / "modern.csv")
-    return accuracy_report(predict(rows, IN_USE), skipped, {row.source for row in fitted_rows}, outliers)
+# --- Time ---
 
 
-def fit_report(rows: Sequence[Row], fitted_on: set[str]) -> str:
-    """Returns the table of the best constants and the constants in use."""
-    samples = [
-        Sample(row.run, row.seconds, BIGSCIENCE, row.gpu_kind)
-        for row in rows
-        if row.source in fitted_on and row.seconds
+def predict(rows: Sequence[Row], constants: Constants = IN_USE) -> list[float]:
+    """Returns the predicted seconds of a step of each row."""
+    with ThreadPoolExecutor() as pool:  # the threads wait for the processes that record layers
+        return list(pool.map(lambda row: row.step_seconds(constants), rows))
+
+
+def time_report(rows: Sequence[Row]) -> str:
+    """Returns a line per row, and the errors by program and GPU."""
+    timed = [row for row in rows if row.seconds]
+    pairs = [(row, seconds, row.seconds or 0.0) for row, seconds in zip(timed, predict(timed), strict=True)]
+    table = [["row", "program", "GPU", "layout", "measured s", "predicted s", "error %"]]
+    table += [
+        [
+            row.name + "*" * row.is_fitted,
+            row.program,
+            row.gpu_kind,
+            row.layout,
+            f"{measured:.3g}",
+            f"{predicted:.3g}",
+            f"{100 * (predicted / measured - 1):+.1f}",
+        ]
+        for row, predicted, measured in pairs
     ]
-    samples += [
-        Sample(row.run, row.seconds, row.origin, row.gpu_kind) for row in read_rows(FOLDER / "modern.csv")[0]
-    ]
-    best = fit(samples, IN_USE)
-    table = [["constant", "best", "in use"]]
-    table += [[one.name, f"{best.get(one.name):.3g}", f"{IN_USE.get(one.name):.3g}"] for one in FITTED]
-    return f"fitted on {len(samples)} rows\n{format_table(table, left_align=(0,))}"
+    summary = [["rows", "program", "GPU", "number", "median %", "9 of 10 %", "worst %", "order, tau"]]
+
+    def kind(pair: tuple[Row, float, float]) -> tuple[bool, str, str]:
+        return pair[0].is_fitted, pair[0].program, pair[0].gpu_kind
+
+    for (is_fitted, program, gpu), group in groupby(sorted(pairs, key=kind), kind):
+        summary.append(["fitted on" if is_fitted else "unseen", program, gpu, *_cells(list(group))])
+    for is_fitted in (False, True):
+        group_of_all = [pair for pair in pairs if pair[0].is_fitted == is_fitted]
+        if group_of_all:
+            summary.append(["fitted on" if is_fitted else "unseen", "all", "all", *_cells(group_of_all)])
+    return f"{format_table(table, (0, 1, 2, 3))}\n\n{format_table(summary, (0, 1, 2))}"
 
 
-def time_report(rows: Sequence[Row], fitted_on: set[str]) -> str:
-    """Returns a line per row, and the errors of the rows that the constants were not fitted on."""
-    table, others, order = [["row", "layout", "measured s", "predicted s", "error %"]], [], []
-    for row in rows:
-        if row.seconds is None:
-            continue
-        predicted = predict_step(row.run(IN_USE)).total
-        error = predicted / row.seconds - 1
-        used = row.source in fitted_on
-        table.append([row.name + "*" * used, row.layout, f"{row.seconds:.1f}", f"{predicted:.1f}"])
-        table[-1].append(f"{100 * error:+.1f}")
-        order.append((row, row.seconds, predicted))
-        others += [] if used else [error]
-    lines = [format_table(table, left_align=(0, 1)), f"without the fitted rows: {_errors(others)}"]
-    tau = kendall_tau([(seconds, predicted) for _, seconds, predicted in order])
-    lines.append(f"order of all rows: Kendall's tau {tau:.2f}")
-    lines.append(_repeats_line(order))
-    by_model: dict[tuple[int, int, int], list[tuple[float, float]]] = {}
-    for row, seconds, predicted in order:
-        model, batch = row.config.model, row.config.batch.global_batch_size
-        by_model.setdefault((model.num_layers, model.hidden_size, batch), []).append((seconds, predicted))
-    for (layers, hidden, batch), pairs in by_model.items():
-        if len(pairs) >= 4:
-            lines.append(
-                f"order of the {len(pairs)} layouts of {layers} x {hidden}, batch {batch}: "
-                f"Kendall's tau {kendall_tau(pairs):.2f}"
-            )
-    return "\n".join(lines)
+def _cells(pairs: Sequence[tuple[Row, float, float]]) -> list[str]:
+    tau = order_of_layouts(pairs)
+    errors = [predicted / measured - 1 for _, predicted, measured in pairs]
+    return [str(len(pairs)), *_quantiles(errors), "" if tau is None else f"{tau:.2f}"]
 
 
-def _repeats_line(order: Sequence[tuple[Row, float, float]]) -> str:
-    """Returns the rank correlation of the predictions over different layouts. Also returns the spread of
-    repeated measurements of a layout, and the rank correlation that their medians would reach."""
-    same: dict[Config, list[tuple[float, float]]] = {}
-    for row, seconds, predicted in order:
-        same.setdefault(row.config, []).append((seconds, predicted))
-    medians = {config: statistics.median(s for s, _ in pairs) for config, pairs in same.items()}
-    repeated = [[s for s, _ in pairs] for pairs in same.values() if len(pairs) > 1]
-    layouts = kendall_tau([(medians[config], pairs[0][1]) for config, pairs in same.items()])
-    line = f"order of the {len(same)} different layouts: Kendall's tau {layouts:.2f}"
-    if not repeated:
-        return line
-    spread = max(max(seconds) / min(seconds) - 1 for seconds in repeated)
-    exact = kendall_tau([(seconds, medians[row.config]) for row, seconds, _ in order])
-    return (
-        f"{line}; {len(repeated)} of them were measured several times, with up to {100 * spread:.0f} % "
-        f"difference: their medians as predictions have Kendall's tau {exact:.2f} over all rows"
-    )
-
-
-def _errors(errors: Sequence[float]) -> str:
+def _quantiles(errors: Sequence[float]) -> list[str]:
+    """Returns the median, the error within which 9 of 10 are, and the largest, in percent."""
     sizes = sorted(abs(error) for error in errors)
-    within = sum(size <= 0.1 for size in sizes)
-    worst = ", ".join(f"{100 * size:.0f}" for size in sizes[-3:])
-    return (
-        f"{len(sizes)} rows, median {100 * statistics.median(sizes):.1f} %, 9 of 10 within "
-        f"{100 * sizes[max(-(-9 * len(sizes) // 10) - 1, 0)]:.1f} %, worst {worst} %; {within} within 10 %"
-    )
+    nine_of_ten = sizes[max(-(-9 * len(sizes) // 10) - 1, 0)]
+    return [f"{100 * size:.1f}" for size in (statistics.median(sizes), nine_of_ten, sizes[-1])]
+
+
+def order_of_layouts(pairs: Sequence[tuple[Row, float, float]]) -> float | None:
+    """Returns Kendall's tau of predicted and measured seconds over all pairs of rows that differ only in
+    layout, micro-batch and heads: 1 if all pairs are in the same order. Returns None without such pairs."""
+    agree = compared = 0
+    for (a, predicted_a, measured_a), (b, predicted_b, measured_b) in combinations(pairs, 2):
+        if a.problem == b.problem and a.layout != b.layout:
+            sign = (predicted_a - predicted_b) * (measured_a - measured_b)
+            agree += (sign > 0) - (sign < 0)
+            compared += 1
+    return agree / compared if compared else None
+
+
+# --- Memory ---
 
 
 def memory_report(rows: Sequence[Row]) -> str:
     """Returns a line per row with a measured memory, and the out-of-memory rows."""
-    table, verdicts = [["row", "layout", "measured", "predicted", "error %"]], []
+    table = [["row", "layout", "measured", "predicted", "error %"]]
     errors: dict[str, list[float]] = {}
-    wrong: list[str] = []
+    verdicts, wrong = [], []
     for row in rows:
-        predicted = fullest_gb(row)
+        if row.memory_gb is None and not row.out_of_memory:
+            continue
+        predicted = row.peak_gb()
         gpu = find_gpu(row.config)
         assert gpu is not None
         limit = USABLE * gpu.memory_bytes / 1e9
-        if row.out_of_memory:
-            verdicts.append(f"{row.name} {row.layout}: {predicted:.0f} GB of {limit:.0f}")
-            wrong += [] if predicted > limit else [f"{row.name} ran out of memory and is said to fit"]
-            continue
-        wrong += [f"{row.name} ran and is said not to fit ({predicted:.0f} GB)"] if predicted > limit else []
+        if (predicted > limit) != row.out_of_memory:
+            wrong.append(f"{row.name}: {predicted:.0f} GB of {limit:.0f}")
         if row.memory_gb is None:
+            verdicts.append(f"{row.name} {row.layout}: {predicted:.0f} GB of {limit:.0f}")
             continue
-        error = predicted / row.memory_gb - 1
-        errors.setdefault(row.gpu, []).append(error)
-        table.append(
-            [row.name, row.layout, f"{row.memory_gb:.0f}", f"{predicted:.1f}", f"{100 * error:+.1f}"]
-        )
+        errors.setdefault(row.gpu_kind, []).append(predicted / row.memory_gb - 1)
+        error = f"{100 * errors[row.gpu_kind][-1]:+.1f}"
+        table.append([row.name, row.layout, f"{row.memory_gb:.0f}", f"{predicted:.1f}", error])
     lines = [format_table(table, left_align=(0, 1))]
-    lines += [f"{gpu}: {_errors(of_gpu)}" for gpu, of_gpu in errors.items()]
-    lines += ["out of memory: " + "; ".join(verdicts)]
-    lines += [f"wrong verdicts: {len(wrong)}" + "".join(f"\n  {text}" for text in wrong)]
+    lines += [
+        f"{kind}: {len(found)} rows, median {median} %, 9 of 10 within {nine_of_ten} %, worst {worst} %"
+        for kind, found in errors.items()
+        for median, nine_of_ten, worst in [_quantiles(found)]
+    ]
+    lines += [f"out of memory: {'; '.join(verdicts)}", f"wrong verdicts: {len(wrong)} {'; '.join(wrong)}"]
     return "\n".join(lines)
 
 
 def stage_report() -> str:
-    """Returns a line per stage of published/stage_memory.csv."""
-    table = [["engine", "layout", "stage", "parameters", "static", "error %", "peak", "error %"]]
-    static_errors, peak_errors, exact = [], [], 0
-    for row in stage_rows():
-        plan = plan_stages(row.config, row.vocab_size)
-        memory = MEGATRON if row.engine == "megatron" else DEEPSPEED_3D
-        predicted = stage_memory(row.config, plan, row.vocab_size, memory, row.stage)
-        exact += plan.stage_parameters(row.stage) == row.parameters
-        static_errors.append(predicted.static / MIB / row.allocated_mib - 1)
-        peak_errors.append(predicted.peak / MIB / row.peak_mib - 1)
-        model, parallel = row.config.model, row.config.parallel
-        layout = f"{model.num_layers}x{model.hidden_size} PP{parallel.pipeline_model_parallel_size}"
+    """Returns a line per stage of published/stages.csv."""
+    table = [["program", "layout", "stage", "parameters", "static", "error %", "peak", "error %"]]
+    static_errors, peak_errors = [], []
+    for row, config in read_stages():
+        stage, program = int(row["stage"]), IN_USE.programs[row["program"]]
+        allocated, peak = float(row["allocated_mib"]), float(row["peak_mib"])
+        parameters = plan_of(config).stage_parameters(stage)
+        predicted = stage_memory(config, program)[stage]
+        static_errors.append(predicted.static / MIB / allocated - 1)
+        peak_errors.append(predicted.peak / MIB / peak - 1)
+        model, pp_size = config.model, config.parallel.pipeline_model_parallel_size
         table.append(
-            [row.engine, layout, str(row.stage), f"{plan.stage_parameters(row.stage) - row.parameters:+d}"]
+            [
+                row["program"],
+                f"{model.num_layers}x{model.hidden_size} PP{pp_size}",
+                row["stage"],
+                f"{parameters - int(row['parameters']):+d}",
+                f"{allocated:.0f}",
+                f"{100 * static_errors[-1]:+.2f}",
+                f"{peak:.0f}",
+                f"{100 * peak_errors[-1]:+.1f}",
+            ]
         )
-        table[-1] += [f"{row.allocated_mib:.0f}", f"{100 * static_errors[-1]:+.2f}"]
-        table[-1] += [f"{row.peak_mib:.0f}", f"{100 * peak_errors[-1]:+.1f}"]
+    exact = [line[3] for line in table].count("+0")
     worst_static, worst_peak = (max(map(abs, errors)) for errors in (static_errors, peak_errors))
     return (
-        format_table(table, left_align=(0, 1))
-        + f"\nparameters exact in {exact} of {len(static_errors)} rows; static: worst "
-        f"{100 * worst_static:.2f} % (goal 1 %); peak: worst {100 * worst_peak:.1f} % (goal 5 %)"
+        f"{format_table(table, left_align=(0, 1))}\n"
+        f"parameters exact in {exact} of {len(static_errors)} rows; static: worst {100 * worst_static:.2f} % "
+        f"(goal 1 %); peak: worst {100 * worst_peak:.1f} % (goal 5 %)"
     )
+
+
+# --- Constants ---
+
+
+def fit_report(rows: Sequence[Row]) -> str:
+    """Returns the table of the best constants and the constants in use."""
+    used = [row for row in rows if row.is_fitted and row.seconds]
+    best = fit(used)
+    table = [["constant", "best", "in use"]]
+    table += [[name, f"{value:.3g}", f"{IN_USE.get(name):.3g}"] for name, value in best.items()]
+    return f"\nfitted on {len(used)} rows\n{format_table(table, left_align=(0,))}"
+
+
+def fit(rows: Sequence[Row], start: Mapping[str, float] = FITTED) -> dict[str, float]:
+    """Returns the constants with the least error on the rows. Each repository counts on each kind of GPU with
+    the root of its number of rows."""
+    counts = Counter((row.origin, row.gpu_kind) for row in rows)
+
+    def cost(values: Mapping[str, float]) -> float:
+        constants = IN_USE
+        for name, value in values.items():
+            constants = constants.with_value(name, value)
+        errors = [
+            min(abs(math.log(predicted / (row.seconds or 1.0))), _OUTLIER)
+            / math.sqrt(counts[row.origin, row.gpu_kind])
+            for row, predicted in zip(rows, predict(rows, constants), strict=True)
+        ]
+        distances = [math.log(value / start[name]) ** 2 for name, value in values.items()]
+        return sum(errors) + _PRIOR * sum(distances)
+
+    return cpu_steps.least(cost, start)
 
 
 if __name__ == "__main__":

@@ -4,11 +4,10 @@
     python benchmarks/step_cost.py --preset 13B --world-size 128 --tensor-model-parallel-size 4 \\
         --pipeline-model-parallel-size 4
 
-The real step (model, engine, optimizer, schedule) runs on tensors without values: no GPU is needed, and no
-figure is measured. The cost of a layer is the difference between models with one and with two layers per
-stage. Bytes are counted for the tensors that each operation reads and writes. The rows with seconds are the
-planner's predictions for --gpu (default h100-80gb) with 50 GB/s per GPU between nodes: 8 GPUs share the 3200
-Gbit/s of their node.
+The run's own layers and optimizer run on tensors without values: no GPU is needed, and no figure is measured.
+Host synchronizations are counted in a whole simulated step. Bytes are counted for the tensors that each
+operation reads and writes. The rows with seconds are the planner's predictions for --gpu (default h100-80gb)
+with 50 GB/s per GPU between nodes: 8 GPUs share the 3200 Gbit/s of their node.
 
 There are two estimates of MFU, with equal collectives, optimizer and pipeline. "by roofline": all calls of an
 operation in a pass take max(FLOPs / peak rate, bytes / bandwidth of the memory), a bound that real kernels do
@@ -22,27 +21,28 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Mapping, Sequence
-from dataclasses import astuple, dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cached_property
 from itertools import chain
 
 from benchmarks.machine import benchmark_parser
-from megatron.cluster.devices import find_gpu
+from megatron.arguments import parse_args
+from megatron.cluster.devices import GPU, find_gpu
 from megatron.config import Config
-from megatron.config.cli import parse_args
 from megatron.config.registries import LAYER_ARRANGEMENTS, POSITION_EMBEDDINGS
 from megatron.errors import UserError
-from megatron.model.flops import layer_matrix_elements
-from megatron.mpu.layout import ParallelLayout
+from megatron.model.layer_kinds import layer_kinds
+from megatron.mpu.mesh import Mesh
 from megatron.pipeline.schedule import simulate_schedule
-from megatron.pipeline.stages import StagePlan
+from megatron.pipeline.stages import StagePlan, plan_stages
+from megatron.planner.network import ALL_REDUCE
+from megatron.planner.simulation.costs import UpdateCosts
 from megatron.planner.simulation.passes import Collective, Kernel
-from megatron.planner.simulation.record import STEP, Instruction, OpCounts, OperationCount, StepRecord
-from megatron.planner.simulation.stage_costs import rank_update
-from megatron.planner.simulation.stages import simulate_ranks, syncs_per_micro_batch
-from megatron.planner.simulation.world import find_stages
+from megatron.planner.simulation.stage_costs import StageCosts, rank_update, stage_costs
 from megatron.planner.step_time import Cluster, find_cluster, planned_step, predict_step
 from megatron.text_table import format_table
+from tests.support.simulation.stages import simulate_ranks, syncs_per_micro_batch
 
 _COMMON = (
     "--dry-run --bf16 --zero-stage 1 --micro-batch-size 1 --lr 1e-4 --train-iters 100 --vocab-size 50257 "
@@ -56,21 +56,17 @@ PRESETS = {
 }
 # Flags that replace the flags of the command.
 VARIANTS: dict[str, dict[str, object]] = {
+    "dropout": {},
     "no hidden dropout": {"model.hidden_dropout": 0.0},
     "no attention dropout": {"model.attention_dropout": 0.0},
     "no dropout": {"model.hidden_dropout": 0.0, "model.attention_dropout": 0.0},
 }
-# With this method, a multiple of the number of stages gives every stage an equal number of layers.
-_BY_LAYERS = {"parallel.partition_method": "type:transformer"}
 # The unit of the goals is the forward time of half a stage. Its backward pass takes 2 units, so a step
 # without a bubble takes 3 * 2 * 16 units.
 RANKS, MICRO_BATCHES = 8, 16
-PASSES = ("ForwardPass", "BackwardPass", "WeightGradPass")  # the last only with zero-bubble
+PASSES = ("forward", "backward", "weight")  # the last only with zero-bubble
 # (schedule, stages per rank) -> goal.
 SCHEDULE_GOALS = {("1f1b", 1): 138, ("dualpipev", 2): 130, ("interleaved", 2): 117, ("zero-bubble", 1): 110}
-
-
-_COPY = "copy to device"
 
 
 @dataclass(frozen=True)
@@ -90,65 +86,71 @@ class Row:
 class LayerCost:
     """Cost of a transformer layer per micro-batch: its forward pass, and the bytes kept for the backward."""
 
-    launches: float
+    launches: int
     bytes: float
-    kept_bytes: float
+    kept_bytes: int
 
 
 @dataclass(frozen=True)
-class Simulated:
-    """The simulated step of a rank in the middle of the pipeline and of all pipeline ranks, and the cost of a
-    layer in each of VARIANTS."""
+class Step:
+    """The costs of a step on a rank in the middle of the pipeline, as the planner records them."""
 
     config: Config
-    record: StepRecord
-    ranks: list[StepRecord]
-    layers: dict[str, LayerCost]
+    vocab_size: int
+    plan: StagePlan
+
+    @classmethod
+    def of(cls, config: Config) -> Step:
+        assert config.model.vocab_size is not None
+        return cls(config, config.model.vocab_size, plan_stages(config, config.model.vocab_size))
+
+    @property
+    def rank(self) -> int:
+        """The middle pipeline rank."""
+        return self.config.parallel.pipeline_model_parallel_size // 2
+
+    @property
+    def stages(self) -> list[int]:
+        """The stages of the middle rank."""
+        return [stage for stage, rank in enumerate(self.plan.rank_of_stage) if rank == self.rank]
+
+    def stage_costs(self) -> list[StageCosts]:
+        return [stage_costs(self.config, self.plan, self.vocab_size, stage) for stage in self.stages]
+
+    @cached_property
+    def update(self) -> UpdateCosts:
+        return rank_update(self.config, self.plan, self.vocab_size, self.rank)
+
+    def kernels(self, name: str) -> list[Kernel]:
+        """Returns the kernels of a pass of a micro-batch: 'forward', 'backward' or 'weight'."""
+        actions = chain.from_iterable(cost.passes[name] for cost in self.stage_costs())
+        return [action for action in actions if isinstance(action, Kernel)]
+
+    def collectives(self, group: str) -> list[tuple[Collective, int]]:
+        """Returns the collectives of a group, and how often each is called in a step."""
+        update, count = self.update, self.config.micro_batches_per_step
+        passes = chain.from_iterable(chain(*cost.passes.values()) for cost in self.stage_costs())
+        once = chain(*update.reductions, update.reduce, update.step, *update.gathers)
+        return [
+            (action, times)
+            for actions, times in ((passes, count), (once, 1))
+            for action in actions
+            if isinstance(action, Collective) and action.group == group
+        ]
+
+    def layer(self, settings: Mapping[str, object]) -> LayerCost:
+        """Returns the cost of a layer with other settings. It is not the first layer of its stage, which also
+        makes the dropout keys."""
+        config = self.config.with_settings(settings)
+        forward = stage_costs(config, self.plan, self.vocab_size, self.stages[0]).layers[-1].forward
+        kernels = [action for action in forward.actions if isinstance(action, Kernel)]
+        return LayerCost(len(kernels), sum(kernel.bytes for kernel in kernels), forward.change)
 
 
-def simulate(config: Config) -> Simulated:
-    """Simulates the step, and models with one and with two layers per stage for the cost of a layer."""
-    parallel = config.parallel
-    stages = parallel.num_stages
-    middle, count = parallel.pipeline_model_parallel_size // 2, parallel.pipeline_model_parallel_size
-    ranks = range(0, parallel.world_size, parallel.world_size // count)
-    one = config.with_settings({"model.num_layers": stages, **_BY_LAYERS})
-    two = config.with_settings({"model.num_layers": 2 * stages, **_BY_LAYERS})
-    others = [two.with_settings(settings) for settings in VARIANTS.values()]
-    records = simulate_ranks(config, ranks)
-    chunks = parallel.stages_per_rank
-    small = [simulate_ranks(each, [ranks[middle]])[0] for each in (one, two, *others)]
-    lower, upper, *found = map(_forward_cost, small)
-    layer = [(b - a) / chunks for a, b in zip(lower, upper, strict=True)]
-    costs = {"dropout": LayerCost(*layer)}
-    for variant, other in zip(VARIANTS, found, strict=True):
-        # The models differ only in the dropout of their two layers per stage.
-        less = [(a - b) / (2 * chunks) for a, b in zip(upper, other, strict=True)]
-        costs[variant] = LayerCost(*(a - b for a, b in zip(layer, less, strict=True)))
-    return Simulated(config, records[middle], records, costs)
-
-
-def _forward_cost(record: StepRecord) -> tuple[float, float, float]:
-    """Returns launches and bytes of the forward pass of a micro-batch, and the bytes that are kept for its
-    backward pass."""
-    counts = [
-        count
-        for kind, work in record.rest.items()
-        for name, count in work.operations.items()
-        if kind.kind == "ForwardPass" and name != _COPY  # of the dropout keys, once for all layers
-    ]
-    launches = sum(count.calls for count in counts)
-    return launches, sum(map(_moved, counts)), max(record.peak.activations)
-
-
-def _moved(count: OperationCount) -> int:
-    return count.bytes_read + count.bytes_written
-
-
-def layer_rows(simulated: Simulated) -> list[Row]:
+def layer_rows(step: Step) -> list[Row]:
     """Rows of a transformer layer: launches, bytes of dropout, and memory that attention keeps."""
-    config = simulated.config
-    costs = simulated.layers
+    config = step.config
+    costs = {variant: step.layer(settings) for variant, settings in VARIANTS.items()}
     batch, model, parallel = config.batch, config.model, config.parallel
     shards = parallel.tensor_model_parallel_size if parallel.sequence_parallel else 1
     elements = batch.micro_batch_size * model.seq_length * model.hidden_size / shards
@@ -212,12 +214,14 @@ def least_layer_bytes(config: Config) -> float:
     )
     tokens = config.batch.micro_batch_size * model.seq_length
     size = 4 if config.precision.name == "fp32" else 2
-    return size * (tokens * per_token + layer_matrix_elements(model) / tp_size)
+    return size * (tokens * per_token + layer_kinds(model)[0].matrix_elements / tp_size)
 
 
-def synchronization_rows(simulated: Simulated) -> list[Row]:
-    """Rows of host synchronizations: per micro-batch, and in the rest of the step."""
-    record = simulated.record
+def synchronization_rows(step: Step) -> list[Row]:
+    """Rows of host synchronizations in a simulated step: per micro-batch, and in the rest of the step."""
+    parallel = step.config.parallel
+    first = step.rank * parallel.world_size // parallel.pipeline_model_parallel_size
+    (record,) = simulate_ranks(step.config, [first])
     often = sum(syncs_per_micro_batch(record).values())
     in_step = len(record.outside.syncs)
     for works in (record.first, record.last):
@@ -225,47 +229,46 @@ def synchronization_rows(simulated: Simulated) -> list[Row]:
             in_step += len(work.syncs) - (len(record.rest[kind].syncs) if kind in record.rest else 0)
     return [
         Row("host synchronizations per micro-batch", str(often), "0", often == 0),
-        Row(f"host synchronizations per {STEP}", str(in_step), "1", in_step <= 1),
+        Row("host synchronizations per step", str(in_step), "1", in_step <= 1),
     ]
 
 
-def data_parallel_rows(simulated: Simulated) -> list[Row]:
+def data_parallel_rows(step: Step) -> list[Row]:
     """Rows of the bytes that a rank sends to its data-parallel group, and of the predicted exposed time."""
-    config, record = simulated.config, simulated.record
-    size, peers = config.parallel.data_parallel_size, data_parallel_ranks(config, record.rank)
-    sent = sum(wire_bytes(work, peers) for work in record.counts) if size > 1 else 0.0
-    weights = record.parameters * (4 if config.precision.name == "fp32" else 2)
-    gradients = record.parameters * 4
-    goal = (gradients + weights) * (size - 1) / size
+    config = step.config
+    size, zero_stage = config.parallel.data_parallel_size, config.parallel.zero_stage
+    sent = sum(times * wire_bytes(call, size) for call, times in step.collectives("data"))
+    parameters = sum(step.plan.stage_parameters(stage) for stage in step.stages)
+    goal = parameters * (4 + (4 if config.precision.name == "fp32" else 2)) * (size - 1) / size
     rows = [
         Row(
-            f"ZeRO-{config.parallel.zero_stage} bytes on the wire per rank and step",
+            f"ZeRO-{zero_stage} bytes on the wire per rank and step",
             f"{sent / 1e9:.3g} GB",
             f"gradients + weights: {goal / 1e9:.3g} GB",
             sent <= 1.01 * goal,
         )
     ]
-    vocab, plan = find_stages(config)
-    step = planned_step(config, plan, vocab.size)
-    if step is not None:
-        share = (step.reduction + step.gather) / step.total
-        gather = _gather_seconds(config, plan, vocab.size)
+    predicted = planned_step(config, step.plan, step.vocab_size)
+    if predicted is not None:
+        share = (predicted.reduction + predicted.gather) / predicted.total
+        tensor = predicted.exposed_communication - predicted.reduction - predicted.gather
+        gather = _gather_seconds(config, step.plan, step.vocab_size)
         rows += [
             Row(
                 "exposed weight gather (predicted)",
-                f"{100 * step.gather / gather:.0f} % of {1e3 * gather:.1f} ms",
+                f"{100 * predicted.gather / gather:.0f} % of {1e3 * gather:.1f} ms",
                 "<= 15 %",
-                step.gather <= 0.15 * gather,
+                predicted.gather <= 0.15 * gather,
             ),
             Row(
                 "exposed data-parallel communication (predicted)",
-                f"{100 * share:.1f} % of {step.total:.2f} s",
+                f"{100 * share:.1f} % of {predicted.total:.2f} s",
                 "<= 1 %",
                 share <= 0.01,
             ),
             Row(
                 "exposed tensor-parallel communication (predicted)",
-                f"{100 * (step.exposed_communication - step.reduction - step.gather) / step.total:.1f} %",
+                f"{100 * tensor / predicted.total:.1f} %",
                 "-",
                 None,
             ),
@@ -273,15 +276,19 @@ def data_parallel_rows(simulated: Simulated) -> list[Row]:
     return rows
 
 
+def wire_bytes(call: Collective, ranks: int) -> float:
+    """Returns the bytes that a rank sends for a collective with a ring algorithm. Reduce-scatter and
+    all-gather send (n - 1) / n of the tensor; an all-reduce is one of each."""
+    return call.bytes * (2 if call.operation == ALL_REDUCE else 1) * (ranks - 1) / ranks
+
+
 def _gather_seconds(config: Config, plan: StagePlan, vocab_size: int) -> float:
     """Returns the predicted seconds of all all-gathers of the first pipeline rank's weights."""
     cluster, update = find_cluster(config), rank_update(config, plan, vocab_size, 0)
     assert cluster is not None
-    layout = ParallelLayout.from_config(config.parallel, 0)
+    mesh = Mesh.from_config(config.parallel, 0)
     calls = [action for action in chain(update.step, *update.gathers) if isinstance(action, Collective)]
-    return sum(
-        cluster.network.seconds(call, layout) for call in calls if call.operation == "_allgather_base_"
-    )
+    return sum(cluster.network.seconds(call, mesh) for call in calls if call.operation == "_allgather_base_")
 
 
 class Roofline(Cluster):
@@ -293,89 +300,53 @@ class Roofline(Cluster):
         return self.gpu.least_seconds(kernel.flops, kernel.bytes, dtype)
 
 
-def utilisation_rows(simulated: Simulated) -> list[Row]:
+def utilisation_rows(step: Step) -> list[Row]:
     """Returns the two estimates of MFU (see the module's docstring)."""
-    config, cluster = simulated.config, find_cluster(simulated.config)
+    cluster = find_cluster(step.config)
     if cluster is None:
         return []
-    vocab, plan = find_stages(config)
     roofline = Roofline(cluster.kind, cluster.gpu, cluster.network, launch_s=0.0)
-    bound = predict_step(config, plan, vocab.size, roofline).mfu
-    predicted = predict_step(config, plan, vocab.size, cluster).mfu
+    bound, predicted = (
+        predict_step(step.config, step.plan, step.vocab_size, rates).mfu for rates in (roofline, cluster)
+    )
     return [
         Row("MFU by roofline", f"{100 * bound:.0f} %", ">= 50 %", bound >= 0.5),
         Row("MFU with fitted rates", f"{100 * predicted:.0f} %", "", None),
     ]
 
 
-def _operations(record: StepRecord, kind: str, chunk: int = 0) -> Mapping[str, OperationCount]:
-    """Returns the operations of a pass in the middle of the step; none if the schedule has no such pass."""
-    instruction = Instruction(kind, chunk)
-    work = record.rest.get(instruction) or record.first.get(instruction)
-    return {} if work is None else work.operations
-
-
-def _least_seconds(config: Config, count: OperationCount) -> float:
-    """Returns the roofline seconds of these calls of an operation."""
-    gpu = find_gpu(config)
-    assert gpu is not None
-    return gpu.least_seconds(count.flops, _moved(count), config.precision.name)
-
-
-def operations_table(simulated: Simulated) -> str:
+def operations_table(step: Step, gpu: GPU) -> str:
     """Returns the table of the middle rank's operations in a micro-batch, the longest first. Operations below
     1 % of the time share one line."""
+    dtype = step.config.precision.name
     cells: list[tuple[str, ...]] = [("pass", "operation", "calls", "GFLOP", "MB", "us", "bound by")]
-    passes = {kind: _operations(simulated.record, kind) for kind in PASSES}
-    times = {
-        (kind, name): _least_seconds(simulated.config, count)
-        for kind, operations in passes.items()
-        for name, count in operations.items()
-    }
-    least = sum(times.values()) / 100
-    for kind, operations in passes.items():
-        if not operations:
-            continue
-        longest = sorted(operations, key=lambda name: times[kind, name], reverse=True)
-        shown = [name for name in longest if times[kind, name] >= least]
-        rest = [operations[name] for name in longest if times[kind, name] < least]
-        rows = [(name, operations[name], times[kind, name]) for name in shown]
-        others = sum((times[kind, name] for name in longest if times[kind, name] < least), 0.0)
-        columns = zip(*((0, 0, 0, 0), *map(astuple, rest)), strict=True)
-        rows.append(("others", OperationCount(*map(sum, columns)), others))
-        cells += [(kind, *_cells_of(simulated.config, *row)) for row in rows]
+    operations: dict[tuple[str, str], list[Kernel]] = {}
+    for kind in PASSES:
+        for kernel in step.kernels(kind):
+            operations.setdefault((kind, kernel.name), []).append(kernel)
+
+    def seconds(kernels: list[Kernel]) -> float:
+        return gpu.least_seconds(
+            sum(kernel.flops for kernel in kernels), sum(kernel.bytes for kernel in kernels), dtype
+        )
+
+    least = sum(map(seconds, operations.values())) / 100
+    shown: dict[tuple[str, str], list[Kernel]] = {}
+    for (kind, name), kernels in operations.items():
+        shown.setdefault((kind, name if seconds(kernels) >= least else "others"), []).extend(kernels)
+    for kind in PASSES:
+        rows = [(name, kernels) for (of, name), kernels in shown.items() if of == kind]
+        for name, kernels in sorted(rows, key=lambda row: (row[0] == "others", -seconds(row[1]))):
+            flops, moved = sum(kernel.flops for kernel in kernels), sum(kernel.bytes for kernel in kernels)
+            by_memory = moved / gpu.bandwidth > flops / gpu.peak_flops[dtype]
+            numbers = (
+                str(len(kernels)),
+                f"{flops / 1e9:,.0f}",
+                f"{moved / 1e6:,.0f}",
+                f"{1e6 * seconds(kernels):,.1f}",
+            )
+            cells.append((kind, name, *numbers, "memory" if by_memory else "GEMMs"))
     return format_table(cells, left_align=(0, 1, 6))
-
-
-def _cells_of(config: Config, name: str, count: OperationCount, seconds: float) -> tuple[str, ...]:
-    gpu = find_gpu(config)
-    assert gpu is not None
-    by_memory = seconds > count.flops / gpu.peak_flops[config.precision.name]
-    return (
-        name,
-        str(count.calls),
-        f"{count.flops / 1e9:,.0f}",
-        f"{_moved(count) / 1e6:,.0f}",
-        f"{1e6 * seconds:,.1f}",
-        "memory" if by_memory else "GEMMs",
-    )
-
-
-def data_parallel_ranks(config: Config, rank: int) -> tuple[int, ...]:
-    """Returns the global ranks of the data-parallel group of `rank`."""
-    layout = ParallelLayout.from_config(config.parallel, rank)
-    first = layout.pipeline_stage * layout.tp_size * layout.dp_size + rank % layout.tp_size
-    return tuple(first + layout.tp_size * index for index in range(layout.dp_size))
-
-
-def wire_bytes(work: OpCounts, peers: Sequence[int]) -> float:
-    """Returns the bytes that a rank sends for the collectives of a group with ring algorithms. Reduce-scatter
-    and all-gather send (n - 1) / n of the tensor; an all-reduce is one of each."""
-    return sum(
-        call.bytes * (2 if call.operation.startswith("allreduce") else 1) * (len(peers) - 1) / len(peers)
-        for call in work.calls
-        if call.ranks == tuple(peers)
-    )
 
 
 def schedule_rows() -> list[Row]:
@@ -411,18 +382,18 @@ def main() -> None:
         config = parse_args([*_COMMON.split(), *PRESETS[arguments.preset].split(), *flags], {})
         if config.parallel.pipeline_model_parallel_size < 3:
             raise UserError("--pipeline-model-parallel-size must be at least 3: a middle stage is measured")
-        simulated = simulate(config)
+        step = Step.of(config)
+        rows = [*layer_rows(step), *synchronization_rows(step), *data_parallel_rows(step)]
     except UserError as error:
         sys.exit(f"{parser.prog}: error: {error}")
-    rows = [*layer_rows(simulated), *synchronization_rows(simulated), *data_parallel_rows(simulated)]
-    rows += utilisation_rows(simulated)
+    rows += utilisation_rows(step)
     cells: list[tuple[str, ...]] = [("what", arguments.kernels, "goal", "")]
     cells += [row.cells() for row in (*rows, *schedule_rows())]
-    print(f"counted on the simulated accelerator, rank {simulated.record.rank}; no GPU was used")
+    print(f"counted on the simulated accelerator, pipeline rank {step.rank}; no GPU was used")
     print(format_table(cells, left_align=(0, 3)))
-    if find_gpu(config) is not None:
+    if (gpu := find_gpu(config)) is not None:
         print("\nroofline time of the operations of a micro-batch on this rank")
-        print(operations_table(simulated))
+        print(operations_table(step, gpu))
 
 
 if __name__ == "__main__":

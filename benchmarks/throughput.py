@@ -17,9 +17,10 @@ import argparse
 import os
 import statistics
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING
 
-from benchmarks.machine import benchmark_parser, describe_machine
+from benchmarks.machine import benchmark_parser, describe_machine, times_in_turns
 
 if TYPE_CHECKING:
     from benchmarks.plain_model import Model
@@ -90,13 +91,11 @@ def measure(rows: list[Row], rounds: int) -> dict[str, float]:
 
     worlds = {"plain": World(__file__, "plain", 1, {**MALLOC, **ON_CPU})}
     worlds |= {row.name: World(__file__, row.name, row.processes, {**MALLOC, **ON_CPU}) for row in rows}
-    times: dict[str, list[float]] = {name: [] for name in worlds}
-    for _ in range(rounds + WARM_UP):
-        for name, world in worlds.items():
-            times[name].append(world.run("step"))
+    works = {name: partial(world.run, "step") for name, world in worlds.items()}
+    times = times_in_turns(works, rounds, WARM_UP)
     for world in worlds.values():
         world.end()
-    return {name: statistics.median(seconds[WARM_UP:]) for name, seconds in times.items()}
+    return {name: statistics.median(seconds) for name, seconds in times.items()}
 
 
 def print_rows(rows: list[Row], measured: dict[str, float]) -> None:
@@ -126,11 +125,11 @@ def run_worker(row: Row | None) -> None:
         serve(lambda name: [step()], answers)  # a number would replace the seconds
         return
     config = make_config(model, row)
-    layout, tp_group = connect(config)
-    engine = make_engine(config, layout, tp_group, model.vocab)
+    mesh = connect(config)
+    engine = make_engine(config, mesh, model.vocab)
 
     def own_step(name: str) -> object:
-        return engine.train_step(micro_batches(batch, layout, MICRO_BATCH), GLOBAL_BATCH, 1e-4)
+        return engine.train_step(micro_batches(batch, mesh, MICRO_BATCH), GLOBAL_BATCH, 1e-4)
 
     serve(own_step, answers)
     destroy_distributed()

@@ -1,9 +1,10 @@
-"""Processes of this node: children, their imports and signals, and what /proc says of a process."""
+"""Processes of this node: children, their imports and signals, and what the kernel says of a process."""
 
 from __future__ import annotations
 
 import ctypes
 import os
+import resource
 import signal
 import sys
 from collections.abc import Iterable, Iterator, Mapping
@@ -55,3 +56,39 @@ def start_of(pid: int) -> str | None:
     """Returns the start time of a process, in clock ticks; None if it does not exist."""
     fields = process_fields(pid)
     return fields[19] if len(fields) > 19 else None
+
+
+def process_state(pid: int) -> str:
+    """Returns the state of a process in /proc: 'R', 'S', 'T' (stopped), 'Z' (zombie), ...; '' if unknown."""
+    return next(iter(process_fields(pid)), "")
+
+
+def is_running(pid: int) -> bool:
+    """Returns whether a process exists and is not a zombie."""
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    except PermissionError:
+        pass
+    return process_state(pid) not in ("Z", "X")
+
+
+def io_bytes() -> int:
+    """Returns the bytes that this process has read and written, in files and sockets; 0 if unknown."""
+    try:
+        with open("/proc/self/io") as file:
+            return sum(int(line.split()[1]) for line in file if line.startswith(("rchar", "wchar")))
+    except OSError:
+        return 0
+
+
+def status_bytes(field: str) -> int:
+    """Returns a size in /proc/self/status, for example VmRSS or VmHWM, in bytes. Systems without that file
+    give only the peak resident memory: macOS in bytes, others in KiB."""
+    try:
+        lines = Path("/proc/self/status").read_text().splitlines()
+    except OSError:
+        unit = 1 if sys.platform == "darwin" else 1024
+        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
+    return next(int(line.split()[1]) * 1024 for line in lines if line.startswith(f"{field}:"))

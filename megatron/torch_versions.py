@@ -62,18 +62,17 @@ REQUIRED: Mapping[str, Mapping[str, str]] = {
             "_scaled_dot_product_efficient_attention _scaled_dot_product_flash_attention"
         ),
     },
-    "a conversion to DeepSpeed's layer files": {
-        "torch._subclasses.fake_tensor": "FakeTensorMode",
+    "reading or writing a checkpoint": {
+        "torch._subclasses.fake_tensor": "FakeTensor FakeTensorMode",
+        "torch._utils": "_rebuild_tensor_v2",
+        "torch.UntypedStorage": "_cdata",
         "torch.serialization()": "_checkpoint_offset",
     },
     "a checkpoint in PyTorch's distributed format": {
         "torch.distributed.checkpoint.filesystem": "_StorageInfo"
     },
     "training": {
-        "deepspeed.runtime.engine.DeepSpeedEngine": (
-            "_broadcast_model _configure_optimizer _copy_recovery_script _create_checkpoint_file"
-        ),
-        "deepspeed.runtime.engine.DeepSpeedEngine()": "_curr_ckpt_path",
+        "deepspeed.runtime.engine.DeepSpeedEngine": "_broadcast_model _configure_optimizer",
         _ENGINE: (
             "_INSTRUCTION_MAP _aggregate_total_loss _exec_backward_pass _exec_forward_pass "
             "_exec_load_micro_batch _exec_recv_activations _exec_recv_grads _exec_reduce_grads "

@@ -1,11 +1,8 @@
 #!/usr/bin/env python
 """Runs `megatron.commands.job_report` of this checkout, installed or not."""
 
-import os
-import sys
+if __name__ == "__main__":  # processes that a tool starts import this file again
+    import runpy
+    from pathlib import Path
 
-if __name__ == "__main__":
-    sys.path[0] = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
-    from megatron.commands.job_report import main
-
-    sys.exit(main())
+    runpy.run_path(str(Path(__file__).with_name("_command.py")))["run"](__file__)

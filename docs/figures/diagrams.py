@@ -6,11 +6,11 @@ from itertools import groupby
 
 from svg import BLUE, GREEN, GREY, LINE_COLORS, PURPLE, RED, YELLOW, Svg
 
+from megatron.arguments import parse_args
 from megatron.checkpoint.formats.deepspeed_files import missing_files
-from megatron.config.cli import parse_args
 from megatron.data.loader import GPTBatchLoader
-from megatron.mpu.layout import ParallelLayout
-from megatron.pipeline.methods import embedding_and_head
+from megatron.model.layer_kinds import embedding_and_head
+from megatron.mpu.mesh import Mesh
 from megatron.pipeline.stages import StagePlan, plan_stages
 
 TP_COLOR, PP_COLOR, DP_COLOR = LINE_COLORS[0], LINE_COLORS[1], LINE_COLORS[2]
@@ -34,10 +34,10 @@ def stages_of(flags: str) -> StagePlan:
 
 def layers_of_stage(plan: StagePlan, stage: int) -> list[str]:
     """Returns the contents of a stage: ["embedding", "layers 0-1"]. Transformer layers count from 0."""
-    titles = [title for title in plan.layer_titles() if title]
+    titles = [layer.title for layer in plan.layers if layer.title]
     first, end = plan.bounds[stage], plan.bounds[stage + 1]
-    start = len([title for title in plan.layer_titles()[:first] if title])
-    entries = range(start, start + len([title for title in plan.layer_titles()[first:end] if title]))
+    start = len([layer for layer in plan.layers[:first] if layer.title])
+    entries = range(start, start + len([layer for layer in plan.layers[first:end] if layer.title]))
     contents = []
     for title, run in groupby(entries, key=lambda entry: titles[entry]):
         numbers = [entry - 1 for entry in run]  # the embedding precedes the transformer layers
@@ -51,14 +51,14 @@ def layout() -> str:
     """The ranks of TP 2 x PP 2 x DP 2, what each holds, and the three kinds of process groups."""
     figure = Svg(800, 486, "Ranks and process groups of TP 2 x PP 2 x DP 2")
     figure.text(20, 28, "8 ranks: TP 2 x PP 2 x DP 2, a model of 4 transformer layers", bold=True)
-    ranks = [ParallelLayout.create(8, tp_size=2, pp_size=2, rank=rank) for rank in range(8)]
+    ranks = [Mesh.create(8, tp_size=2, pp_size=2, rank=rank) for rank in range(8)]
     groups = {kind: ranks[0].topology.get_axis_comm_lists(kind) for kind in ("model", "pipe", "data")}
     plan = stages_of(EIGHT_RANKS)
     width, height = 148, 82
 
     def corner(rank: int) -> tuple[float, float]:
         at = ranks[rank]
-        return 104 + 354 * at.dp_rank + (width + 12) * at.tp_rank, 114 + 142 * at.pipeline_stage
+        return 104 + 354 * at.dp.rank + (width + 12) * at.tp.rank, 114 + 142 * at.pp.rank
 
     for dp_rank in range(2):
         figure.text(104 + 354 * dp_rank + width + 6, 56, f"DP rank {dp_rank}", anchor="middle", bold=True)
@@ -73,12 +73,12 @@ def layout() -> str:
     for group in groups["data"]:
         at = ranks[group[0]]
         (left, y), (right, _) = corner(group[0]), corner(group[1])
-        edge, sign = (y, -1) if at.pipeline_stage == 0 else (y + height, 1)
-        middle = edge + sign * (20 + 14 * at.tp_rank)
+        edge, sign = (y, -1) if at.pp.rank == 0 else (y + height, 1)
+        middle = edge + sign * (20 + 14 * at.tp.rank)
         points = [(left, edge), (left, middle), (right, middle), (right, edge)]
         figure.line([(x + width / 2 + 16, y) for x, y in points], DP_COLOR, 3)
     for rank, at in enumerate(ranks):
-        lines = [f"rank {rank}: TP rank {at.tp_rank}", *layers_of_stage(plan, at.pipeline_stage)]
+        lines = [f"rank {rank}: TP rank {at.tp.rank}", *layers_of_stage(plan, at.pp.rank)]
         figure.box(*corner(rank), width, height, lines, GREY, bold_first=True)
     legend = (
         ("model", TP_COLOR, "tensor-parallel groups (TP)", "shards of every layer"),
@@ -110,7 +110,8 @@ def partition() -> str:
         x, number = 158.0, 0
         for stage in range(4):
             left = x
-            for title in filter(None, plan.layer_titles()[plan.bounds[stage] : plan.bounds[stage + 1]]):
+            held = plan.layers[plan.bounds[stage] : plan.bounds[stage + 1]]
+            for title in (layer.title for layer in held if layer.title):
                 is_layer = title == "transformer layer"
                 width = 30 if is_layer else 8 * len(title) + 8
                 figure.box(x, y - 4, width, 34, [str(number) if is_layer else title], colors[stage])
@@ -234,7 +235,7 @@ def batch() -> str:
 def _files_of_checkpoint() -> dict[str, list[str]]:
     """Returns the names of the files that EIGHT_RANKS with ZeRO-1 saves, by the first part of the name."""
     plan = stages_of(EIGHT_RANKS)
-    head = embedding_and_head(plan.names)[1]
+    head = embedding_and_head(plan.layers)[1]
     with_weights = [i for i, count in enumerate(plan.parameters) if count and i != head]
     run = {
         "layout": {

@@ -7,9 +7,9 @@ from typing import Any
 
 from megatron.checkpoint.record import Checkpoint
 from megatron.config import Config
-from megatron.config.batch import BEGIN, Progress, RunLength
 from megatron.data.gpt_dataset import ORDER_KEY, VOCABULARY_KEY, fingerprint_differences, same_data
 from megatron.errors import UserError
+from megatron.optimizer.batch_schedule import BEGIN, Progress, RunLength
 from megatron.optimizer.schedule import LearningRateSchedule, schedule_of
 
 

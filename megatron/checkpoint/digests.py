@@ -18,14 +18,14 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megatron.checkpoint.host_digests import add_part, global_positions, host_digests
-from megatron.mpu.layout import ParallelLayout, TPGroup
+from megatron.mpu.mesh import Axis, Mesh
 from megatron.mpu.mix64 import mix64
 from megatron.mpu.parameter_spec import ParameterSpec
+from megatron.mpu.pieces import Piece
 from megatron.mpu.world import broadcast_from_rank_0
 
 if TYPE_CHECKING:
     from megatron.optimizer.mixed_precision import MixedPrecisionOptimizer
-    from megatron.optimizer.zero import LocalParamState
 
 # Elements per block on a device: large blocks need few launches, and a block's temporaries, four of 8 bytes
 # per element, take 64 MiB.
@@ -52,31 +52,27 @@ class StateDigests:
 class RankDigests:
     """One rank's part of the digests of all parameters and moments."""
 
-    place: tuple[int, int]
-    """Pipeline stage, and the data-parallel rank if each replica has the whole optimizer state, else 0."""
-    tp_rank: int
     digests: dict[str, dict[str, int]] = field(default_factory=dict)
     """By parameter and state."""
-    sharded: set[str] = field(default_factory=set)
-    """The parameters that are divided over tensor-parallel ranks."""
+    replicas: dict[str, tuple[int, ...]] = field(default_factory=dict)
+    """Of which replica of each parameter this rank holds a part, see `Mesh.replica_of`."""
     quantized: set[str] = field(default_factory=set)
     steps: set[float] = field(default_factory=set)
 
 
 def digest_state(
-    optimizer: MixedPrecisionOptimizer, layout: ParallelLayout, unquantized: PartDigests | None = None
+    optimizer: MixedPrecisionOptimizer, mesh: Mesh, unquantized: PartDigests | None = None
 ) -> StateDigests:
     """Returns the digests of the optimizer state of all ranks, on every rank. Collective.
 
     unquantized: digests of this rank's moments before they were rounded to 8 bits, which replace the digests
     of the rounded moments.
     """
-    is_replicated = optimizer.partition_count == 1
 
-    def digests_of(part: LocalParamState) -> dict[str, int]:
-        return part_digests(part) | (unquantized or {}).get(part.name, {})
+    def digests_of(piece: Piece) -> dict[str, int]:
+        return piece_digests(piece) | (unquantized or {}).get(piece.name, {})
 
-    own = rank_digests(optimizer.local_param_states(), layout, is_replicated, digests_of)
+    own = rank_digests(optimizer.pieces(), mesh, optimizer.is_partitioned, digests_of)
     records: list[Any] = [None] * dist.get_world_size()
     dist.gather_object(own, records if dist.get_rank() == 0 else None)
     shared = broadcast_from_rank_0(combined(records) if dist.get_rank() == 0 else None)
@@ -85,33 +81,31 @@ def digest_state(
 
 
 def rank_digests(
-    parts: Iterable[LocalParamState],
-    layout: ParallelLayout,
-    is_replicated: bool,
-    digests_of: Callable[[LocalParamState], dict[str, int]],
+    pieces: Iterable[Piece],
+    mesh: Mesh,
+    is_partitioned: bool,
+    digests_of: Callable[[Piece], dict[str, int]],
 ) -> RankDigests:
-    """Returns this rank's part of the digests. is_replicated: whether each data-parallel rank has the whole
-    state. digests_of: returns the digests of a part of a parameter, by state."""
-    place = (layout.pipeline_stage, layout.dp_cp_rank if is_replicated else 0)
-    own = RankDigests(place, layout.tp_rank)
-    for part in parts:
-        own.digests[part.name] = digests_of(part)
-        if part.spec.shard_dim is not None:
-            own.sharded.add(part.name)
-        if part.quantized:
-            own.quantized.add(part.name)
-        if part.step is not None:
-            own.steps.add(part.step)
+    """Returns this rank's part of the digests. is_partitioned: see `Mesh.replica_of`. digests_of: returns the
+    digests of a piece, by state."""
+    own = RankDigests()
+    for piece in pieces:
+        own.digests[piece.name] = digests_of(piece)
+        own.replicas[piece.name] = mesh.replica_of(piece.spec, is_partitioned)
+        if piece.quantized:
+            own.quantized.add(piece.name)
+        if piece.step is not None:
+            own.steps.add(piece.step)
     return own
 
 
-def part_digests(part: LocalParamState) -> dict[str, int]:
-    """Returns the digests of a part of a parameter and its moments, by state."""
-    return fragment_digests(part.spec, part.tp_group, part.start, part.values)
+def piece_digests(piece: Piece) -> dict[str, int]:
+    """Returns the contribution of a piece to the digests of the full parameter and its moments, by state."""
+    return fragment_digests(piece.spec, piece.axes, piece.start, piece.values)
 
 
 def fragment_digests(
-    spec: ParameterSpec, tp_group: TPGroup, start: int, values: Mapping[str, Tensor]
+    spec: ParameterSpec, axes: Sequence[Axis], start: int, values: Mapping[str, Tensor]
 ) -> dict[str, int]:
     """Returns the contribution of a fragment of this rank's shard to the digests of the global tensors.
 
@@ -121,11 +115,11 @@ def fragment_digests(
     device = next(iter(values.values())).device
     if device.type == "cpu":
         arrays = {state: value.numpy() for state, value in values.items()}
-        return host_digests(spec, tp_group, start, arrays)
+        return host_digests(spec, axes, start, arrays)
     sums = {state: torch.zeros((), dtype=torch.int64, device=device) for state in values}
     length = len(next(iter(values.values())))
     arange = partial(torch.arange, device=device)
-    for first, positions in global_positions(spec, tp_group, start, length, DEVICE_CHUNK, arange):
+    for first, positions in global_positions(spec, axes, start, length, DEVICE_CHUNK, arange):
         keys = mix64(positions) | 1
         for state, value in values.items():
             sums[state] += (keys * value[first : first + len(keys)].contiguous().view(torch.int32)).sum()
@@ -142,12 +136,11 @@ def combined(records: Sequence[RankDigests]) -> StateDigests:
         steps |= rank.steps
         quantized |= rank.quantized
         for name, digests in rank.digests.items():
-            replica = rank.place if name in rank.sharded else (*rank.place, rank.tp_rank)
             for state, part in digests.items():
-                add_part(replicas.setdefault((state, name), {}), replica, part)
+                add_part(replicas.setdefault((state, name), {}), rank.replicas[name], part)
     tensors: dict[str, dict[str, str]] = {}
     for (state, name), sums in sorted(replicas.items()):
-        # A checkpoint is read from the first stage and TP rank that hold a parameter.
+        # A checkpoint is read from the first stage and rank that hold a parameter.
         tensors.setdefault(state, {})[name] = f"{sums[min(sums)]:016x}"
     mismatched = [
         f"{state} of {name}" for (state, name), sums in replicas.items() if len(set(sums.values())) > 1

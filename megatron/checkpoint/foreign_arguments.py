@@ -7,7 +7,6 @@ loads the checkpoint ask the same `Program`, so that neither takes one model for
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
@@ -19,23 +18,22 @@ from megatron.checkpoint.formats.megatron_deepspeed import NEWER_ARGUMENT, has_m
 from megatron.checkpoint.formats.torch_archive import Stub
 from megatron.checkpoint.names import is_plain, shown
 from megatron.config import Config, ConfigError, ModelConfig
-from megatron.config.config import SECTIONS
-from megatron.config.fields import changes_model, flag_of, option_name, value_text
+from megatron.config.config import SETTINGS, settings_of
+from megatron.config.fields import option_name, value_text
+from megatron.config.foreign_flags import foreign_flags
 from megatron.config.registries import NORMALIZATIONS
-from megatron.config.window_pattern import window_pattern
+from megatron.config.sections.window_pattern import window_pattern
 from megatron.errors import UserError, one_line
 from megatron.files import read_json
 
 Arguments = Mapping[str, Any]
 # Setting of any section -> whether it changes the model.
-_CHANGES_MODEL = {
-    field.name: changes_model(kind, field) for kind in SECTIONS.values() for field in dataclasses.fields(kind)
-}
+_CHANGES_MODEL = {setting.field: setting.changes_model for setting in SETTINGS.values()}
 # Settings of the model that are neither required nor derived from others.
 _DEFAULTS = {
-    field.name: field.default
-    for field in dataclasses.fields(ModelConfig)
-    if _CHANGES_MODEL[field.name] and not (field.default is dataclasses.MISSING or flag_of(field).derived)
+    setting.field: setting.default
+    for setting in settings_of("model")
+    if setting.changes_model and not (setting.is_required or setting.flag.derived)
 }
 TRAINING_ARGUMENTS = {
     "batch": ("global_batch_size",),
@@ -170,9 +168,17 @@ def _is_harmless(name: str, value: Any) -> bool:
     if value is None or name in _table()["values"]:
         return value is None or value in _table()["values"][name]
     patterns = (pattern for lines in _table()["harmless"].values() for pattern in _words(lines))
-    # 0 is equal to False.
     is_own = _CHANGES_MODEL.get(name) is False
-    return is_own or value in (False, "", [], ()) or any(fnmatchcase(name, pattern) for pattern in patterns)
+    is_known = is_own or name in _ignored_arguments()
+    # 0 is equal to False.
+    return is_known or value in (False, "", [], ()) or any(fnmatchcase(name, pattern) for pattern in patterns)
+
+
+@cache
+def _ignored_arguments() -> frozenset[str]:
+    """Returns the arguments of flags that a run ignores, whatever their values and the other flags are."""
+    ignored = foreign_flags().ignored.values()
+    return frozenset(flag.name[2:].replace("-", "_") for flag in ignored if not flag.has_conditions)
 
 
 # --- rules ---
@@ -201,7 +207,7 @@ def _same(*names: str) -> tuple[Rule, ...]:
 
 
 def _read_norm(args: Arguments) -> Mapping[str, Any]:
-    name = {"layernorm": "LayerNorm", "rmsnorm": "RMSNorm"}.get(args["normalization"], args["normalization"])
+    name = SETTINGS["model.normalization"].flag.spellings.get(args["normalization"], args["normalization"])
     if name not in (None, *NORMALIZATIONS):
         raise ValueError(f"normalization is {one_line(name)}, expected {' or '.join(NORMALIZATIONS)}")
     return {} if name is None else {"normalization": name}

@@ -6,16 +6,16 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import lru_cache
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
-from megatron.mpu.layout import TPGroup
+from megatron.mpu.mesh import Axis
 from megatron.mpu.mix64 import mix64_in_place
-from megatron.mpu.parameter_spec import ParameterSpec, local_shape, shard_boxes
+from megatron.mpu.parameter_spec import ParameterSpec, boxes
 
 # Elements per block: their positions and keys fit in a core's cache.
 CHUNK = 1 << 16
@@ -30,7 +30,7 @@ def add_part(digests: dict[Any, int], key: Any, part: int) -> None:
 
 
 def host_digests(
-    spec: ParameterSpec, tp_group: TPGroup, start: int, values: Mapping[str, npt.NDArray[np.float32]]
+    spec: ParameterSpec, axes: Sequence[Axis], start: int, values: Mapping[str, npt.NDArray[np.float32]]
 ) -> dict[str, int]:
     """Returns the contribution of a fragment of this rank's shard to the digests of the global tensors.
 
@@ -38,7 +38,7 @@ def host_digests(
     length. Padded rows of the vocabulary add 0.
     """
     digests = dict.fromkeys(values, 0)
-    for first, keys in _keys_of_fragment(spec, tp_group, start, len(next(iter(values.values())))):
+    for first, keys in _keys_of_fragment(spec, axes, start, len(next(iter(values.values())))):
         for state, value in values.items():
             products = np.multiply(keys, value[first : first + len(keys)].view(np.int32))
             add_part(digests, state, int(products.sum()))
@@ -46,11 +46,11 @@ def host_digests(
 
 
 def _keys_of_fragment(
-    spec: ParameterSpec, tp_group: TPGroup, start: int, length: int
+    spec: ParameterSpec, axes: Sequence[Axis], start: int, length: int
 ) -> Iterator[tuple[int, npt.NDArray[np.int64]]]:
     """Yields the keys of a fragment's elements, block by block: (index of the first one, keys)."""
-    if tp_group.size > 1 or spec.num_valid_rows is not None:
-        for first, positions in global_positions(spec, tp_group, start, length, CHUNK, np.arange):
+    if any(axis.size > 1 for axis in axes) or spec.num_valid_rows is not None:
+        for first, positions in global_positions(spec, axes, start, length, CHUNK, np.arange):
             yield first, _keys(positions)
         return
     done = 0
@@ -80,7 +80,7 @@ def _keys(positions: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
 
 def global_positions(
     spec: ParameterSpec,
-    tp_group: TPGroup,
+    axes: Sequence[Axis],
     start: int,
     length: int,
     limit: int,
@@ -92,13 +92,13 @@ def global_positions(
     limit: the most elements of a block. arange: (first, end, step) -> the positions, of numpy or of torch.
     """
     # Blocks of whole rows are one box each.
-    row = math.prod(local_shape(spec, tp_group)[spec.shard_dim or 0 :])
+    row = math.prod(spec.local_shape(axes)[min((dim for dim, *_ in spec.sharding), default=0) :])
     step = limit - limit % row if row <= limit else limit
     strides = [math.prod(spec.global_shape[dim + 1 :]) for dim in range(len(spec.global_shape))]
     first = start
     while first < start + length:
         end = min((first // step + 1) * step, start + length)
-        for box in shard_boxes(spec, tp_group, first, end):
+        for box in boxes(spec, axes, first, end):
             positions = arange(0, 1, 1)
             for offset, size, stride in zip(box.offsets, box.sizes, strides, strict=True):
                 along = arange(offset * stride, (offset + size) * stride, stride)

@@ -43,7 +43,7 @@ class Check:
 
 def make_integrity_record(engine: GPTEngine, vocab_size: int) -> dict[str, Any]:
     """Returns the integrity record for `run.json`: digests and the canary loss. Collective."""
-    state = digest_state(engine.optimizer, engine.layout)
+    state = digest_state(engine.optimizer, engine.mesh)
     return integrity_record(state, canary_loss(engine, vocab_size), engine.run_config)
 
 
@@ -69,7 +69,7 @@ def verify_loaded_state(
     if record is None:
         none = Check("integrity record", "the checkpoint has none: the loaded state cannot be compared")
         return [none, *([Check("moments", f"not loaded: {new_moments}")] if new_moments else [])]
-    found = digest_state(engine.optimizer, engine.layout, unquantized)
+    found = digest_state(engine.optimizer, engine.mesh, unquantized)
     return [
         *_check_digests(checkpoint, record, found, new_moments),
         _check_canary(engine, checkpoint, record["probe"]),

@@ -1,4 +1,4 @@
-"""Saves checkpoints through DeepSpeed's engine, and resumes from them on any layout.
+"""Saves checkpoints, and resumes from them on any layout.
 
 A checkpoint is a folder `global_step<N>` with DeepSpeed's files and, written last, `run.json`: progress,
 configuration, vocabulary, layout and data of the run. The file `latest` beside the folders names the
@@ -19,7 +19,7 @@ from typing import Any
 import torch.distributed as dist
 
 from megatron.checkpoint.compatibility import data_line, mismatched_replicas, schedule_line
-from megatron.checkpoint.digests import PartDigests, combined, part_digests
+from megatron.checkpoint.digests import PartDigests, combined, piece_digests
 from megatron.checkpoint.files import (
     DISK_IS_FULL,
     MAY_BE_INTACT,
@@ -28,7 +28,9 @@ from megatron.checkpoint.files import (
     first_size_mismatch,
     write_problem,
 )
+from megatron.checkpoint.formats.native_writer import NativeWriter
 from megatron.checkpoint.formats.registry import open_reader
+from megatron.checkpoint.formats.writing import CheckpointWriter
 from megatron.checkpoint.integrity import (
     Check,
     integrity_record,
@@ -53,7 +55,6 @@ from megatron.checkpoint.saving.background import (
     problem_in,
 )
 from megatron.checkpoint.saving.files import DirectFiles
-from megatron.checkpoint.saving.formats import NativeFormat, SaveFormat
 from megatron.checkpoint.saving.publishing import (
     clean_leftovers,
     delete_old_checkpoints,
@@ -70,8 +71,8 @@ from megatron.engine.pipeline_engine import GPTEngine
 from megatron.errors import UserError, one_line, stop_at_access_error
 from megatron.files import write_json
 from megatron.mpu.parameter_spec import ParameterSpec
+from megatron.mpu.pieces import Piece
 from megatron.mpu.world import broadcast_from_rank_0, gather_from_all_ranks
-from megatron.optimizer.zero import LocalParamState
 
 _LOG = logging.getLogger(__name__)
 
@@ -121,7 +122,7 @@ class CheckpointManager:
         # Whether the newest checkpoint of the run is not in --save, because the run started from a local one.
         self.started_from_local = False
         self._deletion: threading.Thread | None = None
-        self._format: SaveFormat = SAVE_FORMATS.load(engine.run_config.checkpoint.save_format)()
+        self._writer: type[CheckpointWriter] = SAVE_FORMATS.load(engine.run_config.checkpoint.save_format)
 
     def ownership_lost_reason(self) -> str | None:
         """Returns why this run lost --save, as found by the last heartbeat; None while it owns the folder."""
@@ -192,22 +193,22 @@ class CheckpointManager:
             self.identity = RunIdentity()
         run = self._run_record(state)
         try:
-            saving = folder / self._begin_save(name)
+            writer = self._writer(folder / self._begin_save(name))
             if in_background:
                 upload = self._upload if self._remote is not None else None
-                save = BackgroundSave(saving, state, run, started, self._format, before_report=upload)
+                save = BackgroundSave(state, run, started, writer, before_report=upload)
                 self.background.start(save, self._complete)
                 return None
             files = DirectFiles(self.heartbeat)
-            table = self._format.write(engine, saving, run, files)
+            table = writer.write(engine, run, files)
             if self._remote is not None:
-                self._remote.upload(saving, files.files, lambda count: self.heartbeat())
+                self._remote.upload(writer.folder, files.files, lambda count: self.heartbeat())
             of_ranks = gather_from_all_ranks((files.files, table))
             run["certificate"] = make_integrity_record(engine, self.vocab_size)
             # If another job has taken over the folder during the save, this job must not rename.
             with errors_of_rank_0():
                 self.check_owner()
-            self._publish(saving, state, run, of_ranks)
+            self._publish(writer, state, run, of_ranks)
         except (OSError, RuntimeError) as error:
             if not _is_write_error(error):
                 raise  # a failed collective: another rank may have died
@@ -231,11 +232,17 @@ class CheckpointManager:
         return all_specs(self.engine)
 
     def _publish(
-        self, saving: Path, state: TrainingState, run: dict[str, Any], of_ranks: Sequence[tuple[Files, Any]]
+        self,
+        writer: CheckpointWriter,
+        state: TrainingState,
+        run: dict[str, Any],
+        of_ranks: Sequence[tuple[Files, Any]],
     ) -> Files:
         """Writes `run.json` and gives the checkpoint its name, on rank 0. of_ranks: each rank's files, and
-        its table (see `SaveFormat`). Returns all files. Raises OSError, on every rank, if one is missing."""
-        run, files = self._with_files(saving, run, of_ranks, self._format)
+        its table (see `CheckpointWriter`). Returns all files. Raises OSError, on every rank, if one is
+        missing."""
+        saving = writer.folder
+        run, files = self._with_files(writer, run, of_ranks)
         if self.identity is not None:
             if self._remote is not None:
                 of_rank_0 = files.keys() - {name for own, _ in of_ranks for name in own}
@@ -263,16 +270,16 @@ class CheckpointManager:
         return problem
 
     def _with_files(
-        self, folder: Path, run: dict[str, Any], of_ranks: Sequence[tuple[Files, Any]], form: SaveFormat
+        self, writer: CheckpointWriter, run: dict[str, Any], of_ranks: Sequence[tuple[Files, Any]]
     ) -> tuple[dict[str, Any], Files]:
         """Returns the complete content of `run.json`, on rank 0, and all files. Raises OSError if a file is
         missing."""
         files = {name: facts for own, _ in of_ranks for name, facts in sorted(own.items())}
         tables = [table for _, table in of_ranks]
-        if lacking := form.missing(run, files, tables):
+        if lacking := writer.missing(run, files, tables):
             raise OSError(f"{lacking[0]} is missing after all ranks have written, {len(lacking)} in all")
         if self.identity is not None:
-            run = form.finish(folder, {**run, "files": files, **self.identity.record()}, tables)
+            run = writer.finish({**run, "files": files, **self.identity.record()}, tables)
             run, files = add_checksum(run), run["files"]
         return run, files
 
@@ -300,7 +307,7 @@ class CheckpointManager:
             self.check_owner()
             run = {**save.run, "certificate": record}
             of_ranks = [(result.files, result.table) for result in results]
-            files = self._publish(save.saving, save.state, run, of_ranks)
+            files = self._publish(save.writer, save.state, run, of_ranks)
         except (OSError, UserError, FolderTakenError) as error:
             return save.ended(folder, str(error))
         mismatched = tuple(record["unequal_copies"])
@@ -326,11 +333,10 @@ class CheckpointManager:
             name = saving_name(f"global_step{state.iteration}")
         run = self._run_record(state)
         save = BackgroundSave(
-            self.local.begin(name),
             state,
             run,
             started,
-            NativeFormat(),
+            NativeWriter(self.local.begin(name)),
             is_local=True,
             before_report=self.local.mirror,
             after_report=self.local.follow,
@@ -348,10 +354,9 @@ class CheckpointManager:
             if not problem:
                 self.check_owner()
                 run, files = self._with_files(
-                    save.saving,
+                    save.writer,
                     {**save.run, "certificate": _record_of(save, results, self.engine.run_config)},
                     [(result.files, result.table) for result in results],
-                    save.format,
                 )
                 if unequal := run["certificate"]["unequal_copies"]:
                     run, problem = None, f"replicas on several ranks are not equal: {'; '.join(unequal)}"
@@ -478,8 +483,8 @@ def load_checkpoint(engine: GPTEngine, checkpoint: Checkpoint, fingerprint: dict
     new_moments = why_new_moments(reader, now.optimizer)
     unquantized: PartDigests = {}
 
-    def add_unquantized(part: LocalParamState) -> None:
-        unquantized.setdefault(part.name, {}).update(part_digests(part))
+    def add_unquantized(piece: Piece) -> None:
+        unquantized.setdefault(piece.name, {}).update(piece_digests(piece))
 
     with errors_of_all_ranks():
         keeps_scale = same_precision and not checkpoint.no_optimizer and now.precision.fp16

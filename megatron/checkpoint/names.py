@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron.files import HostileFileError
+from megatron.mpu.parameter_spec import ParameterSpec, Shard
 
 # File systems allow 255 bytes per path component. The program may add a suffix to a name.
 _MAX_LENGTH = 200
@@ -116,6 +117,19 @@ def _check_record(name: str, record: Any) -> None:
         raise ValueError(f"it does not give the shape of {name}")
     dim, blocks, rows = (record.get(key) for key in ("shard_dim", "blocks", "used_rows"))
     dim_is_valid = dim is None or (_is_count(dim) and dim < len(shape))
+    sharding = record.get("sharding", [])
+    for shard in sharding if isinstance(sharding, list) else [None]:
+        dim_is_valid = dim_is_valid and (
+            isinstance(shard, list)
+            and [type(entry) for entry in shard] == [int, str, int]
+            and 0 <= shard[0] < len(shape)
+            and 0 < shard[2]
+        )
+    if dim_is_valid:
+        try:
+            ParameterSpec(tuple(shape), tuple(Shard(*shard) for shard in sharding))
+        except ValueError:
+            dim_is_valid = False
     if not (
         dim_is_valid and _is_count(blocks) and blocks > 0 and (rows is None or 0 < _count(rows) <= shape[0])
     ):

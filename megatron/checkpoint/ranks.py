@@ -8,9 +8,8 @@ from typing import TYPE_CHECKING
 
 import torch.distributed as dist
 
-from megatron.checkpoint.formats.state import ShardPart, StateReader
+from megatron.checkpoint.formats.state import StateReader
 from megatron.errors import UserError
-from megatron.mpu.parameters import spec_of
 from megatron.mpu.world import broadcast_from_rank_0, gather_from_all_ranks
 
 if TYPE_CHECKING:
@@ -59,13 +58,7 @@ def errors_of_all_ranks() -> Iterator[None]:
 
 def files_of_this_rank(reader: StateReader, optimizer: MixedPrecisionOptimizer) -> set[str]:
     """Returns the names of the files that this rank reads for its part of the optimizer's state."""
-    parts = [
-        (optimizer.names[parameter], ShardPart(spec_of(parameter), optimizer.tp_group, first, first + length))
-        for flat in optimizer.flat
-        for parameter, _, length in flat.fragments()
-        for first in [flat.first_element(parameter)]
-    ]
-    return reader.files_of_parts(parts)
+    return reader.files_of_pieces(optimizer.pieces(with_values=False))
 
 
 def first_problem_of_ranks(problem: str | None) -> tuple[int, str] | None:

@@ -7,7 +7,7 @@ from typing import Any
 
 from megatron.checkpoint.lineage.identity import LineageEntry, parse_lineage, parse_run_id
 from megatron.config import Config
-from megatron.config.batch import Progress
+from megatron.optimizer.batch_schedule import Progress
 
 # In `run.json` of a model or checkpoint of another framework that was converted to a format of this program.
 IMPORTED_KEY = "imported"

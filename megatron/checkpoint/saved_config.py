@@ -4,6 +4,7 @@ Imports neither torch nor DeepSpeed, except for a Hugging Face model: every rank
 """
 
 from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -14,14 +15,28 @@ from megatron.checkpoint.lineage.branch import find_branch_point, is_branch_of
 from megatron.checkpoint.lineage.identity import read_latest
 from megatron.checkpoint.record import RUN_FILE, Checkpoint
 from megatron.config import CheckpointConfig, Config
-from megatron.config.checkpoint_args import SavedConfig
 from megatron.errors import UserError, is_access_error, one_line, stop_at_access_error
 from megatron.files import HostileFileError
 from megatron.object_urls import is_url
+from megatron.optimizer.batch_schedule import BEGIN, Progress
 
 RUN_PARTS = ("config", "layout", "stages", "vocab_size", "eod")
 # Limit for integers in a run's settings (tokens, samples, seeds).
 _LARGEST_SIZE = 1 << 53
+
+
+@dataclass(frozen=True)
+class SavedConfig:
+    """The configuration that a checkpoint records.
+
+    source: folder of the checkpoint. progress: of its run. is_branch_checkpoint: whether --branch-at uses a
+    checkpoint of the branch itself, because the branch point cannot be read any more.
+    """
+
+    source: str
+    config: Config
+    progress: Progress = BEGIN
+    is_branch_checkpoint: bool = False
 
 
 def check_run_file(checkpoint: Checkpoint) -> None:

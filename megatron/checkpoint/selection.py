@@ -25,10 +25,10 @@ from megatron.checkpoint.object_store.checkpoints import ObjectCheckpoints
 from megatron.checkpoint.ranks import errors_of_rank_0, first_problem, no_heartbeat
 from megatron.checkpoint.record import Checkpoint, describe_start
 from megatron.config import Config
-from megatron.config.batch import Progress, RunLength, check_remaining_batches
 from megatron.errors import UserError, stop_at_access_error
 from megatron.mpu.world import broadcast_from_rank_0
 from megatron.object_urls import is_url
+from megatron.optimizer.batch_schedule import Progress, RunLength, check_remaining_batches
 
 FingerprintAt = Callable[[Progress], dict[str, Any]]
 """Returns the fingerprint of the data of the run that continues from a progress: the length of the run, and

@@ -24,8 +24,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from megatron.cluster.launch import node_name
-from megatron.cluster.node_processes import private_temporary_folder
+from megatron.cluster.launch import node_name, private_temporary_folder
 from megatron.config import Config, ParallelConfig
 from megatron.config.registries import GPUS
 from megatron.errors import UserError

@@ -1,6 +1,9 @@
-"""Finds how a job ended, and which rank failed first, from the reports of its ranks.
+"""Finds how a job ended, and which rank failed first, from the reports of its ranks, and prints it.
 
     python -m megatron.cluster.diagnosis FOLDER --processes N [--ended-by-slurm] [--slurm JOB NODES]
+
+`diagnose` ranks the causes. This command prints the cause of a job with RANK_REPORTS; without the variable,
+`print_diagnosis` prints it on each node.
 
 FOLDER is the value of RANK_REPORTS in the environment of the ranks. Nothing is printed if the run ended well.
 Otherwise the error is printed once; the last line is the cause. Exit codes: 0 finished; 75 requeue the job;
@@ -11,33 +14,37 @@ from __future__ import annotations
 
 import argparse
 import re
-import subprocess
 import sys
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
+from megatron.child_processes import is_running
 from megatron.cluster.exit_status import (
     FAILURE_EXIT_CODE,
     INTERRUPTED_EXIT_CODE,
+    NOT_FAILED,
     REQUEUE_EXIT_CODE,
     USER_ERROR_EXIT_CODE,
     ExitStatus,
+    is_lost_connection,
     is_own_error,
 )
-from megatron.cluster.launch import MAX_PROCESSES
-from megatron.cluster.rank_reports import read_reports
-from megatron.errors import printable
+from megatron.cluster.launch import (
+    MAX_PROCESSES,
+    local_world_size_of,
+    node_rank_of,
+    output_of,
+    world_size_of,
+)
+from megatron.cluster.rank_reports import Record, read_reports
+from megatron.errors import print_error, printable, write_error_file
 from megatron.text_table import first_few, rank_list
-
-Report = dict[str, Any]
 
 # The most positions of hung ranks that are printed.
 _MOST_POSITIONS = 20
-# Exit statuses of ranks that have not failed.
-_NOT_FAILED = {ExitStatus.FINISHED, ExitStatus.REQUEUE, ExitStatus.INTERRUPTED}
+_ELSEWHERE = "the cause may be on another node, or a rank that was started from another shell: see its error"
 
 
 @dataclass(frozen=True)
@@ -47,7 +54,7 @@ class Diagnosis:
 
     code: int
     text: str = ""
-    cause: Report | None = None
+    cause: Record | None = None
     """The report of the rank that failed, if one is known."""
 
 
@@ -61,12 +68,12 @@ class SlurmJob:
 
 
 def diagnose(
-    reports: Sequence[Report], processes: int, slurm: SlurmJob = SlurmJob(), ended_by_slurm: bool = False
+    reports: Sequence[Record], processes: int, slurm: SlurmJob = SlurmJob(), ended_by_slurm: bool = False
 ) -> Diagnosis:
     """Returns the cause from the reports of a job of `processes` ranks. ended_by_slurm: Slurm has sent
     SIGTERM to the job's script."""
     ends = {report.get("end") for report in reports}
-    if len(reports) == processes and ends <= _NOT_FAILED:
+    if len(reports) == processes and ends <= NOT_FAILED:
         if not ended_by_slurm and not slurm.lost_nodes or ends == {ExitStatus.FINISHED}:
             return _diagnose_requested_stop(reports)
         text = f"{_slurm_end(slurm)}{_progress(reports)}: checkpoint saved, resumes after requeue"
@@ -77,7 +84,7 @@ def diagnose(
         return Diagnosis(FAILURE_EXIT_CODE, f"error: {_slurm_end(slurm)}{_progress(reports)}")
     if found := _first_with_end(reports, ExitStatus.STOPPED):
         return Diagnosis(USER_ERROR_EXIT_CODE, _error_text(found, reports), found)
-    if reports and ends <= _NOT_FAILED:
+    if reports and ends <= NOT_FAILED:
         problem = "wrote no report: the nodes do not share the folder of the reports (RUN_DIR)"
         return Diagnosis(USER_ERROR_EXIT_CODE, f"error: {rank_list(_missing(reports, processes))} {problem}")
     if ended_by_slurm:
@@ -85,7 +92,7 @@ def diagnose(
     return _diagnose_failure(reports, processes)
 
 
-def _diagnose_requested_stop(reports: Sequence[Report]) -> Diagnosis:
+def _diagnose_requested_stop(reports: Sequence[Record]) -> Diagnosis:
     """Returns the diagnosis of a run that finished or stopped on request. A stop before the first step is
     an error, since the next launch would not reach its first step either."""
     ends = {report["end"] for report in reports}
@@ -106,7 +113,7 @@ def _diagnose_requested_stop(reports: Sequence[Report]) -> Diagnosis:
     )
 
 
-def _saved(reports: Sequence[Report]) -> str:
+def _saved(reports: Sequence[Record]) -> str:
     saved = max(
         (report["saved_iteration"] for report in reports if "saved_iteration" in report), default=None
     )
@@ -117,14 +124,18 @@ def _saved(reports: Sequence[Report]) -> str:
     return f"the same command resumes from iteration {saved}"
 
 
-def _error_text(found: Report, reports: Sequence[Report]) -> str:
+def _error_text(found: Record, reports: Sequence[Record]) -> str:
     """Returns the error of a rank, prefixed with the rank unless all nodes report the same error."""
     same_error = [report for report in reports if report.get("text") == found["text"]]
     on_all_nodes = {report["host"] for report in same_error} == {report["host"] for report in reports}
     is_of_one_rank = found["end"] == ExitStatus.STOPPED and len(same_error) < len(reports)
     if found.get("on_all_ranks") or (on_all_nodes and not is_of_one_rank):
         return found["text"]
-    return f"error: {_describe_rank(found)}{_progress([found])}: {found['text'].removeprefix('error: ')}"
+    return _error_of_rank(found, found["text"].removeprefix("error: "))
+
+
+def _error_of_rank(report: Record, sentence: str) -> str:
+    return f"error: {_describe_rank(report)}{_progress([report])}: {sentence}"
 
 
 def _slurm_end(slurm: SlurmJob) -> str:
@@ -136,7 +147,7 @@ def _slurm_end(slurm: SlurmJob) -> str:
     return f"Slurm ended the job{state}"
 
 
-def _diagnose_failure(reports: Sequence[Report], processes: int) -> Diagnosis:
+def _diagnose_failure(reports: Sequence[Record], processes: int) -> Diagnosis:
     """Returns the diagnosis of a failure inside the job. A rank that could not report how it ended (hang,
     SIGKILL) causes the communication errors of the others, so it is considered first. After any other error
     the launcher and srun end the remaining ranks; ranks that had just started then have no status either."""
@@ -150,8 +161,7 @@ def _diagnose_failure(reports: Sequence[Report], processes: int) -> Diagnosis:
         return Diagnosis(FAILURE_EXIT_CODE, _diagnose_killed(silent, reports))
     if found := found or _first_with_end(reports, ExitStatus.FAILED):
         trace = found["text"].rpartition("\n")[0]
-        error = f"error: {_describe_rank(found)}{_progress([found])}: {_sentence(found)}"
-        text = f"{trace}\n{error}".lstrip("\n")
+        text = f"{trace}\n{_error_of_rank(found, _sentence(found))}".lstrip("\n")
         return Diagnosis(FAILURE_EXIT_CODE, text, found)
     if len(reports) < processes and (missing := _missing(reports, processes)):
         text = f"error: {rank_list(missing)} of {processes} never started: see the messages of srun above"
@@ -165,19 +175,21 @@ def _diagnose_failure(reports: Sequence[Report], processes: int) -> Diagnosis:
     return Diagnosis(FAILURE_EXIT_CODE, f"error: {who} ended by {names}{_progress(reports)}")
 
 
-def _diagnose_hang(hung: Sequence[Report], reports: Sequence[Report]) -> str:
+def _diagnose_hang(hung: Sequence[Record], reports: Sequence[Record]) -> str:
     """Returns the text for a hang: the position of each rank, the rarest position first, and the ranks that
     cause the hang (see `_causes_of_hang`)."""
     lines = [f"{hung[0]['text']}{_progress(hung)} (--hang-timeout)", *_position_lines(hung)]
     causes, what = _causes_of_hang(hung, reports)
-    lines[0:0] = _stacks_of(causes[0] if causes else hung[0])
+    shown = causes[0] if causes else hung[0]
+    if stacks := shown["stacks"].strip():
+        lines[0:0] = [f"stacks of rank {shown['rank']}:", stacks]
     if not causes:
         what = "all ranks wait at the same place, for the network or for each other"
         return "\n".join([*lines, f"error: hang: {what}"])
     return "\n".join([*lines, f"error: hang: {_describe_ranks(causes)}: {what}"])
 
 
-def _causes_of_hang(hung: Sequence[Report], reports: Sequence[Report]) -> tuple[list[Report], str]:
+def _causes_of_hang(hung: Sequence[Record], reports: Sequence[Record]) -> tuple[list[Record], str]:
     """Returns the ranks that cause a hang, and what is wrong with the first of them; none if all ranks wait
     for each other.
 
@@ -201,32 +213,28 @@ def _causes_of_hang(hung: Sequence[Report], reports: Sequence[Report]) -> tuple[
     return [report for report in hung if report["place"] == rarest], f"at {rarest}, where the others are not"
 
 
-def _position_lines(hung: Sequence[Report]) -> list[str]:
+def _position_lines(hung: Sequence[Record]) -> list[str]:
     """Returns a line per position, the rarest first: its ranks, and the calls in which the first rank waits.
     Calls name process groups, so they differ between ranks at one position."""
-    at: dict[str, list[Report]] = {}
+    at: dict[str, list[Record]] = {}
     for report in hung:
         at.setdefault(hang_position(report), []).append(report)
     lines = []
     for position, ranks in sorted(at.items(), key=lambda item: len(item[1]))[:_MOST_POSITIONS]:
-        waits = "".join(f"; rank {ranks[0]['rank']} {text}" for text in waiting(ranks[0]))
+        calls = ranks[0].get("waits_in")
+        waits = f"; rank {ranks[0]['rank']} waits in {calls}" if calls else ""
         lines.append(f"  {rank_list([report['rank'] for report in ranks])}: at {position}{waits}")
     more = len(at) - len(lines)
     return [*lines, f"  ranks at {more} more positions"] if more else lines
 
 
-def hang_position(report: Mapping[str, Any]) -> str:
+def hang_position(report: Mapping[str, object]) -> str:
     """Returns where a rank hangs: the location of its main thread, and what its device does."""
-    device = [f"device {report['device']}"] if report.get("device") else []
-    return "; ".join([report.get("place", "an unknown place"), *device])
+    device = f"; device {report['device']}" if report.get("device") else ""
+    return f"{report.get('place', 'an unknown place')}{device}"
 
 
-def waiting(report: Mapping[str, Any]) -> list[str]:
-    """Returns a phrase with the calls in which a rank waits for others; empty if it waits in no call."""
-    return [f"waits in {report['waits_in']}"] if report.get("waits_in") else []
-
-
-def _not_waiting(hung: Sequence[Report]) -> list[Report]:
+def _not_waiting(hung: Sequence[Record]) -> list[Record]:
     """Returns the ranks that wait in no call if other ranks do; otherwise none.
 
     Requires ranks with a device, since gloo records no point-to-point calls. Requires a finished step, since
@@ -238,12 +246,7 @@ def _not_waiting(hung: Sequence[Report]) -> list[Report]:
     return free if len(free) < len(hung) else []
 
 
-def _stacks_of(report: Report) -> list[str]:
-    stacks = report["stacks"].strip()
-    return [f"stacks of rank {report['rank']}:", stacks] if stacks else []
-
-
-def _diagnose_killed(silent: Sequence[Report], reports: Sequence[Report]) -> str:
+def _diagnose_killed(silent: Sequence[Record], reports: Sequence[Record]) -> str:
     killed = [report for report in silent if not _crash(report)]
     if crashes := [report for report in silent if _has_crashed(report)] or ([] if killed else silent):
         where = f"{_describe_rank(crashes[0])}{_progress(reports)}"
@@ -256,12 +259,12 @@ def _diagnose_killed(silent: Sequence[Report], reports: Sequence[Report]) -> str
     return f"error: {_describe_ranks(killed)}{_progress(reports)}: {cause}"
 
 
-def _sentence(report: Mapping[str, Any]) -> str:
+def _sentence(report: Record) -> str:
     """Returns the error of a report in one line, without the rank."""
     return re.sub(r"^error: (rank \d+ on [^:]*: )?", "", report.get("text", "").rpartition("\n")[2])
 
 
-def is_own_failure(report: Mapping[str, Any]) -> bool:
+def is_own_failure(report: Record) -> bool:
     """Returns whether a rank has ended by an error that the end of another rank cannot have caused, and is
     not known to be later than another rank's."""
     end = report.get("end")
@@ -270,63 +273,95 @@ def is_own_failure(report: Mapping[str, Any]) -> bool:
     return is_own and report.get("first", True)
 
 
-def _crash(report: Report) -> str:
+def _crash(report: Record) -> str:
     """Returns Python's name of a crash in native code, such as "Segmentation fault"; "" if none."""
     return report["stacks"].partition("Fatal Python error: ")[2].partition("\n")[0]
 
 
-def _has_crashed(report: Report) -> bool:
+def _has_crashed(report: Record) -> bool:
     """Returns whether the rank itself has crashed. The NCCL watchdog aborts ranks that lose connections."""
     return _crash(report) not in ("", "Aborted")
 
 
-def _first_with_end(reports: Sequence[Report], end: ExitStatus) -> Report | None:
+def _first_with_end(reports: Sequence[Record], end: ExitStatus) -> Record | None:
     """Returns the first rank with this exit status, as ordered by the rendezvous store if it answered,
     otherwise by the clocks of the nodes."""
     failed = [report for report in reports if report.get("end") == end]
     return min(failed, key=lambda report: (not report.get("first"), report["ended"]), default=None)
 
 
-def _missing(reports: Sequence[Report], processes: int) -> list[int]:
+def _missing(reports: Sequence[Record], processes: int) -> list[int]:
     return sorted(set(range(processes)) - {report["rank"] for report in reports})
 
 
-def _signals(reports: Sequence[Report]) -> list[str]:
+def _signals(reports: Sequence[Record]) -> list[str]:
     return sorted({report["signal"] for report in reports if "signal" in report})
 
 
-def _describe_ranks(reports: Sequence[Report]) -> str:
+def _describe_ranks(reports: Sequence[Record]) -> str:
     first, *others = reports
     more = f" (and {len(others)} more: {rank_list([other['rank'] for other in others])})" if others else ""
     return _describe_rank(first) + more
 
 
-def _describe_rank(report: Report) -> str:
+def _describe_rank(report: Record) -> str:
     stage = f", stage {report['stage']}" if "stage" in report else ""
     context = f", CP rank {report['cp_rank']}" if "cp_rank" in report else ""
     return f"rank {report['rank']} on {report['host']}{stage}{context} (pid {report['pid']})"
 
 
-def _progress(reports: Sequence[Report]) -> str:
+def _progress(reports: Sequence[Record]) -> str:
     steps = max((report.get("iteration", 0) for report in reports), default=0)
     return f", after iteration {steps}" if steps else ", before the first step"
+
+
+def running(reports: Sequence[Record]) -> list[Record]:
+    """Returns the reports of ranks of this node that have not ended."""
+    return [report for report in reports if "end" not in report and is_running(report["pid"])]
+
+
+def print_diagnosis(folder: Path, env: Mapping[str, str]) -> None:
+    """Prints the diagnosis of the reports in a temporary folder, and writes it to torch's error file. Each
+    node has its own folder, so it does not print a cause that another node prints."""
+    reports, world_size = read_reports(folder), world_size_of(env)
+    is_hang = any(report.get("end") == ExitStatus.HANG for report in reports)
+    for report in running(reports):
+        # A rank that runs is not the cause, unless it is stuck in a hang and does not even note a signal.
+        if not is_hang or "signal" in report:
+            report["end"] = ExitStatus.ABORTED
+    is_whole = local_world_size_of(env) == world_size
+    diagnosis = diagnose(reports, world_size if is_whole else len(reports))
+    text, is_printed = diagnosis.text, True
+    if not is_whole:
+        text, is_printed = _of_one_node(diagnosis, {report["rank"] for report in reports}, env)
+    if text:
+        (print_error if is_printed else write_error_file)(text)
+
+
+def _of_one_node(diagnosis: Diagnosis, local_ranks: set[int], env: Mapping[str, str]) -> tuple[str, bool]:
+    """Returns the text of a node of several, and whether the node prints it. The first node prints an error
+    of all ranks, or every node if nodes have no numbers. Otherwise the node of the rank that failed first
+    prints its error. A connection that another node has closed has no traceback."""
+    cause, (*_, error) = diagnosis.cause, diagnosis.text.splitlines() or [""]
+    if cause is None:
+        return diagnosis.text, True
+    is_lost = cause["end"] == ExitStatus.FAILED and is_lost_connection(error)
+    text = f"{error} ({_ELSEWHERE})" if is_lost else diagnosis.text
+    # Rank 0's report does not decide: rank 0 may have ended before it opened the report.
+    if cause.get("on_all_ranks"):
+        return text, node_rank_of(env) in (0, None)
+    return text, cause.get("first_rank") in {None, *local_ranks}
 
 
 def ask_slurm(job: str, nodes: str) -> SlurmJob:
     """Returns the state of a job and of its nodes, which are in Slurm's notation. Fields are empty if Slurm
     does not answer."""
-    state = re.search(r"\bJobState=(\w+)", _output_of("scontrol", "show", "job", "--oneliner", job))
+    shown = output_of("scontrol", "show", "job", "--oneliner", job, timeout_s=3)
+    state = re.search(r"\bJobState=(\w+)", shown)
+    listed = output_of("sinfo", "--noheader", "--Node", "--nodes", nodes, "--format=%N %t", timeout_s=3)
     # Slurm marks a node that does not answer with *.
-    listed = _output_of("sinfo", "--noheader", "--Node", "--nodes", nodes, "--format=%N %t").splitlines()
-    lost = {line.split()[0] for line in listed if re.search(r" (down|fail|unk)|\*", line)}
+    lost = {line.split()[0] for line in listed.splitlines() if re.search(r" (down|fail|unk)|\*", line)}
     return SlurmJob(state[1] if state else "", tuple(sorted(lost)))
-
-
-def _output_of(*command: str) -> str:
-    try:
-        return subprocess.run(command, capture_output=True, text=True, timeout=3).stdout
-    except (OSError, subprocess.TimeoutExpired):
-        return ""
 
 
 def main() -> None:
@@ -350,7 +385,7 @@ def main() -> None:
         text = f"note: {first_few(damaged)} in {arguments.folder} cannot be read as reports of a rank"
         print(printable(text), file=sys.stderr)
     if diagnosis.text:
-        print(printable(diagnosis.text), file=sys.stderr, flush=True)
+        print_error(diagnosis.text)
     sys.exit(diagnosis.code)
 
 

@@ -1,14 +1,20 @@
-"""Ends a process: writes its error to the rank's report and sets the exit code. Needs no torch."""
+"""Ends a process: writes its error to the rank's report, and sets the exit code. Needs no torch.
+
+With temporary reports, the first rank of a node that does not finish is responsible for the diagnosis. It
+prints its own error at once. If the end of another rank may have caused its error, it first waits until the
+other ranks have ended. So the cause is in the log before torch's launcher ends, whose summary shows it, too.
+"""
 
 from __future__ import annotations
 
 import os
 import sys
 import traceback
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, suppress
 from typing import Any, NoReturn
 
+from megatron.cluster.diagnosis import is_own_failure, print_diagnosis, running
 from megatron.cluster.exit_status import (
     FAILURE_EXIT_CODE,
     INTERRUPTED_EXIT_CODE,
@@ -18,11 +24,21 @@ from megatron.cluster.exit_status import (
     is_lost_connection,
     sentence_of,
 )
-from megatron.cluster.launch import has_torch_launcher
-from megatron.cluster.node_diagnosis import end_rank, finish_rank_reports
-from megatron.cluster.rank_reports import RankReport
-from megatron.errors import UserError, write_error_file
+from megatron.cluster.launch import has_torch_launcher, local_world_size_of, wait_until, world_size_of
+from megatron.cluster.rank_reports import RankReport, ended_well, read_reports
+from megatron.errors import UserError, print_error, write_error_file
+from megatron.files import open_own
 from megatron.torch_versions import missing_name
+
+# A rank waits this long for the other ranks of its node. torch's launcher sends SIGKILL 30 s after SIGTERM,
+# and a rank without an error ends 10 s after another one has ended.
+_MAX_WAIT_FOR_RANKS_S = 15.0
+# A rank that is not stuck notes a signal within this time.
+_MAX_WAIT_FOR_SIGNALS_S = 3.0
+# If a rank does not know how many ranks its node has, it waits this long for the reports of all ranks.
+_MAX_WAIT_FOR_REPORTS_S = 5.0
+# Exists once a rank is responsible, and has content once it has printed.
+_CLAIM_FILE = "diagnosis"
 
 
 class RunStopped(Exception):
@@ -125,3 +141,66 @@ def _first_failed_rank(rank: str) -> int:
         return int(_get_default_store().compare_set("first failure", "", rank).decode())
     except Exception:
         return int(rank)  # the process that hosted the store has ended
+
+
+def end_rank(report: RankReport, end: ExitStatus, text: str, **facts: Any) -> None:
+    """Writes how this rank ends to its report; the diagnosis of the reports selects what is printed. Prints
+    the text if there is no report."""
+    if report.end(end, text, **facts):
+        finish_rank_reports(report)
+    else:
+        print_error(text)
+
+
+def finish_rank_reports(report: RankReport, env: Mapping[str, str] = os.environ) -> None:
+    """Prints the diagnosis if this rank is responsible. The last rank of the node deletes the reports. Does
+    nothing with RANK_REPORTS. Every rank calls it after `report.end`."""
+    if report.folder is None or not (report.is_temporary and report.is_enabled):
+        return
+    claim = report.folder / _CLAIM_FILE
+    with suppress(OSError), report.diagnosis_lock:
+        with report.folder_lock():
+            is_responsible = not (claim.exists() or ended_well(report.facts))
+            if is_responsible:
+                os.close(open_own(claim))
+        if is_responsible:
+            if not is_own_failure(report.facts):
+                _wait_for_ranks(report, env)
+            print_diagnosis(report.folder, env)
+            if not has_torch_launcher(env):  # the next run of the same shell would use the same folder
+                _wait_for_ranks(report, env)
+                report.remove_folder()
+                return
+            claim.write_text("printed")
+        with report.folder_lock():
+            reports = read_reports(report.folder)
+            if claim.exists():
+                # A rank that starts late must find the claim.
+                is_done = claim.stat().st_size > 0 and len(reports) >= (local_world_size_of(env) or 0)
+            else:
+                # A rank that has not ended well is about to claim.
+                is_done = all(ended_well(other) for other in reports if "end" in other)
+            if is_done and not running(reports):
+                report.remove_folder()
+
+
+def _wait_for_ranks(report: RankReport, env: Mapping[str, str]) -> None:
+    """Waits until the other ranks of this node have ended, unless this rank is asked to end. After a signal
+    some ranks may never report."""
+    assert report.folder is not None
+    folder, expected = report.folder, local_world_size_of(env)
+
+    def wait(condition: Callable[[], bool], max_s: float) -> None:
+        wait_until(lambda: report.stop_waiting.is_set() or condition(), max_s)
+
+    if "signal" not in report.facts:
+        num_ranks = expected or world_size_of(env)
+        wait(
+            lambda: len(read_reports(folder)) >= num_ranks,
+            _MAX_WAIT_FOR_RANKS_S if expected else _MAX_WAIT_FOR_REPORTS_S,
+        )
+    wait(lambda: not running(read_reports(folder)), _MAX_WAIT_FOR_RANKS_S)
+    if report.facts["end"] == ExitStatus.HANG:
+        wait_until(
+            lambda: all("signal" in other for other in running(read_reports(folder))), _MAX_WAIT_FOR_SIGNALS_S
+        )

@@ -48,6 +48,10 @@ class ExitStatus(str, Enum):
     """Ended because another rank of the node failed or was killed."""
 
 
+NOT_FAILED = frozenset({ExitStatus.FINISHED, ExitStatus.REQUEUE, ExitStatus.INTERRUPTED})
+"""The statuses of ranks that have ended at the end of a step, as they should."""
+
+
 def sentence_of(error: BaseException) -> str:
     """Returns class and message in one line. It contains all lines of the message: NCCL and CUDA write
     several, and no single line is sufficient."""

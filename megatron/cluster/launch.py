@@ -1,4 +1,4 @@
-"""Rank and world size of this process, from the variables of torch's launcher or of srun.
+"""How this process was started: its rank and world size, its launcher and its limits.
 
 A launcher (torchrun, torch.distributed.launch) sets torch's variables (RANK, WORLD_SIZE, ...). Under plain
 `srun python pretrain_gpt.py`, with one task per process, they are derived from Slurm's variables. Variables
@@ -10,11 +10,17 @@ from __future__ import annotations
 
 import os
 import re
+import resource
 import socket
+import stat
 import subprocess
+import tempfile
+import time
 from collections.abc import Callable, Iterator, Mapping, MutableMapping
 from contextlib import contextmanager
+from pathlib import Path
 
+from megatron.child_processes import process_fields, start_of
 from megatron.errors import UserError, one_line
 
 # MASTER_PORT is computed from the job id, so that two jobs on one node use different ports: one port for the
@@ -27,6 +33,10 @@ _LAST_PORT = 65_535
 MAX_PROCESSES = 100_000
 # The variables that torch's launcher sets. Empty variables count as unset.
 TORCH_VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+# A process of a run opens about 60 files and sockets; with many ranks on its node, some hundreds.
+LEAST_OPEN_FILES = 256
+# Importing torch and DeepSpeed takes 0.8 GiB; a small model trains on a CPU with 2.5 GB.
+LEAST_ADDRESS_SPACE_BYTES = 2 << 30
 # Variable with the number of processes that mpirun has started -> variables with the rank of a process.
 _MPI_VARIABLES = {
     "OMPI_COMM_WORLD_SIZE": "$OMPI_COMM_WORLD_RANK and $OMPI_COMM_WORLD_LOCAL_RANK",
@@ -36,13 +46,12 @@ _MPI_VARIABLES = {
 
 def rank_of(env: Mapping[str, str]) -> str:
     """Returns the global rank according to the environment; "0" for a single process."""
-    return env.get("RANK") or (env.get("SLURM_PROCID", "0") if _in_step(env) else "0")
+    return env.get("RANK") or _of_task(env, "SLURM_PROCID") or "0"
 
 
 def world_size_of(env: Mapping[str, str]) -> int:
     """Returns the number of processes according to the environment; 1 if it is missing or not a number."""
-    text = env.get("WORLD_SIZE") or (env.get("SLURM_NTASKS", "1") if _in_step(env) else "1")
-    return decimal_number(text) or 1
+    return decimal_number(env.get("WORLD_SIZE") or _of_task(env, "SLURM_NTASKS")) or 1
 
 
 def decimal_number(text: str) -> int | None:
@@ -56,21 +65,17 @@ def local_world_size_of(env: Mapping[str, str]) -> int | None:
         return size
     # For example "4(x2),1": 4 tasks on each of two nodes, and 1 on a third.
     counts: list[int] = []
-    tasks = env.get("SLURM_STEP_TASKS_PER_NODE", "")
+    tasks = _of_task(env, "SLURM_STEP_TASKS_PER_NODE")
     for count, repeats in re.findall(r"([0-9]{1,6})(?:\(x([0-9]{1,6})\))?", tasks):
         counts += [int(count)] * int(repeats or 1)
-    node = decimal_number(env.get("SLURM_NODEID", ""))
-    return counts[node] if _in_step(env) and node is not None and node < len(counts) else None
+    node = decimal_number(_of_task(env, "SLURM_NODEID"))
+    return counts[node] if node is not None and node < len(counts) else None
 
 
 def node_rank_of(env: Mapping[str, str]) -> int | None:
     """Returns the index of this node in the run; None if it is not in the environment."""
-    number = ""
-    if has_torch_launcher(env):
-        number = env.get("GROUP_RANK", "")
-    elif _in_step(env):
-        number = env.get("SLURM_NODEID", "")
-    return decimal_number(number)
+    is_launched = has_torch_launcher(env)
+    return decimal_number(env.get("GROUP_RANK", "") if is_launched else _of_task(env, "SLURM_NODEID"))
 
 
 def node_name(env: Mapping[str, str]) -> str:
@@ -81,6 +86,88 @@ def node_name(env: Mapping[str, str]) -> str:
 def has_torch_launcher(env: Mapping[str, str]) -> bool:
     """Returns whether torchrun or torch.distributed.launch started this process."""
     return "TORCHELASTIC_RUN_ID" in env
+
+
+def check_limits() -> None:
+    """Raises UserError if ulimit allows this process too few open files, or too little memory, for a run. A
+    soft limit of open files that is too low is set to the hard limit. Must be called first: libraries report
+    an exhausted limit as an unrelated error, or wait forever."""
+    limit, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if 0 <= hard < LEAST_OPEN_FILES:
+        raise UserError(
+            f"ulimit -Hn {hard}: a process may open {hard} files. Expected at least {LEAST_OPEN_FILES}: "
+            "start the run in a shell with a higher limit"
+        )
+    if 0 <= limit < LEAST_OPEN_FILES:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+    space, _ = resource.getrlimit(resource.RLIMIT_AS)
+    if 0 <= space < LEAST_ADDRESS_SPACE_BYTES:
+        raise UserError(
+            f"ulimit -v {space // 1024}: a process may use {space / 2**30:.1f} GiB of virtual memory. "
+            f"Expected at least {LEAST_ADDRESS_SPACE_BYTES / 2**30:.0f} GiB: raise the limit with ulimit -v "
+            "unlimited"
+        )
+
+
+def find_launcher(env: Mapping[str, str]) -> tuple[int, str] | None:
+    """Returns process id and start time of torch's launcher that started this process; None without one, or
+    if it is not in this process-id namespace. A wrapper (numactl, a shell) may be between them."""
+    if not has_torch_launcher(env):
+        return None
+    # Unique per process, unlike the run id.
+    names = ("TORCHELASTIC_ERROR_FILE", "TORCHELASTIC_RUN_ID")
+    variable = next((name for name in names if env.get(name)), None)
+    if variable is None:
+        return None
+    given, pid = f"{variable}={env[variable]}".encode(), os.getppid()
+    while given in _environment_of(pid):
+        pid = int(process_fields(pid)[1])
+    start = start_of(pid)
+    return None if start is None else (pid, start)
+
+
+def _environment_of(pid: int) -> list[bytes]:
+    try:
+        return Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
+    except OSError:  # of another user, or ended
+        return []
+
+
+def launch_id(env: Mapping[str, str]) -> str:
+    """Returns a name that all processes of one launch on this node share; other launches have other names.
+    It begins with the process id and the start time of the launcher or the shell, unless srun starts them."""
+    if _in_step(env) and not has_torch_launcher(env):
+        names = ("SLURM_JOB_ID", "SLURM_STEP_ID", "SLURM_RESTART_COUNT")
+        return "-".join(["slurm", *(env.get(name, "0") for name in names)])
+    # The launcher, or the session of the shell: each process may have a parent of its own (timeout, numactl).
+    # Process ids are reused, so the start time is a part of the name.
+    starter, start = find_launcher(env) or (os.getsid(0), start_of(os.getsid(0)) or "0")
+    port, restart = env.get("MASTER_PORT", "0"), env.get("TORCHELASTIC_RESTART_COUNT", "0")
+    return f"{starter}-{start}-{port}-{restart}"
+
+
+def private_temporary_folder() -> Path | None:
+    """Returns this user's folder among the temporary files of this node, which other users cannot write to;
+    None if it cannot be created."""
+    base = Path(tempfile.gettempdir()) / f"megatron-{os.getuid()}"
+    try:
+        base.mkdir(mode=0o700, exist_ok=True)
+        status = base.lstat()
+    except OSError:
+        return None
+    if not stat.S_ISDIR(status.st_mode) or status.st_uid != os.getuid() or status.st_mode & 0o022:
+        return None
+    return base
+
+
+def wait_until(condition: Callable[[], bool], max_s: float, interval_s: float = 0.01) -> bool:
+    """Polls until the condition is met; returns whether it was met within `max_s` seconds."""
+    deadline = time.monotonic() + max_s
+    while not condition():
+        if time.monotonic() > deadline:
+            return False
+        time.sleep(interval_s)
+    return True
 
 
 @contextmanager
@@ -106,13 +193,9 @@ def init_from_slurm_env(env: MutableMapping[str, str] = os.environ) -> None:
     env.update(torch_variables(env))
 
 
-def torch_variables(env: Mapping[str, str], address_of: Callable[[str], str] | None = None) -> dict[str, str]:
+def torch_variables(env: Mapping[str, str]) -> dict[str, str]:
     """Returns the variables to add to `env` for torch: none if a launcher has set them, or for a single
-    process.
-
-    address_of: maps the name of a node in Slurm to its address (default: `node_address`). Raises UserError
-    if the variables contradict each other.
-    """
+    process. Raises UserError if the variables contradict each other."""
     if env.get("RANK") or env.get("WORLD_SIZE"):
         _check_torch_variables(env)
         _check_against_slurm(env)
@@ -120,12 +203,17 @@ def torch_variables(env: Mapping[str, str], address_of: Callable[[str], str] | N
     _check_mpi(env)
     if not _in_step(env) or _number(env, "SLURM_NTASKS") == 1:
         return {}
-    return _from_slurm(env, address_of or node_address)
+    return _from_slurm(env)
 
 
 def _in_step(env: Mapping[str, str]) -> bool:
     """Returns whether srun started this process. A batch script also has task variables, but no step id."""
     return "SLURM_STEP_ID" in env
+
+
+def _of_task(env: Mapping[str, str], name: str) -> str:
+    """Returns a variable that srun sets in its tasks; "" outside of a task."""
+    return env.get(name, "") if _in_step(env) else ""
 
 
 def _check_torch_variables(env: Mapping[str, str]) -> None:
@@ -163,7 +251,7 @@ def _check_port(env: Mapping[str, str]) -> None:
 
 def _check_against_slurm(env: Mapping[str, str]) -> None:
     """Raises UserError if srun's tasks are neither the launchers nor the processes of torch's variables."""
-    if not _in_step(env) or "SLURM_NTASKS" not in env:
+    if not _of_task(env, "SLURM_NTASKS"):
         return
     tasks = _number(env, "SLURM_NTASKS")
     if "GROUP_WORLD_SIZE" not in env:
@@ -189,7 +277,7 @@ def _check_against_slurm(env: Mapping[str, str]) -> None:
 
 def _check_mpi(env: Mapping[str, str]) -> None:
     """Raises UserError for mpirun without torch's variables: each process would be a run of its own."""
-    tasks = env.get("SLURM_NTASKS", "1") if _in_step(env) else "1"
+    tasks = _of_task(env, "SLURM_NTASKS") or "1"
     for name, names_of_ranks in _MPI_VARIABLES.items():
         # srun may set MPI's variables, too: then Slurm's variables are used.
         if env.get(name, "1") not in ("1", tasks):
@@ -216,7 +304,7 @@ def _check_processes(env: Mapping[str, str], tasks: int) -> None:
         )
 
 
-def _from_slurm(env: Mapping[str, str], address_of: Callable[[str], str]) -> dict[str, str]:
+def _from_slurm(env: Mapping[str, str]) -> dict[str, str]:
     tasks, rank = _number(env, "SLURM_NTASKS"), _number(env, "SLURM_PROCID")
     local_rank = _number(env, "SLURM_LOCALID")
     if not (0 <= rank < tasks and 0 <= local_rank <= rank):
@@ -227,7 +315,7 @@ def _from_slurm(env: Mapping[str, str], address_of: Callable[[str], str]) -> dic
     found = {"RANK": str(rank), "WORLD_SIZE": str(tasks), "LOCAL_RANK": str(local_rank)}
     if "MASTER_ADDR" not in env:
         hosts = env.get("SLURM_STEP_NODELIST") or _text(env, "SLURM_JOB_NODELIST")
-        found["MASTER_ADDR"] = address_of(first_host(hosts))
+        found["MASTER_ADDR"] = node_address(first_host(hosts))
     if "MASTER_PORT" in env:
         _check_port(env)
     else:
@@ -258,12 +346,7 @@ def node_address(node: str) -> str:
         return node
     except OSError:
         pass
-    try:
-        shown = subprocess.run(
-            ["scontrol", "show", "node", "--oneliner", node], capture_output=True, text=True, timeout=30
-        ).stdout
-    except (OSError, subprocess.TimeoutExpired):
-        shown = ""
+    shown = output_of("scontrol", "show", "node", "--oneliner", node, timeout_s=30)
     match = re.search(r"\bNodeAddr=(\S+)", shown)
     if match is None:
         raise UserError(
@@ -271,6 +354,14 @@ def node_address(node: str) -> str:
             "MASTER_ADDR"
         )
     return match[1]
+
+
+def output_of(*command: str, timeout_s: float) -> str:
+    """Returns what a command of Slurm prints; "" if it is not installed or does not answer in time."""
+    try:
+        return subprocess.run(command, capture_output=True, text=True, timeout=timeout_s).stdout
+    except (OSError, subprocess.TimeoutExpired):
+        return ""
 
 
 def _text(env: Mapping[str, str], name: str) -> str:

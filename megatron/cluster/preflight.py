@@ -24,10 +24,11 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from deepspeed.accelerator import get_accelerator
 
 from megatron.cluster.devices import TF32_VARIABLES
 from megatron.cluster.exit_codes import SharedUserError
-from megatron.cluster.launch import node_name
+from megatron.cluster.launch import node_name, wait_until
 from megatron.cluster.rank_reports import FOLDER_VARIABLE
 from megatron.config import Config
 from megatron.errors import UserError
@@ -104,23 +105,18 @@ def check_kernels(required: bool) -> list[str]:
 
     required: --require-kernels: raises SharedUserError on every rank instead.
     """
-    from deepspeed.accelerator import get_accelerator
-
     device = get_accelerator().device_name()
-    reasons = gather_from_all_ranks((node_name(os.environ), reason_against_kernels(device)))
-    rank, node, reason = next(
-        ((rank, node, reason) for rank, (node, reason) in enumerate(reasons) if reason), (0, "", None)
-    )
+    _, who, reason = _first_problem("", reason_against_kernels(device))
     if reason is None:
         return []
     if required:
-        raise SharedUserError(f"--require-kernels: rank {rank} on {node} cannot run the kernels: {reason}")
+        raise SharedUserError(f"--require-kernels: {who} cannot run the kernels: {reason}")
     if device == "cpu":
         return []
     use_pytorch()
     return [
-        f"all ranks compute with PyTorch's operations, which are slower than the Triton kernels: rank {rank} "
-        f"on {node}: {reason} (--require-kernels makes this an error)"
+        f"all ranks compute with PyTorch's operations, which are slower than the Triton kernels: {who}: "
+        f"{reason} (--require-kernels makes this an error)"
     ]
 
 
@@ -130,37 +126,36 @@ def check_attention(config: Config) -> list[str]:
 
     Raises SharedUserError on every rank if attention is wrong without cuDNN too. Skipped by --no-preflight.
     """
-    from deepspeed.accelerator import get_accelerator
-
     device, case = get_accelerator().device_name(), attention_case(config)
     if device != "cuda" or case is None or config.training.no_preflight:
         return []
-    kernel, problem = _attention_of_ranks(case)
+    kernel, who, problem = _attention_problem(case)
     if problem is None:
         part = " within a chunk" if config.parallel.context_parallel_size > 1 else ""
         return [f"causal attention{part} by PyTorch's {kernel} agrees with fp32 operations"]
     torch.backends.cuda.enable_cudnn_sdp(False)
-    other, remaining = _attention_of_ranks(case)
+    other, where, remaining = _attention_problem(case)
     if remaining is not None:
         raise SharedUserError(
-            f"causal attention is wrong by PyTorch's {other} on {remaining}: install another version of "
-            "torch (--no-preflight skips this check)"
+            f"causal attention is wrong by PyTorch's {other} on {where}: {remaining}: install another "
+            "version of torch (--no-preflight skips this check)"
         )
-    return [f"causal attention is wrong by PyTorch's {kernel} on {problem}; all ranks use {other}"]
+    return [f"causal attention is wrong by PyTorch's {kernel} on {who}: {problem}; all ranks use {other}"]
 
 
-def _attention_of_ranks(case: AttentionCase) -> tuple[str, str | None]:
-    """Returns the back end of the first rank with a problem, and rank, node and problem. Collective."""
-    from deepspeed.accelerator import get_accelerator
-
+def _attention_problem(case: AttentionCase) -> tuple[str, str, str | None]:
+    """Returns the back end, the rank and its problem, see `_first_problem`. Collective."""
     device = get_accelerator().current_device_name()
-    found = gather_from_all_ranks(
-        (node_name(os.environ), sdpa_backend(case, device), attention_problem(case, device))
-    )
-    for rank, (node, kernel, problem) in enumerate(found):
-        if problem is not None:
-            return kernel, f"rank {rank} on {node}: {problem}"
-    return found[0][1], None
+    return _first_problem(sdpa_backend(case, device), attention_problem(case, device))
+
+
+def _first_problem(fact: str, problem: str | None) -> tuple[str, str, str | None]:
+    """Returns the fact of the first rank that has a problem, the rank and node, and the problem; the fact of
+    rank 0 if none has. Collective."""
+    found = gather_from_all_ranks((fact, node_name(os.environ), problem))
+    rank = next((rank for rank, (_, _, problem) in enumerate(found) if problem is not None), 0)
+    fact, node, problem = found[rank]
+    return fact, f"rank {rank} on {node}", problem
 
 
 def describe(facts: Sequence[RankInfo]) -> str:
@@ -224,7 +219,7 @@ def check_shared_folders(
     barrier()
     if leads_node:
         for name, path in marks.items():
-            if name not in problems and not _appears(path):
+            if name not in problems and not wait_until(path.exists, _MAX_WAIT_FOR_FILE_S, 0.1):
                 problems[name] = (
                     f"{folders[name]} is not the folder that rank 0 sees: it does not contain rank 0's file"
                 )
@@ -233,15 +228,6 @@ def check_shared_folders(
         with suppress(OSError):
             path.unlink()
     return problems
-
-
-def _appears(path: Path) -> bool:
-    deadline = time.monotonic() + _MAX_WAIT_FOR_FILE_S
-    while not path.exists():
-        if time.monotonic() > deadline:
-            return False
-        time.sleep(0.1)
-    return True
 
 
 def _folders(config: Config) -> dict[str, str]:
@@ -311,8 +297,6 @@ def _measure_all_reduce(group: dist.ProcessGroup | None = None) -> float:
     In a ring of n ranks every rank sends 2 (n - 1) / n of the tensor, and one rank per node sends to the next
     node. Collective.
     """
-    from deepspeed.accelerator import get_accelerator
-
     accelerator = get_accelerator()
     kind = "cpu" if accelerator.device_name() == "cpu" else "gpu"
     message = torch.zeros(_MESSAGE_BYTES[kind] // 4, device=accelerator.current_device_name())

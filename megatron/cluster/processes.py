@@ -1,17 +1,32 @@
-"""Connects the processes of a run and creates their default process group, on DeepSpeed's accelerator."""
+"""Starts the processes of a tool, connects the processes of a run, and creates their default process group.
+
+The device is that of DeepSpeed's accelerator.
+"""
 
 import logging
 import os
+import signal
 import socket
+import subprocess
+import sys
+import threading
+import time
 import warnings
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from datetime import timedelta
 
+import torch
 import torch.distributed as dist
 
+from megatron.child_processes import end_with_parent, python_path
 from megatron.cluster.devices import check_gpus, choose_device, device_id, set_max_connections
+from megatron.cluster.exit_codes import RunStopped
+from megatron.cluster.exit_status import USER_ERROR_EXIT_CODE, is_own_error, sentence_of
+from megatron.cluster.launch import temporary_environment
 from megatron.cluster.rendezvous import Address, connect_processes
 from megatron.config import Config, LoggingConfig, ParallelConfig
-from megatron.errors import UserError
+from megatron.errors import UserError, print_error
 from megatron.object_urls import as_urls
 
 # DeepSpeed logs this in every process without a GPU; the run report already names the device.
@@ -20,6 +35,13 @@ _ACCELERATOR_NOTICE = "Setting accelerator to CPU"
 # Timeout of collectives. Ranks may wait long for the rank that builds index files or writes a checkpoint; the
 # watchdog detects hangs.
 _MAX_WAIT = timedelta(hours=2)
+# After rank 0 has ended, the other ranks must end within this time.
+_GRACE_S = 30.0
+# After a user's mistake on another rank, rank 0 prints it within this time.
+_REASON_S = 5.0
+# After rank 0 has lost the connection to a rank, the exit of that rank is noticed within this time.
+_LOST_RANK_S = 2 * _REASON_S
+_LAUNCHERS = ("SLURM_", "TORCHELASTIC_", "GROUP_", "ROLE_")
 
 
 def is_main_process() -> bool:
@@ -130,8 +152,6 @@ def use_exact_products() -> None:
     How a product is split depends on its shape, so on the layout. A library that was imported may have
     allowed TF32.
     """
-    import torch
-
     torch.set_float32_matmul_precision("highest")
     torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction = False
     torch.backends.cuda.matmul.allow_fp16_reduced_precision_reduction = False
@@ -141,8 +161,6 @@ def _use_deterministic_algorithms() -> None:
     """Applies --deterministic-mode to PyTorch. An operation without a deterministic implementation then
     raises RuntimeError. SDPA's flash and memory-efficient backward passes add in a fixed order, and cuDNN's
     attention is not selected."""
-    import torch
-
     torch.use_deterministic_algorithms(True)
     torch.backends.cudnn.benchmark = False
     # It would fill new tensors with NaN, which costs time. No operation reads them before they are written.
@@ -173,3 +191,75 @@ def free_port() -> int:
     with socket.socket() as probe:
         probe.bind(("localhost", 0))
         return probe.getsockname()[1]
+
+
+@contextmanager
+def start_other_ranks(program: Sequence[str], world_size: int) -> Iterator[None]:
+    """Makes this process rank 0 of `world_size` processes in the block; the others run `python *program`.
+
+    Sets the variables of a launcher. The processes share the cores of this host. If another rank fails, this
+    process ends with its exit code; if this process ends, the others are ended.
+    """
+    variables = {
+        **{"WORLD_SIZE": str(world_size), "LOCAL_WORLD_SIZE": str(world_size)},
+        **{"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())},
+    }
+    if "OMP_NUM_THREADS" not in os.environ:
+        count = max(len(os.sched_getaffinity(0)) // world_size, 1)  # a job may have only some of the cores
+        variables["OMP_NUM_THREADS"] = str(count)
+        torch.set_num_threads(count)  # this process has read the variable already
+    # The environment without the variables that a launcher or srun has set for this process alone.
+    inherited = {name: value for name, value in os.environ.items() if not name.startswith(_LAUNCHERS)}
+    variables["TORCHELASTIC_USE_AGENT_STORE"] = "False"
+    variables["PYTHONPATH"] = python_path(os.environ)
+    with ExitStack() as stack:
+        stack.enter_context(temporary_environment({**variables, "RANK": "0", "LOCAL_RANK": "0"}))
+        others = [
+            subprocess.Popen(
+                [sys.executable, *program],
+                env={**inherited, **variables, "RANK": str(rank), "LOCAL_RANK": str(rank)},
+                stdin=subprocess.DEVNULL,
+                preexec_fn=_end_with_parent,
+            )
+            for rank in range(1, world_size)
+        ]
+        ended = threading.Event()
+        for rank, process in enumerate(others, 1):
+            threading.Thread(target=_follow, args=(rank, process, ended, others), daemon=True).start()
+        try:
+            yield
+        except BaseException as error:
+            if not isinstance(error, UserError | RunStopped) and not is_own_error(sentence_of(error)):
+                time.sleep(_LOST_RANK_S)  # `_follow` names the rank that is lost, and ends this process
+            ended.set()
+            for process in others:
+                process.kill()
+            raise
+        for process in others:
+            try:
+                process.wait(_GRACE_S)
+            except subprocess.TimeoutExpired:
+                ended.set()
+                process.kill()
+
+
+def _follow(
+    rank: int, process: subprocess.Popen[bytes], ended: threading.Event, others: list[subprocess.Popen[bytes]]
+) -> None:
+    """Waits for another rank, and ends all processes if it fails, since rank 0 would wait for it. If the rank
+    has reported a user's mistake to rank 0, rank 0 first gets time to print it and to exit."""
+    code = process.wait()
+    if code == 0 or ended.wait(_REASON_S if code == USER_ERROR_EXIT_CODE else 0.0):
+        return
+    ended.set()
+    print_error(f"error: rank {rank} has ended with exit code {code}")
+    for other in others:
+        other.kill()
+    os._exit(code if code > 0 else 128 - code)
+
+
+def _end_with_parent() -> None:
+    """Makes this child process end with its parent: the parent ends it after Ctrl-C, and on Linux the kernel
+    ends it if the parent was killed."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    end_with_parent()

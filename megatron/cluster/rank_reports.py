@@ -1,12 +1,12 @@
 """Rank reports: one small file per rank that records how the rank ended.
 
-Every rank of a run with several processes writes `rank-<N>.json`: node, process, stage, iteration and exit
-status. `megatron.cluster.diagnosis` reads the files and names the first cause of a failure. The report of a
-rank that was killed has no exit status.
+Every rank of a run with several processes writes its `Record` to `rank-<N>.json`. The record of a rank that
+was killed has no exit status. `megatron.cluster.diagnosis` reads the files and names the first cause of a
+failure.
 
 The environment variable RANK_REPORTS names the folder, and whoever sets it (examples/slurm/common.sh) runs
 the diagnosis. Without the variable, the ranks of a node share a temporary folder, and one of them prints the
-diagnosis, see `megatron.cluster.node_diagnosis`. Needs no torch.
+diagnosis, see `exit_codes.finish_rank_reports`. Needs no torch.
 """
 
 from __future__ import annotations
@@ -22,16 +22,19 @@ import threading
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Required, TypedDict, get_type_hints
 
-from megatron.cluster.exit_status import ExitStatus
-from megatron.cluster.launch import decimal_number, node_name, rank_of, world_size_of
-from megatron.cluster.node_processes import (
-    earlier_folders,
-    is_running,
-    shared_temporary_folder,
-    started_by_living_launcher,
+from megatron.child_processes import is_running, start_of
+from megatron.cluster.exit_status import NOT_FAILED, ExitStatus
+from megatron.cluster.launch import (
+    decimal_number,
+    launch_id,
+    node_name,
+    private_temporary_folder,
+    rank_of,
+    world_size_of,
 )
 from megatron.errors import UserError, printable
 from megatron.files import Check, is_count, is_text, list_of, open_own, open_regular, read_json
@@ -47,8 +50,42 @@ STOP_REQUEST_FILE = "stop_requested"
 FAILED_FILE = "failed"
 
 
-# Exit statuses of ranks that have not failed themselves.
-_WITHOUT_FAILURE = {ExitStatus.FINISHED, ExitStatus.REQUEUE, ExitStatus.INTERRUPTED, ExitStatus.SIGNALLED}
+class Record(TypedDict, total=False):
+    """How one rank ran and ended: the facts in `rank-<N>.json`. A fact that is not known is missing."""
+
+    rank: Required[int]
+    host: Required[str]
+    pid: Required[int]
+    started: float
+    stage: int
+    cp_rank: int
+    iteration: int
+    """Steps that are done."""
+    signal: str
+    """The last signal."""
+    saved_iteration: int
+    load_to_resume: str
+    """The folder for --load, if the same command would not resume."""
+    end: ExitStatus
+    ended: float
+    text: str
+    """The error; its last line is the sentence that is printed."""
+    on_all_ranks: bool
+    """Whether all ranks have this error."""
+    first_rank: int
+    """The rank that failed first, by the rendezvous store."""
+    first: bool
+    """Whether this rank is `first_rank`."""
+    place: str
+    """After a hang: where the main thread is."""
+    stopped: list[int]
+    """After a hang: ranks of the node that a signal has stopped."""
+    device: str
+    """After a hang: what the device does."""
+    waits_in: str
+    """After a hang: the calls in which the rank waits for others."""
+    stacks: str
+    """Content of `rank-<N>.stacks`."""
 
 
 class RankReport:
@@ -66,7 +103,7 @@ class RankReport:
         self.diagnosis_lock = threading.Lock()
         """Held while the diagnosis is printed: the process must not exit before."""
         self._lock = threading.Lock()
-        self._facts: dict[str, Any] = {}
+        self._facts: Record = {"rank": -1, "host": host, "pid": os.getpid()}
         self._file: int | None = None
         self._stacks: int | None = None
         if self.folder is None or decimal_number(rank) is None:
@@ -75,7 +112,7 @@ class RankReport:
             self.folder.mkdir(parents=True, exist_ok=True)
             self._open(self.folder / f"rank-{rank}.json")
         if self.is_enabled:
-            self.note(rank=int(rank), host=host, pid=os.getpid(), started=time.time())
+            self.note(rank=int(rank), started=time.time())
 
     def _open(self, path: Path) -> None:
         other = read_report(path)
@@ -94,11 +131,14 @@ class RankReport:
         folder, rank, node = env.get(FOLDER_VARIABLE), rank_of(env), node_name(env)
         if folder or world_size_of(env) == 1:
             return cls(folder or None, rank, node)
-        shared = shared_temporary_folder(env, node)
-        if shared is not None and env.get("LOCAL_RANK", "0") == "0":
+        base = private_temporary_folder()
+        if base is None:
+            return cls(None, rank, node, is_temporary=True)
+        shared = base / f"{launch_id(env)}{_suffix(node)}"
+        if env.get("LOCAL_RANK", "0") == "0":
             with suppress(OSError):
-                remove_dead_folders(Path(shared))
-        return cls(shared, rank, node, is_temporary=True)
+                _remove_dead_folders(shared, _suffix(node))
+        return cls(str(shared), rank, node, is_temporary=True)
 
     @property
     def rank_and_node(self) -> str:
@@ -116,14 +156,14 @@ class RankReport:
         return "end" in self._facts
 
     @property
-    def facts(self) -> Mapping[str, Any]:
+    def facts(self) -> Record:
         """The content of the report."""
         return self._facts
 
     def note(self, **facts: Any) -> None:
         """Adds facts (`stage`, `signal`, ...) and writes the file."""
         with self._lock:
-            self._facts |= facts
+            self._facts |= facts  # type: ignore[typeddict-item]
             self._write()
 
     def set_iteration(self, iteration: int) -> None:
@@ -135,8 +175,10 @@ class RankReport:
         Returns False if the file cannot be written."""
         with self._lock:
             if "end" not in self._facts:
-                self._mark_failed(end)
-                self._facts |= {"end": end, "text": text, "ended": time.time(), **facts}
+                if self.folder is not None and end not in {*NOT_FAILED, ExitStatus.SIGNALLED}:
+                    with suppress(OSError):
+                        os.close(open_own(self.folder / FAILED_FILE))
+                self._facts |= {"end": end, "text": text, "ended": time.time(), **facts}  # type: ignore[typeddict-item]
             return self._write()
 
     def write_stacks(self) -> None:
@@ -153,7 +195,7 @@ class RankReport:
             with open(open_own(self.folder / f"flight-{self.rank}"), "wb") as file:
                 file.write(record)
 
-    def siblings(self) -> list[dict[str, Any]]:
+    def siblings(self) -> list[Record]:
         """Returns the reports of the other ranks on this machine."""
         others = read_reports(self.folder) if self.folder is not None else []
         return [
@@ -181,11 +223,6 @@ class RankReport:
         if self.folder is not None and self.is_temporary:
             shutil.rmtree(self.folder, ignore_errors=True)
 
-    def _mark_failed(self, end: ExitStatus) -> None:
-        if self.folder is not None and end not in _WITHOUT_FAILURE:
-            with suppress(OSError):
-                os.close(open_own(self.folder / FAILED_FILE))
-
     def _write(self) -> bool:
         if self._file is None:
             return False
@@ -196,41 +233,54 @@ class RankReport:
         return True
 
 
-def remove_dead_folders(own: Path) -> None:
+def _suffix(node: str) -> str:
+    """Returns the end of the name of a temporary folder: the process-id namespace, since two namespaces must
+    not share reports, and the node."""
+    try:
+        namespace = "".join(filter(str.isdigit, os.readlink("/proc/self/ns/pid")))
+    except OSError:
+        namespace = "0"
+    return f"-{namespace}@{node}"
+
+
+def _remove_dead_folders(own: Path, suffix: str) -> None:
     """Deletes the reports of earlier launches on this node whose launcher and ranks were all killed, so that
     no rank could delete them. Folders that changed recently stay: a diagnosis may still read them."""
-    for folder in earlier_folders(own):
+    for folder in own.parent.iterdir():
+        if folder == own or not folder.name.endswith(suffix):
+            continue
+        pid, _, rest = folder.name.partition("-")  # see `launch_id`
         with suppress(OSError):  # another start deletes it, too
             changed = max(path.stat().st_mtime for path in (folder, *folder.iterdir()))
-            is_used = started_by_living_launcher(folder) or any(
+            is_used = (pid.isdigit() and start_of(int(pid)) == rest.partition("-")[0]) or any(
                 is_running(report["pid"]) for report in read_reports(folder)
             )
             if time.time() - changed > _DEAD_AFTER_S and not is_used:
                 shutil.rmtree(folder, ignore_errors=True)
 
 
-def ended_well(report: Mapping[str, Any]) -> bool:
+def ended_well(report: Record) -> bool:
     """Returns whether a rank finished, or stopped on request without being sent a signal."""
     end = report.get("end")
     return end == ExitStatus.FINISHED or (end == ExitStatus.REQUEUE and "signal" not in report)
 
 
-def _encoded(facts: dict[str, Any]) -> bytes:
+def _encoded(record: Record) -> bytes:
     """Returns the facts as JSON of at most _REPORT_BYTES, with the start of a long text removed."""
-    facts = {name: printable(fact) if isinstance(fact, str) else fact for name, fact in facts.items()}
+    facts = {name: printable(fact) if isinstance(fact, str) else fact for name, fact in record.items()}
     while len(encoded := json.dumps(facts).encode()) > _REPORT_BYTES:
-        text = facts["text"]
+        text = str(facts["text"])
         facts = {**facts, "text": text[len(text) // 4 + 1 :]}
     return encoded
 
 
-def read_reports(folder: Path) -> list[dict[str, Any]]:
+def read_reports(folder: Path) -> list[Record]:
     """Returns the readable reports in a folder, sorted by rank."""
     reports = [report for path in folder.glob("rank-*.json") if (report := read_report(path)) is not None]
     return sorted(reports, key=lambda report: report["rank"])
 
 
-def read_report(path: Path) -> dict[str, Any] | None:
+def read_report(path: Path) -> Record | None:
     """Returns a report with its stacks; None if it cannot be read, or no rank wrote it."""
     try:
         report = read_json(path)
@@ -241,24 +291,19 @@ def read_report(path: Path) -> dict[str, Any] | None:
     report["stacks"] = ""
     with suppress(OSError), open_regular(path.with_suffix(".stacks")) as stacks:
         report["stacks"] = stacks.read(_MAX_STACKS_BYTES).decode(errors="replace")
-    return report
+    return report  # type: ignore[return-value]
 
 
-def _is_number(value: Any) -> bool:
-    return is_count(value, most=(1 << 31) - 1)
-
-
-# The types of the facts that the diagnosis reads. Other facts may have any value.
-_EXPECTED: dict[str, Check] = {
-    **dict.fromkeys(
-        ("rank", "pid", "stage", "cp_rank", "iteration", "saved_iteration", "first_rank"), _is_number
-    ),
-    **dict.fromkeys(("host", "text", "signal", "place", "device", "waits_in", "load_to_resume"), is_text),
-    **dict.fromkeys(("first", "on_all_ranks"), lambda value: isinstance(value, bool)),
-    "ended": lambda value: type(value) in (int, float) and abs(value) < math.inf,
-    "end": lambda value: value in [status.value for status in ExitStatus],
-    "stopped": list_of(_is_number),
+_CHECKS: dict[Any, Check] = {
+    int: partial(is_count, most=(1 << 31) - 1),
+    float: lambda value: type(value) in (int, float) and abs(value) < math.inf,
+    str: is_text,
+    bool: lambda value: isinstance(value, bool),
+    ExitStatus: lambda value: value in [status.value for status in ExitStatus],
+    list[int]: list_of(partial(is_count, most=(1 << 31) - 1)),
 }
+"""Type of a fact -> whether a value from a file has this type."""
+_TYPES = get_type_hints(Record)
 
 
 def _is_complete(report: dict[str, Any]) -> bool:
@@ -269,5 +314,5 @@ def _is_complete(report: dict[str, Any]) -> bool:
     if report.get("end") == ExitStatus.HANG:
         needed.add("place")
     return needed <= report.keys() and all(
-        is_valid(report[name]) for name, is_valid in _EXPECTED.items() if name in report
+        _CHECKS[kind](report[name]) for name, kind in _TYPES.items() if name in report
     )

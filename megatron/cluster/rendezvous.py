@@ -2,8 +2,13 @@
 
 torch's rendezvous waits silently and does not compare flags; ranks with different flags would hang or train
 different models. In this rendezvous rank 0 prints which ranks are missing, and compares the configurations
-before any process group exists. The ranks give up if, for --start-timeout seconds, no rank has connected or
-made progress with its preparation, see `preparation`.
+before any process group exists.
+
+Before a process connects, it prepares the run (`Preparation`): it imports libraries and verifies data; rank 0
+also computes the data report and selects the checkpoint. --start-timeout limits the time in which no rank
+connects or makes progress, not the duration of this work. So rank 0 starts the store first, and each rank
+counts its progress in it. A process makes progress if it uses the CPU, or reads or writes. Only the start of
+Python and the import of torch precede it.
 
 The store has no passwords: whoever reaches the port can write to it, so the network of the cluster must be
 trusted. Texts from the store are printed as one printable line. The store answers slowly with hundreds of
@@ -24,12 +29,14 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from datetime import timedelta
+from types import TracebackType
 from typing import Any
 
 import torch.distributed as dist
 
+from megatron.child_processes import io_bytes
 from megatron.cluster.exit_codes import RunStopped, SharedUserError
-from megatron.cluster.launch import decimal_number, node_name
+from megatron.cluster.launch import decimal_number, node_name, wait_until
 from megatron.config import Config
 from megatron.config.config import SECTIONS
 from megatron.config.fields import option_name
@@ -53,6 +60,11 @@ _OPERATION_TIMEOUT = timedelta(minutes=5)
 # Counts connected ranks, and progress of ranks that are not connected yet.
 PROGRESS_KEY = "progress"
 _CONNECTED_KEY, _PREPARING_KEY = "connected ranks", "preparing ranks"
+# How often a preparing process counts its progress, and the least progress per interval: a share of CPU time,
+# or bytes. The threads of an idle process use less.
+_PREPARATION_INTERVAL_S = 5.0
+_MIN_CPU_SHARE = 0.02
+_MIN_BYTES = 2**20
 # Length limit of a text from the store.
 _MOST_CHARACTERS = 2000
 _MISSING_RANKS_SHOWN = 8
@@ -161,6 +173,52 @@ def open_store(address: Address, deadline: float) -> dist.Store:
 
 def _has_agent_store(env: Mapping[str, str]) -> bool:
     return env.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+
+
+class Preparation:
+    """Counts the progress of this process in the store, in a thread, until `end` or the end of the block.
+    Does nothing for a single process and for a dry run.
+
+    The block must last until the process has connected, since this object keeps the store of rank 0 alive.
+    """
+
+    def __init__(self, config: Config, env: Mapping[str, str] = os.environ) -> None:
+        self._timeout_s = config.parallel.start_timeout
+        self._interval_s = min(_PREPARATION_INTERVAL_S, self._timeout_s / 4)
+        is_run = int(env.get("WORLD_SIZE", "1")) > 1 and not config.training.dry_run
+        self._address = Address.from_environment(env) if is_run else None
+        self._ended = threading.Event()
+        self._store: dist.Store | None = None
+        self._thread: threading.Thread | None = None
+
+    def __enter__(self) -> Preparation:
+        """Raises UserError if this process must start the store and cannot use the port."""
+        if self._address is not None:
+            if self._address.hosts_store:
+                self._store = open_store(self._address, time.monotonic() + self._timeout_s)
+            self._thread = threading.Thread(target=self._run, name="preparation", daemon=True)
+            self._thread.start()
+        return self
+
+    def __exit__(self, kind: type | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        self.end()
+
+    def end(self) -> None:
+        """Stops counting. Must be called before the process connects: waiting uses the CPU too."""
+        self._ended.set()
+
+    def _run(self) -> None:
+        assert self._address is not None
+        # The main thread raises the same errors when it connects.
+        with suppress(UserError, RunStopped, dist.DistError):
+            store = self._store or open_store(self._address, time.monotonic() + self._timeout_s)
+            mark_preparing(store, self._address.rank)
+            cpu_s, bytes_ = time.process_time(), io_bytes()
+            while not self._ended.wait(self._interval_s):
+                now_cpu_s, now_bytes = time.process_time(), io_bytes()
+                if now_cpu_s - cpu_s >= _MIN_CPU_SHARE * self._interval_s or now_bytes - bytes_ >= _MIN_BYTES:
+                    store.add(PROGRESS_KEY, 1)
+                    cpu_s, bytes_ = now_cpu_s, now_bytes
 
 
 def mark_preparing(store: dist.Store, rank: int) -> None:
@@ -314,13 +372,14 @@ def _missing(store: dist.Store, world_size: int) -> str:
 def _announce(store: dist.Store, outcome: str, others: int | None = None) -> None:
     """Publishes the outcome. After an error it waits some seconds at most until `others` ranks (default: all
     connected ranks) have read it, because the store may end with this process."""
-    store.set("outcome", outcome)
-    end = time.monotonic() + _INFORM_TIMEOUT_S
-    while outcome != "ready":
+
+    def is_read() -> bool:
         expected = store.add("connected", 0) - 1 if others is None else others
-        if store.add("informed", 0) >= expected or time.monotonic() > end:
-            return
-        time.sleep(_POLL_INTERVAL_S)
+        return store.add("informed", 0) >= expected
+
+    store.set("outcome", outcome)
+    if outcome != "ready":
+        wait_until(is_read, _INFORM_TIMEOUT_S, _POLL_INTERVAL_S)
 
 
 def _outcome_from_rank_0(store: dist.Store, address: Address, timeout_s: float) -> str:

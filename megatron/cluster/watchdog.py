@@ -24,38 +24,34 @@ from statistics import median
 from types import FrameType
 from typing import NoReturn
 
-from megatron.child_processes import start_of
-from megatron.cluster.diagnosis import hang_position, waiting
+from megatron.child_processes import io_bytes, is_running, process_state, start_of
+from megatron.cluster.diagnosis import hang_position
+from megatron.cluster.exit_codes import end_rank, finish_rank_reports
 from megatron.cluster.exit_status import FAILURE_EXIT_CODE, HANG_EXIT_CODE, ExitStatus
-from megatron.cluster.node_diagnosis import end_rank, finish_rank_reports
-from megatron.cluster.node_processes import find_launcher, io_bytes, is_running, process_state
+from megatron.cluster.launch import find_launcher
 from megatron.cluster.rank_reports import RankReport
 from megatron.config.sections.training import EXIT_SIGNALS
 from megatron.errors import print_error
 
 
-class Phase(str, Enum):
-    """What the main thread is doing. Each phase has its own limit."""
+class Phase(Enum):
+    """What the main thread is doing. The limit of a phase is --hang-timeout times its factor.
 
-    START = "the start"
-    PREFLIGHT = "the preflight"
-    LOAD = "loading the checkpoint"
-    STEP = "a step"
-    EVALUATION = "an evaluation"
-    SAVE = "saving a checkpoint"
+    A rank makes no progress itself while it waits for another rank: at the start for the one that builds
+    index files, during a load or save for one that reads or writes.
+    """
+
+    START = "the start", 10.0
+    PREFLIGHT = "the preflight", 1.0
+    LOAD = "loading the checkpoint", 4.0
+    STEP = "a step", 1.0
+    EVALUATION = "an evaluation", 1.0
+    SAVE = "saving a checkpoint", 4.0
+
+    def __init__(self, title: str, factor: float) -> None:
+        self.title, self.factor = title, factor
 
 
-# The limit of a phase is --hang-timeout times this factor. A rank makes no progress itself while it waits for
-# another rank: at the start for the one that builds index files, during a load or save for one that reads or
-# writes.
-_FACTORS = {
-    Phase.START: 10.0,
-    Phase.PREFLIGHT: 1.0,
-    Phase.LOAD: 4.0,
-    Phase.STEP: 1.0,
-    Phase.EVALUATION: 1.0,
-    Phase.SAVE: 4.0,
-}
 # torch.compile compiles in the first step and the first evaluation, without a heartbeat.
 _COMPILING_PHASES = {Phase.STEP, Phase.EVALUATION}
 # The limit is at least this many times the median duration of the phase's last occurrences.
@@ -110,9 +106,9 @@ class HangDetector:
     def limit_s(self) -> float:
         """Returns the limit of the time without progress in the current phase, in seconds."""
         phase = self.phase
-        factor = _FACTORS[phase]
+        factor = phase.factor
         if self._compiles and phase in _COMPILING_PHASES and not self._durations[phase]:
-            factor = _FACTORS[Phase.START]
+            factor = Phase.START.factor
         # Until an evaluation has ended, its limit follows from the durations of steps, which take longer.
         seen = self._durations[phase] or self._durations[Phase.STEP]
         return max(factor * self._timeout_s, _MEDIAN_FACTOR * median(seen) if seen else 0.0)
@@ -270,7 +266,7 @@ class Watchdog:
 
     def _exit_on_hang(self) -> NoReturn:
         place = main_thread_location()
-        problem = f"no progress for {self._hangs.silent_s:.0f} s in {self._hangs.phase.value}"
+        problem = f"no progress for {self._hangs.silent_s:.0f} s in {self._hangs.phase.title}"
         self.report.write_stacks()
         stopped = [
             other["rank"] for other in self.report.siblings() if process_state(other["pid"]) in ("T", "t")
@@ -283,7 +279,8 @@ class Watchdog:
         if reported:
             self.report.note(**facts)
         elif facts:
-            print("; ".join([hang_position(facts), *waiting(facts)]), file=sys.stderr, flush=True)
+            waits = f"; waits in {facts['waits_in']}" if facts.get("waits_in") else ""
+            print(f"{hang_position(facts)}{waits}", file=sys.stderr, flush=True)
         time.sleep(_GRACE_S)
         finish_rank_reports(self.report)
         os._exit(HANG_EXIT_CODE)

@@ -5,14 +5,18 @@
 
 The format of --from is recognized. Weights, moments and the optimizer's step are copied without loss, in
 blocks: the memory does not grow with the model, and no model is built. docs/conversion.md lists what each
-format holds. A run needs no conversion: --load opens these formats on any layout.
+format holds. A run needs no conversion: --load opens these formats on any layout. The tasks of one command
+under srun share a conversion from native to universal, and the same command continues one that was killed.
+tools/ds_to_universal.py and tools/convert_huggingface.py are this command with other flags.
 """
 
 from __future__ import annotations
 
 import argparse
+import os
+import shlex
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -28,6 +32,8 @@ from megatron.checkpoint.formats.registry import (
     open_reader,
     writer_class,
 )
+from megatron.cluster.launch import decimal_number, rank_of, world_size_of
+from megatron.config import LoggingConfig
 from megatron.config.mistakes import Mistakes
 from megatron.config.tool_parser import (
     ToolParser,
@@ -37,10 +43,20 @@ from megatron.config.tool_parser import (
     exit_on_interrupt,
 )
 from megatron.errors import UserError, exit_on_user_error, printable
-from megatron.tokenizer.flags import add_tokenizer_flags, tokenizer_settings
+from megatron.tokenizer.flags import add_tokenizer_flags, tokenizer_flags, tokenizer_settings
 
 if TYPE_CHECKING:
+    from megatron.checkpoint.formats.native import NativeReader
     from megatron.checkpoint.formats.state import StateReader
+    from megatron.checkpoint.record import Checkpoint
+    from megatron.tokenizer import TokenizerFlags
+
+# The largest share of rows of the word embeddings without a token. Above it, the tokenizer belongs to another
+# model.
+MAX_DROPPED_SHARE = 0.05
+ONLY_TO_UNIVERSAL = (
+    f"--allow-replica-mismatch acts only from {NATIVE} to --format {UNIVERSAL}: remove the flag"
+)
 
 
 def build_parser() -> ToolParser:
@@ -62,20 +78,47 @@ def build_parser() -> ToolParser:
         help="; ".join(f"{name}: {entry.description}" for name, entry in written.items())
         + " (default: %(default)s)",
     )
-    add_universal_flag(parser, "--from")
     parser.add_argument(
         "--workers", type=int, default=4, metavar="N", help="number of threads (default: %(default)s)"
     )
     parser.add_argument(
+        "--allow-replica-mismatch",
+        action="store_true",
+        help="from native to universal: if the replicas of a parameter on tensor-parallel ranks differ, use "
+        "their mean and print the difference",
+    )
+    add_flags_of_models(parser)
+    return parser
+
+
+def add_flags_of_models(parser: ToolParser) -> None:
+    """Adds the flags that also act on conversions to and from Hugging Face models."""
+    add_universal_flag(parser, "the given folder")
+    parser.add_argument(
         "--no-verify-digests",
         action="store_true",
-        help="do not compare weights and moments with the checkpoint's digests",
+        help="do not compare what is copied with the digests of its checkpoint or model",
     )
+    group = parser.add_argument_group("to a Hugging Face model")
+    group.add_argument(
+        "--dtype",
+        choices=("fp32", "fp16", "bf16"),
+        help="precision of the written weights (default: the run's precision); fp32 takes the optimizer's "
+        "fp32 weights",
+    )
+    group.add_argument("--no-tokenizer", action="store_true", help="write the model without its tokenizer")
     group = add_tokenizer_flags(
-        parser, "vocabulary of a checkpoint of Megatron-Core (default: all rows of its word embeddings)"
+        parser,
+        "vocabulary of a model or a checkpoint of Megatron-Core (default: the tokenizer of the checkpoint or "
+        "in the model's folder)",
     )
-    group.add_argument("--vocab-size", type=int, metavar="N", help="number of tokens without padding")
-    return parser
+    group.add_argument(
+        "--vocab-size",
+        type=int,
+        metavar="TOKENS",
+        help="number of tokens without padding, if there is no tokenizer (default: all rows of the word "
+        "embeddings); a training run also needs this flag",
+    )
 
 
 def open_source(
@@ -100,7 +143,7 @@ def open_source(
         # Imported only here: it loads torch and DeepSpeed, which takes seconds.
         from megatron.checkpoint.conversion.external import open_external
 
-        return open_external(checkpoint, tokenizer or {}, vocab_size)
+        return open_external(open_reader(checkpoint), tokenizer or {}, vocab_size)
     if tokenizer or vocab_size is not None:
         raise UserError(
             f"--from {folder} records its vocabulary: remove --vocab-size and the flags of the tokenizer"
@@ -117,18 +160,164 @@ def open_source(
 
 def convert(arguments: argparse.Namespace) -> None:
     """Writes the checkpoint --to. Raises UserError for a user's mistake."""
+    from megatron.checkpoint.formats.native import NativeReader
+
     source, target = Path(arguments.source), Path(arguments.target)
     vocabulary = tokenizer_settings(arguments), arguments.vocab_size
     reader = open_source(source, arguments.universal_checkpoint, *vocabulary)
-    count, verify = 0, not arguments.no_verify_digests
-    with tqdm(total=len(reader.specs), unit="parameter", disable=None) as bar:
-        for name in writer_class(arguments.format).write_checkpoint(
-            reader, target, arguments.workers, verify
-        ):
+    verify = not arguments.no_verify_digests
+    lines = [f"{target}: {len(reader.specs)} parameters of {reader.folder}, format {arguments.format}"]
+    if arguments.format == UNIVERSAL and isinstance(reader, NativeReader):
+        options = arguments.workers, arguments.allow_replica_mismatch, verify
+        found = convert_in_tasks(reader, target, *options)
+        lines = [*found[:-1], *lines] if found else []
+    elif arguments.allow_replica_mismatch:
+        raise UserError(ONLY_TO_UNIVERSAL)
+    else:
+        writer = writer_class(arguments.format)
+        show(writer.write_checkpoint(reader, target, arguments.workers, verify), len(reader.specs))
+    for line in lines:
+        print(printable(line))
+
+
+def show(names: Iterator[str], total: int, without_bar: bool | None = None) -> None:
+    """Shows the progress of a conversion. names: the parameters, as they are written."""
+    with tqdm(total=total, unit="parameter", disable=without_bar) as bar:
+        for name in names:
             bar.set_postfix_str(name)
             bar.update()
-            count += 1
-    print(printable(f"{target}: {count} parameters of {reader.folder}, format {arguments.format}"))
+
+
+# --- from native to universal ---
+
+
+def task_of(env: Mapping[str, str]) -> tuple[int, int]:
+    """Returns the rank of this task and the number of tasks of one command."""
+    return decimal_number(rank_of(env)) or 0, world_size_of(env)
+
+
+def convert_in_tasks(
+    source: NativeReader, target: Path, workers: int, allow_replica_mismatch: bool, verify: bool
+) -> list[str]:
+    """Writes a universal checkpoint together with the other tasks of the command. Returns the lines of the
+    result in the task that publishes it; none in the others, or if an earlier command has converted it. The
+    arguments are those of `to_universal.convert`."""
+    from megatron.checkpoint.conversion.shared_work import SharedWork
+    from megatron.checkpoint.conversion.to_universal import convert as convert_native
+    from megatron.checkpoint.conversion.to_universal import is_published
+    from megatron.checkpoint.formats.writing import PARTIAL
+
+    rank, num_tasks = task_of(os.environ)
+    lines: list[str] = []
+    try:
+        if is_published(source, target) and rank == 0:
+            print(f"{target}: an earlier command has converted {source.folder}")
+        target.parent.mkdir(parents=True, exist_ok=True)
+        with SharedWork(target.with_name(f"{target.name}{PARTIAL}.locks"), rank, num_tasks) as shared:
+            options = workers, allow_replica_mismatch, shared, lines.append, verify
+            show(convert_native(source, target, *options), len(source.specs), True if rank > 0 else None)
+    except OSError as error:
+        raise UserError(
+            f"the conversion stopped ({error}): fix the cause, then the same command continues it"
+        ) from error
+    return lines
+
+
+# --- to and from Hugging Face ---
+
+
+def exported_tokenizer(arguments: argparse.Namespace, checkpoint: Checkpoint) -> TokenizerFlags | None:
+    """Returns the flags of the tokenizer to write; None with --no-tokenizer, or if the run had none."""
+    from megatron.checkpoint.reading import find_tokenizer
+    from megatron.config.sections.data import fitting_tokenizer_types
+
+    flags = tokenizer_flags(arguments, checkpoint.config.data)
+    if arguments.no_tokenizer:
+        if flags is arguments:
+            raise UserError("--no-tokenizer contradicts the tokenizer's flags: remove one of them")
+        return None
+    if not fitting_tokenizer_types(flags):
+        return None
+    find_tokenizer(flags, checkpoint)  # compares it with the checkpoint's
+    return flags
+
+
+def write_model(arguments: argparse.Namespace) -> None:
+    """Writes a Hugging Face model of a checkpoint."""
+    from megatron.checkpoint.huggingface.exporter import format_differences, write_hugging_face
+    from megatron.checkpoint.huggingface.family import family_of
+    from megatron.checkpoint.reading import read_checkpoint
+
+    checkpoint = read_checkpoint(arguments.source, arguments.universal_checkpoint)
+    _, family = family_of(checkpoint.config.model)
+    notes = [f"not the newest checkpoint: {checkpoint.skip_reason}"] if checkpoint.skip_reason else []
+    notes += format_differences(checkpoint.config)
+    tokenizer = exported_tokenizer(arguments, checkpoint)
+    if tokenizer is None and not arguments.no_tokenizer:
+        notes.append("no tokenizer is written, since the run had none: set the tokenizer flags to write one")
+    verify, target = not arguments.no_verify_digests, Path(arguments.target)
+    compared = write_hugging_face(checkpoint, target, arguments.dtype, tokenizer, verify=verify)
+    precision = arguments.dtype or checkpoint.config.precision.name
+    print(
+        f"wrote {target}: {family.architecture} in {precision}, iteration {checkpoint.state.iteration} of "
+        f"{checkpoint.folder}"
+    )
+    print(f"verified: {compared if verify else 'file sizes only (--no-verify-digests)'}")
+    _print_notes(notes)
+
+
+def check_tokenizer_fits(rows: int, tokens: int, vocab_size: int | None) -> None:
+    """Raises UserError if the tokenizer has far fewer tokens than the model has word embeddings, unless
+    --vocab-size confirms the number. BLOOM has 0.08 % more rows than tokens."""
+    dropped = rows - tokens
+    if vocab_size is None and dropped > MAX_DROPPED_SHARE * rows:
+        raise UserError(
+            f"the tokenizer has {tokens:,} tokens and the model {rows:,} word embeddings, {dropped:,} of "
+            f"which would be removed: set the flags of the model's own tokenizer, or --vocab-size {tokens} "
+            "if this tokenizer is the right one"
+        )
+
+
+def read_model(arguments: argparse.Namespace) -> None:
+    """Writes a universal checkpoint of a Hugging Face model."""
+    from megatron.checkpoint.conversion.external import open_external
+    from megatron.checkpoint.formats.universal_writer import UniversalWriter
+    from megatron.checkpoint.huggingface.exporter import token_ids
+    from megatron.checkpoint.huggingface.file_digests import check_digests
+    from megatron.checkpoint.huggingface.importer import own_tokenizer, start_flags
+    from megatron.checkpoint.huggingface.reader import HuggingFaceReader
+    from megatron.checkpoint.record import TOKEN_IDS_KEY
+
+    source, target, notes = Path(arguments.source), Path(arguments.target), []
+    if not arguments.no_verify_digests:
+        check_digests(source)
+    reader = HuggingFaceReader(HuggingFaceReader.open_external(source))
+    given = tokenizer_settings(arguments)
+    tokenizer = given or own_tokenizer(source)
+    open_external(reader, tokenizer, arguments.vocab_size)
+    rows, num_tokens = reader.model.rows, reader.checkpoint.vocab_size
+    check_tokenizer_fits(rows, num_tokens, arguments.vocab_size)
+    if not tokenizer and arguments.vocab_size is None:
+        notes.append(
+            f"{source} has no tokenizer: the vocabulary has {num_tokens:,} tokens, as in its config.json; if "
+            "some of them are padding, set the tokenizer flags or --vocab-size"
+        )
+    if not given:  # the ids are of the folder's own tokenizer
+        reader.checkpoint.run[TOKEN_IDS_KEY] = token_ids(source)
+    # One thread: a weight is in memory as a whole. Its files were compared with their digests above.
+    show(UniversalWriter.write_checkpoint(reader, target, workers=1, verify=False), len(reader.specs))
+    print(f"wrote {target}: {reader.model.family.architecture} of {source}, {num_tokens:,} tokens")
+    print(f"start from it with: {shlex.join(start_flags(reader.checkpoint.config, target))}")
+    if dropped := rows - num_tokens:
+        notes.append(
+            f"{dropped:,} of {rows:,} rows of the word embeddings belong to no token and are removed"
+        )
+    _print_notes(notes)
+
+
+def _print_notes(notes: Sequence[str]) -> None:
+    for note in notes:
+        print(printable(f"note: {note}"), file=sys.stderr)
 
 
 def run(argv: Sequence[str] | None) -> None:
@@ -138,27 +327,38 @@ def run(argv: Sequence[str] | None) -> None:
         check_at_least_1(arguments, "workers")
     with mistakes.collect():
         check_folder("--from", arguments.source or "")
-    mistakes.raise_all()
-    source = Path(arguments.source)
+    source = Path(arguments.source or "")
     is_model = format_of(source) in (HUGGING_FACE, TORCHTITAN)
+    if arguments.format != HUGGING_FACE:
+        given = {"--dtype": arguments.dtype, "--no-tokenizer": arguments.no_tokenizer}
+        mistakes.extend(
+            f"{flag} acts only on --format {HUGGING_FACE}: remove it" for flag in given if given[flag]
+        )
+    elif arguments.vocab_size is not None:
+        mistakes.add(f"--vocab-size acts on models that are read, not on --format {HUGGING_FACE}: remove it")
+    if arguments.allow_replica_mismatch and (is_model or arguments.format == HUGGING_FACE):
+        mistakes.add(ONLY_TO_UNIVERSAL)
+    if is_model and arguments.universal_checkpoint:
+        mistakes.add(f"--universal_checkpoint: --from {source} is a model, expected a checkpoint: remove it")
+    mistakes.raise_all()
     if is_model and arguments.format != UNIVERSAL:
         raise UserError(
             f"--format {arguments.format}: --from {source} holds only the weights of a model, expected "
             f"--format {UNIVERSAL}; convert the universal checkpoint further"
         )
-    if is_model or arguments.format == HUGGING_FACE:
-        # Imported only here: it loads torch and transformers, which takes seconds.
-        from megatron.checkpoint.discovery import open_checkpoint
-        from megatron.commands import convert_huggingface
-
-        if is_model:
-            open_checkpoint(source)  # its errors name what the folder lacks
-        verify = ["--no-verify-digests"] if arguments.no_verify_digests and not is_model else []
-        universal = ["--universal_checkpoint"] if arguments.universal_checkpoint else []
-        flag = "--from-hugging-face" if is_model else "--load"
-        convert_huggingface.run([flag, str(source), "--to", arguments.target, *verify, *universal])
-    else:
+    if not is_model and arguments.format != HUGGING_FACE:
         convert(arguments)
+        return
+    # Imported only here: they load torch and transformers, which takes seconds.
+    from megatron.checkpoint.discovery import open_checkpoint
+    from megatron.cluster.processes import configure_logging
+
+    configure_logging(LoggingConfig())
+    if is_model:
+        open_checkpoint(source)  # its errors name what the folder lacks
+        read_model(arguments)
+    else:
+        write_model(arguments)
 
 
 def main(argv: Sequence[str] | None = None) -> None:

@@ -12,20 +12,13 @@ programs that use DeepSpeed can be converted if they contain universal_checkpoin
 
 from __future__ import annotations
 
-import argparse
 import os
 from collections.abc import Sequence
 from pathlib import Path
 
-from tqdm import tqdm
-
-from megatron.checkpoint.conversion.shared_work import SharedWork
 from megatron.checkpoint.conversion.source import open_source
-from megatron.checkpoint.conversion.to_universal import convert, is_published
-from megatron.checkpoint.files import Files, file_problem
-from megatron.checkpoint.formats.native import NativeReader
-from megatron.checkpoint.formats.writing import PARTIAL
-from megatron.cluster.launch import decimal_number, rank_of, world_size_of
+from megatron.checkpoint.conversion.to_universal import is_published
+from megatron.commands.convert_checkpoint import convert_in_tasks, task_of
 from megatron.config.tool_parser import ToolParser, check_folder
 from megatron.errors import UserError, exit_on_user_error, printable
 
@@ -68,7 +61,7 @@ def build_parser() -> ToolParser:
     digests.add_argument(
         "--no-verify-digests",
         action="store_true",
-        help="do not verify the files against their digests before the conversion",
+        help="do not compare what is copied with the digests of the checkpoint",
     )
     digests.add_argument(
         "--verify-digests",
@@ -80,7 +73,7 @@ def build_parser() -> ToolParser:
 
 def main(argv: Sequence[str] | None = None) -> None:
     """Converts with a progress bar. A user's mistake prints one sentence and exits with code 2."""
-    rank, num_tasks = decimal_number(rank_of(os.environ)) or 0, world_size_of(os.environ)
+    rank, _ = task_of(os.environ)
     print_once = print if rank == 0 else lambda _: None
     with exit_on_user_error({"RANK": str(rank)}):  # an error that all tasks have
         arguments = build_parser().parse_args(argv)
@@ -101,53 +94,12 @@ def main(argv: Sequence[str] | None = None) -> None:
         if source.checkpoint.is_external:
             print_once(f"note: {source.folder} has no run.json with digests: its files are not verified")
         target = Path(arguments.output_folder)
-        if is_published(source, target):
-            print_once(f"{target}: an earlier command has converted {source.folder}")
+        is_published(source, target)  # its error is of all tasks, too
     with exit_on_user_error({}):  # an error of this task
-        try:
-            target.parent.mkdir(parents=True, exist_ok=True)
-            with SharedWork(target.with_name(f"{target.name}{PARTIAL}.locks"), rank, num_tasks) as shared:
-                _convert(source, target, arguments, shared, is_silent=rank > 0)
-        except OSError as error:
-            raise UserError(
-                f"the conversion stopped ({error}): fix the cause, then the same command continues it"
-            ) from error
-
-
-def _convert(
-    source: NativeReader, target: Path, arguments: argparse.Namespace, shared: SharedWork, is_silent: bool
-) -> None:
-    workers = max(arguments.num_extract_workers, arguments.num_merge_workers)
-    without_bar = True if is_silent else None
-    verifies = not (source.checkpoint.is_external or arguments.no_verify_digests)
-    if verifies and not is_published(source, target):
-        verify_digests(source.folder, source.checkpoint.run["files"], workers, shared, without_bar)
-    with tqdm(total=len(source.specs), unit="parameter", disable=without_bar) as bar:
-        mismatch = arguments.allow_replica_mismatch
-        for name in convert(source, target, workers, mismatch, shared, print):
-            bar.set_postfix_str(name)
-            bar.update()
-
-
-def verify_digests(
-    folder: Path, files: Files, workers: int, shared: SharedWork, without_bar: bool | None = None
-) -> None:
-    """Compares the files of a checkpoint with their digests. Raises UserError that names damaged files."""
-    damages: list[str] = []
-    names = sorted(files, key=lambda name: files[name]["bytes"], reverse=True)
-    problems = shared.share(
-        "source file",
-        names,
-        lambda name: file_problem(folder, name, files[name].get("sha256")),
-        workers,
-        lambda found: not found,
-    )
-    with tqdm(total=len(files), unit="file", disable=without_bar) as bar:
-        for damage in problems:
-            bar.update()
-            damages += [damage] if damage else []
-    if damages:
-        raise UserError(f"checkpoint {folder}: {'; '.join(damages)}: convert an older checkpoint")
+        workers = max(arguments.num_extract_workers, arguments.num_merge_workers)
+        options = workers, arguments.allow_replica_mismatch, not arguments.no_verify_digests
+        for line in convert_in_tasks(source, target, *options):
+            print(line)
 
 
 if __name__ == "__main__":

@@ -29,8 +29,8 @@ from typing import TYPE_CHECKING
 
 from tqdm import tqdm
 
-from megatron.config import Config, LoggingConfig, ParallelConfig, parse_split
-from megatron.config.data import SPLIT_NAMES, splits_with_own_data
+from megatron.arguments.data_checks import no_harness
+from megatron.config import Config, LoggingConfig, ParallelConfig
 from megatron.config.registries import DATA_ORDERS
 from megatron.config.tool_parser import (
     ToolParser,
@@ -39,9 +39,9 @@ from megatron.config.tool_parser import (
     check_at_least_1,
     check_folder,
 )
-from megatron.config.validate import no_harness
+from megatron.data.flags import SPLIT_NAMES, parse_split, splits_with_own_data
 from megatron.data.indexed_dataset import IndexedDataset, index_path
-from megatron.errors import UserError, exit_on_user_error, exit_with_error, printable
+from megatron.errors import UserError, exit_on_user_error, exit_with_error
 
 if TYPE_CHECKING:
     from megatron.checkpoint.record import Checkpoint
@@ -108,11 +108,7 @@ def build_parser() -> ToolParser:
     for field in _SIZES:
         title = f"{field.partition('_')[0]}-parallel"
         group.add_argument(
-            f"--{field.replace('_', '-')}",
-            type=int,
-            default=1,
-            metavar="N",
-            help=f"{title} size (default: 1)",
+            f"--{field.replace('_', '-')}", type=int, default=1, metavar="N", help=f"{title} size"
         )
     group.add_argument(
         "--local-rank", "--local_rank", type=int, metavar="RANK", help="set by torch.distributed.launch"
@@ -311,8 +307,7 @@ def run(argv: Sequence[str]) -> None:
 
     configure_logging(LoggingConfig())
     from megatron.checkpoint.reading import load_model, read_checkpoint, verify_weights
-    from megatron.cluster.preparation import Preparation
-    from megatron.cluster.rendezvous import announce_errors
+    from megatron.cluster.rendezvous import Preparation, announce_errors
     from megatron.training.build import config_of_layout
 
     sizes = {field: getattr(arguments, field) for field in _SIZES}
@@ -338,7 +333,7 @@ def run(argv: Sequence[str]) -> None:
             evaluation.run(load_model(checkpoint, verify=verify), size)
             return
         if launched == 1:
-            from megatron.cluster.tool_ranks import start_other_ranks
+            from megatron.cluster.processes import start_other_ranks
 
             stack.enter_context(start_other_ranks([*PROGRAM, *argv], world_size))
         run_on_ranks(evaluation, checkpoint, config, size)
@@ -383,11 +378,8 @@ def main(argv: Sequence[str] | None = None) -> None:
 
     try:
         run(sys.argv[1:] if argv is None else argv)
-    except RunStopped as error:
-        if error.on_all_ranks:
-            exit_with_error(str(error), error.exit_code)
-        print(printable(f"error: {error}"), file=sys.stderr, flush=True)
-        sys.exit(error.exit_code)
+    except RunStopped as error:  # an error of this rank alone is printed on each rank that has it
+        exit_with_error(str(error), error.exit_code, os.environ if error.on_all_ranks else {})
 
 
 if __name__ == "__main__":

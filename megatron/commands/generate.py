@@ -47,9 +47,7 @@ def build_parser() -> ToolParser:
         help="text to continue; may be repeated (default: read from stdin)",
     )
     group = parser.add_argument_group("generation")
-    group.add_argument(
-        "--max-new-tokens", type=int, default=100, help="number of new tokens per prompt (default: 100)"
-    )
+    group.add_argument("--max-new-tokens", type=int, default=100, help="number of new tokens per prompt")
     group.add_argument(
         "--temperature",
         type=float,
@@ -66,7 +64,7 @@ def build_parser() -> ToolParser:
         help="sample from the smallest set of most likely tokens with this probability (default: 1, all)",
     )
     group.add_argument("--greedy", action="store_true", help="always use the most likely token")
-    group.add_argument("--seed", type=int, default=0, help="random seed of each prompt (default: 0)")
+    group.add_argument("--seed", type=int, default=0, help="random seed of each prompt")
     add_verify_digests_flag(parser)
     tokenizer = add_tokenizer_flags(parser, "tokenizer (default: the tokenizer of the checkpoint)")
     add_parse_special_flag(tokenizer, "prompts")

@@ -277,9 +277,7 @@ def build_parser() -> ToolParser:
     parser.add_argument(
         "--compare", action="store_true", help="compare runs: each log is one run, restarts included"
     )
-    parser.add_argument(
-        "--output", type=Path, default=Path("job_report.png"), help="PNG to write (default: job_report.png)"
-    )
+    parser.add_argument("--output", type=Path, default=Path("job_report.png"), help="PNG to write")
     parser.add_argument(
         "--title",
         default="",

@@ -19,7 +19,8 @@ import shlex
 import sys
 from pathlib import Path
 
-from megatron.config import Config, LoggingConfig, read_command_line
+from megatron.arguments import read_command_line
+from megatron.config import Config, LoggingConfig
 from megatron.config.tool_parser import exit_on_interrupt
 from megatron.errors import UserError, exit_on_user_error, printable
 from megatron.files import write_json
@@ -46,9 +47,7 @@ def build_parser() -> RunFlagsParser:
         "scale out",
     )
     parser.add_argument("--gpus", type=int, metavar="N", help="number of devices, as --world-size")
-    parser.add_argument(
-        "--top", type=int, default=3, metavar="N", help="number of layouts to explain (default: 3)"
-    )
+    parser.add_argument("--top", type=int, default=3, metavar="N", help="number of layouts to explain")
     parser.add_argument("--json", metavar="FILE", help="write the plan, or all plans of the search, as JSON")
     parser.add_argument(
         "--plot", metavar="FILE", help="draw memory per rank and the schedule's timeline (.png, .svg, .pdf)"

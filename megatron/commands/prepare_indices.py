@@ -19,15 +19,15 @@ import os
 import time
 from collections.abc import Sequence
 
-from megatron.checkpoint.saved_config import read_saved_config
+from megatron.arguments import read_command_line
+from megatron.arguments.data_checks import check_index_memory, host_memory_bytes
 from megatron.checkpoint.selection import planned_length
-from megatron.config import ConfigError, read_command_line
-from megatron.config.data import check_index_memory, host_memory_bytes, token_file_prefixes
+from megatron.config import ConfigError
 from megatron.config.tool_parser import check_at_least_1, exit_on_interrupt
+from megatron.data.flags import token_file_prefixes
 from megatron.data.gpt_dataset import prepare_index_files
 from megatron.data.splits import verify_token_files
 from megatron.data.text_files import parse_shard
-from megatron.engine.deepspeed_config import read_deepspeed_config
 from megatron.errors import UserError, exit_on_user_error, printable
 from megatron.planner.command import RunFlagsParser, check_batch_size, run_flags
 
@@ -67,8 +67,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     words = run_flags(arguments.training, arguments.script, None)
     with arguments.mistakes.collect():
         check_batch_size(words, "parallel.world_size")
-    readers = read_saved_config, read_deepspeed_config
-    config = read_command_line(words, {}, *readers, arguments.mistakes).config
+    config = read_command_line(words, {}, mistakes=arguments.mistakes).config
     if config.data.mock_data:
         raise ConfigError("--mock-data: mock data have no indices, so there is nothing to prepare")
     if not token_file_prefixes(config.data):

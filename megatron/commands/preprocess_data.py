@@ -85,16 +85,10 @@ def build_parser() -> ToolParser:
         metavar="PREFIX",
         help="write PREFIX_KEY_document.bin and .idx; if it ends with /, a folder with such files per input",
     )
-    group.add_argument(
-        "--dataset-impl", default="mmap", choices=["mmap"], help="format of the files (default: mmap)"
-    )
+    group.add_argument("--dataset-impl", default="mmap", choices=["mmap"], help="format of the files")
     group = parser.add_argument_group("execution")
-    group.add_argument(
-        "--workers", type=int, default=1, help="number of processes that tokenize (default: 1)"
-    )
-    group.add_argument(
-        "--log-interval", type=int, default=10000, help="input lines between progress lines (default: 10000)"
-    )
+    group.add_argument("--workers", type=int, default=1, help="number of processes that tokenize")
+    group.add_argument("--log-interval", type=int, default=10000, help="input lines between progress lines")
     return parser
 
 

@@ -24,6 +24,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron.cluster.exit_status import INTERRUPTED_EXIT_CODE
+from megatron.config import LoggingConfig
 from megatron.config.mistakes import Mistakes
 from megatron.config.tool_parser import ToolParser
 from megatron.errors import UserError, exit_on_user_error, printable
@@ -78,12 +79,9 @@ def build_parser() -> ToolParser:
         help="folder of the sweep (default: runs/sweep); `plan` does not use it",
     )
     parser.add_argument(
-        "--steps",
-        type=int,
-        default=10,
-        help="number of steps per run; the second half is measured (default: 10)",
+        "--steps", type=int, default=10, help="number of steps per run; the second half is measured"
     )
-    parser.add_argument("--repeat", type=int, default=1, help="number of runs per combination (default: 1)")
+    parser.add_argument("--repeat", type=int, default=1, help="number of runs per combination")
     parser.add_argument(
         "--timeout", type=float, metavar="S", help="end a run after S seconds (default: no limit)"
     )
@@ -114,7 +112,6 @@ def plan_sweep(options: argparse.Namespace) -> Record:
     """Returns the record of the sweep with all predictions. Raises UserError for a wrong flag or axis."""
     # Not imported at the top: planning needs torch and DeepSpeed, a report does not.
     from megatron.cluster.processes import configure_logging
-    from megatron.config import LoggingConfig
 
     base, processes = options.base, None
     if options.sbatch:

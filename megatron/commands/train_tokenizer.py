@@ -36,9 +36,7 @@ def build_parser() -> ToolParser:
         required=True,
         help="files as for preprocess_data.py; text if the name does not contain .jsonl or .parquet",
     )
-    parser.add_argument(
-        "--json-key", default="text", help="JSON key of the text in jsonl files (default: text)"
-    )
+    parser.add_argument("--json-key", default="text", help="JSON key of the text in jsonl files")
     parser.add_argument(
         "--vocab-size", type=int, required=True, help="number of tokens, including <|endoftext|>"
     )
@@ -47,7 +45,7 @@ def build_parser() -> ToolParser:
         "--min-frequency",
         type=int,
         default=2,
-        help="merge only pairs that occur at least N times (default: 2)",
+        help="merge only pairs that occur at least N times",
         metavar="N",
     )
     return parser

@@ -20,7 +20,6 @@ index files of the data set are built if the run has not built them yet.
 from __future__ import annotations
 
 import argparse
-import dataclasses
 import hashlib
 import shlex
 import sys
@@ -31,15 +30,16 @@ from typing import Any
 import numpy as np
 from tqdm import tqdm
 
+from megatron.arguments import read_command_line
 from megatron.checkpoint.lineage.start import check_load_folder
 from megatron.checkpoint.selection import planned_length
-from megatron.config import Config, read_command_line
-from megatron.config.config import SECTIONS
-from megatron.config.data import SPLIT_NAMES
+from megatron.config import Config
+from megatron.config.config import settings_of
 from megatron.config.flag_parser import make_parser
+from megatron.config.foreign_flags import rewrite
 from megatron.config.mistakes import Mistakes
-from megatron.config.peer_rewriting import rewrite
 from megatron.config.tool_parser import ToolParser
+from megatron.data.flags import SPLIT_NAMES
 from megatron.data.gpt_dataset import find_sample, requested_groups
 from megatron.data.indexed_dataset import IndexedDataset, data_path
 from megatron.data.statistics import dataset_statistics
@@ -91,10 +91,7 @@ def _add_sample_flags(parser: argparse.ArgumentParser) -> None:
         "--sample", type=int, metavar="I", help="sample of the run, from 0, with the flags of the run"
     )
     parser.add_argument(
-        "--subset",
-        choices=SPLIT_NAMES,
-        default="train",
-        help="the data that --sample counts (default: train)",
+        "--subset", choices=SPLIT_NAMES, default="train", help="the data that --sample counts"
     )
 
 
@@ -194,13 +191,11 @@ def sampled_run(words: Sequence[str], mistakes: Mistakes) -> Config:
     words = rewrite(words)[0]
     with mistakes.collect():
         check_batch_size(words)
-    dropped = {
-        f"{section}.{field.name}"
-        for section in ("model", "parallel")
-        for field in dataclasses.fields(SECTIONS[section])
-    } - {"model.seq_length", "parallel.zero_stage"}
-    kept = without_settings(words, dropped)
-    return with_curriculum(read_command_line([*_DEFAULT_FLAGS, *kept], {}, mistakes=mistakes).config)
+    dropped = {setting.name for setting in (*settings_of("model"), *settings_of("parallel"))}
+    kept = without_settings(words, dropped - {"model.seq_length", "parallel.zero_stage"})
+    return with_curriculum(
+        read_command_line([*_DEFAULT_FLAGS, *kept], {}, reads_files=False, mistakes=mistakes).config
+    )
 
 
 def sample_report(i: int, subset: str, config: Config) -> Iterator[str]:

@@ -1,12 +1,10 @@
-"""The configuration of a run: frozen sections, the command line generated from them, and the checks.
+"""The configuration of a run: frozen sections, whose fields are the flags, and the parser made of them.
 
 Importing it loads neither torch nor deepspeed, so that a misspelled flag is reported at once.
+`megatron.arguments` reads a command line and checks the settings against each other.
 """
 
-from megatron.config.batch import BatchSchedule
-from megatron.config.cli import CommandLine, complete_command_line, parse_args, read_command_line
 from megatron.config.config import Config
-from megatron.config.data import parse_split
 from megatron.config.model import padded_vocab_size
 from megatron.config.sections.batch import BatchConfig
 from megatron.config.sections.checkpoint import CheckpointConfig
@@ -19,14 +17,11 @@ from megatron.config.sections.precision import PrecisionConfig
 from megatron.config.sections.schedule import ScheduleConfig
 from megatron.config.sections.stability import StabilityConfig
 from megatron.config.sections.training import TrainingConfig
-from megatron.config.validate import validate
 from megatron.errors import ConfigError
 
 __all__ = [
     "BatchConfig",
-    "BatchSchedule",
     "CheckpointConfig",
-    "CommandLine",
     "Config",
     "ConfigError",
     "DataConfig",
@@ -36,12 +31,7 @@ __all__ = [
     "ParallelConfig",
     "PrecisionConfig",
     "ScheduleConfig",
-    "TrainingConfig",
     "StabilityConfig",
-    "complete_command_line",
+    "TrainingConfig",
     "padded_vocab_size",
-    "parse_args",
-    "parse_split",
-    "read_command_line",
-    "validate",
 ]

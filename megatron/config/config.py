@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import Any, get_type_hints
+from typing import Any, get_args, get_type_hints
 
-from megatron.config.curriculum import LengthCurriculum
-from megatron.config.fields import changes_model
+from megatron.config.fields import Flag, flag_of, option_name
 from megatron.config.sections.batch import BatchConfig
 from megatron.config.sections.checkpoint import CheckpointConfig
+from megatron.config.sections.curriculum import LengthCurriculum
 from megatron.config.sections.data import DataConfig
 from megatron.config.sections.logging import LoggingConfig
 from megatron.config.sections.model import ModelConfig
@@ -25,6 +25,7 @@ from megatron.errors import ConfigError
 # Former names, which run.json of older checkpoints contains.
 RENAMED_SECTIONS = {"trouble": "stability"}
 RENAMED_FIELDS = {"checkpoint.allow_drift": "allow_replica_mismatch"}
+REMOVED_FIELDS = {"training.simulate"}
 _MIN_TOKENS_PER_RANK = 8192
 """Fewest tokens of a sequence on a context-parallel rank that a search or an advice proposes: the activations
 of shorter sequences fit."""
@@ -53,6 +54,11 @@ class Config:
             size = self.batch.micro_batch_size * max(self.parallel.data_parallel_size, 1)
             batch = dataclasses.replace(self.batch, global_batch_size=size)
             object.__setattr__(self, "batch", batch)
+
+    def value(self, setting: str) -> Any:
+        """Returns the value of a 'section.field'."""
+        section, _, name = setting.partition(".")
+        return getattr(getattr(self, section), name)
 
     def with_settings(self, settings: Mapping[str, Any]) -> Config:
         """Returns a copy with other values, by 'section.field'. It is not validated: see `validate`."""
@@ -103,10 +109,9 @@ class Config:
         without those that have no effect with the chosen variants."""
         unused = self.model.unused_fields()
         return {
-            field.name: getattr(getattr(self, section), field.name)
-            for section, kind in SECTIONS.items()
-            for field in dataclasses.fields(kind)
-            if changes_model(kind, field) and not (section == "model" and field.name in unused)
+            setting.field: self.value(name)
+            for name, setting in SETTINGS.items()
+            if setting.changes_model and not (setting.section == "model" and setting.field in unused)
         }
 
     @classmethod
@@ -134,9 +139,76 @@ SECTIONS: dict[str, type[Any]] = {
 }
 
 
+@dataclass(frozen=True)
+class Setting:
+    """A flag and its place in the configuration."""
+
+    section: str
+    field: str
+    flag: Flag
+    group: str
+    """Title of the help group."""
+    type: Any
+    default: Any
+    """The field's default: None if it is derived, `dataclasses.MISSING` if the flag is required."""
+    changes_model: bool
+
+    @property
+    def name(self) -> str:
+        """'section.field'."""
+        return f"{self.section}.{self.field}"
+
+    @property
+    def option(self) -> str:
+        """The flag's name."""
+        return option_name(self.field)
+
+    @property
+    def options(self) -> tuple[str, ...]:
+        """All names of the flag."""
+        return (self.option, *self.flag.aliases)
+
+    @property
+    def is_required(self) -> bool:
+        """Whether the flag has no default."""
+        return self.default is dataclasses.MISSING
+
+    @property
+    def kind(self) -> type[Any]:
+        """The type of a single value: int for `int | None` and for `tuple[int, int, int] | None`."""
+        kind = self.type
+        while parts := [part for part in get_args(kind) if part not in (type(None), Ellipsis)]:
+            kind = parts[0]
+        return kind
+
+
+def _settings() -> Iterator[Setting]:
+    for section, kind in SECTIONS.items():
+        types = get_type_hints(kind)
+        for entry in dataclasses.fields(kind):
+            flag, name = flag_of(entry), entry.name
+            changes = kind.changes_model if flag.changes_model is None else flag.changes_model
+            yield Setting(section, name, flag, flag.group or kind.group, types[name], entry.default, changes)
+
+
+SETTINGS = {setting.name: setting for setting in _settings()}
+"""All flags, by 'section.field'."""
+OPTIONS = {option: name for name, setting in SETTINGS.items() for option in setting.options}
+"""'section.field' of all names of all flags."""
+
+
+def settings_of(section: str) -> list[Setting]:
+    """Returns the settings of a section."""
+    return [setting for setting in SETTINGS.values() if setting.section == section]
+
+
 def _section_from_dict(section: str, kind: type[Any], settings: Mapping[str, Any]) -> Any:
     fields = {field.name: field for field in dataclasses.fields(kind)}
-    settings = {RENAMED_FIELDS.get(f"{section}.{name}", name): value for name, value in settings.items()}
+    settings = {
+        RENAMED_FIELDS.get(f"{section}.{name}", name): value
+        for name, value in settings.items()
+        if f"{section}.{name}" not in REMOVED_FIELDS
+    }
     for name in settings:
         if name not in fields:
             raise ConfigError(

@@ -35,6 +35,7 @@ class Flag:
     of the number, or of each number of a tuple.
 
     choices: the possible values. registry: described in --help (default: `choices`, if they are a Registry).
+    spellings: value of another framework -> this program's.
 
     Rules between this field and other settings name conditions: 'section.field', 'section.field=value', or
     several with '|' between them. 'section.field' holds if the setting is not at its default (see
@@ -57,6 +58,7 @@ class Flag:
     aliases: tuple[str, ...] = ()
     choices: tuple[str, ...] | Registry | None = None
     registry: Registry | None = None
+    spellings: Mapping[str, str] = dataclasses.field(default_factory=dict)
     metavar: str | tuple[str, ...] | None = None
     nargs: int | str | None = None
     derived: str | None = None
@@ -90,12 +92,6 @@ def flag_of(field: dataclasses.Field[Any]) -> Flag:
     """Returns the metadata that `flag` stored in a field."""
     description: Flag = field.metadata[_METADATA_KEY]
     return description
-
-
-def changes_model(section: type[Section], field: dataclasses.Field[Any]) -> bool:
-    """Returns whether a field of a section changes the model (see `Flag`)."""
-    own = flag_of(field).changes_model
-    return section.changes_model if own is None else own
 
 
 def option_name(field_name: str) -> str:

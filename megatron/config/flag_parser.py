@@ -3,19 +3,16 @@
 from __future__ import annotations
 
 import argparse
-import dataclasses
 import textwrap
-import typing
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-from megatron.config.config import SECTIONS
-from megatron.config.fields import COMMON_FLAGS, Flag, flag_of, option_name, setting_option, value_text
+from megatron.config.config import SETTINGS, Setting
+from megatron.config.fields import COMMON_FLAGS, setting_option, value_text
+from megatron.config.foreign_flags import IgnoredFlag, foreign_flags, has_foreign_flags, rewrite
 from megatron.config.mistakes import Mistakes
-from megatron.config.peer_flags import IGNORED_FLAGS
-from megatron.config.peer_rewriting import REWRITTEN_FLAGS, rewrite, unsupported
 from megatron.config.tool_parser import FLAG, CollectingParser, nearest_flag, typed_name
 from megatron.errors import ConfigError
 
@@ -39,7 +36,7 @@ HELP_GROUPS = (
 
 
 def make_parser() -> CollectingParser:
-    """Returns the parser. It stores each given flag under 'section.field' or '--ignored-flag'."""
+    """Returns the parser. It stores each given flag under 'section.field'."""
     parser = _Parser(
         prog=typed_name("pretrain_gpt.py"),
         usage="%(prog)s FLAGS",
@@ -49,17 +46,15 @@ def make_parser() -> CollectingParser:
         formatter_class=_HelpFormatter,
     )
     groups = {title: parser.add_argument_group(title) for title in HELP_GROUPS}
-    for section, kind in SECTIONS.items():
-        types = typing.get_type_hints(kind)
-        for field in dataclasses.fields(kind):
-            group = groups[flag_of(field).group or kind.group]
-            _add_field(group, f"{section}.{field.name}", field, types[field.name])
-    _add_ignored_flags(parser)
+    for name, setting in SETTINGS.items():
+        _add_setting(groups[setting.group], name, setting)
     return parser
 
 
 class _Parser(CollectingParser):
-    """Understands flags of other frameworks."""
+    """Understands flags of other frameworks, which it adds when a command line has one, and for --help."""
+
+    knows_foreign_flags = False
 
     def rejection(self, message: str) -> str:
         names, colon, complaint = message.removeprefix("argument ").partition(": ")
@@ -69,15 +64,15 @@ class _Parser(CollectingParser):
         return f"{option}: {complaint}; see --help" if colon else f"{message}: see --help"
 
     def unknown_flag(self, name: str) -> str:
-        if (stands_for := REWRITTEN_FLAGS.get(name)) is not None:
+        if (stands_for := foreign_flags().rewritten.get(name)) is not None:
             return f"{name} takes no value; it is read as {' '.join(stands_for)}"
-        if instead := unsupported(name):
+        if instead := foreign_flags().alternative(name):
             return f"{name} is not supported: {instead}"
-        return nearest_flag(name, self._option_string_actions.keys() - {flag.name for flag in IGNORED_FLAGS})
+        return nearest_flag(name, self._option_string_actions.keys() - foreign_flags().ignored.keys())
 
     def check_values(self, parsed: argparse.Namespace, mistakes: Mistakes) -> None:
         values = vars(parsed)
-        for flag in (flag for flag in IGNORED_FLAGS if flag.name in values):
+        for flag in self._ignored_in(values):
             value, name = values[flag.name], flag.name
             if flag.values is not None and value not in flag.values:
                 instead = f"; {flag.otherwise}" if flag.otherwise else ""
@@ -89,11 +84,23 @@ class _Parser(CollectingParser):
                 mistakes.add(f"{name} is not supported with {other}: remove one of them")
 
     def collect(self, words: Sequence[str], mistakes: Mistakes) -> argparse.Namespace:
-        words, notes = rewrite(_join_checked_values(words))
+        words, notes = rewrite(words)
+        if has_foreign_flags(words):
+            words = _join_checked_values(words)
+            if not self.knows_foreign_flags:
+                self.knows_foreign_flags = True
+                _add_ignored_flags(self)
         namespace = super().collect(words, mistakes)
-        if notes:
-            setattr(namespace, NOTES, (*getattr(namespace, NOTES, ()), *notes))
+        values = vars(namespace)
+        ignored = self._ignored_in(values)
+        for flag in ignored:
+            del values[flag.name]
+        values[NOTES] = (*(flag.note for flag in ignored), *values.get(NOTES, ()), *notes)
         return namespace
+
+    def _ignored_in(self, values: Mapping[str, Any]) -> list[IgnoredFlag]:
+        flags = foreign_flags().ignored.values() if self.knows_foreign_flags else ()
+        return [flag for flag in flags if flag.name in values]
 
 
 class _HelpFormatter(argparse.HelpFormatter):
@@ -114,7 +121,7 @@ class _HelpFormatter(argparse.HelpFormatter):
 def _join_checked_values(argv: Sequence[str]) -> list[str]:
     """Joins each ignored flag that accepts only certain values with all words up to the next flag: '--flag=a
     b'. Surplus values are then part of this flag's error."""
-    checked = {flag.name for flag in IGNORED_FLAGS if flag.values is not None}
+    checked = {flag.name for flag in foreign_flags().ignored.values() if flag.values is not None}
     words: list[str] = []
     for word in argv:
         if words and not FLAG.match(word) and words[-1].partition("=")[0] in checked:
@@ -190,12 +197,10 @@ def _switch(option: str, word: str) -> bool:
     return True
 
 
-def _add_field(group: Any, dest: str, field: dataclasses.Field[Any], annotation: Any) -> None:
-    description = flag_of(field)
-    names = (option_name(field.name), *description.aliases)
-    text = _help_text(field, description)
-    kind = value_type(annotation)
-    if kind is bool and description.metavar is not None:
+def _add_setting(group: Any, dest: str, setting: Setting) -> None:
+    flag, names, kind = setting.flag, setting.options, setting.kind
+    text = _help_text(setting)
+    if kind is bool and flag.metavar is not None:
         group.add_argument(
             *names,
             dest=dest,
@@ -203,63 +208,55 @@ def _add_field(group: Any, dest: str, field: dataclasses.Field[Any], annotation:
             convert=partial(_switch, names[0]),
             nargs="?",
             const="1",
-            metavar=description.metavar,
+            metavar=flag.metavar,
             help=text,
         )
         return
     if kind is bool:
         group.add_argument(*names, dest=dest, action="store_true", default=argparse.SUPPRESS, help=text)
         return
-    metavar = description.metavar or (
-        "{" + ",".join(description.choices) + "}" if description.choices else None
-    )
+    metavar = flag.metavar or ("{" + ",".join(flag.choices) + "}" if flag.choices else None)
     group.add_argument(
         *names,
         dest=dest,
         action=_Store,
-        convert=_Converter(names[0], kind, description.strip_quotes),
-        choices=() if kind in (int, float) else description.choices,
-        nargs=description.nargs,
+        convert=_Converter(names[0], kind, flag.strip_quotes),
+        choices=() if kind in (int, float) else flag.choices,
+        nargs=flag.nargs,
         metavar=metavar or {int: "N", float: "X", str: "TEXT"}[kind],
         help=text,
     )
 
 
-def value_type(annotation: Any) -> type[Any]:
-    """Returns the type of a single value: int for `int | None` and for `tuple[int, int, int] | None`."""
-    arguments = [part for part in typing.get_args(annotation) if part not in (type(None), Ellipsis)]
-    return value_type(arguments[0]) if arguments else annotation
-
-
-def _help_text(field: dataclasses.Field[Any], description: Flag) -> str:
-    text, *choices = description.help.split("\n")
-    if description.registry is not None:
-        choices = description.registry.describe()
-    default = default_text(field)
+def _help_text(setting: Setting) -> str:
+    text, *choices = setting.flag.help.split("\n")
+    if setting.flag.registry is not None:
+        choices = setting.flag.registry.describe()
+    default = default_text(setting)
     if default:
         text += f" ({default})" if default == "required" else f" (default: {default})"
     return "\n  ".join([text, *choices]).replace("%", "%%")
 
 
-def default_text(field: dataclasses.Field[Any]) -> str:
+def default_text(setting: Setting) -> str:
     """Returns the default of a flag as shown to users: "required", or "" for a flag that is off."""
-    if (derived := flag_of(field).derived) is not None:
-        return derived
-    if field.default is dataclasses.MISSING:
+    if setting.flag.derived is not None:
+        return setting.flag.derived
+    if setting.is_required:
         return "required"
-    is_off = field.default is None or field.default is False or field.default == ()
-    return "" if is_off else value_text(field.default)
+    is_off = setting.default is None or setting.default is False or setting.default == ()
+    return "" if is_off else value_text(setting.default)
 
 
 def _add_ignored_flags(parser: argparse.ArgumentParser) -> None:
-    by_reason: dict[str, list[str]] = {}
-    for flag in IGNORED_FLAGS:
+    flags, by_reason = foreign_flags().ignored.values(), dict[str, list[str]]()
+    for flag in flags:
         word = flag.name + (
             " {" + ",".join(flag.values) + "}" if flag.values else " VALUE" * (flag.nargs != 0)
         )
         by_reason.setdefault(flag.reason, []).append(word)
     lines = "\n".join(f"{', '.join(words)}: {reason}" for reason, words in by_reason.items())
     group = parser.add_argument_group("flags of other frameworks (accepted and ignored)", lines)
-    for flag in IGNORED_FLAGS:
+    for flag in flags:
         how: dict[str, Any] = {"nargs": flag.nargs} if flag.nargs != 0 else {"action": "store_true"}
         group.add_argument(flag.name, dest=flag.name, help=argparse.SUPPRESS, **how)

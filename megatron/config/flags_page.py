@@ -6,15 +6,11 @@ With --other-frameworks it prints the tables of docs/migration.md.
 from __future__ import annotations
 
 import argparse
-import dataclasses
-import typing
-from typing import Any
 
-from megatron.config.config import SECTIONS
-from megatron.config.fields import Flag, bounds_of, flag_of, option_name
-from megatron.config.flag_parser import HELP_GROUPS, default_text, value_type
-from megatron.config.peer_flags import IGNORED_FLAGS, UNSUPPORTED_FAMILIES, UNSUPPORTED_FLAGS, IgnoredFlag
-from megatron.config.peer_rewriting import REWRITTEN_FLAGS, REWRITTEN_VALUES
+from megatron.config.config import SETTINGS, Setting
+from megatron.config.fields import bounds_of
+from megatron.config.flag_parser import HELP_GROUPS, default_text
+from megatron.config.foreign_flags import IgnoredFlag, foreign_flags
 
 _HEAD = """# Flags
 
@@ -28,10 +24,8 @@ All flags of `pretrain_gpt.py`, grouped as in `--help`. The page is generated fr
 def flags_page() -> str:
     """Returns the Markdown page."""
     groups: dict[str, list[str]] = {title: [] for title in HELP_GROUPS}
-    for kind in SECTIONS.values():
-        types = typing.get_type_hints(kind)
-        for field in dataclasses.fields(kind):
-            groups[flag_of(field).group or kind.group].append(_row(field, types[field.name]))
+    for setting in SETTINGS.values():
+        groups[setting.group].append(_row(setting))
     parts = [_HEAD]
     for title, rows in groups.items():
         table = "\n".join(["| flag | value | default | meaning |", "|---|---|---|---|", *rows])
@@ -42,23 +36,29 @@ def flags_page() -> str:
 
 def other_frameworks_tables() -> str:
     """Returns the tables of docs/migration.md: flags of other frameworks, and how they are treated."""
-    ignored = [f"| {_code(flag.name)}{_accepted(flag)} | {_escaped(flag.reason)} |" for flag in IGNORED_FLAGS]
-    rewritten = [f"| {_code(name)} | {_code(' '.join(words))} |" for name, words in REWRITTEN_FLAGS.items()]
+    flags = foreign_flags()
+    ignored = [
+        f"| {_code(flag.name)}{_accepted(flag)} | {_escaped(flag.reason)} |"
+        for flag in flags.ignored.values()
+    ]
+    rewritten = [f"| {_code(name)} | {_code(' '.join(words))} |" for name, words in flags.rewritten.items()]
     rewritten += [
-        f"| {_code(f'{flag} {value}')} | {_code(f'{flag} {instead}')} |"
-        for flag, values in REWRITTEN_VALUES.items()
-        for value, instead in values.items()
+        f"| {_code(f'{setting.option} {value}')} | {_code(f'{setting.option} {instead}')} |"
+        for setting in SETTINGS.values()
+        for value, instead in setting.flag.spellings.items()
     ]
-    rejected = [f"| {_code(name)} | {_escaped(answer)} |" for name, answer in UNSUPPORTED_FLAGS.items()]
-    families = [
-        f"| {', '.join(_code(f'{begin}*') for begin in begins)} | {_escaped(answer)} |"
-        for answer, begins in UNSUPPORTED_FAMILIES.items()
-    ]
+    rejected, families = list[str](), dict[str, list[str]]()
+    for name, answer in flags.unsupported.items():
+        if name.endswith("*"):
+            families.setdefault(answer, []).append(_code(name))
+        else:
+            rejected.append(f"| {_code(name)} | {_escaped(answer)} |")
+    of_families = [f"| {', '.join(begins)} | {_escaped(answer)} |" for answer, begins in families.items()]
     tables = (
         ("### Renamed: read as flags of this program", "is read as", rewritten),
         ("### Automatic: accepted and ignored", "why it has no effect", ignored),
         ("### Not supported, and what to do instead", "instead", rejected),
-        ("Whole families of flags are not supported:", "instead", families),
+        ("Whole families of flags are not supported:", "instead", of_families),
     )
     return "\n\n".join(
         "\n".join([title, "", f"| flag | {column} |", "|---|---|", *rows]) for title, column, rows in tables
@@ -69,35 +69,34 @@ def _accepted(flag: IgnoredFlag) -> str:
     return f" {', '.join(map(_code, flag.values))}" if flag.values else ""
 
 
-def _row(field: dataclasses.Field[Any], annotation: Any) -> str:
-    description = flag_of(field)
-    names = ", ".join(_code(name) for name in (option_name(field.name), *description.aliases))
-    help = _escaped(description.help).replace("\n", "<br>")
-    if description.registry is not None:
-        choices = (f"{_code(name)}: {_escaped(c.description)}" for name, c in description.registry.items())
+def _row(setting: Setting) -> str:
+    flag, names = setting.flag, ", ".join(map(_code, setting.options))
+    help = _escaped(flag.help).replace("\n", "<br>")
+    if flag.registry is not None:
+        choices = (f"{_code(name)}: {_escaped(c.description)}" for name, c in flag.registry.items())
         help = f"{help}<br>{'<br>'.join(choices)}"
-    return f"| {names} | {_value(description, annotation)} | {_default(field, description)} | {help} |"
+    return f"| {names} | {_value(setting)} | {_default(setting)} | {help} |"
 
 
-def _value(description: Flag, annotation: Any) -> str:
-    if description.choices is not None:
-        return ", ".join(map(_code, description.choices))
-    kind = value_type(annotation)
+def _value(setting: Setting) -> str:
+    flag, kind = setting.flag, setting.kind
+    if flag.choices is not None:
+        return ", ".join(map(_code, flag.choices))
     if kind is bool:
         return ""
     text = {int: "integer", float: "number", str: "text"}[kind]
-    if isinstance(description.metavar, str):
-        text = _code(description.metavar)
-    elif description.metavar is not None:
-        text = _code(" ".join(description.metavar))
-    many = {"+": ", one or more", "*": ", any number"}.get(str(description.nargs), "")
-    bounds = ", ".join(f"{sign} {bound}" for _, sign, bound, _ in bounds_of(description))
+    if isinstance(flag.metavar, str):
+        text = _code(flag.metavar)
+    elif flag.metavar is not None:
+        text = _code(" ".join(flag.metavar))
+    many = {"+": ", one or more", "*": ", any number"}.get(str(flag.nargs), "")
+    bounds = ", ".join(f"{sign} {bound}" for _, sign, bound, _ in bounds_of(flag))
     return f"{text}{many} {bounds}".strip()
 
 
-def _default(field: dataclasses.Field[Any], description: Flag) -> str:
-    default = default_text(field)
-    is_value = description.derived is None and field.default is not dataclasses.MISSING
+def _default(setting: Setting) -> str:
+    default = default_text(setting)
+    is_value = setting.flag.derived is None and not setting.is_required
     return _code(default) if is_value and default else _escaped(default)
 
 

@@ -27,13 +27,12 @@ GLU_ACTIVATIONS = Registry(
     "--glu-activation",
     {
         "geglu": Choice("GELU", "torch.nn.functional:gelu"),
-        "geglu_tanh": Choice(
-            "GELU with the tanh approximation, as in Gemma", "megatron.model.activations:gelu"
-        ),
-        "liglu": Choice("identity", "megatron.model.activations:identity"),
+        "geglu_tanh": Choice("GELU with the tanh approximation, as in Gemma", "gelu"),
+        "liglu": Choice("identity", "identity"),
         "reglu": Choice("ReLU", "torch.nn.functional:relu"),
         "swiglu": Choice("SiLU", "torch.nn.functional:silu"),
     },
+    module="megatron.model.activations",
 )
 
 # Modules with __init__(size, epsilon, use_apex), [..., size] -> [..., size]. Those with apply_layernorm_1p
@@ -42,13 +41,10 @@ _CENTERED = ("apply_layernorm_1p",)
 NORMALIZATIONS = Registry(
     "--normalization",
     {
-        "LayerNorm": Choice(
-            "layer norm with weight and bias", "megatron.model.norm:MixedFusedLayerNorm", settings=_CENTERED
-        ),
-        "RMSNorm": Choice(
-            "RMS norm without bias (arXiv:1910.07467)", "megatron.model.norm:RMSNorm", settings=_CENTERED
-        ),
+        "LayerNorm": Choice("layer norm with weight and bias", "MixedFusedLayerNorm", settings=_CENTERED),
+        "RMSNorm": Choice("RMS norm without bias (arXiv:1910.07467)", "RMSNorm", settings=_CENTERED),
     },
+    module="megatron.model.norm",
 )
 
 
@@ -72,19 +68,19 @@ LAYER_ARRANGEMENTS = Registry(
     {
         "pre-norm": LayerArrangement(
             "attention, then MLP, each x + f(norm(x)), as in GPT-2 and Llama",
-            "megatron.model.gpt_model:pre_norm",
+            "pre_norm",
             settings=("apply_residual_connection_post_layernorm",),
             norms=("input_layernorm", "post_attention_layernorm"),
         ),
         "post-norm": LayerArrangement(
             "attention, then MLP, each x + norm(f(x)), as in OLMo 2 (arXiv:2501.00656)",
-            "megatron.model.gpt_model:post_norm",
+            "post_norm",
             norms=("post_attention_layernorm", "post_mlp_layernorm"),
             ends_with_norm=True,
         ),
         "pre-post-norm": LayerArrangement(
             "attention, then MLP, each x + norm(f(norm(x))), as in Gemma 3 (arXiv:2503.19786)",
-            "megatron.model.gpt_model:post_norm",
+            "post_norm",
             norms=(
                 *("input_layernorm", "post_attention_layernorm"),
                 *("pre_mlp_layernorm", "post_mlp_layernorm"),
@@ -93,17 +89,18 @@ LAYER_ARRANGEMENTS = Registry(
         ),
         "parallel": LayerArrangement(
             "x + attention(norm(x)) + mlp(norm(x)) with two norms, as in GPT-NeoX (arXiv:2204.06745)",
-            "megatron.model.gpt_model:parallel",
+            "parallel",
             norms=("input_layernorm", "post_attention_layernorm"),
             saved_states=2,
         ),
         "parallel-one-norm": LayerArrangement(
             "x + attention(norm(x)) + mlp(norm(x)) with one norm, as in Falcon 7B (arXiv:2311.16867)",
-            "megatron.model.gpt_model:parallel_one_norm",
+            "parallel_one_norm",
             norms=("input_layernorm",),
             saved_states=1,
         ),
     },
+    module="megatron.model.gpt_model",
 )
 
 # Functions LayerContext -> (norm of the queries, norm of the keys), modules that keep the
@@ -113,12 +110,11 @@ QK_NORMS = Registry(
     {
         "head": Choice(
             "each head separately, with parameters shared by all heads, as in Qwen 3 (arXiv:2505.09388)",
-            "megatron.model.qk_norm:head_norms",
+            "head_norms",
         ),
-        "projection": Choice(
-            "all heads together, as in OLMo 2 (arXiv:2501.00656)", "megatron.model.qk_norm:projection_norms"
-        ),
+        "projection": Choice("all heads together, as in OLMo 2 (arXiv:2501.00656)", "projection_norms"),
     },
+    module="megatron.model.qk_norm",
 )
 
 # Functions (rotary frequencies, ModelConfig) -> scaled frequencies and a multiplier of cosines and sines.
@@ -127,36 +123,27 @@ _ORIGINAL = (*_SCALING, "rope_original_max_position_embeddings")
 ROPE_SCALINGS = Registry(
     "--rope-scaling-type",
     {
-        "linear": Choice(
-            "position interpolation (arXiv:2306.15595)",
-            "megatron.model.rope_scaling:linear",
-            settings=_SCALING,
-        ),
+        "linear": Choice("position interpolation (arXiv:2306.15595)", "linear", settings=_SCALING),
         "llama3": Choice(
             "scaling by wavelength, as in Llama 3.1 (arXiv:2407.21783)",
-            "megatron.model.rope_scaling:llama3",
+            "llama3",
             settings=(*_ORIGINAL, "rope_low_freq_factor", "rope_high_freq_factor"),
         ),
         "yarn": Choice(
-            "YaRN (arXiv:2309.00071)",
-            "megatron.model.rope_scaling:yarn",
-            settings=(*_ORIGINAL, "rope_beta_slow", "rope_beta_fast"),
+            "YaRN (arXiv:2309.00071)", "yarn", settings=(*_ORIGINAL, "rope_beta_slow", "rope_beta_fast")
         ),
     },
+    module="megatron.model.rope_scaling",
 )
 
 # Instances of megatron.model.position.PositionScheme.
 POSITION_EMBEDDINGS = Registry(
     "--position-embedding-type",
     {
-        "absolute": Choice(
-            "learned position embeddings",
-            "megatron.model.position:ABSOLUTE",
-            settings=("max_position_embeddings",),
-        ),
+        "absolute": Choice("learned position embeddings", "ABSOLUTE", settings=("max_position_embeddings",)),
         "rotary": Choice(
             "rotary embeddings (RoPE, arXiv:2104.09864)",
-            "megatron.model.position:ROTARY",
+            "ROTARY",
             settings=(
                 "rotary_base",
                 "window_rotary_base",
@@ -166,8 +153,9 @@ POSITION_EMBEDDINGS = Registry(
                 *ROPE_SCALINGS.settings(),
             ),
         ),
-        "alibi": Choice("linear attention biases (ALiBi, arXiv:2108.12409)", "megatron.model.position:ALIBI"),
+        "alibi": Choice("linear attention biases (ALiBi, arXiv:2108.12409)", "ALIBI"),
     },
+    module="megatron.model.position",
 )
 
 
@@ -192,13 +180,9 @@ OPTIMIZERS = Registry(
     "--optimizer",
     {
         "adam": OptimizerChoice(
-            "Adam with decoupled weight decay (AdamW), as in Megatron-LM",
-            "megatron.optimizer.parameter_groups:make_adam",
-            settings=_ADAM,
+            "Adam with decoupled weight decay (AdamW), as in Megatron-LM", "make_adam", settings=_ADAM
         ),
-        "adamw": OptimizerChoice(
-            "another name for adam", "megatron.optimizer.parameter_groups:make_adam", settings=_ADAM
-        ),
+        "adamw": OptimizerChoice("another name for adam", "make_adam", settings=_ADAM),
         "lion": OptimizerChoice(
             "Lion (arXiv:2302.06675): the sign of a momentum, with decoupled weight decay",
             "megatron.optimizer.lion:make_lion",
@@ -213,12 +197,10 @@ OPTIMIZERS = Registry(
             matrix_moments=("momentum_buffer",),
         ),
         "sgd": OptimizerChoice(
-            "SGD with momentum",
-            "megatron.optimizer.parameter_groups:make_sgd",
-            settings=("sgd_momentum",),
-            moments=("momentum_buffer",),
+            "SGD with momentum", "make_sgd", settings=("sgd_momentum",), moments=("momentum_buffer",)
         ),
     },
+    module="megatron.optimizer.parameter_groups",
 )
 
 
@@ -238,16 +220,12 @@ _WSD = ("lr_wsd_decay_style", "lr_wsd_decay_iters", "lr_wsd_decay_samples")
 LR_DECAY_STYLES = Registry(
     "--lr-decay-style",
     {
-        "constant": ConstantPhaseStyle("no decay", "megatron.optimizer.schedule:constant_lr"),
-        "linear": Choice(
-            "linear decay to --min-lr", "megatron.optimizer.schedule:linear_decay", settings=_DECAY
-        ),
-        "cosine": Choice(
-            "cosine decay to --min-lr", "megatron.optimizer.schedule:cosine_decay", settings=_DECAY
-        ),
+        "constant": ConstantPhaseStyle("no decay", "constant_lr"),
+        "linear": Choice("linear decay to --min-lr", "linear_decay", settings=_DECAY),
+        "cosine": Choice("cosine decay to --min-lr", "cosine_decay", settings=_DECAY),
         "inverse-square-root": WarmupRelativeStyle(
             "--lr x sqrt(warm-up length / progress of the run), at least --min-lr",
-            "megatron.optimizer.schedule:inverse_square_root_decay",
+            "inverse_square_root_decay",
             settings=_DECAY,
         ),
         "WSD": ConstantPhaseStyle(
@@ -256,6 +234,7 @@ LR_DECAY_STYLES = Registry(
             settings=(*_DECAY, *_WSD),
         ),
     },
+    module="megatron.optimizer.schedule",
 )
 
 # Functions (max_lr, min_lr, progress of the decay from 0 to 1) -> learning rate. Names and formulas are those
@@ -263,13 +242,12 @@ LR_DECAY_STYLES = Registry(
 WSD_DECAY_STYLES = Registry(
     "--lr-wsd-decay-style",
     {
-        "linear": Choice("1 - progress", "megatron.optimizer.schedule:linear_decay"),
-        "cosine": Choice("(1 + cos(pi x progress)) / 2", "megatron.optimizer.schedule:cosine_decay"),
-        "exponential": Choice("2 x 0.5^progress - 1", "megatron.optimizer.schedule:exponential_decay"),
-        "minus_sqrt": Choice(
-            "1 - sqrt(progress) (arXiv:2405.18392)", "megatron.optimizer.schedule:minus_sqrt_decay"
-        ),
+        "linear": Choice("1 - progress", "linear_decay"),
+        "cosine": Choice("(1 + cos(pi x progress)) / 2", "cosine_decay"),
+        "exponential": Choice("2 x 0.5^progress - 1", "exponential_decay"),
+        "minus_sqrt": Choice("1 - sqrt(progress) (arXiv:2405.18392)", "minus_sqrt_decay"),
     },
+    module="megatron.optimizer.schedule",
 )
 
 
@@ -278,38 +256,31 @@ class Partitioner(Choice):
     """A partition method. Its implementation is a function (PartitionMethod, LayerTable, PipelineShape) ->
     Partition.
 
-    memory_costs: "module:attribute" of the function (Config, vocabulary size) -> MemoryCosts that computes
-    the memory of the layers; empty if the method does not use it. Rank 0 of a run calls it.
+    needs_memory: whether the method needs the memory of the layers (`pipeline.stages.find_memory_costs`).
     """
 
-    memory_costs: str = ""
+    needs_memory: bool = False
 
 
 PARTITION_METHODS = Registry(
     "--partition-method",
     {
-        "uniform": Partitioner("equal numbers of layers", "megatron.pipeline.methods:by_layer_count"),
-        "parameters": Partitioner("equal numbers of parameters", "megatron.pipeline.methods:by_parameters"),
-        "memory": Partitioner(
-            "equal estimated memory",
-            "megatron.pipeline.methods:by_memory",
-            memory_costs="megatron.planner.layer_memory:memory_costs",
-        ),
-        "time": Partitioner("equal estimated FLOPs", "megatron.pipeline.methods:by_flops"),
-        "profile": Partitioner("equal measured time", "megatron.pipeline.methods:by_measured_time"),
+        "uniform": Partitioner("equal numbers of layers", "by_layer_count"),
+        "parameters": Partitioner("equal numbers of parameters", "by_parameters"),
+        "memory": Partitioner("equal estimated memory", "by_memory", needs_memory=True),
+        "time": Partitioner("equal estimated FLOPs", "by_flops"),
+        "profile": Partitioner("equal measured time", "by_measured_time"),
         "type": Partitioner(
-            "equal sums of layer weights by class name, as in type:embed:2|transformer:1",
-            "megatron.pipeline.methods:by_layer_type",
+            "equal sums of layer weights by class name, as in type:embed:2|transformer:1", "by_layer_type"
         ),
         "layout": Partitioner(
-            "explicit stages in Megatron-LM's syntax, as in layout:Et*3|(tt|)*29,t|L",
-            "megatron.pipeline.methods:explicit_stages",
+            "explicit stages in Megatron-LM's syntax, as in layout:Et*3|(tt|)*29,t|L", "explicit_stages"
         ),
         "stages": Partitioner(
-            "explicit numbers of transformer layers, as in stages:5,6*10,5",
-            "megatron.pipeline.methods:explicit_stages",
+            "explicit numbers of transformer layers, as in stages:5,6*10,5", "explicit_stages"
         ),
     },
+    module="megatron.pipeline.methods",
 )
 
 
@@ -338,13 +309,12 @@ PIPELINE_SCHEDULES = Registry(
     "--pipeline-schedule",
     {
         "1f1b": PipelineSchedule(
-            "one forward, one backward (PipeDream-flush, arXiv:2104.04473)",
-            "megatron.pipeline.schedule_actions:one_f_one_b",
+            "one forward, one backward (PipeDream-flush, arXiv:2104.04473)", "one_f_one_b"
         ),
         "interleaved": PipelineSchedule(
             "--virtual-pipeline-stages stages per rank, stage s on rank s modulo PP, which reduces the "
             "pipeline bubble (interleaved 1F1B, arXiv:2104.04473)",
-            "megatron.pipeline.schedule_actions:interleaved",
+            "interleaved",
             stages_per_rank=0,
             micro_batches_per_rank=1,
             micro_batches_multiple_of_ranks=True,
@@ -352,7 +322,7 @@ PIPELINE_SCHEDULES = Registry(
         "dualpipev": PipelineSchedule(
             "two stages per rank, the first and the last stage on rank 0, which reduces the pipeline bubble "
             "(DualPipeV, github.com/deepseek-ai/DualPipe)",
-            "megatron.pipeline.schedule_actions:dual_pipe_v",
+            "dual_pipe_v",
             stages_per_rank=2,
             is_v_schedule=True,
             micro_batches_per_rank=2,
@@ -360,20 +330,21 @@ PIPELINE_SCHEDULES = Registry(
         "zero-bubble": PipelineSchedule(
             "1F1B with a split backward pass; weight gradients are computed when the rank would be idle, "
             "which reduces the pipeline bubble (ZB-H1, arXiv:2401.10241)",
-            "megatron.pipeline.schedule_actions:zero_bubble",
+            "zero_bubble",
             splits_backward=True,
         ),
     },
+    module="megatron.pipeline.schedule_actions",
 )
 
-# `SaveFormat` classes. The names are also names of checkpoint formats.
+# `CheckpointWriter` classes. The names are also names of checkpoint formats.
 SAVE_FORMATS = Registry(
     "--save-format",
     {
-        "native": Choice("DeepSpeed's files", "megatron.checkpoint.saving.formats:NativeFormat"),
+        "native": Choice("DeepSpeed's files", "megatron.checkpoint.formats.native_writer:NativeWriter"),
         "dcp": Choice(
             "torch.distributed.checkpoint, which PyTorch opens without this program",
-            "megatron.checkpoint.saving.dcp_format:DcpFormat",
+            "megatron.checkpoint.formats.dcp_writer:DcpWriter",
         ),
     },
 )
@@ -442,37 +413,39 @@ DATA_ORDERS = Registry(
         ),
         "megatron-deepspeed": DataOrder(
             "BigScience's Megatron-DeepSpeed: the last epoch is separate if less than 95 % of it is used",
-            "megatron.data.greedy_blend:DeepSpeedBlend",
+            "DeepSpeedBlend",
             blends_by_size=False,
         ),
         "megatron-deepspeed-microsoft": DataOrder(
             "Microsoft's Megatron-DeepSpeed (deepspeedai): as megatron-deepspeed with 80 %",
-            "megatron.data.greedy_blend:DeepSpeedBlend",
+            "DeepSpeedBlend",
             last_epoch_threshold=0.80,
             blends_by_size=False,
             repeats_short=True,
         ),
         "megatron-core": DataOrder(
             "Megatron-Core and Megatron-LM: 80 %, and bounds of --split from cumulative fractions",
-            "megatron.data.greedy_blend:CoreBlend",
+            "CoreBlend",
             last_epoch_threshold=0.80,
             is_core=True,
             repeats_short=True,
         ),
     },
+    module="megatron.data.greedy_blend",
 )
 
 # Instances of megatron.cluster.devices.GPU.
 GPUS = Registry(
     "--gpu",
     {
-        "v100-16gb": Choice("15.77 GiB, 125 TFLOP/s in fp16", "megatron.cluster.devices:V100_16GB"),
-        "v100-32gb": Choice("31.74 GiB, 125 TFLOP/s in fp16", "megatron.cluster.devices:V100_32GB"),
-        "a100-40gb": Choice("39.50 GiB, 312 TFLOP/s in 16 bit", "megatron.cluster.devices:A100_40GB"),
-        "a100-80gb": Choice("79.25 GiB, 312 TFLOP/s in 16 bit", "megatron.cluster.devices:A100_80GB"),
-        "h100-80gb": Choice("79.11 GiB, 989 TFLOP/s in 16 bit", "megatron.cluster.devices:H100_80GB"),
-        "h200-141gb": Choice("139.72 GiB, 989 TFLOP/s in 16 bit", "megatron.cluster.devices:H200_141GB"),
-        "b200-180gb": Choice("178.35 GiB, 2,250 TFLOP/s in 16 bit", "megatron.cluster.devices:B200_180GB"),
-        "gb200-186gb": Choice("184.31 GiB, 2,500 TFLOP/s in 16 bit", "megatron.cluster.devices:GB200_186GB"),
+        "v100-16gb": Choice("15.77 GiB, 125 TFLOP/s in fp16", "V100_16GB"),
+        "v100-32gb": Choice("31.74 GiB, 125 TFLOP/s in fp16", "V100_32GB"),
+        "a100-40gb": Choice("39.50 GiB, 312 TFLOP/s in 16 bit", "A100_40GB"),
+        "a100-80gb": Choice("79.25 GiB, 312 TFLOP/s in 16 bit", "A100_80GB"),
+        "h100-80gb": Choice("79.11 GiB, 989 TFLOP/s in 16 bit", "H100_80GB"),
+        "h200-141gb": Choice("139.72 GiB, 989 TFLOP/s in 16 bit", "H200_141GB"),
+        "b200-180gb": Choice("178.35 GiB, 2,250 TFLOP/s in 16 bit", "B200_180GB"),
+        "gb200-186gb": Choice("184.31 GiB, 2,500 TFLOP/s in 16 bit", "GB200_186GB"),
     },
+    module="megatron.cluster.devices",
 )

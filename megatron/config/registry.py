@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from importlib import import_module
@@ -14,8 +15,8 @@ from megatron.errors import ConfigError
 class Choice:
     """One choice of a setting.
 
-    implementation: "module:attribute". settings: fields of the same section that this choice uses and that
-    have no effect with choices that do not list them.
+    implementation: "module:attribute", or "attribute" of the registry's module. settings: fields of the same
+    section that this choice uses and that have no effect with choices that do not list them.
     """
 
     description: str
@@ -33,11 +34,15 @@ _ChoiceT = TypeVar("_ChoiceT", bound=Choice)
 
 
 class Registry(Mapping[str, _ChoiceT], Generic[_ChoiceT]):
-    """The choices of the flag `option`, by name."""
+    """The choices of the flag `option`, by name. module: of the implementations without one."""
 
-    def __init__(self, option: str, choices: Mapping[str, _ChoiceT]) -> None:
+    def __init__(self, option: str, choices: Mapping[str, _ChoiceT], module: str = "") -> None:
         self.option = option
         self._choices = dict(choices)
+        for name, choice in choices.items():
+            if ":" not in choice.implementation:
+                full = f"{module}:{choice.implementation}"
+                self._choices[name] = dataclasses.replace(choice, implementation=full)
 
     def __getitem__(self, name: str) -> _ChoiceT:
         if name not in self._choices:

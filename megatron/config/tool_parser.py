@@ -156,6 +156,15 @@ _MIN_SIMILARITY = 0.85
 _MAX_HINTS = 3
 
 
+class _HelpFormatter(argparse.ArgumentDefaultsHelpFormatter, argparse.RawDescriptionHelpFormatter):
+    """Adds the default to the help of a flag, unless the help explains it or the default is empty."""
+
+    def _get_help_string(self, action: argparse.Action) -> str | None:
+        is_empty = action.default is None or action.default is False or action.default in ("", [])
+        is_explained = "(default" in (action.help or "")
+        return action.help if is_empty or is_explained else super()._get_help_string(action)
+
+
 class ToolParser(CollectingParser):
     """The parser of a tool.
 
@@ -167,7 +176,7 @@ class ToolParser(CollectingParser):
     def __init__(self, description: str | None) -> None:
         super().__init__(
             description=re.sub(r"python (tools/\w+\.py)", _typed, description or ""),
-            formatter_class=argparse.RawDescriptionHelpFormatter,
+            formatter_class=_HelpFormatter,
             allow_abbrev=False,
         )
 

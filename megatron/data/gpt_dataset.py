@@ -14,10 +14,10 @@ import numpy.typing as npt
 from tqdm import tqdm
 
 from megatron.config import DataConfig
-from megatron.config.data import SPLIT_NAMES
 from megatron.config.registries import DataOrder
 from megatron.data.blended_dataset import BlendedDataset, SampleDataset
 from megatron.data.core_cache import CoreCache
+from megatron.data.flags import SPLIT_NAMES
 from megatron.data.index_files import no_other_files, remove_leftovers
 from megatron.data.index_stamp import IndexStamp, statuses
 from megatron.data.indexed_dataset import IndexedDataset

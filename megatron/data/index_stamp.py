@@ -36,7 +36,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron.config import DataConfig
-from megatron.config.data import token_file_prefixes
+from megatron.data.flags import token_file_prefixes
 from megatron.data.index_files import replaced_file
 from megatron.data.indexed_dataset import IndexedDataset, TokenFacts, data_path, index_path
 from megatron.errors import one_line

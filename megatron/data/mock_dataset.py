@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import numpy.typing as npt
 
-from megatron.config.data import SPLIT_NAMES
+from megatron.data.flags import SPLIT_NAMES
 
 
 class MockDataset:

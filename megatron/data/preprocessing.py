@@ -24,7 +24,7 @@ import numpy as np
 import numpy.typing as npt
 
 from megatron.child_processes import end_with_parent, signals_blocked
-from megatron.config.checkpoint_args import TOKENIZER_FIELDS
+from megatron.config.sections.data import TOKENIZER_FIELDS
 from megatron.data.indexed_dataset import (
     IndexedDataset,
     IndexedDatasetBuilder,

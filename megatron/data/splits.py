@@ -10,11 +10,18 @@ from fractions import Fraction
 from itertools import accumulate, pairwise
 from typing import Any
 
-from megatron.config import ConfigError, DataConfig, parse_split
-from megatron.config.data import SPLIT_NAMES, PathGroup, WeightedPath, split_groups, splits_with_own_data
+from megatron.config import ConfigError, DataConfig
 from megatron.config.registries import DATA_ORDERS, DataOrder
 from megatron.config.sections.data import data_option
 from megatron.data.blended_dataset import Blend, BlendOrder
+from megatron.data.flags import (
+    SPLIT_NAMES,
+    PathGroup,
+    WeightedPath,
+    parse_split,
+    split_groups,
+    splits_with_own_data,
+)
 from megatron.data.index_stamp import IndexStamp, statuses
 from megatron.data.indexed_dataset import IndexedDataset, data_path, index_path, sample_digest
 from megatron.errors import UserError

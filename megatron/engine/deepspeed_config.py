@@ -14,11 +14,12 @@ import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from difflib import get_close_matches
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeGuard
 
 from megatron.config.config import Config
-from megatron.config.curriculum import read_curriculum
+from megatron.config.foreign_flags import foreign_flags
 from megatron.config.mistakes import Mistakes
+from megatron.config.sections.curriculum import SOURCE, LengthCurriculum
 from megatron.config.sections.precision import PrecisionConfig
 from megatron.errors import ConfigError
 from megatron.files import read_json
@@ -37,33 +38,6 @@ _PASSED_THROUGH: dict[str, type] = {
 # Allowed keys of the section `checkpoint`. Other keys would change where or how checkpoints are written.
 _CHECKPOINT_KEYS = ("tag_validation", "parallel_write")
 
-# Sections that would override the flags or this repository's optimizer, or have no effect -> what to do
-# instead.
-_REJECTED_SECTIONS = {
-    "optimizer": "--optimizer and its flags make the optimizer; remove it from the file",
-    "scheduler": "the --lr flags make the schedule; remove it from the file",
-    "amp": "--fp16 or --bf16 choose the precision; remove it from the file",
-    "activation_checkpointing": "--checkpoint-activations, --partition-activations and --checkpoint-in-cpu "
-    "set the recomputation; remove it from the file",
-    "communication_data_type": "gradients are always reduced in fp32; remove it from the file",
-    "sparse_gradients": "the embedding's gradient is dense; remove it from the file",
-    "prescale_gradients": "gradients are averaged in fp32; remove it from the file",
-    "gradient_predivide_factor": "gradients are averaged in fp32; remove it from the file",
-    "elasticity": "--global-batch-size and the launcher set the batch size and the number of ranks; "
-    "remove it from the file",
-    "data_efficiency": "it is not supported yet; remove it from the file",
-    "compression_training": "it is not supported; remove it from the file",
-    "pipeline": "--partition-method and --checkpoint-activations set partition and recomputation; "
-    "remove it from the file",
-    "torch_autocast": "--fp16 or --bf16 choose the precision; remove it from the file",
-    "wall_clock_breakdown": "DeepSpeed's timers fail in a pipeline (a stage starts a timer twice); remove it "
-    "from the file (--log-timers-to-tensorboard has the time of a step)",
-    "comms_logger": "nothing would print what it gathers; remove it from the file",
-    "dump_state": "nothing would be printed; remove it from the file (--dry-run prints the layout)",
-    "flops_profiler": "DeepSpeed's pipeline never prints its profile; remove it from the file (every "
-    "--log-interval shows the TFLOPs)",
-}
-
 # Supported keys of the section `fp16` -> field of PrecisionConfig, and function from the key's value to the
 # field's value. "enabled" is compared with --fp16.
 _LOSS_SCALE_KEYS: dict[str, tuple[str, Callable[[float], float | None]]] = {
@@ -80,7 +54,7 @@ _LARGEST_SCALE_POWER = 127
 # Sections that this module reads.
 _OWN_SECTIONS = ("zero_optimization", "fp16", "bf16", "bfloat16", "data_types", "curriculum_learning")
 
-# Keys that this module handles itself; they are not passed to DeepSpeed.
+# Keys that this module handles; they are not passed to DeepSpeed.
 _OWN_KEYS = (
     "train_batch_size",
     "train_micro_batch_size_per_gpu",
@@ -90,60 +64,72 @@ _OWN_KEYS = (
     "steps_per_print",
     "elastic_checkpoint",
     "zero_allow_untested_optimizer",
-    *_REJECTED_SECTIONS,
 )
 
+_CURRICULA = ("fixed_linear", "fixed_root", "fixed_discrete")
+# The sequence length of every step is computed at the start.
+_MAX_CURRICULUM_STEPS = 1_000_000
 
-def read_deepspeed_config(config: Config, mistakes: Mistakes) -> tuple[Config, tuple[str, ...]]:
-    """Reads the file of --deepspeed_config, if any, and checks it against the flags.
 
-    Returns the config with the file's settings, and notes for the user, one sentence each. Only the loss
-    scale's settings and the curriculum can differ from `config`. Adds a mistake for a file that is missing or
-    not JSON, for each contradiction with a flag (both are named), and for each unsupported key. With
-    --dry-run a missing file is only noted.
+def merge_file(
+    flags: dict[str, Any], mistakes: Mistakes
+) -> tuple[dict[str, Any], LengthCurriculum | None, list[str]]:
+    """Reads the file of --deepspeed_config, if any, and puts its loss scale into the given flags.
+
+    flags: by 'section.field'. Returns the content of the file, its curriculum, and notes for the user, one
+    sentence each. Adds a mistake for a file that is missing or not JSON. With --dry-run a missing file is
+    only noted.
     """
-    path = config.training.deepspeed_config
+    path = flags.get("training.deepspeed_config")
     if path is None:
-        return config, ()
-    if _file_is_absent(config):
-        return config, (f"there is no --deepspeed_config {path}: it was not checked",)
-    settings: dict[str, Any] = {}
+        return {}, None, []
+    if _is_absent(path, flags.get("training.dry_run", False)):
+        return {}, None, [f"there is no --deepspeed_config {path}: it was not checked"]
+    content: dict[str, Any] = {}
+    curriculum, notes = None, list[str]()
     with mistakes.collect():
-        settings = _load(path)
-    mistakes.extend(_mistakes_of_types(settings))
-    mistakes.extend(_mistakes_of_keys(settings))
-    mistakes.extend(_contradictions(config, settings))
-    notes: list[str] = []
-    precision = config.precision
-    if precision.fp16:
+        content = _load(path)
+    if flags.get("precision.fp16"):
         with mistakes.collect():
-            precision = _override_loss_scale(precision, _section(settings, "fp16"), notes)
-    if settings.get("steps_per_print") is not None:
+            notes = _override_loss_scale(flags, _section(content, "fp16"))
+    with mistakes.collect():
+        curriculum = read_curriculum(_section(content, "curriculum_learning"))
+    return content, curriculum, notes
+
+
+def file_mistakes(config: Config, content: Mapping[str, Any]) -> Iterator[str]:
+    """Yields a sentence for each contradiction of the file with a flag (both are named), for each unsupported
+    key, and for each value of a wrong type. content: of the file."""
+    yield from _mistakes_of_types(content)
+    yield from _mistakes_of_keys(content)
+    yield from _contradictions(config, content)
+
+
+def file_notes(config: Config, content: Mapping[str, Any]) -> list[str]:
+    """Returns notes for the user, one sentence each, on keys of the file without effect, and on its
+    curriculum."""
+    notes: list[str] = []
+    if content.get("steps_per_print") is not None:
         notes.append(
-            f"the DeepSpeed config's steps_per_print {settings['steps_per_print']} is not used: "
+            f"the DeepSpeed config's steps_per_print {content['steps_per_print']} is not used: "
             f"--log-interval {config.logging.log_interval} decides when a line is printed"
         )
-    if settings.get("elastic_checkpoint"):
+    if content.get("elastic_checkpoint"):
         notes.append(
             "the DeepSpeed config's elastic_checkpoint is deprecated and ignored: every checkpoint opens "
             "on any layout"
         )
-    zero = _section(settings, "zero_optimization")
+    zero = _section(content, "zero_optimization")
     replaced = [key for key, value in zero.items() if key != "stage" and not _unset(value)]
     if replaced:
         notes.append(
             f"the DeepSpeed config's zero_optimization ({', '.join(replaced)}) is deprecated and ignored: "
             "--zero-stage decides, and this repository's optimizer replaces DeepSpeed's"
         )
-    for name, value in _passed_through(settings).items():
+    for name, value in _passed_through(content).items():
         if not _is_off(value):
             notes.append(f"the DeepSpeed config's {name} is passed to DeepSpeed unchanged")
-    config = dataclasses.replace(config, precision=precision)
-    with mistakes.collect():
-        config = _with_curriculum(config, settings)
-    if config.curriculum is not None:
-        notes.append(config.curriculum.describe())
-    return config, tuple(notes)
+    return notes if config.curriculum is None else [*notes, config.curriculum.describe()]
 
 
 def with_curriculum(config: Config) -> Config:
@@ -153,11 +139,7 @@ def with_curriculum(config: Config) -> Config:
     path = config.training.deepspeed_config
     if path is None or config.training.train_tokens is None:
         return config
-    return _with_curriculum(config, _load(path))
-
-
-def _with_curriculum(config: Config, settings: Mapping[str, Any]) -> Config:
-    curriculum = read_curriculum(_section(settings, "curriculum_learning"))
+    curriculum = read_curriculum(_section(_load(path), "curriculum_learning"))
     return dataclasses.replace(config, curriculum=curriculum)
 
 
@@ -169,7 +151,7 @@ def deepspeed_dict(config: Config, global_batch_size: int) -> dict[str, Any]:
     """
     micro, data = config.batch.micro_batch_size, config.parallel.data_parallel_size
     path = config.training.deepspeed_config
-    settings = {} if path is None or _file_is_absent(config) else _load(path)
+    settings = {} if path is None or _is_absent(path, config.training.dry_run) else _load(path)
     return {
         "wall_clock_breakdown": False,
         # This timer synchronizes with the device in every forward pass, and nothing reads it.
@@ -187,10 +169,9 @@ def deepspeed_dict(config: Config, global_batch_size: int) -> dict[str, Any]:
     }
 
 
-def _file_is_absent(config: Config) -> bool:
+def _is_absent(path: str, dry_run: bool) -> bool:
     """Returns whether the file is missing in a dry run, which allows it: a job script may write it later."""
-    path = config.training.deepspeed_config
-    return config.training.dry_run and path is not None and not Path(path).exists()
+    return dry_run and not Path(path).exists()
 
 
 def _load(path: str) -> dict[str, Any]:
@@ -244,14 +225,15 @@ def _mistakes_of_types(settings: Mapping[str, Any]) -> Iterator[str]:
 
 def _mistakes_of_keys(settings: Mapping[str, Any]) -> Iterator[str]:
     """Yields a sentence for each key that is unknown, or that this program does not support."""
+    rejected = foreign_flags().deepspeed_keys if settings else {}
+    known = (*_OWN_KEYS, *rejected, *_PASSED_THROUGH)
     for name, value in settings.items():
-        if name not in (*_OWN_KEYS, *_PASSED_THROUGH) and not _unset(value):
+        if name not in known and not _unset(value):
             yield (
-                f"the DeepSpeed config has {name}, which is not supported: "
-                f"{_correction(name, (*_OWN_KEYS, *_PASSED_THROUGH))} (DeepSpeed gets only "
-                f"{', '.join(_PASSED_THROUGH)})"
+                f"the DeepSpeed config has {name}, which is not supported: {_correction(name, known)} "
+                f"(DeepSpeed gets only {', '.join(_PASSED_THROUGH)})"
             )
-    for name, instead in _REJECTED_SECTIONS.items():
+    for name, instead in rejected.items():
         if not _is_off(settings.get(name)):
             yield f"the DeepSpeed config has {name}: {instead}"
     for name, value in _section(settings, "data_types").items():
@@ -332,10 +314,8 @@ def _contradictions(config: Config, settings: Mapping[str, Any]) -> Iterator[str
             )
 
 
-def _override_loss_scale(
-    precision: PrecisionConfig, fp16: Mapping[str, Any], notes: list[str]
-) -> PrecisionConfig:
-    """Returns the precision with the file's loss-scale settings; adds a note for each changed setting."""
+def _override_loss_scale(flags: dict[str, Any], fp16: Mapping[str, Any]) -> list[str]:
+    """Puts the file's loss-scale settings into the given flags; returns a note for each changed setting."""
     in_file = {key: fp16[key] for key in _LOSS_SCALE_KEYS if not _unset(fp16.get(key))}
     for key, value in in_file.items():
         is_number = not isinstance(value, bool) and isinstance(value, (int, float))
@@ -350,14 +330,18 @@ def _override_loss_scale(
     changes: dict[str, Any] = {
         name: convert(in_file[key]) for key, (name, convert) in _LOSS_SCALE_KEYS.items() if key in in_file
     }
+    notes = []
     for name, value in changes.items():
-        before = getattr(precision, name)
+        before = flags.get(f"precision.{name}", getattr(PrecisionConfig, name))
+        if name == "loss_scale":
+            before = before or None  # 0 is a dynamic scale
+        flags[f"precision.{name}"] = value
         if before != value:
             notes.append(
                 f"the DeepSpeed config sets the loss scale: {_describe_loss_scale(name, value)} from the "
                 f"file overrides {_describe_loss_scale(name, before)} from --{name.replace('_', '-')}"
             )
-    return dataclasses.replace(precision, **changes)
+    return notes
 
 
 def _describe_loss_scale(name: str, value: float | None) -> str:
@@ -368,3 +352,84 @@ def _describe_loss_scale(name: str, value: float | None) -> str:
 
 def _passed_through(settings: Mapping[str, Any]) -> dict[str, Any]:
     return {key: settings[key] for key in _PASSED_THROUGH if not _unset(settings.get(key))}
+
+
+def read_curriculum(section: Mapping[str, Any]) -> LengthCurriculum | None:
+    """Returns the curriculum of a JSON section, or None if it is off. Raises ConfigError for invalid
+    settings."""
+    if section.get("enabled") is not True:
+        return None
+    for key in ("curriculum_type", "schedule_type", "schedule_config", "min_difficulty", "max_difficulty"):
+        if key not in section:
+            raise ConfigError(f"{SOURCE} has no {key}: add it to the file")
+    kind, schedule, details = (section[k] for k in ("curriculum_type", "schedule_type", "schedule_config"))
+    if kind != "seqlen":
+        raise ConfigError(f"{SOURCE}.curriculum_type is {kind!r}: expected 'seqlen'")
+    if schedule not in _CURRICULA:
+        raise ConfigError(f"{SOURCE}.schedule_type is {schedule!r}: expected one of {', '.join(_CURRICULA)}")
+    if not isinstance(details, Mapping):
+        raise ConfigError(f"{SOURCE}.schedule_config is {details!r}: expected an object in braces")
+    shortest, longest = (_number(section, key) for key in ("min_difficulty", "max_difficulty"))
+    if shortest > longest:
+        raise ConfigError(
+            f"{SOURCE}: min_difficulty {shortest} is larger than max_difficulty {longest}: swap them"
+        )
+    if schedule == "fixed_discrete":
+        return _with_bounded_steps(_discrete(details, shortest, longest))
+    multiple = _number(details, "difficulty_step")
+    if longest % multiple:
+        raise ConfigError(
+            f"{SOURCE}: max_difficulty {longest} is not a multiple of difficulty_step {multiple} and would "
+            "never be reached: change one of them"
+        )
+    return _with_bounded_steps(
+        LengthCurriculum(
+            schedule,
+            shortest,
+            longest,
+            total_steps=_number(details, "total_curriculum_step"),
+            multiple=multiple,
+            root_degree=_number(details, "root_degree") if schedule == "fixed_root" else 1,
+        )
+    )
+
+
+def _with_bounded_steps(curriculum: LengthCurriculum) -> LengthCurriculum:
+    if curriculum.steps > _MAX_CURRICULUM_STEPS:
+        raise ConfigError(
+            f"{SOURCE} reaches its final sequence length in step {curriculum.steps:,}: expected at most "
+            f"{_MAX_CURRICULUM_STEPS:,}"
+        )
+    return curriculum
+
+
+def _discrete(details: Mapping[str, Any], shortest: int, longest: int) -> LengthCurriculum:
+    lengths, steps = (
+        tuple(value) if isinstance(value, list) else ()
+        for value in (details.get("difficulty"), details.get("max_step"))
+    )
+    fits = (
+        0 < len(steps) == len(lengths) - 1
+        and all(_is_count(number) for number in (*lengths, *steps))
+        and list(lengths) == sorted(lengths)
+        and list(steps) == sorted(steps)
+        and shortest <= lengths[0]
+        and lengths[-1] == longest
+    )
+    if not fits:
+        raise ConfigError(
+            f"{SOURCE}.schedule_config: fixed_discrete expects ascending integers, 'difficulty' from "
+            f"min_difficulty {shortest} or more to max_difficulty {longest}, and 'max_step', one fewer"
+        )
+    return LengthCurriculum("fixed_discrete", shortest, longest, lengths=lengths, last_steps=steps)
+
+
+def _is_count(value: Any) -> TypeGuard[int]:
+    return isinstance(value, int) and not isinstance(value, bool) and value > 0
+
+
+def _number(section: Mapping[str, Any], key: str) -> int:
+    value = section.get(key)
+    if not _is_count(value):
+        raise ConfigError(f"{SOURCE}: {key} is {value!r}: expected a positive integer")
+    return value

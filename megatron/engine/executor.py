@@ -28,7 +28,7 @@ from megatron.data.loader import MicroBatch
 from megatron.engine.instructions import InstructionSchedule, WeightGradPass, pipeline_schedule
 from megatron.engine.workarounds import PatchedPipelineEngine
 from megatron.mpu.deferred_gradients import accumulate
-from megatron.mpu.layout import TPGroup, chunks_of_rank
+from megatron.mpu.mesh import Axis, chunks_of_rank
 from megatron.torch_versions import all_gather_single
 
 Tensors = tuple[Tensor, ...]
@@ -53,10 +53,10 @@ class ScheduleExecutor(PatchedPipelineEngine):
     _seq_length: int
     """Tokens per sample of the micro-batches."""
 
-    def __init__(self, parallel: ParallelConfig, tp_group: TPGroup, **options: Any) -> None:
+    def __init__(self, parallel: ParallelConfig, tp_group: Axis, **options: Any) -> None:
         """options: arguments of DeepSpeed's engine."""
         self._rank_of_stage = parallel.rank_of_stage
-        self._scatter_group = tp_group if parallel.sends_parts else TPGroup()
+        self._scatter_group = tp_group if parallel.sends_parts else Axis("tp")
         super().__init__(**options)
         self.is_pipe_partitioned = self.is_grad_partitioned = False  # this class splits messages itself
         self._stages = chunks_of_rank(self._rank_of_stage, self.stage_id)
@@ -203,7 +203,7 @@ class ScheduleExecutor(PatchedPipelineEngine):
             return torch.zeros(2, device=self.device)
         losses, tokens = map(torch.cat, zip(*self._sample_totals, strict=True))
         # The weights of a sample's tokens add up to CP / rows of the micro-batch.
-        rows, cp_size = len(self._sample_totals[0][0]), self.module.cp_group.size
+        rows, cp_size = len(self._sample_totals[0][0]), self.module.mesh.cp.size
         return torch.stack((torch.dot(losses, tokens) * rows, tokens.sum())) / cp_size
 
     def _aggregate_total_loss(self) -> Tensor:

@@ -23,7 +23,7 @@ from deepspeed.runtime.pipe.schedule import (
 )
 
 from megatron.config.sections.parallel import ParallelConfig
-from megatron.mpu.layout import chunks_of_rank
+from megatron.mpu.mesh import chunks_of_rank
 from megatron.pipeline.schedule import actions_of
 from megatron.pipeline.schedule_actions import Kind, PipelineAction, ScheduleActions, forward_only
 

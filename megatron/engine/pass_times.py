@@ -10,7 +10,7 @@ from typing import Any
 import torch.distributed as dist
 from deepspeed.accelerator import get_accelerator
 
-from megatron.mpu.layout import ParallelLayout
+from megatron.mpu.mesh import Mesh
 
 
 class PassTimes:
@@ -41,17 +41,17 @@ class PassTimes:
         return sum(_seconds(start, end) for start, end in self._passes), _seconds(self._start, last)
 
 
-def bubble_line(times: PassTimes, layout: ParallelLayout) -> str:
+def bubble_line(times: PassTimes, mesh: Mesh) -> str:
     """Returns the log line with each pipeline rank's idle share of the last step, in percent. Collective.
 
     As in the planner's simulation, the step lasts from its start to the end of the last pass of any rank,
     without gradient reduction and optimizer. A stage's share is the mean over its ranks.
     """
     found: list[tuple[int, float, float]] = [(0, 0.0, 0.0)] * dist.get_world_size()
-    dist.all_gather_object(found, (layout.pipeline_stage, *times.busy_and_span()))
+    dist.all_gather_object(found, (mesh.pp.rank, *times.busy_and_span()))
     makespan = max(span for _, _, span in found)
     shares = []
-    for stage in range(layout.pp_size):
+    for stage in range(mesh.pp_size):
         idle = [1 - busy / makespan for place, busy, _ in found if place == stage and makespan]
         shares.append(f"{100 * sum(idle) / len(idle):.1f}" if idle else "-")
     return f"bubble, % of the passes' time per pipeline rank: {' '.join(shares)}"

@@ -8,7 +8,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from deepspeed.accelerator import get_accelerator
-from deepspeed.runtime.checkpoint_engine.checkpoint_engine import CheckpointEngine
 from deepspeed.runtime.config import DeepSpeedConfig
 from torch import Tensor, nn
 
@@ -20,16 +19,14 @@ from megatron.engine.device_progress import DeviceProgress
 from megatron.engine.executor import ScheduleExecutor
 from megatron.engine.pass_times import PassTimes
 from megatron.engine.profiler_ranges import TRAIN_STEP, profiler_range
-from megatron.engine.workarounds import reuse_tp_group
 from megatron.model.layer_list import PARAMETER_DTYPES
 from megatron.model.pipeline_module import GPTModelPipe
-from megatron.mpu.layout import ParallelLayout, TPGroup
-from megatron.mpu.parameters import own_storage
+from megatron.mpu.mesh import Mesh
 from megatron.optimizer.loss_scale import LossScaler
 from megatron.optimizer.mixed_precision import MixedPrecisionOptimizer
 from megatron.optimizer.overlap import divide_into_buckets
 from megatron.optimizer.parameter_groups import make_optimizer, parameter_groups
-from megatron.optimizer.zero import OptimizerProcessGroups, ZeroConfig
+from megatron.optimizer.zero import ZeroConfig
 from megatron.shares import share_out
 
 # Methods of DeepSpeed's engines that do what DeepSpeed documents; all others raise an error.
@@ -52,12 +49,12 @@ _ANSWERS: dict[str, Callable[[Any], Any]] = {
         engine.train_micro_batch_size_per_gpu(),
         engine.gradient_accumulation_steps(),
     ),
-    "get_data_parallel_rank": lambda engine: engine.layout.dp_rank,
+    "get_data_parallel_rank": lambda engine: engine.mesh.dp.rank,
     "get_data_types": lambda engine: (PARAMETER_DTYPES[engine.run_config.precision.name], torch.float32),
     "get_global_grad_norm": lambda engine: engine.optimizer.grad_norm if engine.global_steps else None,
-    "get_model_parallel_rank": lambda engine: engine.layout.tp_rank,
+    "get_model_parallel_rank": lambda engine: engine.mesh.tp.rank,
     "get_mom": lambda engine: [g.get("betas", g.get("momentum", 0.0)) for g in engine.optimizer.param_groups],
-    "get_tensor_parallel_rank": lambda engine: engine.layout.tp_rank,
+    "get_tensor_parallel_rank": lambda engine: engine.mesh.tp.rank,
     "gradient_clipping": lambda engine: engine.run_config.optimizer.clip_grad,
     "is_compiled": lambda engine: engine.run_config.training.compile,
     "loss_scale": lambda engine: engine.run_config.precision.loss_scale or 0.0,
@@ -76,21 +73,17 @@ class GPTEngine(ScheduleExecutor):
     Of the methods that it inherits from DeepSpeed, only `_SUPPORTED` and `_ANSWERS` are for callers.
     """
 
-    def __init__(
-        self, config: Config, layout: ParallelLayout, tp_group: TPGroup, model: GPTModelPipe
-    ) -> None:
+    def __init__(self, config: Config, mesh: Mesh, model: GPTModelPipe) -> None:
         self.run_config = config
-        self.layout = layout
-        self.tp_group = tp_group
+        self.mesh = mesh
         self._heartbeat: Callable[[], None] = _no_heartbeat
         self._seq_length = config.model.seq_length
         self.device_progress = DeviceProgress(get_accelerator())
         self.pass_times = PassTimes() if config.logging.log_bubble else None
-        reuse_tp_group(model.mpu(), tp_group.group)
         settings = deepspeed_dict(config, config.batch.global_batch_size)
         super().__init__(
             config.parallel,
-            tp_group,
+            mesh.tp,
             args=None,
             model=model,
             optimizer=plain_optimizer(config, model),
@@ -101,7 +94,7 @@ class GPTEngine(ScheduleExecutor):
         )
 
     def wrap_optimizer(self, optimizer: torch.optim.Optimizer) -> MixedPrecisionOptimizer:
-        return mixed_precision_optimizer(self.run_config, self.layout, self.tp_group, self.module, optimizer)
+        return mixed_precision_optimizer(self.run_config, self.mesh, self.module, optimizer)
 
     def train_step(
         self,
@@ -126,7 +119,7 @@ class GPTEngine(ScheduleExecutor):
         self._heartbeat = heartbeat or _no_heartbeat
         self._seq_length = seq_length or self.run_config.model.seq_length
         if global_batch_size != self.train_batch_size():
-            super().set_train_batch_size(global_batch_size * self.layout.cp_size)
+            super().set_train_batch_size(global_batch_size * self.mesh.cp_size)
         self.optimizer.begin_step(
             skips_non_finite,
             skip_update_fn and (lambda grad_norm: skip_update_fn(*self._loss_and_norm_everywhere(grad_norm))),
@@ -175,7 +168,7 @@ class GPTEngine(ScheduleExecutor):
     def train_batch_size(self) -> int:
         """Returns the global batch size. DeepSpeed counts a sample once per context-parallel rank, and checks
         that number while the engine is built."""
-        return int(super().train_batch_size()) // (self.layout.cp_size if self._is_built else 1)
+        return int(super().train_batch_size()) // (self.mesh.cp_size if self._is_built else 1)
 
     def was_step_applied(self) -> bool:
         """Returns whether the last step changed the weights."""
@@ -185,24 +178,13 @@ class GPTEngine(ScheduleExecutor):
         """Returns the step's mean loss and rank 0's grad norm, before the update, on all ranks.
         Collective."""
         found = torch.zeros(3, dtype=torch.float64, device=self.device)
-        if self.is_last_stage() and self.layout.tp_rank == 0:
+        if self.is_last_stage() and self.mesh.tp.rank == 0:
             found[:2] = self._own_token_totals()
         if self.global_rank == 0:
             found[2] = grad_norm
         dist.all_reduce(found)
         losses, tokens, norm = found.tolist()
         return losses / tokens if tokens else math.nan, norm
-
-    def save_files(
-        self, folder: str, name: str, client_state: dict[str, Any], files: CheckpointEngine
-    ) -> None:
-        """Saves a checkpoint through DeepSpeed into `folder`/`name`. files: writes the files. Collective."""
-        before: CheckpointEngine = self.checkpoint_engine  # type: ignore[has-type]
-        self.checkpoint_engine = files
-        try:
-            super().save_checkpoint(folder, tag=name, client_state=client_state, save_latest=False)
-        finally:
-            self.checkpoint_engine = before
 
     @property
     def layer_sizes(self) -> dict[int, int]:
@@ -211,33 +193,9 @@ class GPTEngine(ScheduleExecutor):
 
     @property
     def layer_writers(self) -> dict[int, int]:
-        """The replica (`ParallelLayout.dp_cp_rank`) that writes each layer, so that all write about as many
+        """The replica (`Mesh.dp_cp`) that writes each layer, so that all write about as many
         bytes."""
-        return share_out(self.layer_sizes, self.layout.dp_cp_size)
-
-    def module_state_dict(self, exclude_frozen_parameters: bool = False) -> None:
-        """Writes the layer files; called by DeepSpeed's `save_checkpoint`.
-
-        The data-parallel replicas share the layers of a stage, so that each writes about as many bytes. With
-        ZeRO-3 the weights are all-gathered one layer at a time.
-        """
-        self.optimizer.wait_for_params()
-        self.checkpoint_engine.makedirs(self._curr_ckpt_path, exist_ok=True)
-        writers = self.layer_writers
-        for index, layer in self.module.layers.items():
-            with self.optimizer.gathered_params(layer):
-                if self.layout.dp_cp_rank == writers[index]:
-                    state = {name: own_storage(value) for name, value in layer.state_dict().items()}
-                    path = self.module.layer_path(self._curr_ckpt_path, index)
-                    self.checkpoint_engine.save(state_dict=state, path=path)
-
-    def _create_checkpoint_file(self, save_dir: str, tag: str, zero_checkpoint: bool) -> bool:
-        """Does nothing: `module_state_dict` creates the folder, and its error has the reason of a failure.
-        DeepSpeed's method logs a line without it on each rank."""
-        return True
-
-    def _copy_recovery_script(self, save_path: str) -> None:
-        """Copies nothing: DeepSpeed's zero_to_fp32.py cannot read a checkpoint of a pipeline."""
+        return share_out(self.layer_sizes, self.mesh.dp_cp.size)
 
     def _free_pipe_buffers(self) -> None:
         """Frees the activations of the last micro-batches, which include logits.
@@ -291,27 +249,17 @@ def plain_optimizer(config: Config, model: GPTModelPipe) -> torch.optim.Optimize
 
 def mixed_precision_optimizer(
     config: Config,
-    layout: ParallelLayout,
-    tp_group: TPGroup,
+    mesh: Mesh,
     model: GPTModelPipe,
     plain: torch.optim.Optimizer,
 ) -> MixedPrecisionOptimizer:
     """Returns the optimizer of a rank. plain: the model's `plain_optimizer`."""
-    grid, parallel = model.mpu(), config.parallel
-    groups = OptimizerProcessGroups(
-        data=grid.get_data_parallel_group(),
-        dp_size=layout.dp_cp_size,
-        dp_rank=layout.dp_cp_rank,
-        model=grid.get_model_parallel_group() if layout.pp_size * layout.tp_size > 1 else None,
-        description=f"rank {layout.rank} ({layout.place})",
-        stage=_stage_group(layout, tp_group, model) if config.optimizer.updates_matrices else None,
-    )
+    parallel = config.parallel
     buckets = _buckets(model, parallel.bucket_size)
     return MixedPrecisionOptimizer(
         plain,
         {parameter: name for name, parameter in model.named_parameters()},
-        groups,
-        tp_group,
+        mesh,
         _tied_weights(model),
         LossScaler(config.precision),
         ZeroConfig(
@@ -321,21 +269,12 @@ def mixed_precision_optimizer(
             {name: list(bucket.values()) for name, bucket in buckets.items()},
             overlap_grad_reduce=not parallel.no_overlap_grad_reduce,
             overlap_param_gather=not parallel.no_overlap_param_gather,
-            chains_param_gathers=parallel.needs_one_queue and layout.pipeline_stage == 0,
+            chains_param_gathers=parallel.needs_one_queue and mesh.pp.rank == 0,
             cpu_offload=parallel.cpu_offload,
         ),
         config.optimizer.clip_grad,
         averages_replicated=config.stability.sync_tp_duplicated_parameters,
     )
-
-
-def _stage_group(layout: ParallelLayout, tp_group: TPGroup, model: GPTModelPipe) -> dist.ProcessGroup | None:
-    """Returns the group of `OptimizerProcessGroups.stage`. Collective."""
-    if layout.dp_cp_size == 1:
-        return tp_group.group
-    if layout.pp_size == 1:
-        return dist.group.WORLD
-    return model.mpu().get_data_parallel_group() if layout.tp_size == 1 else layout.make_stage_group()
 
 
 def _zero_units(config: Config, model: GPTModelPipe) -> dict[str, nn.Module]:

@@ -42,34 +42,36 @@ workaround, in tests/distributed/test_optimizer.py unless another file is named.
 18. `PipelineEngine` makes the buffer for the step's loss on the host and copies it to the device: the host
    waits once per step. The workaround makes it on the device.
    tests/simulated/test_layouts.py
-19. At its start the engine broadcasts every parameter of the model, also those that have no memory yet
-   (ZeRO-3: `optimizer/flat_group.py` makes their partitions). During the broadcast these have DeepSpeed's
-   own mark of parameters without memory (NOT_AVAILABLE), and it skips them. tests/distributed/test_zero.py
+19. At its start the engine broadcasts every parameter over the axis `data`. That would overwrite weights that
+   are sharded over this axis, and fails for weights without memory (ZeRO-3). The workaround broadcasts a
+   weight to its replicas. tests/distributed/test_two_axes.py, tests/distributed/test_zero.py
 20. `train_batch` measures each step with two device events and keeps them until DeepSpeed prints its timers,
    which this repository turns off. The workaround frees them after the step.
    tests/distributed/test_workarounds.py
-21. The pipeline's grid creates a tensor-parallel group of its own. With NCCL a group that is used has a
-   communicator, whose buffers take hundreds of MB on each device. The grid gets the model's group instead.
+21. The pipeline's grid creates process groups of its own. With NCCL a group that is used has a communicator,
+   whose buffers take hundreds of MB on each device. The grid gets the groups of the mesh instead.
    tests/simulated/test_layouts.py
 22. At its start the pipeline engine sends a message to each neighbor in the default group, which with NCCL
    makes a communicator for each pair of ranks. `engine.executor` calls each rank the first and the last stage
    until then. tests/simulated/test_layouts.py
 """
 
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any
 
+import deepspeed.comm
 import deepspeed.ops
 import deepspeed.runtime.pipe.engine as pipe_engine
 import torch
 import torch.distributed as dist
 from deepspeed.runtime.pipe.engine import PipelineEngine
-from deepspeed.runtime.pipe.topology import PipelineParallelGrid
-from deepspeed.runtime.zero.partition_parameters import ZeroParamStatus
 from torch.distributed import distributed_c10d
 
 from megatron.engine.profiler_ranges import in_profiler_range
-from megatron.mpu.parameters import has_memory
+from megatron.mpu.mesh import Mesh
+from megatron.mpu.parameters import has_memory, spec_of
 from megatron.optimizer.mixed_precision import MixedPrecisionOptimizer
 
 _SHARED_MEMORY_OP = "deepspeed_shm_comm"
@@ -87,10 +89,19 @@ def set_default_group_timeout(timeout: timedelta) -> None:
     distributed_c10d.default_pg_nccl_timeout = timeout
 
 
-def reuse_tp_group(grid: PipelineParallelGrid, tp_group: dist.ProcessGroup | None) -> None:
-    """Entry 21. tp_group: None without tensor parallelism."""
-    if tp_group is not None:
-        grid.slice_proc_group = tp_group
+@contextmanager
+def groups_of_mesh(mesh: Mesh) -> Iterator[None]:
+    """Entry 21. Build the model within this context."""
+    new_group = deepspeed.comm.new_group
+
+    def existing_or_new(ranks: Sequence[int]) -> dist.ProcessGroup:
+        return mesh.groups.get(tuple(ranks)) or new_group(ranks)
+
+    deepspeed.comm.new_group = existing_or_new
+    try:
+        yield
+    finally:
+        deepspeed.comm.new_group = new_group
 
 
 class PatchedPipelineEngine(PipelineEngine):
@@ -113,12 +124,10 @@ class PatchedPipelineEngine(PipelineEngine):
 
     def _broadcast_model(self) -> None:
         """Entry 19."""
-        empty = [p for p in self.module.parameters() if not has_memory(p)]
-        for parameter in empty:
-            parameter.ds_status = ZeroParamStatus.NOT_AVAILABLE
-        super()._broadcast_model()
-        for parameter in empty:
-            del parameter.ds_status
+        for parameter in self.module.parameters():
+            axis = self.module.mesh.reduced_over(spec_of(parameter))
+            if axis.size > 1 and has_memory(parameter):
+                dist.broadcast(parameter.data, group=axis.group, group_src=0)
 
     def train_batch(self, data_iter: Any = None) -> torch.Tensor:
         """Entry 20."""

@@ -16,6 +16,7 @@ from megatron.config import Config
 from megatron.errors import one_line
 from megatron.model.attention_choice import Implementation, training_attention
 from megatron.model.core_attention import causal_arguments, causal_attention
+from megatron.model.layer_kinds import layer_kinds
 from megatron.model.layer_list import PARAMETER_DTYPES
 
 _MAX_ERROR = 8
@@ -43,10 +44,10 @@ def attention_case(config: Config) -> AttentionCase | None:
     evaluation. A long sequence is shortened by whole tiles."""
     model, parallel = config.model, config.parallel
     evaluation = config.with_settings({"model.attention_dropout": 0.0})
-    kinds = {model.has_window(layer) for layer in range(model.num_layers)}
+    windows = {kind.window for kind in layer_kinds(model)}
     dtype = PARAMETER_DTYPES[config.precision.name]
     if dtype == torch.float32 or not any(
-        training_attention(evaluation, kind) == Implementation.SDPA for kind in kinds
+        training_attention(evaluation, window) == Implementation.SDPA for window in windows
     ):
         return None
     ranks, cp_size = parallel.tensor_model_parallel_size, parallel.context_parallel_size

@@ -104,11 +104,10 @@ def run_uses_kernels(config: Config) -> bool:
     return not is_old and os.environ.get("MEGATRON_KERNELS") != "pytorch"
 
 
-def training_attention(config: Config, has_window: bool = False, on_cpu: bool = False) -> Implementation:
-    """Returns the implementation that a training run on GPUs, or `on_cpu`, uses in its layers with or without
-    a window."""
+def training_attention(config: Config, window: int | None = None, on_cpu: bool = False) -> Implementation:
+    """Returns the implementation that a training run on GPUs, or `on_cpu`, uses in its layers with this
+    window."""
     model = config.model
-    window = model.window_size if has_window else None
     required = AttentionRequirements(
         dropout=model.attention_dropout,
         alibi=POSITION_EMBEDDINGS.load(model.position_embedding_type).slopes is not None,

@@ -18,7 +18,7 @@ from megatron.kernels.attention import AttentionMask, flash_attention
 from megatron.model.attention_choice import Implementation, implementation_for
 from megatron.model.layer_context import LayerContext
 from megatron.mpu.compilation import not_compiled
-from megatron.mpu.context_parallel import gather_keys_and_values
+from megatron.mpu.context_parallel import gather_keys_and_values, sequence_chunks
 from megatron.mpu.random import Part, device_sample_keys, dropout
 
 QUERIES_PER_BLOCK = 512
@@ -111,7 +111,7 @@ class CoreAttention(nn.Module):
         key, value = _for_each_head(query, key, value, choice)
         shares = key.shape[2] < query.shape[2]
         outputs = []
-        for rows, own in zip(self.cp_group.chunks(seq), query.chunk(2), strict=True):
+        for rows, own in zip(sequence_chunks(self.cp_group, seq), query.chunk(2), strict=True):
             parts = (own, key[: rows.stop], value[: rows.stop])
             if choice == Implementation.TRITON:
                 outputs.append(self._flash_attention(*parts, document_ids, rate, seq))

@@ -23,7 +23,7 @@ from megatron.model.layer_list import final_norm_of
 from megatron.model.pipeline_module import GPTModelPipe
 from megatron.model.scoring import Scores, score_in_parts
 from megatron.mpu.context_parallel import gather_sequence
-from megatron.mpu.layout import ParallelLayout, TPGroup, chunks_of_rank
+from megatron.mpu.mesh import Mesh, chunks_of_rank
 
 MICRO_BATCHES_PER_STAGE = 4
 """Micro-batches of a request per stage: the pipeline is then idle for a fifth of the time."""
@@ -45,15 +45,14 @@ class DistributedGPT:
     def __init__(
         self,
         module: GPTModelPipe,
-        layout: ParallelLayout,
-        tp_group: TPGroup,
+        mesh: Mesh,
         micro_batch_size: int,
         stop_requested: Callable[[], bool] = lambda: False,
         heartbeat: Callable[[], None] = lambda: None,
     ) -> None:
         """stop_requested: called at each request; collective, and equal on all ranks. heartbeat: called for
         every micro-batch."""
-        self.module, self.layout, self.tp_group = module, layout, tp_group
+        self.module, self.mesh, self.tp_group = module, mesh, mesh.tp
         self.micro_batch_size = micro_batch_size
         self.vocab_size = module.cross_entropy.vocab_size
         self.is_responding = False
@@ -71,7 +70,7 @@ class DistributedGPT:
         """The number of rows of a request that keeps all ranks busy."""
         stages = len(self._rank_of_stage)
         micro_batches = 1 if stages == 1 else MICRO_BATCHES_PER_STAGE * stages
-        return self.micro_batch_size * self.layout.dp_size * micro_batches
+        return self.micro_batch_size * self.mesh.dp_size * micro_batches
 
     def score(self, tokens: Tensor, targets: Tensor) -> Scores:
         """See `LanguageModel`. Only rank 0 calls it."""
@@ -117,15 +116,15 @@ class DistributedGPT:
         if self._stop_requested():
             raise InferenceStopped
         result = self._next_token(content) if request is _Request.NEXT_TOKEN else self._scores(*content)
-        if self.layout.world_size > 1:
+        if self.mesh.world_size > 1:
             dist.all_reduce(result)
         return result
 
     def _scores(self, tokens: Tensor, targets: Tensor) -> Tensor:
         """Returns [2, rows, length] with this rank's part of the rows, and zeros elsewhere."""
         rows, length = tokens.shape
-        own_rows = -(-rows // self.layout.dp_size)
-        first = self.layout.dp_rank * own_rows
+        own_rows = -(-rows // self.mesh.dp_size)
+        first = self.mesh.dp.rank * own_rows
         # The last replicas may have fewer rows. They repeat the last row: with ZeRO-3 all replicas must take
         # part in each forward pass.
         index = torch.arange(first, first + own_rows, device=self._device).clamp(max=rows - 1)
@@ -139,7 +138,7 @@ class DistributedGPT:
                 )
                 own[:, part] = torch.stack((scores.log_probs, scores.is_greedy.float()))
         result = torch.zeros(2, rows, length, device=self._device)
-        if self.tp_group.rank == 0 and self.layout.cp_rank == 0:
+        if self.tp_group.rank == 0 and self.mesh.cp.rank == 0:
             result[:, first : first + own_rows] = own[:, : max(rows - first, 0)]
         return result
 
@@ -151,7 +150,7 @@ class DistributedGPT:
             length = content.shape[2]
             logits = self._head(hidden[:, length - 1 : length])[0, 0]
             first = self.tp_group.rank * len(logits)
-            if self.layout.dp_cp_rank == 0:
+            if self.mesh.dp_cp.rank == 0:
                 result[first : first + len(logits)] = logits[: max(self.vocab_size - first, 0)]
         return result
 
@@ -166,7 +165,7 @@ class DistributedGPT:
 
     def _functions_of(self, stage: int) -> dict[int, Callable]:
         """Returns the layers of one of this rank's stages, by their index in `pipeline_layers`."""
-        held = chunks_of_rank(self._rank_of_stage, self.layout.pipeline_stage)
+        held = chunks_of_rank(self._rank_of_stage, self.mesh.pp.rank)
         return self.module.functions_of_chunk(held.index(stage))
 
     def _run_stages(self, tokens: Tensor) -> Tensor | None:
@@ -176,7 +175,7 @@ class DistributedGPT:
         padding = -tokens.shape[1] % self._length_multiple
         padded = torch.nn.functional.pad(tokens, (0, padding))
         layer_io: LayerIO = padded
-        own, last = self.layout.pipeline_stage, len(self._rank_of_stage) - 1
+        own, last = self.mesh.pp.rank, len(self._rank_of_stage) - 1
         for stage, holder in enumerate(self._rank_of_stage):
             if holder != own:
                 continue
@@ -190,12 +189,12 @@ class DistributedGPT:
         if self._rank_of_stage[last] != own:
             return None
         assert isinstance(layer_io, Tensor)
-        return gather_sequence(layer_io, self.module.cp_group, dim=1)
+        return gather_sequence(layer_io, self.mesh.cp, dim=1)
 
     def _global_rank(self, stage: int) -> int:
         """Returns the rank that holds `stage` and has this rank's TP and DP coordinates."""
-        per_stage = self.layout.ranks_per_stage
-        return self._rank_of_stage[stage] * per_stage + self.layout.rank % per_stage
+        per_stage = self.mesh.ranks_per_stage
+        return self._rank_of_stage[stage] * per_stage + self.mesh.rank % per_stage
 
     def _send(self, layer_io: LayerIO, stage: int, rows: int, length: int) -> None:
         tensors = [layer_io] if isinstance(layer_io, Tensor) else list(layer_io)

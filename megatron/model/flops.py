@@ -12,12 +12,16 @@ although the causal mask forbids half of them, or the window of --window-size. T
 
 from __future__ import annotations
 
-from megatron.config import Config, ModelConfig
+from collections import Counter
+
+from megatron.config import Config
 from megatron.config.model import padded_vocab_size
 from megatron.config.registries import LAYER_ARRANGEMENTS
 from megatron.kernels.attention import scores_within
 from megatron.model.attention_choice import Implementation, run_uses_kernels, training_attention
-from megatron.mpu.layout import CPGroup
+from megatron.model.layer_kinds import LayerDescription, LayerKind, Role, layer_kinds
+from megatron.mpu.context_parallel import sequence_chunks
+from megatron.mpu.mesh import Axis
 
 _FORWARD_AND_BACKWARD = 3
 
@@ -41,16 +45,20 @@ def iteration_flops(
     seq_length = seq_length or model.seq_length
     tokens = (batch_size or config.batch.global_batch_size) * seq_length
     padded = padded_vocab_size(vocab_size, model, config.parallel.tensor_model_parallel_size)
-    keys = _keys_by_window(model, seq_length)
-    layers = 2 * tokens * model.num_layers * layer_matrix_elements(model)
-    layers += 4 * tokens * sum(keys.values()) * model.query_width
+    kinds = layer_kinds(model)
+    layers = 2 * tokens * sum(kind.matrix_elements for kind in kinds)
+    layers += 4 * tokens * sum(kind.keys(seq_length) for kind in kinds) * model.query_width
     head = 2 * tokens * model.hidden_size * padded
     recomputed = 0
     if with_recomputation and config.training.recomputes_layers:
         recomputed = layers
     elif with_recomputation:
-        scores = [n for window, n in keys.items() if n and recomputes_scores(config, window, on_cpu)]
-        recomputed = 2 * tokens * model.query_width * sum(scores)
+        keys = sum(
+            number * kind.keys(seq_length)
+            for kind, number in Counter(kinds).items()
+            if recomputes_scores(config, kind.window, on_cpu)
+        )
+        recomputed = 2 * tokens * model.query_width * keys
     return _FORWARD_AND_BACKWARD * (layers + head) + recomputed
 
 
@@ -67,49 +75,41 @@ def palm_flops(config: Config, vocab_size: int, num_parameters: int, batch_size:
     lookups = padded if model.untie_embeddings_and_output_weights else 0
     if model.position_embedding_type == "absolute":
         lookups += model.max_position_embeddings
-    keys = sum(_keys_by_window(model, model.seq_length).values())
+    keys = sum(kind.keys(model.seq_length) for kind in layer_kinds(model))
     per_token = 6 * (num_parameters - lookups * model.hidden_size) + 12 * keys * model.query_width
     return per_token * (batch_size or config.batch.global_batch_size) * model.seq_length
 
 
-def _keys_by_window(model: ModelConfig, seq_length: int) -> dict[bool, int]:
-    """Returns the number of keys with which a query is multiplied, summed over the transformer layers without
-    (False) and with a window (True)."""
-    with_window = sum(model.has_window(layer) for layer in range(model.num_layers))
-    keys = min(model.window_size or seq_length, seq_length)
-    return {False: (model.num_layers - with_window) * seq_length, True: with_window * keys}
+def layer_flops(config: Config, layer: LayerDescription, padded_vocab_size: int) -> float:
+    """Returns the FLOPs of an entry of the layer list on one rank for one micro-batch, recomputation
+    included."""
+    if layer.kind is not None:
+        return transformer_layer_flops(config, layer.kind)
+    return head_flops(config, padded_vocab_size) if layer.role is Role.HEAD else 0.0
 
 
-def layer_matrix_elements(model: ModelConfig) -> int:
-    """Returns the number of elements in the weight matrices of a transformer layer."""
-    attention = 2 * model.query_width + 2 * model.key_width
-    mlp = (3 if model.glu_activation else 2) * model.ffn_hidden_size
-    return (attention + mlp) * model.hidden_size
+def transformer_layer_flops(config: Config, kind: LayerKind) -> float:
+    """Returns the FLOPs of a transformer layer on one rank for one micro-batch, recomputation included. The
+    Triton kernels compute no scores outside of the kind's window.
 
-
-def transformer_layer_flops(config: Config, has_window: bool = False) -> float:
-    """Returns the FLOPs of a transformer layer on one rank for one micro-batch, recomputation included.
-    has_window: whether the layer has the window of --window-size, outside of which the Triton kernels compute
-    no scores.
-
-    Like --simulate, it counts the matrix products that are launched. The backward pass of a fused attention
-    kernel recomputes the scores: it has 5 products where the forward pass has 2. Unfused attention has 4, the
-    Triton kernels have 7. PyTorch's recomputation stops after the last saved tensor, so often
-    the last matrix product of a group of layers is not recomputed (`skips_last_product`).
+    It counts the matrix products that are launched. The backward pass of a fused attention kernel recomputes
+    the scores: it has 5 products where the forward pass has 2. Unfused attention has 4, the Triton kernels
+    have 7. PyTorch's recomputation stops after the last saved tensor, so often the last matrix product of a
+    group of layers is not recomputed (`skips_last_product`).
     """
     model, training, batch = config.model, config.training, config.batch.micro_batch_size
-    attention = training_attention(config, has_window)
-    window = model.window_size if has_window and attention == Implementation.TRITON else None
+    attention = training_attention(config, kind.window)
+    window = kind.window if attention == Implementation.TRITON else None
     tokens = batch * config.seq_length_per_rank
     # With context parallelism the queries of a chunk have products only with the keys up to its end.
-    chunks = CPGroup(size=config.parallel.context_parallel_size).chunks(model.seq_length)
+    chunks = sequence_chunks(Axis("cp", size=config.parallel.context_parallel_size), model.seq_length)
     scores_of_head = sum(scores_within(window, len(queries), queries.stop) for queries in chunks)
     scores = 2 * batch * scores_of_head * model.query_width
-    forward = 2 * tokens * layer_matrix_elements(model) + 2 * scores
+    forward = 2 * tokens * kind.matrix_elements + 2 * scores
     total: float = _FORWARD_AND_BACKWARD * forward
     if attention == Implementation.TRITON:
         total += 3 * scores
-    elif attention != Implementation.UNFUSED or recomputes_scores(config, has_window):
+    elif attention != Implementation.UNFUSED or recomputes_scores(config, kind.window):
         total += scores
     if training.recomputes_layers:
         total += forward
@@ -134,11 +134,11 @@ def skips_last_product(config: Config) -> bool:
     return no_mask and not arrangement.ends_with_norm
 
 
-def recomputes_scores(config: Config, has_window: bool = False, on_cpu: bool = False) -> bool:
+def recomputes_scores(config: Config, window: int | None = None, on_cpu: bool = False) -> bool:
     """Returns whether a layer's attention scores are recomputed. Fused kernels never store them."""
     if not config.training.recomputes_attention:
         return False
-    return training_attention(config, has_window, on_cpu) == Implementation.UNFUSED
+    return training_attention(config, window, on_cpu) == Implementation.UNFUSED
 
 
 def head_flops(config: Config, padded_vocab_size: int) -> float:

@@ -52,6 +52,7 @@ from megatron.config.registries import ACTIVATIONS, LAYER_ARRANGEMENTS, QK_NORMS
 from megatron.model.activations import gated_by
 from megatron.model.core_attention import CoreAttention
 from megatron.model.layer_context import LayerContext, LayerIO, join_layer_io, split_layer_io
+from megatron.model.layer_kinds import LayerDescription, Role, layer_kind
 from megatron.model.layer_list import FIRST_TRANSFORMER_LAYER, TIED_EMBEDDING
 from megatron.model.norm import norm_arguments, norm_class
 from megatron.model.position import document_ids_of, positions_within_documents
@@ -189,6 +190,10 @@ class EmbeddingPipe(nn.Module):
         """The weight of the LM head."""
         return self.word_embeddings.weight
 
+    @classmethod
+    def describe(cls, *_: Any, is_head: bool = False) -> LayerDescription:
+        return LayerDescription(cls.__name__, Role.HEAD if is_head else Role.EMBEDDING, is_tied=is_head)
+
 
 def _to_sequence_first(context: LayerContext) -> Callable[[LayerIO], LayerIO]:
     def to_sequence_first(layer_io: LayerIO) -> LayerIO:
@@ -266,6 +271,11 @@ class ParallelTransformerLayerPipe(nn.Module):
         return dropout_add(
             output, residual, rate, rng, salt, bias=bias, batch_dim=1, part=part, tp_group=tp_group
         )
+
+    @classmethod
+    def describe(cls, context: LayerContext, layer_index: int) -> LayerDescription:
+        kind = layer_kind(context.config.model, layer_index - FIRST_TRANSFORMER_LAYER)
+        return LayerDescription(cls.__name__, Role.TRANSFORMER, kind)
 
 
 def pre_norm(layer: ParallelTransformerLayerPipe, x: Tensor, document_ids: Tensor | None) -> Tensor:
@@ -434,6 +444,10 @@ class LMHeadPipe(nn.Module):
     def head_weight(self) -> Tensor:
         """The weight of the LM head."""
         return self.lm_head.weight
+
+    @classmethod
+    def describe(cls, *_: Any) -> LayerDescription:
+        return LayerDescription(cls.__name__, Role.HEAD)
 
     def forward(self, hidden: Tensor) -> Tensor:
         return lm_head(self, hidden)

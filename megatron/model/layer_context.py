@@ -10,9 +10,9 @@ from megatron.config import Config
 from megatron.config.registries import POSITION_EMBEDDINGS
 from megatron.model.layer_list import FIRST_TRANSFORMER_LAYER, PARAMETER_DTYPES, final_norm_of
 from megatron.model.position import AttentionMasks, PositionScheme, RotaryEmbedding
-from megatron.mpu.context_parallel import tensor_shard
+from megatron.mpu.context_parallel import sequence_chunks, tensor_shard
 from megatron.mpu.deferred_gradients import DeferredGradients
-from megatron.mpu.layout import CPGroup, TPGroup
+from megatron.mpu.mesh import Axis, Mesh
 from megatron.mpu.random import DropoutRNG, Part
 from megatron.mpu.step_metrics import StepMetrics
 
@@ -33,17 +33,25 @@ def join_layer_io(hidden: Tensor, document_ids: Tensor | None) -> LayerIO:
 
 @dataclass(frozen=True)
 class LayerContext:
-    """What all layers of a stage share: the configuration, the TP group, the dropout RNG, and with
-    --pipeline-schedule zero-bubble the queue of deferred weight gradients. metrics: records values to log.
-    cp_group: the ranks that share each sequence. Embedding, positions, attention and dropout use it; all
-    other layers compute each token on its own."""
+    """What all layers of a stage share: the configuration, the mesh, the dropout RNG, and with
+    --pipeline-schedule zero-bubble the queue of deferred weight gradients. metrics: records values to log."""
 
     config: Config
-    tp_group: TPGroup
+    mesh: Mesh
     dropout_rng: DropoutRNG
     deferred: DeferredGradients | None = None
     metrics: StepMetrics = field(default_factory=StepMetrics)
-    cp_group: CPGroup = field(default_factory=CPGroup)
+
+    @property
+    def tp_group(self) -> Axis:
+        """The tensor-parallel ranks."""
+        return self.mesh.tp
+
+    @property
+    def cp_group(self) -> Axis:
+        """The ranks that share each sequence. Embedding, positions, attention and dropout use it; all other
+        layers compute each token on its own."""
+        return self.mesh.cp
 
     @property
     def positions(self) -> PositionScheme:
@@ -106,9 +114,9 @@ class LayerContext:
         sequence dimension."""
         if self.cp_group.size == 1 and not self.sequence_parallel:
             return None
-        tp_group = self.tp_group if self.sequence_parallel else TPGroup()
+        tp_group = self.tp_group if self.sequence_parallel else Axis("tp")
         seq = hidden.shape[dim] * tp_group.size * self.cp_group.size
-        return Part(dim, tensor_shard(self.cp_group.chunks(seq), tp_group), seq)
+        return Part(dim, tensor_shard(sequence_chunks(self.cp_group, seq), tp_group), seq)
 
     @property
     def resets_rotary_positions(self) -> bool:

@@ -5,7 +5,7 @@ from torch import Tensor
 
 from megatron.mpu.context_parallel import shard_sequence
 from megatron.mpu.cross_entropy import vocab_parallel_cross_entropy, vocab_parallel_linear_cross_entropy
-from megatron.mpu.layout import CPGroup, TPGroup
+from megatron.mpu.mesh import Axis
 from megatron.mpu.parameters import main_grad_of
 
 
@@ -26,13 +26,13 @@ class CrossEntropy:
 
     def __init__(
         self,
-        tp_group: TPGroup,
+        tp_group: Axis,
         vocab_size: int,
         z_loss_weight: float = 0.0,
-        cp_group: CPGroup | None = None,
+        cp_group: Axis | None = None,
     ) -> None:
         """cp_group: None for whole sequences."""
-        self.tp_group, self.cp_group = tp_group, cp_group or CPGroup()
+        self.tp_group, self.cp_group = tp_group, cp_group or Axis("cp")
         self.vocab_size = vocab_size
         self.z_loss_weight = z_loss_weight
         self.sample_totals = (torch.zeros(0), torch.zeros(0))

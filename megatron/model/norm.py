@@ -7,7 +7,6 @@ from torch import Tensor, nn
 
 from megatron.config import Config
 from megatron.config.registries import NORMALIZATIONS
-from megatron.mpu.layout import TPGroup
 from megatron.mpu.parameter_spec import ParameterSpec
 from megatron.mpu.parameters import new_parameter
 
@@ -49,8 +48,8 @@ class MixedFusedLayerNorm(nn.Module):
         start = ParameterSpec((hidden_size,), init_value=1.0 - zero_centered, weight_decay=False)
         zeros = ParameterSpec((hidden_size,), init_value=0.0, weight_decay=False)
         # Replicated over the tensor-parallel ranks: every rank holds the full vector.
-        self.weight = new_parameter(start, TPGroup())
-        self.bias = new_parameter(zeros, TPGroup())
+        self.weight = new_parameter(start)
+        self.bias = new_parameter(zeros)
         self.normalize = _apex_layer_norm if use_apex else F.layer_norm
 
     def forward(self, hidden: Tensor) -> Tensor:
@@ -76,7 +75,7 @@ class RMSNorm(nn.Module):
         self.normalized_shape = (hidden_size,)
         self.epsilon, self.zero_centered = epsilon, zero_centered
         start = ParameterSpec((hidden_size,), init_value=1.0 - zero_centered, weight_decay=False)
-        self.weight = new_parameter(start, TPGroup())
+        self.weight = new_parameter(start)
 
     def forward(self, hidden: Tensor) -> Tensor:
         """[..., hidden] in any float dtype -> [..., hidden] in the dtype of the parameter."""

@@ -28,19 +28,14 @@ from torch.utils.checkpoint import checkpoint
 
 from megatron.config import Config, TrainingConfig
 from megatron.deepspeed_names import restrict
-from megatron.model.gpt_model import (
-    LMHeadPipe,
-    ParallelTransformerLayerPipe,
-    head_input,
-    lm_head,
-    pipeline_layers,
-)
+from megatron.model.gpt_model import head_input, pipeline_layers
 from megatron.model.layer_context import LayerContext, LayerIO, TensorSpec, join_layer_io, split_layer_io
+from megatron.model.layer_kinds import LayerDescription, Role, embedding_and_head
 from megatron.model.layer_list import PARAMETER_DTYPES, TIED_EMBEDDING
 from megatron.model.loss import CrossEntropy
 from megatron.mpu.compilation import compile_in_place
 from megatron.mpu.deferred_gradients import DeferredGradients
-from megatron.mpu.layout import ParallelLayout, TPGroup, chunks_of_rank
+from megatron.mpu.mesh import Axis, Mesh, chunks_of_rank
 from megatron.mpu.parameters import (
     InitialValues,
     initial_values,
@@ -52,22 +47,27 @@ from megatron.mpu.random import DropoutRNG
 from megatron.mpu.step_metrics import StepMetrics
 
 
-def layer_names(layers: Sequence[LayerSpec | Callable]) -> list[str]:
-    """Returns the class or function name of each layer, which `--partition-method type:REGEX` matches."""
-    return [layer.typename.__name__ if isinstance(layer, LayerSpec) else layer.__name__ for layer in layers]
+def describe(layer: LayerSpec | Callable) -> LayerDescription:
+    """Returns the description of an entry of the layer list. The classes of --normalization need none."""
+    if not isinstance(layer, LayerSpec):
+        return LayerDescription(layer.__name__)
+    if not hasattr(layer.typename, "describe"):
+        return LayerDescription(layer.typename.__name__, Role.NORM)
+    found: LayerDescription = layer.typename.describe(*layer.module_args, **layer.module_kwargs)
+    return found
 
 
 def layer_parameter_counts(layers: Sequence[LayerSpec | Callable], unsharded: bool = False) -> list[int]:
     """Returns the number of parameters per layer, on one TP rank or (`unsharded`) in the whole model.
 
-    Transformer layers are identical, so each distinct class is built only once, on the meta device.
+    Layers with equal descriptions have equal parameters, so one of them is built, on the meta device.
     """
-    counts: dict[tuple, int] = {}
+    counts: dict[LayerDescription, int] = {}
 
     def count(layer: LayerSpec | Callable) -> int:
         if not isinstance(layer, LayerSpec):
             return 0
-        key = (layer.typename, layer.module_kwargs.get("is_head", False))
+        key = describe(layer)
         if key not in counts:
             with torch.device("meta"):
                 parameters = layer.build().parameters()
@@ -75,10 +75,6 @@ def layer_parameter_counts(layers: Sequence[LayerSpec | Callable], unsharded: bo
         return counts[key]
 
     return [count(layer) for layer in layers]
-
-
-def is_transformer_layer(layer: LayerSpec | Callable) -> bool:
-    return isinstance(layer, LayerSpec) and layer.typename is ParallelTransformerLayerPipe
 
 
 class _DeviceLayerSpec(LayerSpec):
@@ -117,8 +113,7 @@ class GPTModelPipe(PipelineModule):
     def __init__(
         self,
         config: Config,
-        layout: ParallelLayout,
-        tp_group: TPGroup,
+        mesh: Mesh,
         vocab_size: int,
         eod: int | None,
         bounds: Sequence[int],
@@ -126,41 +121,41 @@ class GPTModelPipe(PipelineModule):
     ) -> None:
         """`values` computes the initial values. Callers that overwrite the weights pass a faster one."""
         self.config = config
-        self._tp_group, self._values = tp_group, values
+        self.mesh, self._values = mesh, values
         self.stage_bounds = list(bounds)
-        self.cp_group = layout.make_cp_group()
-        self.cross_entropy = CrossEntropy(tp_group, vocab_size, config.training.z_loss_weight, self.cp_group)
+        self.cross_entropy = CrossEntropy(mesh.tp, vocab_size, config.training.z_loss_weight, mesh.cp)
         self._head_is_fused, self._loss_gradient = False, 1.0
         self.dropout_rng = DropoutRNG(config.training.seed)
         self.deferred_gradients = DeferredGradients() if config.parallel.schedule.splits_backward else None
         self.metrics = StepMetrics()
         self.context = context = LayerContext(
-            config, tp_group, self.dropout_rng, self.deferred_gradients, self.metrics, self.cp_group
+            config, mesh, self.dropout_rng, self.deferred_gradients, self.metrics
         )
         training = config.training
         self.layers_per_checkpoint = training.checkpoint_num_layers if training.recomputes_layers else 0
         layers = pipeline_layers(context, vocab_size, eod)
-        self._check_head(layers)
+        self.descriptions = list(map(describe, layers))
+        _, self._head = embedding_and_head(self.descriptions)
+        self._check_head()
         dtype, sharded = PARAMETER_DTYPES[config.precision.name], config.parallel.shards_weights
         layers = [
-            _DeviceLayerSpec(layer, dtype, sharded) if is_transformer_layer(layer) else layer
-            for layer in layers
+            _DeviceLayerSpec(layer, dtype, sharded) if description.role is Role.TRANSFORMER else layer
+            for layer, description in zip(layers, self.descriptions, strict=True)
         ]
         with contextlib.redirect_stdout(io.StringIO()):  # hides DeepSpeed's stage map
-            super().__init__(layers=layers, topology=layout.topology, loss_fn=self.loss)
-        self.activation_checkpointing = ActivationCheckpointing(training, tp_group, self.dropout_rng)
-        initialize_parameters(self, training.seed, tp_group, values)
+            super().__init__(layers=layers, topology=mesh.topology, loss_fn=self.loss)
+        self.activation_checkpointing = ActivationCheckpointing(training, mesh.tp, self.dropout_rng)
+        initialize_parameters(self, training.seed, mesh.axes, values)
         super().to(dtype)
         if training.compile:
-            for layer in self.modules():
-                if isinstance(layer, ParallelTransformerLayerPipe):
-                    compile_in_place(layer)
+            for layer in self.transformer_layers().values():
+                compile_in_place(layer)
 
     def initial_values(self, name: str, elements: range) -> Tensor:
         """Returns the initial values of some elements of this rank's flat shard of a parameter, fp32,
         on the CPU."""
         spec = spec_of(self.get_parameter(name))
-        shard = self._values(spec, self.config.training.seed, name, self._tp_group, elements)
+        shard = self._values(spec, self.config.training.seed, name, self.mesh.axes, elements)
         return shard.view(-1)[elements.start : elements.stop]
 
     def stage_input(self, stage: int, batch: int, seq: int) -> list[TensorSpec]:
@@ -176,8 +171,7 @@ class GPTModelPipe(PipelineModule):
 
     def transformer_layers(self) -> dict[str, nn.Module]:
         """Returns this rank's transformer layers by the layer index in their parameters' names."""
-        layers = self.layers.values()
-        return {str(f.layer_index): f for f in layers if isinstance(f, ParallelTransformerLayerPipe)}
+        return {str(i): f for i, f in self.layers.items() if self.descriptions[i].role is Role.TRANSFORMER}
 
     def stages_record(self) -> dict[str, Any]:
         """Returns which layers each stage holds, for the checkpoint."""
@@ -188,13 +182,12 @@ class GPTModelPipe(PipelineModule):
             "bounds": self.stage_bounds,
         }
 
-    def _check_head(self, layers: Sequence[LayerSpec | Callable]) -> None:
+    def _check_head(self) -> None:
         """Raises ValueError if the last stage lacks the head. --partition-method never makes such bounds."""
-        head = max(index for index, layer in enumerate(layers) if isinstance(layer, LayerSpec))
-        if self.stage_bounds[-2] > head:
+        if self.stage_bounds[-2] > self._head:
             raise ValueError(
-                f"the last stage begins with layer {self.stage_bounds[-2]}, after the head (layer {head}): "
-                "expected it to hold the head, since logits are not sent between stages"
+                f"the last stage begins with layer {self.stage_bounds[-2]}, after the head (layer "
+                f"{self._head}): expected it to hold the head, since logits are not sent between stages"
             )
 
     @contextlib.contextmanager
@@ -213,20 +206,16 @@ class GPTModelPipe(PipelineModule):
         """Returns the scalar fp32 loss from the output of `forward` on the last stage."""
         if not self._head_is_fused:
             return self.cross_entropy(outputs, labels_and_mask)
-        untied = [layer for layer in self.forward_funcs if isinstance(layer, LMHeadPipe)]
-        head = untied[0] if untied else self.tied_modules[TIED_EMBEDDING]
+        is_tied = self.descriptions[self._head].is_tied
+        head: Any = self.tied_modules[TIED_EMBEDDING] if is_tied else self.layers[self._head]
         return self.cross_entropy.from_hidden(
             head_input(head, outputs), head.head_weight, labels_and_mask, self._loss_gradient
         )
 
     def functions_before_loss(self) -> list[Callable]:
         """Returns this stage's layers, without the layers that `loss` computes."""
-        functions = list(self.forward_funcs)
-        if self._head_is_fused:
-            for position, function in enumerate(functions):
-                if isinstance(function, LMHeadPipe) or getattr(function, "func", None) is lm_head:
-                    return functions[:position]
-        return functions
+        end = self._head - self._local_start if self._head_is_fused else None
+        return list(self.forward_funcs[:end])
 
     def _partition_layers(self, method: str = "uniform") -> None:
         """Overrides DeepSpeed's partitioning with the bounds given to the constructor."""
@@ -262,10 +251,6 @@ class GPTModelPipe(PipelineModule):
         """The layers of all stages of this rank, by their index in the list."""
         chunks = map(self.functions_of_chunk, range(len(self._chunk_functions)))
         return {i: f for chunk in chunks for i, f in chunk.items() if isinstance(f, nn.Module)}
-
-    def layer_path(self, folder: str, index: int) -> str:
-        """Returns the name that DeepSpeed gives the file of a layer. index: in the list."""
-        return str(super().ckpt_layer_path(folder, index - self._local_start))
 
     def _synchronize_tied_weights(self) -> None:
         # DeepSpeed broadcasts the parameters with autograd enabled, which would record the broadcast.
@@ -304,7 +289,7 @@ class GPTModelPipe(PipelineModule):
         while (
             end - start < self.layers_per_checkpoint
             and end < len(self.forward_funcs)
-            and isinstance(self.forward_funcs[end], ParallelTransformerLayerPipe)
+            and self.descriptions[self._local_start + end].role is Role.TRANSFORMER
         ):
             end += 1
         return end
@@ -327,7 +312,7 @@ class ActivationCheckpointing:
     settings are global to the process: the model that was built last sets them.
     """
 
-    def __init__(self, training: TrainingConfig, tp_group: TPGroup, dropout_rng: DropoutRNG) -> None:
+    def __init__(self, training: TrainingConfig, tp_group: Axis, dropout_rng: DropoutRNG) -> None:
         self.dropout_rng = dropout_rng
         partition = training.partition_activations and tp_group.size > 1
         # On a CPU there is nothing to move, and DeepSpeed would free the only copy (workarounds.py: 11).
@@ -335,7 +320,7 @@ class ActivationCheckpointing:
         self._checkpoint: Callable = _checkpoint
         if partition or move:
             deepspeed_checkpointing.configure(
-                _TPGroupAsMpu(tp_group),
+                _AxisAsMpu(tp_group),
                 partition_activations=partition,
                 checkpoint_in_cpu=move,
             )
@@ -356,10 +341,10 @@ class ActivationCheckpointing:
         return join_layer_io(self._checkpoint(run, hidden), document_ids)
 
 
-class _TPGroupAsMpu:
+class _AxisAsMpu:
     """A tensor-parallel group with the method names that DeepSpeed expects of an `mpu` object."""
 
-    def __init__(self, tp_group: TPGroup) -> None:
+    def __init__(self, tp_group: Axis) -> None:
         self.tp_group = tp_group
 
     def get_tensor_model_parallel_rank(self) -> int:

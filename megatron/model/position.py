@@ -22,7 +22,7 @@ from megatron.kernels.selection import uses_kernels
 from megatron.mpu.compilation import not_compiled
 from megatron.mpu.context_parallel import positions_of, shard_sequence
 from megatron.mpu.embedding import embedding
-from megatron.mpu.layout import CPGroup, TPGroup
+from megatron.mpu.mesh import Axis
 from megatron.mpu.parameter_spec import ParameterSpec
 from megatron.mpu.parameters import new_parameter
 
@@ -50,7 +50,7 @@ class PositionEmbedding(nn.Module):
     def __init__(self, model: ModelConfig) -> None:
         super().__init__()
         shape = (model.max_position_embeddings, model.hidden_size)
-        self.weight = new_parameter(ParameterSpec(shape, init_std=model.init_method_std), TPGroup())
+        self.weight = new_parameter(ParameterSpec(shape, init_std=model.init_method_std))
 
     def forward(self, positions: Tensor, batch: int) -> Tensor:
         """positions [batch, seq], or [1, seq] for all samples -> [batch, seq, hidden]."""
@@ -221,9 +221,9 @@ class RotaryEmbedding:
     with --rotary-interleaved 2i and 2i + 1. Elements from rotary_dim on are not rotated (--rotary-percent).
     """
 
-    def __init__(self, model: ModelConfig, cp_group: CPGroup | None = None) -> None:
+    def __init__(self, model: ModelConfig, cp_group: Axis | None = None) -> None:
         """cp_group: the ranks that share each sequence; None for whole sequences."""
-        self.cp_group = cp_group or CPGroup()
+        self.cp_group = cp_group or Axis("cp")
         self.dim = model.rotary_dim
         self.interleaved = model.rotary_interleaved
         self.multiplier = 1.0

@@ -14,8 +14,8 @@ from megatron.kernels.operators import first_order
 from megatron.model.layer_context import LayerContext
 from megatron.model.norm import norm_arguments, norm_class
 from megatron.mpu.compilation import not_compiled
-from megatron.mpu.layout import TPGroup
 from megatron.mpu.mappings import all_reduce_
+from megatron.mpu.mesh import Axis
 from megatron.mpu.parameter_spec import ParameterSpec
 from megatron.mpu.parameters import mark_sequence_parallel_grad, new_parameter
 
@@ -51,13 +51,13 @@ class ProjectionNorm(nn.Module):
     The ranks all-reduce their sums of squares, and in the backward pass their sums of gradient x input.
     """
 
-    def __init__(self, width: int, epsilon: float, tp_group: TPGroup, replicas: int = 1) -> None:
+    def __init__(self, width: int, epsilon: float, tp_group: Axis, replicas: int = 1) -> None:
         """width: size of all heads. replicas: number of consecutive ranks that hold the same heads."""
         super().__init__()
         self.epsilon, self.tp_group, self.replicas = epsilon, tp_group, replicas
         self.width = width
         spec = ParameterSpec((width,), init_value=1.0, weight_decay=False)
-        self.weight = new_parameter(spec, TPGroup())
+        self.weight = new_parameter(spec)
 
     def forward(self, heads: Tensor) -> Tensor:
         """[seq, batch, heads / TP, head_dim] -> the same shape, in the dtype of the parameter."""

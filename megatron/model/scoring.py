@@ -10,8 +10,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megatron.mpu.cross_entropy import vocab_parallel_cross_entropy
-from megatron.mpu.layout import TPGroup
 from megatron.mpu.logit_chunks import own_tokens
+from megatron.mpu.mesh import Axis
 
 # Maximum number of tokens whose logits exist at a time.
 _HEAD_TOKENS = 1024
@@ -34,7 +34,7 @@ class LanguageModel(Protocol):
         """tokens [seq] -> fp32 logits [vocab_size] of the next token, without padding."""
 
 
-def score(logits: Tensor, targets: Tensor, tp_group: TPGroup, vocab_size: int) -> Scores:
+def score(logits: Tensor, targets: Tensor, tp_group: Axis, vocab_size: int) -> Scores:
     """Returns scores from this rank's columns of the logits [..., padded_vocab / TP]; equal on all TP ranks.
 
     vocab_size: size without padding. Of equally likely tokens, the smallest id counts as the most likely.
@@ -44,7 +44,7 @@ def score(logits: Tensor, targets: Tensor, tp_group: TPGroup, vocab_size: int) -
 
 
 def score_in_parts(
-    head: Callable[[Tensor], Tensor], hidden: Tensor, targets: Tensor, tp_group: TPGroup, vocab_size: int
+    head: Callable[[Tensor], Tensor], hidden: Tensor, targets: Tensor, tp_group: Axis, vocab_size: int
 ) -> Scores:
     """Computes `score` of head(hidden) in parts, since all logits of a long text do not fit in memory.
 
@@ -58,7 +58,7 @@ def score_in_parts(
     return Scores(*(torch.cat(values, dim=1) for values in zip(*parts, strict=True)))
 
 
-def _argmax(logits: Tensor, tp_group: TPGroup, vocab_size: int) -> Tensor:
+def _argmax(logits: Tensor, tp_group: Axis, vocab_size: int) -> Tensor:
     tokens = own_tokens(logits.shape[-1], tp_group, vocab_size)
     if not tokens:
         largest = torch.full(logits.shape[:-1], -torch.inf, device=logits.device)

@@ -13,7 +13,7 @@ from megatron.model.gpt_model import pipeline_layers
 from megatron.model.layer_context import LayerContext
 from megatron.model.norm import norm_class
 from megatron.model.scoring import Scores, score_in_parts
-from megatron.mpu.layout import TPGroup
+from megatron.mpu.mesh import ONE_RANK
 from megatron.mpu.parameter_spec import ParameterSpec
 from megatron.mpu.parameters import spec_of
 from megatron.mpu.random import DropoutRNG
@@ -30,7 +30,7 @@ class GPTModel(nn.Module):
         """`vocab_size`: number of real tokens, without padding. `eod`: the end-of-document token, or None."""
         super().__init__()
         config = replace(config, optimizer=replace(config.optimizer, use_apex=False))
-        context = LayerContext(config, TPGroup(), DropoutRNG(config.training.seed))
+        context = LayerContext(config, ONE_RANK, DropoutRNG(config.training.seed))
         self.vocab_size = vocab_size
         self.tied_modules = nn.ModuleDict()
         self._steps: list[Callable] = []
@@ -85,7 +85,7 @@ class GPTModel(nn.Module):
         """See `scoring.LanguageModel`."""
         device = next(self.parameters()).device
         hidden = self._hidden(tokens.to(device))
-        return score_in_parts(self._head, hidden, targets.to(device), TPGroup(), self.vocab_size)
+        return score_in_parts(self._head, hidden, targets.to(device), ONE_RANK.tp, self.vocab_size)
 
 
 def model_specs(config: Config, vocab_size: int, eod: int | None) -> dict[str, ParameterSpec]:

@@ -1,1 +1,1 @@
-"""Model-parallel utilities: layout, sharded parameters and layers, collectives, cross entropy, dropout."""
+"""Model-parallel utilities: the mesh, sharded parameters and layers, collectives, cross entropy, dropout."""

@@ -1,7 +1,7 @@
 """Context parallelism: sequences are sharded over ranks; attention all-gathers keys and values.
 
 The idea (Llama 3, arXiv 2407.21783, section 3.3.2): each rank computes everything for the tokens of its two
-chunks (`CPGroup.chunks`). Only attention needs other tokens. It all-gathers the keys and values, which are
+chunks (`sequence_chunks`). Only attention needs other tokens. It all-gathers the keys and values, which are
 small with grouped queries, into the order of the sequence. So any mask works, and each query sums
 the terms that it sums in one process.
 
@@ -17,25 +17,40 @@ import torch
 from torch import Tensor
 
 from megatron.kernels.operators import first_order
-from megatron.mpu.layout import CPGroup, TPGroup
+from megatron.mpu.mesh import Axis
 from megatron.torch_versions import all_gather_single, reduce_scatter_single
 
 
-def shard_sequence(x: Tensor, cp_group: CPGroup, dim: int) -> Tensor:
+def sequence_chunks(cp_group: Axis, seq: int) -> tuple[range, ...]:
+    """Returns the positions of this rank's chunks in a sequence of `seq` tokens, ascending.
+
+    A sequence is divided into 2 x CP equal chunks. Rank i holds the chunks i and 2 x CP - 1 - i, so that
+    causal attention is equal work on every rank. Raises ValueError if `seq` is not divisible by 2 x CP.
+    """
+    if cp_group.size == 1:
+        return (range(seq),)
+    if seq % (2 * cp_group.size):
+        raise ValueError(f"{seq} tokens are not divisible by 2 x {cp_group.size} context-parallel ranks")
+    width = seq // (2 * cp_group.size)
+    indices = (cp_group.rank, 2 * cp_group.size - 1 - cp_group.rank)
+    return tuple(range(index * width, (index + 1) * width) for index in indices)
+
+
+def shard_sequence(x: Tensor, cp_group: Axis, dim: int) -> Tensor:
     """Returns the chunks of this rank: [..., seq, ...] -> [..., seq / CP, ...]. No autograd."""
     if cp_group.size == 1:
         return x
-    chunks = cp_group.chunks(x.shape[dim])
+    chunks = sequence_chunks(cp_group, x.shape[dim])
     return torch.cat([x.narrow(dim, chunk.start, len(chunk)) for chunk in chunks], dim)
 
 
-def positions_of(cp_group: CPGroup, length: int, device: torch.device) -> Tensor:
+def positions_of(cp_group: Axis, length: int, device: torch.device) -> Tensor:
     """Returns the positions in the sequence of this rank's `length` tokens, int64 [length]."""
-    chunks = cp_group.chunks(length * cp_group.size)
+    chunks = sequence_chunks(cp_group, length * cp_group.size)
     return torch.cat([torch.arange(chunk.start, chunk.stop, device=device) for chunk in chunks])
 
 
-def tensor_shard(chunks: Sequence[range], tp_group: TPGroup) -> tuple[range, ...]:
+def tensor_shard(chunks: Sequence[range], tp_group: Axis) -> tuple[range, ...]:
     """Returns the positions of this tensor-parallel rank's shard of `chunks`, which --sequence-parallel
     divides into equal parts."""
     length = sum(map(len, chunks)) // tp_group.size
@@ -47,13 +62,13 @@ def tensor_shard(chunks: Sequence[range], tp_group: TPGroup) -> tuple[range, ...
     return tuple(shard)
 
 
-def gather_keys_and_values(key: Tensor, value: Tensor, cp_group: CPGroup) -> tuple[Tensor, Tensor]:
+def gather_keys_and_values(key: Tensor, value: Tensor, cp_group: Axis) -> tuple[Tensor, Tensor]:
     """All-gathers [seq / CP, ...] of each rank -> [seq, ...] in the order of the sequence, on all ranks.
     Backward: reduce-scatter. key and value have one shape."""
     return (key, value) if cp_group.size == 1 else _GatherKeysAndValues.apply(key, value, cp_group)
 
 
-def gather_sequence(x: Tensor, cp_group: CPGroup, dim: int) -> Tensor:
+def gather_sequence(x: Tensor, cp_group: Axis, dim: int) -> Tensor:
     """All-gathers [..., seq / CP, ...] -> [..., seq, ...] in the order of the sequence. No autograd."""
     if cp_group.size == 1:
         return x
@@ -63,7 +78,7 @@ def gather_sequence(x: Tensor, cp_group: CPGroup, dim: int) -> Tensor:
 @first_order
 class _GatherKeysAndValues(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, key: Tensor, value: Tensor, cp_group: CPGroup) -> tuple[Tensor, Tensor]:
+    def forward(ctx: Any, key: Tensor, value: Tensor, cp_group: Axis) -> tuple[Tensor, Tensor]:
         ctx.cp_group = cp_group
         return gather_both(key, value, cp_group)
 
@@ -73,13 +88,13 @@ class _GatherKeysAndValues(torch.autograd.Function):
         return key, value, None
 
 
-def gather_both(key: Tensor, value: Tensor, cp_group: CPGroup) -> tuple[Tensor, Tensor]:
+def gather_both(key: Tensor, value: Tensor, cp_group: Axis) -> tuple[Tensor, Tensor]:
     """Returns the all-gathered keys and values, views of one tensor. No autograd."""
     whole_key, whole_value = _all_gather(torch.stack((key, value), dim=1), cp_group).unbind(1)
     return whole_key, whole_value
 
 
-def _all_gather(x: Tensor, cp_group: CPGroup) -> Tensor:
+def _all_gather(x: Tensor, cp_group: Axis) -> Tensor:
     """[seq / CP, ...] -> [seq, ...]."""
     by_rank = x.new_empty(cp_group.size, 2, x.shape[0] // 2, *x.shape[1:])
     all_gather_single(by_rank.view(-1), x.contiguous().view(-1), group=cp_group.group)
@@ -87,7 +102,7 @@ def _all_gather(x: Tensor, cp_group: CPGroup) -> Tensor:
     return torch.cat((by_rank[:, 0], by_rank[:, 1].flip(0))).flatten(0, 1)
 
 
-def _reduce_scatter(values: Sequence[Tensor], cp_group: CPGroup) -> Sequence[Tensor]:
+def _reduce_scatter(values: Sequence[Tensor], cp_group: Axis) -> Sequence[Tensor]:
     """[seq, ...] -> [seq / CP, ...] of the sums over the ranks. The sums are fp32: in 16 bits each addition
     would round."""
     shape, dtype = values[0].shape, values[0].dtype

@@ -24,15 +24,15 @@ import torch
 import torch.distributed as dist
 
 from megatron.kernels.operators import first_order
-from megatron.mpu.layout import TPGroup
 from megatron.mpu.logit_chunks import LogitChunks, own_targets, own_tokens
 from megatron.mpu.mappings import all_reduce_
+from megatron.mpu.mesh import Axis
 
 
 def vocab_parallel_cross_entropy(
     logits: torch.Tensor,
     labels: torch.Tensor,
-    tp_group: TPGroup,
+    tp_group: Axis,
     vocab_size: int,
     *,
     overwrite_logits: bool = False,
@@ -54,7 +54,7 @@ def vocab_parallel_linear_cross_entropy(
     hidden: torch.Tensor,
     weight: torch.Tensor,
     labels: torch.Tensor,
-    tp_group: TPGroup,
+    tp_group: Axis,
     vocab_size: int,
     *,
     token_weights: torch.Tensor | None = None,
@@ -146,7 +146,7 @@ class _VocabParallelCrossEntropy(torch.autograd.Function):
         ctx: Any,
         logits: torch.Tensor,
         labels: torch.Tensor,
-        tp_group: TPGroup,
+        tp_group: Axis,
         vocab_size: int,
         overwrite_logits: bool,
     ) -> torch.Tensor:
@@ -198,7 +198,7 @@ class _VocabParallelLinearCrossEntropy(torch.autograd.Function):
         token_weights: torch.Tensor | None,
         main_grad: torch.Tensor | None,
         loss_gradient: float,
-        tp_group: TPGroup,
+        tp_group: Axis,
         vocab_size: int,
         z_loss_weight: float,
         grad_enabled: bool,

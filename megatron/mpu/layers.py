@@ -32,19 +32,19 @@ from megatron.kernels.operators import first_order, keep_input, take_input
 from megatron.mpu.compilation import not_compiled
 from megatron.mpu.deferred_gradients import DeferredGradients, ensure_requires_grad
 from megatron.mpu.embedding import embedding
-from megatron.mpu.layout import TPGroup
 from megatron.mpu.mappings import (
     all_gather_sequence,
     all_reduce_,
     reduce_scatter_sequence,
     reduce_scatter_to_sequence_region,
 )
-from megatron.mpu.parameter_spec import ParameterSpec, local_slices
+from megatron.mpu.mesh import Axis
+from megatron.mpu.parameter_spec import ParameterSpec, Shard
 from megatron.mpu.parameters import new_parameter, spec_of
 from megatron.mpu.weight_gradient import Gradient, fuses_accumulation, weight_gradient
 from megatron.torch_versions import all_gather_single, reduce_scatter_single
 
-_ONE_RANK = TPGroup()
+_ONE_RANK = Axis("tp")
 
 
 class VocabParallelEmbedding(nn.Module):
@@ -61,7 +61,7 @@ class VocabParallelEmbedding(nn.Module):
         self,
         padded_vocab: int,
         hidden: int,
-        tp_group: TPGroup,
+        tp_group: Axis,
         *,
         num_valid_rows: int,
         init_std: float,
@@ -71,14 +71,14 @@ class VocabParallelEmbedding(nn.Module):
         self.tp_group = tp_group
         self.sequence_parallel = sequence_parallel
         spec = ParameterSpec(
-            (padded_vocab, hidden), shard_dim=0, init_std=init_std, num_valid_rows=num_valid_rows
+            (padded_vocab, hidden), (Shard(0),), init_std=init_std, num_valid_rows=num_valid_rows
         )
         self.weight = new_parameter(spec, tp_group)
 
     def forward(self, token_ids: torch.Tensor) -> torch.Tensor:
         if self.tp_group.size == 1:
             return embedding(token_ids, self.weight)
-        (rows,) = local_slices(spec_of(self.weight), self.tp_group)
+        rows = spec_of(self.weight).segments((self.tp_group,))[0][0]
         elsewhere = (token_ids < rows.start) | (token_ids >= rows.stop)
         # Tokens of other ranks read an arbitrary row, and the result is set to zero. The modulo spreads these
         # tokens over all rows, so that the backward pass does not add all their zeros to a single row.
@@ -105,7 +105,7 @@ class _ParallelLinear(nn.Module):
         self,
         n_in: int,
         n_out: int,
-        tp_group: TPGroup,
+        tp_group: Axis,
         *,
         init_std: float,
         lr_mult: float = 1.0,
@@ -123,15 +123,15 @@ class _ParallelLinear(nn.Module):
         self.overlap_chunks = overlap_chunks if sequence_parallel and tp_group.size > 1 else 1
         weight = ParameterSpec(
             (n_out, n_in),
-            self.weight_shard_dim,
-            num_fused_parts,
+            (Shard(self.weight_shard_dim, parts=num_fused_parts),),
             init_std=init_std,
             lr_mult=lr_mult,
             matrix_rows=matrix_rows or (n_out // num_fused_parts,) * num_fused_parts,
         )
         # A column-parallel layer shards its outputs, and so its bias; a row-parallel layer does not.
-        bias_shard_dim = 0 if self.weight_shard_dim == 0 else None
-        bias_spec = ParameterSpec((n_out,), bias_shard_dim, num_fused_parts, weight_decay=False)
+        bias_spec = ParameterSpec(
+            (n_out,), weight.sharding if self.weight_shard_dim == 0 else (), weight_decay=False
+        )
         self.weight = new_parameter(weight, tp_group)
         self.bias = new_parameter(bias_spec, tp_group) if bias else None
 
@@ -163,7 +163,7 @@ class RowParallelLinear(_ParallelLinear):
     weight_shard_dim = 1
 
     def __init__(
-        self, n_in: int, n_out: int, tp_group: TPGroup, *, skip_bias_add: bool = False, **settings: Any
+        self, n_in: int, n_out: int, tp_group: Axis, *, skip_bias_add: bool = False, **settings: Any
     ) -> None:
         super().__init__(n_in, n_out, tp_group, **settings)
         self.skip_bias_add = skip_bias_add and tp_group.size > 1
@@ -185,7 +185,7 @@ class RowParallelLinear(_ParallelLinear):
         return y if self.bias is None or self.skip_bias_add else y + self.bias
 
 
-def parallel_logits(hidden: torch.Tensor, weight: torch.Tensor, tp_group: TPGroup) -> torch.Tensor:
+def parallel_logits(hidden: torch.Tensor, weight: torch.Tensor, tp_group: Axis) -> torch.Tensor:
     """Returns logits [..., vocab / size] from hidden [..., hidden] and this rank's rows of the embedding."""
     return linear(hidden, weight, None, tp_group=tp_group)
 
@@ -195,7 +195,7 @@ def linear(
     weight: torch.Tensor,
     bias: torch.Tensor | None,
     deferred: DeferredGradients | None = None,
-    tp_group: TPGroup = _ONE_RANK,
+    tp_group: Axis = _ONE_RANK,
     function: type[torch.autograd.Function] | None = None,
 ) -> torch.Tensor:
     """Runs F.linear. The gradient of `x` is summed over the ranks of `tp_group`. The backward pass computes
@@ -227,7 +227,7 @@ def _apply_linear(
     weight: torch.Tensor,
     bias: torch.Tensor | None,
     deferred: DeferredGradients | None,
-    tp_group: TPGroup,
+    tp_group: Axis,
 ) -> torch.Tensor:
     if deferred is None:
         return function.apply(x, weight, bias, tp_group, None)
@@ -242,7 +242,7 @@ def _overlapped(function: type[torch.autograd.Function], *arguments: Any) -> tor
 
 
 @not_compiled
-def _reduce_output(y: torch.Tensor, tp_group: TPGroup, sequence_parallel: bool) -> torch.Tensor:
+def _reduce_output(y: torch.Tensor, tp_group: Axis, sequence_parallel: bool) -> torch.Tensor:
     """Returns the sum of `y` over ranks, or with sequence_parallel its shard. Nothing else may use `y`."""
     return (
         reduce_scatter_to_sequence_region(y, tp_group)
@@ -262,7 +262,7 @@ class _Linear(torch.autograd.Function):
         x: torch.Tensor,
         weight: torch.Tensor,
         bias: torch.Tensor | None,
-        tp_group: TPGroup,
+        tp_group: Axis,
         defer: Callable[[Gradient], None] | None,
     ) -> torch.Tensor:
         keep_input(ctx, x)
@@ -299,7 +299,7 @@ class _SequenceColumnLinear(torch.autograd.Function):
         x: torch.Tensor,
         weight: torch.Tensor,
         bias: torch.Tensor | None,
-        tp_group: TPGroup,
+        tp_group: Axis,
         defer: Callable[[Gradient], None] | None,
     ) -> torch.Tensor:
         ctx.save_for_backward(x, weight)
@@ -339,7 +339,7 @@ def _weight_and_bias_gradients(
 
 
 def _gathered_weight_gradient(
-    weight: torch.Tensor, grad: torch.Tensor, x: torch.Tensor, tp_group: TPGroup
+    weight: torch.Tensor, grad: torch.Tensor, x: torch.Tensor, tp_group: Axis
 ) -> torch.Tensor | None:
     """All-gathers an input that is sharded along the sequence, then computes `weight_gradient`."""
     full, pending = all_gather_sequence(x, tp_group)
@@ -357,7 +357,7 @@ class _OverlappedColumnLinear(torch.autograd.Function):
         x: torch.Tensor,
         weight: torch.Tensor,
         bias: torch.Tensor | None,
-        tp_group: TPGroup,
+        tp_group: Axis,
         max_chunks: int,
     ) -> torch.Tensor:
         ctx.save_for_backward(x, weight)
@@ -376,7 +376,7 @@ class _OverlappedRowLinear(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, x: torch.Tensor, weight: torch.Tensor, tp_group: TPGroup, max_chunks: int
+        ctx: Any, x: torch.Tensor, weight: torch.Tensor, tp_group: Axis, max_chunks: int
     ) -> torch.Tensor:
         x = x.contiguous()
         ctx.save_for_backward(x, weight)
@@ -399,7 +399,7 @@ class _AllReduceInPlace(torch.autograd.Function):
     """In-place all-reduce of a tensor that nothing else uses; the gradient passes unchanged."""
 
     @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, tp_group: TPGroup) -> torch.Tensor:
+    def forward(ctx: Any, x: torch.Tensor, tp_group: Axis) -> torch.Tensor:
         ctx.mark_dirty(x)
         return all_reduce_(x, tp_group)
 
@@ -414,7 +414,7 @@ def number_of_chunks(length: int, maximum: int) -> int:
 
 
 def gather_and_multiply(
-    x: Tensor, factor: Tensor, bias: Tensor | None, tp_group: TPGroup, max_chunks: int
+    x: Tensor, factor: Tensor, bias: Tensor | None, tp_group: Axis, max_chunks: int
 ) -> tuple[Tensor, Tensor]:
     """Returns the product of the all-gathered `x` with `factor`, plus `bias`, and the gathered `x` in chunks.
 
@@ -438,17 +438,17 @@ def gather_and_multiply(
     return result, gathered
 
 
-def _start_gather(full: Tensor, part: Tensor, tp_group: TPGroup) -> dist.Work:
+def _start_gather(full: Tensor, part: Tensor, tp_group: Axis) -> dist.Work:
     return all_gather_single(full.flatten(0, 1), part, group=tp_group.group, async_op=True)
 
 
-def rows_in_chunk_order(x: Tensor, chunks: int, tp_group: TPGroup) -> Tensor:
+def rows_in_chunk_order(x: Tensor, chunks: int, tp_group: Axis) -> Tensor:
     """Returns the rows of a contiguous [seq, batch, n] in the order of `gather_and_multiply`'s second result:
     [seq x batch, n], a copy if there are several chunks."""
     return _blocks(x, chunks, tp_group).transpose(0, 1).reshape(-1, x.shape[-1])
 
 
-def multiply_and_reduce(x: Tensor, factor: Tensor, tp_group: TPGroup, max_chunks: int) -> Tensor:
+def multiply_and_reduce(x: Tensor, factor: Tensor, tp_group: Axis, max_chunks: int) -> Tensor:
     """Returns this rank's shard of the sum over ranks of `x` times `factor`: [seq, batch, n_in] times [n_in,
     n_out] -> [seq / size, batch, n_out]. No autograd."""
     length = len(x) // tp_group.size
@@ -464,6 +464,6 @@ def multiply_and_reduce(x: Tensor, factor: Tensor, tp_group: TPGroup, max_chunks
     return result
 
 
-def _blocks(full: Tensor, chunks: int, tp_group: TPGroup) -> Tensor:
+def _blocks(full: Tensor, chunks: int, tp_group: Axis) -> Tensor:
     """Returns a view of a contiguous [seq, batch, n]: [rank, chunk, rows of the chunk x batch, n]."""
     return full.view(tp_group.size, chunks, -1, full.shape[-1])

@@ -14,7 +14,7 @@ from megatron.kernels.cross_entropy import (
 )
 from megatron.kernels.selection import uses_kernels
 from megatron.mpu import weight_gradient
-from megatron.mpu.layout import TPGroup
+from megatron.mpu.mesh import Axis
 
 MIB = 2**20
 # Maximum size of the logits of a chunk of tokens.
@@ -61,7 +61,7 @@ def chunk_sizes(tokens: int, columns: int, width: int, element_size: int, *, on_
     )
 
 
-def own_tokens(columns: int, tp_group: TPGroup, vocab_size: int) -> range:
+def own_tokens(columns: int, tp_group: Axis, vocab_size: int) -> range:
     """Returns the tokens of this rank's columns of the logits, possibly none. Later columns are padding."""
     first = tp_group.rank * columns
     return range(first, first + min(max(vocab_size - first, 0), columns))
@@ -86,7 +86,7 @@ class LogitChunks:
         hidden: torch.Tensor,
         weight: torch.Tensor,
         labels: torch.Tensor,
-        tp_group: TPGroup,
+        tp_group: Axis,
         vocab_size: int,
         z_loss_weight: float,
     ) -> None:

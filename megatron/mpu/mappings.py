@@ -12,17 +12,17 @@ import torch.distributed as dist
 
 from megatron.kernels.operators import first_order
 from megatron.mpu.compilation import not_compiled
-from megatron.mpu.layout import TPGroup
+from megatron.mpu.mesh import Axis
 from megatron.torch_versions import all_gather_single, reduce_scatter_single
 
 
-def gather_from_tensor_region(x: torch.Tensor, tp_group: TPGroup, dim: int = -1) -> torch.Tensor:
+def gather_from_tensor_region(x: torch.Tensor, tp_group: Axis, dim: int = -1) -> torch.Tensor:
     """All-gathers along `dim`: n / size per rank -> n on all ranks. Backward: each rank takes its part."""
     return x if tp_group.size == 1 else _Gather.apply(x, tp_group, dim)
 
 
 @not_compiled  # keeps the collectives as they are written
-def gather_from_rank_block(x: torch.Tensor, tp_group: TPGroup, block: int) -> torch.Tensor:
+def gather_from_rank_block(x: torch.Tensor, tp_group: Axis, block: int) -> torch.Tensor:
     """All-gathers the last dimension over each block of `block` consecutive ranks: [..., n] per rank -> [...,
     block x n] on every rank of the block. Backward: sums over the block's ranks; each takes its part.
 
@@ -31,18 +31,18 @@ def gather_from_rank_block(x: torch.Tensor, tp_group: TPGroup, block: int) -> to
     return x if block == 1 else _GatherBlock.apply(x, tp_group, block)
 
 
-def reduce_scatter_to_sequence_region(x: torch.Tensor, tp_group: TPGroup) -> torch.Tensor:
+def reduce_scatter_to_sequence_region(x: torch.Tensor, tp_group: Axis) -> torch.Tensor:
     """Reduce-scatters [seq, ...] per rank -> [seq / size, ...] of the sum. Backward: all-gather."""
     return x if tp_group.size == 1 else _ReduceScatter.apply(x, tp_group)
 
 
-def all_gather_sequence(x: torch.Tensor, tp_group: TPGroup) -> tuple[torch.Tensor, dist.Work]:
+def all_gather_sequence(x: torch.Tensor, tp_group: Axis) -> tuple[torch.Tensor, dist.Work]:
     """Starts an all-gather, [seq / size, ...] -> [seq, ...]; complete after `wait()`. No autograd."""
     full = x.new_empty(x.shape[0] * tp_group.size, *x.shape[1:])
     return full, all_gather_single(full, x.contiguous(), group=tp_group.group, async_op=True)
 
 
-def reduce_scatter_sequence(x: torch.Tensor, tp_group: TPGroup) -> tuple[torch.Tensor, dist.Work]:
+def reduce_scatter_sequence(x: torch.Tensor, tp_group: Axis) -> tuple[torch.Tensor, dist.Work]:
     """Starts a reduce-scatter, [seq, ...] -> [seq / size, ...]; complete after `wait()`. No autograd. Raises
     ValueError if seq is not divisible by the group's size."""
     if x.shape[0] % tp_group.size != 0:
@@ -51,14 +51,14 @@ def reduce_scatter_sequence(x: torch.Tensor, tp_group: TPGroup) -> tuple[torch.T
     return part, reduce_scatter_single(part, x.contiguous(), group=tp_group.group, async_op=True)
 
 
-def all_reduce_(x: torch.Tensor, tp_group: TPGroup) -> torch.Tensor:
+def all_reduce_(x: torch.Tensor, tp_group: Axis) -> torch.Tensor:
     """All-reduces a contiguous `x` in place; nothing else may use `x`. No autograd."""
     if tp_group.size > 1:
         dist.all_reduce(x, group=tp_group.group)
     return x
 
 
-def _all_gather(x: torch.Tensor, tp_group: TPGroup, dim: int) -> torch.Tensor:
+def _all_gather(x: torch.Tensor, tp_group: Axis, dim: int) -> torch.Tensor:
     parts = [torch.empty_like(x, memory_format=torch.contiguous_format) for _ in range(tp_group.size)]
     dist.all_gather(parts, x.contiguous(), group=tp_group.group)
     return torch.cat(parts, dim)
@@ -67,7 +67,7 @@ def _all_gather(x: torch.Tensor, tp_group: TPGroup, dim: int) -> torch.Tensor:
 @first_order
 class _Gather(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, tp_group: TPGroup, dim: int) -> torch.Tensor:
+    def forward(ctx: Any, x: torch.Tensor, tp_group: Axis, dim: int) -> torch.Tensor:
         ctx.tp_group, ctx.dim = tp_group, dim
         return _all_gather(x, tp_group, dim)
 
@@ -79,7 +79,7 @@ class _Gather(torch.autograd.Function):
 @first_order
 class _GatherBlock(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, tp_group: TPGroup, block: int) -> torch.Tensor:
+    def forward(ctx: Any, x: torch.Tensor, tp_group: Axis, block: int) -> torch.Tensor:
         ctx.tp_group, ctx.block = tp_group, block
         every, pending = all_gather_sequence(x.unsqueeze(0), tp_group)  # [ranks, ..., n]
         pending.wait()
@@ -96,7 +96,7 @@ class _GatherBlock(torch.autograd.Function):
         return own[0], None, None
 
 
-def _block_of(tp_group: TPGroup, block: int) -> slice:
+def _block_of(tp_group: Axis, block: int) -> slice:
     """Returns the ranks of this rank's block."""
     first = tp_group.rank // block * block
     return slice(first, first + block)
@@ -105,7 +105,7 @@ def _block_of(tp_group: TPGroup, block: int) -> slice:
 @first_order
 class _ReduceScatter(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, tp_group: TPGroup) -> torch.Tensor:
+    def forward(ctx: Any, x: torch.Tensor, tp_group: Axis) -> torch.Tensor:
         ctx.tp_group = tp_group
         part, pending = reduce_scatter_sequence(x, tp_group)
         pending.wait()

@@ -1,4 +1,4 @@
-"""The spec of a tensor-parallel parameter, and which elements of it a rank holds.
+"""The spec of a parameter: how it is sharded over the axes of a mesh, and which elements of it a rank holds.
 
 It needs no torch, whose import would take seconds and 200 MB in each process that writes checkpoints.
 """
@@ -6,20 +6,31 @@ It needs no torch, whose import would take seconds and 200 MB in each process th
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from itertools import accumulate
+from itertools import product
+from typing import NamedTuple
 
-from megatron.mpu.layout import TPGroup
+from megatron.mpu.mesh import DATA_AXES, DENSE, EXPERT, Axis, place_on
+
+
+class Shard(NamedTuple):
+    """One dimension of a parameter is sharded over one axis.
+
+    parts: number of equal fused parts along the dimension; each of them is sharded (2 for a gated MLP).
+    """
+
+    dim: int
+    axis: str = "tp"
+    parts: int = 1
 
 
 @dataclass(frozen=True)
 class ParameterSpec:
     """Description of a full parameter, equal on every layout.
 
-    global_shape: shape of the full parameter, over all tensor-parallel ranks.
-    shard_dim: the dimension that is sharded over the tensor-parallel ranks; None: replicated.
-    num_fused_parts: number of equal parts along shard_dim; each part is sharded (2 for a gated MLP).
+    global_shape: shape of the full parameter, over all ranks.
+    sharding: the dimensions that are sharded, each over one axis of the mesh; empty: replicated.
     init_std: standard deviation of the normal initialization; None: constant init_value.
     num_valid_rows: rows from this number on are padding, initialized to zero.
     weight_decay: whether the optimizer applies weight decay.
@@ -31,14 +42,22 @@ class ParameterSpec:
     """
 
     global_shape: tuple[int, ...]
-    shard_dim: int | None = None
-    num_fused_parts: int = 1
+    sharding: tuple[Shard, ...] = ()
     init_std: float | None = None
     init_value: float = 0.0
     num_valid_rows: int | None = None
     weight_decay: bool = True
     lr_mult: float = 1.0
     matrix_rows: tuple[int, ...] = field(default=(), compare=False)
+
+    def __post_init__(self) -> None:
+        names, dims = self.axis_names, [shard.dim for shard in self.sharding]
+        views = [set(view[1:]) for view in (DENSE, EXPERT)]
+        if not any(view >= set(names) for view in views) or len({*names}) + len({*dims}) < 2 * len(names):
+            raise ValueError(
+                f"a parameter cannot be sharded as {self.sharding}: expected different dimensions, over "
+                f"different axes of {' or '.join(', '.join(sorted(view)) for view in views)}"
+            )
 
     @property
     def valid_shape(self) -> tuple[int, ...]:
@@ -47,35 +66,62 @@ class ParameterSpec:
             return tuple(self.global_shape)
         return (self.num_valid_rows, *self.global_shape[1:])
 
+    @property
+    def axis_names(self) -> tuple[str, ...]:
+        """The axes that shard the parameter."""
+        return tuple(shard.axis for shard in self.sharding)
 
-def local_slices(spec: ParameterSpec, tp_group: TPGroup) -> tuple[slice, ...]:
-    """Returns this rank's slices of the full parameter along shard_dim (dim 0 if replicated), one per part.
+    @property
+    def replica_axes(self) -> tuple[str, ...]:
+        """The axes, except `pp`, that do not shard the parameter: ranks along them hold equal elements."""
+        view = EXPERT if "ep" in self.axis_names else DENSE
+        return tuple(name for name in view[1:] if name not in self.axis_names)
 
-    The shard is the concatenation of these slices.
-    """
-    if spec.shard_dim is None:
-        return (slice(0, spec.global_shape[0]),)
-    units = spec.global_shape[spec.shard_dim]
-    if units % (spec.num_fused_parts * tp_group.size) != 0:
-        raise ValueError(
-            f"dimension {spec.shard_dim} of a parameter of shape {spec.global_shape} cannot be sharded: "
-            f"expected a multiple of {spec.num_fused_parts} fused parts x {tp_group.size} ranks"
+    @property
+    def reduced_axes(self) -> tuple[str, ...]:
+        """The replica axes whose ranks read different tokens: the gradient is summed over them, and ZeRO
+        partitions it over them."""
+        return tuple(name for name in self.replica_axes if name in DATA_AXES)
+
+    def segments(self, axes: Sequence[Axis]) -> list[list[range]]:
+        """Returns for each dimension the ranges of its indices that a rank holds, in the order of its shard.
+
+        axes: the rank's place on the axes; on an axis that is not given, there is one rank. Raises ValueError
+        if a dimension cannot be sharded.
+        """
+        segments = [[range(size)] for size in self.global_shape]
+        for dim, name, parts in self.sharding:
+            axis, size = place_on(axes, name), self.global_shape[dim]
+            if size % (parts * axis.size) != 0:
+                raise ValueError(
+                    f"dimension {dim} of a parameter of shape {self.global_shape} cannot be sharded: "
+                    f"expected a multiple of {parts} fused parts x {axis.size} ranks"
+                )
+            part, width = size // parts, size // parts // axis.size
+            starts = (index * part + axis.rank * width for index in range(parts))
+            segments[dim] = [range(start, start + width) for start in starts]
+        return segments
+
+    def local_shape(self, axes: Sequence[Axis]) -> tuple[int, ...]:
+        """Returns the shape of a rank's shard. axes: see `segments`."""
+        return tuple(sum(map(len, ranges)) for ranges in self.segments(axes))
+
+    def local_numel(self, axes: Sequence[Axis]) -> int:
+        """Returns the number of elements of a rank's shard. axes: see `segments`."""
+        return math.prod(self.local_shape(axes))
+
+    def all_shards(self, axes: Sequence[Axis]) -> list[tuple[Axis, ...]]:
+        """Returns the places of the ranks that together hold one replica of the parameter, the last axis of
+        `sharding` varying fastest. axes: their sizes."""
+        sizes = [place_on(axes, name).size for name in self.axis_names]
+        along = (
+            [Axis(name, rank, size) for rank in range(size)]
+            for name, size in zip(self.axis_names, sizes, strict=True)
         )
-    block = units // spec.num_fused_parts
-    width = block // tp_group.size
-    starts = [index * block + tp_group.rank * width for index in range(spec.num_fused_parts)]
-    return tuple(slice(start, start + width) for start in starts)
+        return list(product(*along))
 
 
-def placed_slices(spec: ParameterSpec, tp_group: TPGroup) -> list[tuple[int, slice]]:
-    """Returns `local_slices`, each with the index of its first unit in the shard."""
-    slices = local_slices(spec, tp_group)
-    lengths = (part.stop - part.start for part in slices)
-    return list(zip(accumulate(lengths, initial=0), slices, strict=False))
-
-
-@dataclass(frozen=True)
-class ShardBox:
+class Box(NamedTuple):
     """A box of the full parameter whose elements are consecutive in a shard.
 
     first: index of the first element in the flattened shard. offsets, sizes: the box in the full parameter.
@@ -90,53 +136,70 @@ class ShardBox:
         """Number of elements."""
         return math.prod(self.sizes)
 
-
-def shard_boxes(spec: ParameterSpec, tp_group: TPGroup, start: int, stop: int) -> Iterator[ShardBox]:
-    """Yields the boxes of the full parameter that make up elements start to stop - 1 of this rank's flattened
-    shard, without the padding of the vocabulary."""
-    dim, slices = spec.shard_dim or 0, local_slices(spec, tp_group)
-    shape = local_shape(spec, tp_group)
-    # The sharded dimension becomes two: the slice, and the index in it. Slices are far apart in the full
-    # parameter, so a box lies in one slice, and in one row of the dimensions before.
-    width = slices[0].stop - slices[0].start
-    divided = (*shape[:dim], len(slices), width, *shape[dim + 1 :])
-    single = dim + 1 if len(slices) > 1 else 0
-    for first, offsets, sizes in boxes(divided, start, stop, single):
-        offset = slices[offsets[dim]].start + offsets[dim + 1]
-        offsets = (*offsets[:dim], offset, *offsets[dim + 2 :])
-        sizes = (*sizes[:dim], *sizes[dim + 1 :])
-        if spec.num_valid_rows is not None:
-            sizes = (min(sizes[0], spec.num_valid_rows - offsets[0]), *sizes[1:])
-        if sizes[0] > 0:
-            yield ShardBox(first, offsets, sizes)
+    def intersection(self, other: Box) -> tuple[range, ...] | None:
+        """Returns the indices of the full parameter that are in both boxes, for each dimension; None if there
+        are none."""
+        both = tuple(
+            range(max(start, other_start), min(start + size, other_start + other_size))
+            for start, size, other_start, other_size in zip(
+                self.offsets, self.sizes, other.offsets, other.sizes, strict=True
+            )
+        )
+        return both if all(both) else None
 
 
 def boxes(
-    shape: tuple[int, ...], start: int, stop: int, single: int
+    spec: ParameterSpec, axes: Sequence[Axis], start: int = 0, stop: int | None = None
+) -> Iterator[Box]:
+    """Yields the boxes of the full parameter that make up elements start to stop - 1 of a rank's flattened
+    shard, without rows of padding. axes: see `ParameterSpec.segments`. stop: None for the end of the
+    shard."""
+    segments = spec.segments(axes)
+    # A dimension with several segments becomes two: the segment, and the index in it. Segments are far apart
+    # in the full parameter, so a box lies in one of them, and has one index of each dimension before.
+    divided: list[int] = []
+    num_single = 0
+    for ranges in segments:
+        if len(ranges) > 1:
+            divided.append(len(ranges))
+            num_single = len(divided)
+        divided.append(len(ranges[0]))
+    for first, places, box_sizes in _consecutive(
+        tuple(divided), start, math.prod(divided) if stop is None else stop, num_single
+    ):
+        offsets, sizes, position = [], [], 0
+        for ranges in segments:
+            segment = ranges[0]
+            if len(ranges) > 1:
+                segment = ranges[places[position]]
+                position += 1
+            offsets.append(segment.start + places[position])
+            sizes.append(box_sizes[position])
+            position += 1
+        if spec.num_valid_rows is not None:
+            sizes[0] = min(sizes[0], spec.num_valid_rows - offsets[0])
+        if not sizes or sizes[0] > 0:
+            yield Box(first, tuple(offsets), tuple(sizes))
+
+
+def _consecutive(
+    shape: tuple[int, ...], start: int, stop: int, num_single: int
 ) -> Iterator[tuple[int, tuple[int, ...], tuple[int, ...]]]:
     """Yields (first element, offsets, sizes) of the boxes that make up elements start to stop - 1 of a
-    tensor, each with consecutive elements. single: a box has one index of each of the first dimensions."""
+    tensor, each with consecutive elements. A box has one index of each of the first `num_single`
+    dimensions."""
     if not shape:
         yield start, (), ()
         return
     inner = math.prod(shape[1:])
     while start < stop:
         row, column = divmod(start, inner)
-        rows = (stop - start) // inner if column == 0 and single == 0 else 0
+        rows = (stop - start) // inner if column == 0 and num_single == 0 else 0
         if rows:
             yield start, (row, *(0 for _ in shape[1:])), (rows, *shape[1:])
             start += rows * inner
             continue
         end = min(inner, column + stop - start)
-        for first, offsets, sizes in boxes(shape[1:], column, end, max(single - 1, 0)):
+        for first, offsets, sizes in _consecutive(shape[1:], column, end, max(num_single - 1, 0)):
             yield row * inner + first, (row, *offsets), (1, *sizes)
         start += end - column
-
-
-def local_shape(spec: ParameterSpec, tp_group: TPGroup) -> tuple[int, ...]:
-    """Returns the shape of this rank's shard."""
-    if spec.shard_dim is None:
-        return spec.global_shape
-    shape = list(spec.global_shape)
-    shape[spec.shard_dim] = sum(part.stop - part.start for part in local_slices(spec, tp_group))
-    return tuple(shape)

@@ -1,4 +1,4 @@
-"""Tensor-parallel parameters: their shards, and their initial values.
+"""Sharded parameters: their shards, and their initial values.
 
 The initial values are a function of (seed, global name, index in the full parameter). So every layout starts
 from the same weights, and each rank generates only its own shard.
@@ -10,23 +10,25 @@ import ctypes
 import hashlib
 import math
 from collections.abc import Callable, Sequence
-from itertools import product
+from dataclasses import replace
+from functools import partial
+from itertools import accumulate, product
 
 import numpy as np
 import torch
 from torch import nn
 
-from megatron.mpu.layout import TPGroup
-from megatron.mpu.parameter_spec import ParameterSpec, boxes, local_shape, local_slices, placed_slices
+from megatron.mpu.mesh import Axis, Mesh, place_on
+from megatron.mpu.parameter_spec import Box, ParameterSpec, boxes
 
-# Random numbers come from independent streams. A stream has at most _UNITS_PER_STREAM indices of the sharded
-# dimension (rows, if the parameter is replicated). If columns are sharded, a stream has at most
+# Random numbers come from independent streams. A stream has at most _UNITS_PER_STREAM indices of the first
+# sharded dimension (rows, if the parameter is replicated). If it is not the rows, a stream has at most
 # _ROWS_PER_STREAM rows.
 _UNITS_PER_STREAM, _ROWS_PER_STREAM = 64, 256
 
 
-InitialValues = Callable[[ParameterSpec, int, str, TPGroup, range | None], torch.Tensor]
-"""(spec, seed, name, TP group) -> the initial values of this rank's shard, fp32, on the CPU."""
+InitialValues = Callable[[ParameterSpec, int, str, Sequence[Axis], range | None], torch.Tensor]
+"""(spec, seed, name, this rank's place) -> the initial values of its shard, fp32, on the CPU."""
 
 
 def spec_of(parameter: torch.Tensor) -> ParameterSpec:
@@ -39,93 +41,108 @@ def spec_of(parameter: torch.Tensor) -> ParameterSpec:
     return spec
 
 
-def merge_shards(spec: ParameterSpec, shards: Sequence[torch.Tensor]) -> torch.Tensor:
-    """Returns the full parameter from the shards of all tensor-parallel ranks, in rank order.
+def merge_shards(
+    spec: ParameterSpec, shards: Sequence[torch.Tensor], axes: Sequence[Axis] | None = None
+) -> torch.Tensor:
+    """Returns the full parameter from the shards of all ranks, in the order of `ParameterSpec.all_shards`.
 
-    For a replicated parameter it returns the first replica; the caller checks whether the replicas are equal.
+    axes: the sizes of the axes; None: the one axis that shards the parameter has as many ranks as shards.
+    Only the shape of the shards counts, not the spec's. For a replicated parameter it returns the first
+    replica; the caller checks whether the replicas are equal. Raises ValueError for shards of different
+    shapes.
     """
-    if spec.shard_dim is None or len(shards) == 1:
+    if not spec.sharding or len(shards) == 1:
         return shards[0]
-    per_rank = [shard.chunk(spec.num_fused_parts, spec.shard_dim) for shard in shards]
-    return torch.cat(
-        [blocks[index] for index in range(spec.num_fused_parts) for blocks in per_rank], spec.shard_dim
-    )
+    if any(shard.shape != shards[0].shape for shard in shards):
+        raise ValueError(f"shards of different shapes: {[tuple(shard.shape) for shard in shards]}")
+    axes = [Axis(spec.sharding[0].axis, size=len(shards))] if axes is None else axes
+    shape = list(shards[0].shape)
+    for dim, name, _ in spec.sharding:
+        shape[dim] *= place_on(axes, name).size
+    saved, whole = ParameterSpec(tuple(shape), spec.sharding), ParameterSpec(tuple(shape))
+    full, flat = shards[0].new_empty(shape), [shard.reshape(-1) for shard in shards]
+    reshard(whole, (), 0, full.numel(), saved, axes, lambda i, a, b: flat[i][a:b], full.view(-1))
+    return full
 
 
-def shard_of(full: torch.Tensor, spec: ParameterSpec, tp_group: TPGroup) -> torch.Tensor:
-    """Returns this rank's shard of a full tensor: the inverse of `merge_shards`."""
-    dim = spec.shard_dim
-    if dim is None:
+def shard_of(full: torch.Tensor, spec: ParameterSpec, axes: Sequence[Axis]) -> torch.Tensor:
+    """Returns a rank's shard of a full tensor: the inverse of `merge_shards`. axes: the rank's place."""
+    if not spec.sharding:
         return full
-    parts = [full.narrow(dim, part.start, part.stop - part.start) for part in local_slices(spec, tp_group)]
-    return torch.cat(parts, dim)
+    whole, flat = replace(spec, sharding=(), num_valid_rows=None), full.reshape(-1)
+    shard = full.new_empty(spec.local_shape(axes))
+    own = replace(spec, num_valid_rows=None)
+    reshard(own, axes, 0, shard.numel(), whole, (), lambda _, a, b: flat[a:b], shard.view(-1))
+    return shard
 
 
 def reshard(
     spec: ParameterSpec,
-    tp_group: TPGroup,
+    axes: Sequence[Axis],
     start: int,
     stop: int,
     saved: ParameterSpec,
-    saved_size: int,
+    saved_axes: Sequence[Axis],
     saved_elements: Callable[[int, int, int], torch.Tensor],
     out: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Returns elements start to stop - 1 of this rank's shard, flat, fp32, made from the shards of
-    `saved_size` tensor-parallel ranks.
+    """Returns elements start to stop - 1 of a rank's shard, flat, fp32, made from the shards of other ranks.
 
-    saved: the spec of the run that saved. Its vocabulary padding may differ; padded rows become zeros.
-    saved_elements: (rank, first, last) -> elements first to last - 1 of the shard that a tensor-parallel rank
-    saved, flat. It is called only for elements that are in this rank's elements, or in a row between them.
-    out: gets the elements and is returned, if given. Without it the result may be a result of saved_elements.
+    axes: the rank's place. saved: the spec of the run that saved. Its vocabulary padding may differ; padded
+    rows become zeros. saved_axes: sizes of the axes in that run. saved_elements: (index in
+    `ParameterSpec.all_shards`, first, last) -> elements first to last - 1 of a saved shard, flat. It is
+    called only for elements that are in this rank's elements, or between them. out: gets the elements and is
+    returned, if given. Without it the result may be a result of saved_elements.
     """
-    dim = spec.shard_dim or 0
-    # Both shards are matrices whose columns are the elements from the sharded dimension on.
-    inner = math.prod(spec.global_shape[dim + 1 :])
-    shape = local_shape(spec, tp_group)
-    width = shape[dim] * inner
     target = torch.empty(stop - start) if out is None else out
     if spec.num_valid_rows is not None:
         target.zero_()
-    used = (spec.num_valid_rows or spec.global_shape[dim]) * inner
-    mine = _column_spans(spec, tp_group, inner)
-    for position, (row, first), (rows, columns) in boxes((math.prod(shape[:dim]), width), start, stop, 0):
-        rectangle = target[position - start : position - start + rows * columns].view(rows, columns)
-        for rank in range(saved_size):
-            theirs = _column_spans(saved, TPGroup(rank, saved_size), inner)
-            saved_width = sum(end - begin for begin, end, _ in theirs)
-            for (begin, end, column), (saved_begin, saved_end, saved_column) in product(mine, theirs):
-                low = max(begin, saved_begin, begin + first - column)
-                high = min(end, saved_end, begin + first + columns - column, used)
-                if low >= high:
-                    continue
-                source = row * saved_width + saved_column + low - saved_begin
-                if rows == 1:
-                    values = saved_elements(rank, source, source + high - low)
-                    if out is None and values.numel() == stop - start:
-                        return values  # one saved shard holds all of them
-                else:
-                    span = row * saved_width, (row + rows) * saved_width
-                    values = saved_elements(rank, *span).view(rows, saved_width)
-                    values = values.narrow(1, saved_column + low - saved_begin, high - low)
-                rectangle.narrow(1, column + low - begin - first, high - low).copy_(values)
+    stored = [
+        (index, box)
+        for index, place in enumerate(saved.all_shards(saved_axes))
+        for box in boxes(saved, place)
+    ]
+    for box in boxes(spec, axes, start, stop):
+        rectangle = target[box.first - start : box.first - start + box.numel].view(box.sizes)
+        for index, other in stored:
+            if (common := box.intersection(other)) is None:
+                continue
+            values = part_of_box(other, common, partial(saved_elements, index))
+            if out is None and values.numel() == stop - start:
+                return values.reshape(-1)  # one saved shard holds all of them
+            narrowed(rectangle, common, box.offsets).copy_(values)
     return target
 
 
-def _column_spans(spec: ParameterSpec, tp_group: TPGroup, inner: int) -> list[tuple[int, int, int]]:
-    """Returns (first column, last column + 1) in the full parameter, and the first column in the shard, of
-    each slice of a shard."""
-    return [
-        (part.start * inner, part.stop * inner, offset * inner)
-        for offset, part in placed_slices(spec, tp_group)
-    ]
+def part_of_box(
+    box: Box, part: tuple[range, ...], elements: Callable[[int, int], torch.Tensor]
+) -> torch.Tensor:
+    """Returns a part of a box, in its shape. elements: (first, last) -> elements first to last - 1 of the
+    shard, flat. Reads the consecutive elements from the first of the part to its last one, by whole indices
+    of the first dimension in which the part has several."""
+    first, dim = box.first, 0
+    while dim < len(part) - 1 and len(part[dim]) == 1:
+        first += (part[dim].start - box.offsets[dim]) * math.prod(box.sizes[dim + 1 :])
+        dim += 1
+    inner = math.prod(box.sizes[dim + 1 :])
+    low, high = part[dim].start - box.offsets[dim], part[dim].stop - box.offsets[dim]
+    shape = (*(1 for _ in part[:dim]), high - low, *box.sizes[dim + 1 :])
+    values = elements(first + low * inner, first + high * inner).view(shape)
+    offsets = (*(indices.start for indices in part[: dim + 1]), *box.offsets[dim + 1 :])
+    return narrowed(values, part, offsets)
 
 
-def new_parameter(spec: ParameterSpec, tp_group: TPGroup, dtype: torch.dtype | None = None) -> nn.Parameter:
-    """Returns this rank's shard, uninitialized, on torch's default device, with the attribute `spec`."""
-    parameter = nn.Parameter(torch.empty(local_shape(spec, tp_group), dtype=dtype))
+def narrowed(values: torch.Tensor, part: tuple[range, ...], offsets: Sequence[int]) -> torch.Tensor:
+    """Returns a part of a tensor that begins at `offsets` of the full parameter."""
+    return values[tuple(slice(r.start - o, r.stop - o) for r, o in zip(part, offsets, strict=True))]
+
+
+def new_parameter(spec: ParameterSpec, *axes: Axis, dtype: torch.dtype | None = None) -> nn.Parameter:
+    """Returns this rank's shard, uninitialized, on torch's default device, with the attribute `spec`. axes:
+    this rank's place on the axes that shard the parameter."""
+    parameter = nn.Parameter(torch.empty(spec.local_shape(axes), dtype=dtype))
     parameter.spec = spec  # type: ignore[attr-defined]
-    if spec.shard_dim is not None:
+    if spec.sharding:
         # DeepSpeed reads this attribute: it counts parameters without it only on tensor-parallel rank 0.
         parameter.tensor_model_parallel = True  # type: ignore[attr-defined]
     return parameter
@@ -152,16 +169,20 @@ def main_grad_of(parameter: torch.Tensor) -> torch.Tensor | None:
     return getattr(parameter, "main_grad", None)
 
 
-def is_norm_owner(parameter: torch.Tensor, tp_group: TPGroup) -> bool:
-    """Returns whether this rank counts the parameter in sums over model-parallel ranks (norms, counts).
+def is_norm_owner(parameter: torch.Tensor, mesh: Mesh, is_partitioned: bool = True) -> bool:
+    """Returns whether this rank counts the parameter in sums over all ranks (norms, counts).
 
-    Over the tensor and pipeline ranks of one replica, each element has exactly one owner. Sharded parameters
-    count on every rank, replicated parameters on tensor-parallel rank 0, and tied parameters on the first
-    stage that holds them. (DeepSpeed sets `ds_pipe_replicated` on the replicas of the other stages.)
+    Each element has exactly one owner. Sharded parameters count on every rank of these axes, replicated
+    parameters on the first rank, and tied parameters on the first stage that holds them. (DeepSpeed sets
+    `ds_pipe_replicated` on the replicas of the other stages.) is_partitioned: see `Mesh.replica_of`.
     """
-    if getattr(parameter, "ds_pipe_replicated", False):
-        return False
-    return spec_of(parameter).shard_dim is not None or tp_group.rank == 0
+    is_replica_of_stage = getattr(parameter, "ds_pipe_replicated", False)
+    return not is_replica_of_stage and mesh.counts(spec_of(parameter), is_partitioned)
+
+
+def is_tp_replicated(parameter: torch.Tensor) -> bool:
+    """Returns whether all tensor-parallel ranks hold equal elements of the parameter."""
+    return "tp" in spec_of(parameter).replica_axes
 
 
 def mark_sequence_parallel_grad(parameter: torch.Tensor) -> None:
@@ -173,7 +194,7 @@ def mark_sequence_parallel_grad(parameter: torch.Tensor) -> None:
 def mark_sequence_parallel_grads(module: nn.Module) -> None:
     """Marks the replicated parameters of a module that computes with this rank's part of the sequence."""
     for parameter in module.parameters():
-        if spec_of(parameter).shard_dim is None:
+        if is_tp_replicated(parameter):
             mark_sequence_parallel_grad(parameter)
 
 
@@ -183,23 +204,27 @@ def is_sequence_parallel_grad(parameter: torch.Tensor) -> bool:
 
 
 def initial_values(
-    spec: ParameterSpec, seed: int, name: str, tp_group: TPGroup, elements: range | None = None
+    spec: ParameterSpec, seed: int, name: str, axes: Sequence[Axis], elements: range | None = None
 ) -> torch.Tensor:
-    """Returns this rank's shard of the initial values of the parameter `name`, fp32, on the CPU.
+    """Returns a rank's shard of the initial values of the parameter `name`, fp32, on the CPU.
 
-    elements: the elements of the flat shard that the caller reads; the others may be undefined."""
-    shard = np.empty(local_shape(spec, tp_group), dtype=np.float32)
+    axes: the rank's place. elements: the elements of the flat shard that the caller reads; the others may be
+    undefined."""
+    shard = np.empty(spec.local_shape(axes), dtype=np.float32)
     if spec.init_std is None:
         shard.fill(spec.init_value)
     else:
-        _fill_normal(shard, spec, seed, name, tp_group, elements or range(shard.size))
+        _fill_normal(shard, spec, seed, name, axes, elements or range(shard.size))
     if spec.num_valid_rows is not None:
-        _zero_padding(shard, spec, tp_group)
+        if any(dim != 0 or parts != 1 for dim, _, parts in spec.sharding):
+            raise ValueError(f"num_valid_rows needs a parameter replicated or sharded along its rows: {spec}")
+        first_row = spec.segments(axes)[0][0].start
+        shard[max(spec.num_valid_rows - first_row, 0) :] = 0.0
     return torch.from_numpy(shard)
 
 
 def initialize_parameters(
-    module: nn.Module, seed: int, tp_group: TPGroup, values: InitialValues = initial_values
+    module: nn.Module, seed: int, axes: Sequence[Axis], values: InitialValues = initial_values
 ) -> None:
     """Initializes every parameter of `module` that has memory, in place, with `values`.
 
@@ -209,54 +234,65 @@ def initialize_parameters(
     with torch.no_grad():
         for name, parameter in module.named_parameters():
             if has_memory(parameter):
-                parameter.copy_(values(spec_of(parameter), seed, name, tp_group, None))
+                parameter.copy_(values(spec_of(parameter), seed, name, axes, None))
 
 
 def _fill_normal(
-    shard: np.ndarray, spec: ParameterSpec, seed: int, name: str, tp_group: TPGroup, elements: range
+    shard: np.ndarray, spec: ParameterSpec, seed: int, name: str, axes: Sequence[Axis], elements: range
 ) -> None:
-    dim = spec.shard_dim or 0
-    inner = math.prod(shard.shape[1:])
-    units = spec.global_shape[dim]
+    dim = spec.sharding[0].dim if spec.sharding else 0
+    shape, inner = spec.global_shape, math.prod(shard.shape[1:])
     std = np.float32(spec.init_std)
     digest = hashlib.sha256(f"{seed}/{name}".encode()).digest()
     key = np.frombuffer(digest[:16], dtype="<u8")
-    scratch = np.empty(_UNITS_PER_STREAM * (math.prod(spec.global_shape) // units), dtype=np.float32)
-    for offset, part in placed_slices(spec, tp_group):
-        for stream in range(part.start // _UNITS_PER_STREAM, -(-part.stop // _UNITS_PER_STREAM)):
+    scratch = np.empty(_UNITS_PER_STREAM * (math.prod(shape) // shape[dim]), dtype=np.float32)
+    # For each dimension: the first index in the shard, and the indices in the full parameter, of a segment.
+    placed = [
+        list(zip(accumulate(map(len, ranges), initial=0), ranges, strict=False))
+        for ranges in spec.segments(axes)
+    ]
+    for own in placed[dim]:
+        for stream in range(own[1].start // _UNITS_PER_STREAM, -(-own[1].stop // _UNITS_PER_STREAM)):
             first = stream * _UNITS_PER_STREAM
-            last = min(first + _UNITS_PER_STREAM, units)
-            start, stop = max(first, part.start), min(last, part.stop)
-            own = slice(offset + start - part.start, offset + stop - part.start)
-            step = _ROWS_PER_STREAM
-            blocks = [slice(row, row + step) for row in range(0, len(shard), step)] if dim else [own]
-            for index, rows in enumerate(blocks):
-                target = shard[rows]
-                if (
-                    rows.start * inner >= elements.stop
-                    or (rows.start + len(target)) * inner <= elements.start
-                ):
+            region = [range(size) for size in shape]
+            region[dim] = range(first, min(first + _UNITS_PER_STREAM, shape[dim]))
+            step = _ROWS_PER_STREAM if dim else shape[0]
+            for index, row in enumerate(range(0, shape[0], step)):
+                if dim:
+                    region[0] = range(row, min(row + step, shape[0]))
+                segments = [[own] if d == dim else placed[d] for d in range(len(shape))]
+                targets = [
+                    slices
+                    for combination in product(*segments)
+                    if (slices := _overlap(combination, region)) is not None
+                    and slices[0][0].start * inner < elements.stop
+                    and slices[0][0].stop * inner > elements.start
+                ]
+                if not targets:
                     continue
                 # The two highest words of the counter are the stream's place, so streams do not overlap.
                 generator = np.random.Generator(np.random.Philox(key=key, counter=[0, 0, index, stream]))
-                shape = [len(target), *spec.global_shape[1:]]
-                shape[dim] = last - first
                 # Generates the full stream even if this rank needs a part of it, so that all ranks agree.
-                values = scratch[: math.prod(shape)].reshape(shape)
+                sizes = [len(indices) for indices in region]
+                values = scratch[: math.prod(sizes)].reshape(sizes)
                 generator.standard_normal(out=values, dtype=np.float32)
-                kept = values[_slice_along_dim(dim, slice(start - first, stop - first))]
-                np.multiply(kept, std, out=target[_slice_along_dim(dim, own)] if dim else target)
+                for target, source in targets:
+                    np.multiply(values[source], std, out=shard[target])
 
 
-def _zero_padding(shard: np.ndarray, spec: ParameterSpec, tp_group: TPGroup) -> None:
-    if spec.shard_dim not in (None, 0) or spec.num_fused_parts != 1:
-        raise ValueError(f"num_valid_rows needs a parameter replicated or sharded along its rows: {spec}")
-    first_row = local_slices(spec, tp_group)[0].start
-    shard[max((spec.num_valid_rows or 0) - first_row, 0) :] = 0.0
-
-
-def _slice_along_dim(dim: int, part: slice) -> tuple[slice, ...]:
-    return (slice(None),) * dim + (part,)
+def _overlap(
+    segments: Sequence[tuple[int, range]], region: Sequence[range]
+) -> tuple[tuple[slice, ...], tuple[slice, ...]] | None:
+    """Returns where the elements of a region that are in a segment of each dimension are in the shard, and in
+    the region; None if there are none."""
+    target, source = [], []
+    for (offset, own), indices in zip(segments, region, strict=True):
+        low, high = max(own.start, indices.start), min(own.stop, indices.stop)
+        if low >= high:
+            return None
+        target.append(slice(offset + low - own.start, offset + high - own.start))
+        source.append(slice(low - indices.start, high - indices.start))
+    return tuple(target), tuple(source)
 
 
 def own_storage(tensor: torch.Tensor) -> torch.Tensor:

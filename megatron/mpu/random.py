@@ -29,7 +29,7 @@ from deepspeed.accelerator import get_accelerator
 from megatron.kernels.dropout import drop_threshold, fused_dropout_add, part_offsets, shard_offsets
 from megatron.kernels.operators import first_order
 from megatron.kernels.selection import uses_kernels
-from megatron.mpu.layout import TPGroup
+from megatron.mpu.mesh import Axis
 from megatron.mpu.mix64 import mix64, signed
 
 # Elements of a mask that a CPU computes at a time, so that temporaries stay in a core's cache.
@@ -110,7 +110,7 @@ class DropoutMask(NamedTuple):
     """The dimension that indexes the samples of `rng`; not the last one."""
     shard_dim: int | None
     """The dimension that is sharded over the tensor-parallel ranks; None if replicated."""
-    tp_group: TPGroup
+    tp_group: Axis
     part: Part | None = None
     """Which part of the full activation this is, apart from shard_dim; None: all of it."""
 
@@ -124,7 +124,7 @@ def dropout(
     batch_dim: int,
     shard_dim: int | None = None,
     part: Part | None = None,
-    tp_group: TPGroup,
+    tp_group: Axis,
 ) -> torch.Tensor:
     """Sets elements of `x` to zero with probability p and divides the others by 1 - p. p = 0 returns `x`. The
     other arguments: see `DropoutMask`."""
@@ -148,7 +148,7 @@ def dropout_add(
     batch_dim: int,
     shard_dim: int | None = None,
     part: Part | None = None,
-    tp_group: TPGroup,
+    tp_group: Axis,
 ) -> torch.Tensor:
     """Returns residual + dropout(x + bias), with Triton in one kernel. bias: [size of the last dimension].
     The other arguments: see `dropout`."""

@@ -38,8 +38,8 @@ from torch import Tensor, nn
 
 from megatron.kernels.norms import copy_gradient_op
 from megatron.kernels.selection import uses_kernels
-from megatron.mpu.layout import TPGroup
-from megatron.mpu.parameters import main_grad_of, set_main_grad, spec_of, without_memory
+from megatron.mpu.mesh import Axis
+from megatron.mpu.parameters import is_tp_replicated, main_grad_of, set_main_grad, without_memory
 from megatron.optimizer.quantized import BLOCK_SIZE, QuantizedMoment, read_moment
 from megatron.torch_versions import all_gather_single, reduce_scatter_single
 
@@ -51,6 +51,16 @@ ALIGNMENT = 16
 # after one of odd size would not be aligned to 16 bytes, for which cuBLAS and Triton have slower kernels. The
 # sizes of usual models are multiples of it.
 PARAMETER_ALIGNMENT = 64
+
+
+class _Complete:
+    """The work of a collective of one rank."""
+
+    def wait(self) -> None:
+        """Does nothing."""
+
+
+Pending = dist.Work | _Complete
 
 
 class FlatGroup:
@@ -66,21 +76,19 @@ class FlatGroup:
     def __init__(
         self,
         group: dict[str, Any],
-        partitions: int,
-        partition: int,
-        dp_group: dist.ProcessGroup | None = None,
+        axis: Axis,
+        is_partitioned: bool,
         *,
         shards_gradients: bool = False,
         initial_values: Callable[[nn.Parameter, range], Tensor] | None = None,
         master_on_host: bool = False,
     ) -> None:
-        """`partitions`, `partition`: number of partitions and index of this rank's. `dp_group`: the ranks
-        that hold the partitions, None for one partition. `shards_gradients`: the full gradients are allocated
-        only while in use. `initial_values`: the full weights, too, are allocated only while in use; the
-        parameters have no memory yet, and this function returns some of their elements (fp32, on the host).
-        `master_on_host`: master weights and optimizer state are kept in host memory (--cpu-offload)."""
-        if partitions > 1 and dp_group is None:
-            raise ValueError(f"{partitions} partitions without the process group of the ranks that hold them")
+        """`axis`: the ranks that reduce the gradients. `is_partitioned`: whether each of them holds a
+        partition. `shards_gradients`: the full gradients are allocated only while in use. `initial_values`:
+        the full weights, too, are allocated only while in use; the parameters have no memory yet, and this
+        function returns some of their elements (fp32, on the host). `master_on_host`: master weights and
+        optimizer state are kept in host memory (--cpu-offload)."""
+        partitions = axis.size if is_partitioned else 1
         self.parameters: list[nn.Parameter] = list(group["params"])
         self.moment_bits: int = group.get("moment_bits", 32)
         self.unit: str | None = group.get("unit")
@@ -96,9 +104,9 @@ class FlatGroup:
             offset = self.offsets[parameter] + parameter.numel()
         length = math.ceil(offset / aligned) * aligned
         first = self.parameters[0]
-        self.partitions, self._dp_group = partitions, dp_group
+        self.partitions, self.axis = partitions, axis
         self.size = length // partitions
-        self.start = partition * self.size
+        self.start = axis.rank * self.size if is_partitioned else 0
         # Weights before gradients: the parameters' original memory is freed in between.
         self.weights = torch.zeros(length, dtype=first.dtype, device=first.device)
         views = [self._part(self.weights, p).view_as(p) for p in self.parameters]
@@ -220,17 +228,21 @@ class FlatGroup:
         elif not self.weights_are_master:
             self.local_weights.copy_(self.master.detach())
 
-    def all_gather_params(self) -> dist.Work:
+    def all_gather_params(self) -> Pending:
         """Starts the all-gather of the full weights; complete after `wait()`. Collective."""
         own = self.local_weights
         if self.shards_weights:
             _alloc_storage(self.weights)
             for parameter, view in self._full_params:
                 parameter.data = view
-        elif dist.get_backend(self._dp_group) == dist.Backend.GLOO:
+        if self.axis.size == 1:
+            if self.shards_weights:
+                self.weights.copy_(own)
+            return _Complete()
+        if not self.shards_weights and dist.get_backend(self.axis.group) == dist.Backend.GLOO:
             own = own.clone()  # gloo does not support an input that overlaps the output
         # Tensors that autograd saved stay valid: a parameter does not share the buffer's version counter.
-        return all_gather_single(self.weights, own, group=self._dp_group, async_op=True)
+        return all_gather_single(self.weights, own, group=self.axis.group, async_op=True)
 
     def free_full_params(self) -> None:
         """Frees the full weights; this rank's partition stays."""
@@ -254,13 +266,15 @@ class FlatGroup:
             if end < start:
                 self.gradients[end:start].zero_()
 
-    def reduce_scatter_grads(self) -> dist.Work:
+    def reduce_scatter_grads(self) -> Pending:
         """Starts the reduce-scatter of the full gradients. After `wait()` this rank's partition is the
         sum over the replicas, and the rest is undefined. Collective."""
-        if prefers_all_reduce(self._dp_group):
-            return dist.all_reduce(self.gradients, group=self._dp_group, async_op=True)
+        if self.axis.size == 1:
+            return _Complete()
+        if prefers_all_reduce(self.axis.group):
+            return dist.all_reduce(self.gradients, group=self.axis.group, async_op=True)
         return reduce_scatter_single(
-            self._own_part(self.gradients), self.gradients, group=self._dp_group, async_op=True
+            self._own_part(self.gradients), self.gradients, group=self.axis.group, async_op=True
         )
 
     def accumulate_grad_shard(self) -> None:
@@ -344,7 +358,7 @@ def _alloc_storage(flat: Tensor) -> None:
 
 
 @torch.no_grad()
-def average_replicated(groups: Sequence[FlatGroup], tp_group: TPGroup) -> None:
+def average_replicated(groups: Sequence[FlatGroup], tp_group: Axis) -> None:
     """Averages the master weights of replicated parameters over the tensor-parallel ranks. Collective.
 
     Flat buffers have the same layout on all tensor-parallel ranks, so their partitions hold the same
@@ -354,7 +368,7 @@ def average_replicated(groups: Sequence[FlatGroup], tp_group: TPGroup) -> None:
         flat.master[start : start + length]
         for flat in groups
         for parameter, start, length in flat.fragments()
-        if spec_of(parameter).shard_dim is None
+        if is_tp_replicated(parameter)
     ]
     if tp_group.size == 1 or not parts:
         return

@@ -14,8 +14,8 @@ from torch import Tensor
 
 from megatron.kernels.norms import fused_norms
 from megatron.kernels.selection import uses_kernels
+from megatron.mpu.mesh import Mesh
 from megatron.optimizer.flat_group import FlatGroup
-from megatron.optimizer.zero import OptimizerProcessGroups
 from megatron.text_table import first_few
 
 NORM_CHUNK = 4096
@@ -58,12 +58,12 @@ def record_norms(flats: Sequence[FlatGroup]) -> None:
 _SHOWN_RANKS = 4
 
 
-def where_not_finite(bad: Sequence[str], groups: OptimizerProcessGroups, loss: Tensor | None) -> str:
+def where_not_finite(bad: Sequence[str], mesh: Mesh, loss: Tensor | None) -> str:
     """Describes the first ranks with parameters `bad`, as one text for all ranks. Collective.
 
     bad: names of this rank's parameters whose gradient is not finite. loss: this rank's loss, if it has one.
     """
-    report = f"{groups.description}: {first_few(bad, limit=1)}" if bad else None
+    report = f"rank {mesh.rank} ({mesh.place}): {first_few(bad, limit=1)}" if bad else None
     if report and loss is not None and not loss.isfinite():
         report += f", with a loss of {loss.item()}"
     reports = [report]

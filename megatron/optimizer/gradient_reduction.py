@@ -15,9 +15,10 @@ With ZeRO each element is summed and then used only on one data-parallel rank, i
    same partitions.
 4. Parameters replicated over tensor-parallel ranks: all ranks take the gradient of TP rank 0.
 
-Without ZeRO every data-parallel rank uses all elements, and the TP groups of step 2 differ between these
-ranks. So step 2 comes first. Then an all-reduce of each flat buffer over the data-parallel group gives its
-members the same bits. Step 3 must follow it, since the buffers of the two stages have different lengths.
+Without ZeRO every data-parallel rank uses all elements, and the tensor-parallel groups of step 2 differ
+between these ranks. So step 2 comes first. Then an all-reduce of each flat buffer over the data-parallel
+group gives its members the same bits. Step 3 must follow it, since the buffers of the two stages have
+different lengths.
 """
 
 from __future__ import annotations
@@ -28,9 +29,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from megatron.mpu.layout import TPGroup
-from megatron.mpu.parameters import is_sequence_parallel_grad, spec_of
-from megatron.optimizer.flat_group import FlatGroup
+from megatron.mpu.mesh import Axis
+from megatron.mpu.parameters import is_sequence_parallel_grad, is_tp_replicated
+from megatron.optimizer.flat_group import FlatGroup, Pending
 from megatron.optimizer.gradient_norm import record_norms
 
 
@@ -40,13 +41,12 @@ class GradientReduction:
     def __init__(
         self,
         flats: Sequence[FlatGroup],
-        dp_group: dist.ProcessGroup | None,
         tied: Sequence[tuple[nn.Parameter, dist.ProcessGroup]],
-        tp_group: TPGroup,
+        tp_group: Axis,
     ) -> None:
-        """`dp_group`: None if the data-parallel size is 1. `tied`: parameters with a replica on another
-        stage, and the process group of the two stages. Raises ValueError for a parameter on three or more."""
-        self._flats, self._dp_group, self._tp_group = list(flats), dp_group, tp_group
+        """`tied`: parameters with a replica on another stage, and the process group of the two stages. Raises
+        ValueError for a parameter on three or more."""
+        self._flats, self._tp_group = list(flats), tp_group
         for parameter, stages in tied:
             if dist.get_world_size(stages) != 2:
                 raise ValueError(
@@ -57,13 +57,14 @@ class GradientReduction:
         stages_of = {parameter: stages for parameter, stages in tied}
         self._tied = [(*pair, stages_of[pair[1]]) for pair in held if pair[1] in stages_of]
         self._sequence_parallel = [pair for pair in held if is_sequence_parallel_grad(pair[1])]
-        self._started: list[tuple[FlatGroup, dist.Work]] = []
-        self._replicated = [pair for pair in held if tp_group.size > 1 and spec_of(pair[1]).shard_dim is None]
+        self._started: list[tuple[FlatGroup, Pending]] = []
+        self._replicated = [pair for pair in held if tp_group.size > 1 and is_tp_replicated(pair[1])]
 
     @property
     def exchanges(self) -> bool:
         """Whether `run` changes any gradient of this rank."""
-        return self._dp_group is not None or bool(self._tied or self._replicated)
+        is_reduced = any(flat.axis.size > 1 for flat in self._flats)
+        return is_reduced or bool(self._tied or self._replicated)
 
     @torch.no_grad()
     def start(self, flats: Sequence[FlatGroup]) -> None:
@@ -88,9 +89,9 @@ class GradientReduction:
             pending.wait()
         self._started.clear()
         self._all_reduce_packed([flat.owned_grad(parameter) for flat, parameter in self._sequence_parallel])
-        if self._dp_group is not None:
-            for flat in replicated:
-                dist.all_reduce(flat.gradients, group=self._dp_group)
+        for flat in replicated:
+            if flat.axis.size > 1:
+                dist.all_reduce(flat.gradients, group=flat.axis.group)
         for flat, parameter, stages in self._tied:
             if (gradient := flat.owned_grad(parameter)).numel():
                 dist.all_reduce(gradient, group=stages)

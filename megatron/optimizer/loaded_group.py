@@ -20,7 +20,6 @@ from megatron.errors import UserError
 from megatron.optimizer.eight_bit import new_moment
 from megatron.optimizer.flat_group import ALIGNMENT, FlatGroup
 from megatron.optimizer.quantized import write_moment
-from megatron.optimizer.zero import OptimizerProcessGroups
 
 
 def in_host_memory(values: Tensor) -> Tensor | None:
@@ -38,17 +37,16 @@ class LoadedGroup:
         state: MutableMapping[Any, dict[str, Any]],
         group: dict[str, Any],
         steps_in_group: bool,
-        groups: OptimizerProcessGroups,
     ) -> None:
         """state, group: the optimizer's state, and its record of the group. steps_in_group: whether the
         optimizer keeps the number of updates in `group`."""
         self._flat, self._state, self._group, self._steps_in_group = flat, state, group, steps_in_group
-        self._groups = groups
+        self._axis = flat.axis
         # A share could divide a block of 8-bit elements, and NCCL does not reach host memory.
         is_shared = (
-            flat.partitions == 1 and groups.dp_size > 1 and not flat.quantized and flat.host_gradients is None
+            flat.partitions == 1 and flat.axis.size > 1 and not flat.quantized and flat.host_gradients is None
         )
-        self._shares = groups.dp_size if is_shared else 1
+        self._shares = flat.axis.size if is_shared else 1
         self._share_size = math.ceil(flat.size / self._shares / ALIGNMENT) * ALIGNMENT
         # The optimizer's state that all parameters of the group share: the step.
         self._others: dict[str, Any] = {}
@@ -58,7 +56,7 @@ class LoadedGroup:
     def fragments(self) -> list[tuple[nn.Parameter, int, int]]:
         """Returns (parameter, start, length) for each parameter with elements in this rank's share of the
         partition, in order."""
-        rank = self._groups.dp_rank if self._shares > 1 else 0
+        rank = self._axis.rank if self._shares > 1 else 0
         low, high = rank * self._share_size, (rank + 1) * self._share_size
         clipped = [
             (parameter, max(start, low), min(start + length, high))
@@ -106,7 +104,7 @@ class LoadedGroup:
         data-parallel group. Raises UserError on all of its ranks if they have read different steps."""
         if self._shares > 1:
             read: list[Any] = [None] * self._shares
-            dist.all_gather_object(read, (self._first_name, self._others, self._moments), self._groups.data)
+            dist.all_gather_object(read, (self._first_name, self._others, self._moments), self._axis.group)
             for name, others, moments in read:
                 self.add_others(name, others)
                 for key in moments:  # a share of padding alone has none
@@ -118,7 +116,7 @@ class LoadedGroup:
 
     def _broadcast_shares(self, buffer: Tensor) -> None:
         for rank, share in enumerate(buffer.split(self._share_size)):
-            dist.broadcast(share, group=self._groups.data, group_src=rank)
+            dist.broadcast(share, group=self._axis.group, group_src=rank)
 
     def _store_others(self) -> None:
         """Restores the state that is not a moment, where the optimizer reads it."""

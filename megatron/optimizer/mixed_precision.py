@@ -10,14 +10,15 @@ would depend on its layout. This module replaces them with one code path:
 - master weights and optimizer state are sharded over the data-parallel ranks (ZeRO-1) or replicated (ZeRO-0).
   ZeRO-2 also shards the gradients of transformer layers, ZeRO-3 their weights (`overlap`).
 
-The saved state has the layout of DeepSpeed's ZeRO files, so DeepSpeed's tools can read it. 8-bit moments are
-saved in fp32: any optimizer of the Adam family can load them, on any layout.
+Checkpoints get the state in `pieces` of parameters. 8-bit moments are saved in fp32: any optimizer of the
+Adam family can load them, on any layout.
 """
 
 import math
 from collections import deque
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -25,9 +26,9 @@ import torch.distributed as dist
 from deepspeed.accelerator import get_accelerator
 from torch import Tensor, nn
 
-from megatron.mpu.layout import TPGroup
-from megatron.mpu.parameter_spec import ParameterSpec
+from megatron.mpu.mesh import Mesh
 from megatron.mpu.parameters import is_norm_owner, main_grad_of, own_storage, spec_of
+from megatron.mpu.pieces import Piece
 from megatron.mpu.world import max_over_ranks
 from megatron.optimizer.flat_group import (
     FlatGroup,
@@ -44,14 +45,13 @@ from megatron.optimizer.matrix_optimizer import MatrixOptimizer
 from megatron.optimizer.overlap import Bucket, ShardedUnit, UnitOverlap
 from megatron.optimizer.quantized import QuantizedMoment, read_moment
 from megatron.optimizer.whole_matrices import WholeMatrices
-from megatron.optimizer.zero import LocalParamState, OptimizerProcessGroups, ZeroConfig, deepspeed_state
+from megatron.optimizer.zero import ZeroConfig
 
-# Reads a part of a parameter's saved state. Arguments: global name, spec, this rank's tensor-parallel group,
-# the first element and the end of the part in this TP rank's shard, and a tensor in host memory that gets the
-# master weights, or None. Result: master weights (flat, fp32), a function for each moment that reads it into
-# such a tensor, or into a new one (None), and other state such as the step.
+# Reads the saved state of a piece. Arguments: the piece without values, and a tensor in host memory that gets
+# the master weights, or None. Result: master weights (flat, fp32), a function for each moment that reads it
+# into such a tensor, or into a new one (None), and other state such as the step.
 SavedState = Callable[
-    [str, ParameterSpec, TPGroup, int, int, Tensor | None],
+    [Piece, Tensor | None],
     tuple[Tensor, Mapping[str, Callable[[Tensor | None], Tensor]], dict[str, Any]],
 ]
 
@@ -67,8 +67,7 @@ class MixedPrecisionOptimizer:
         self,
         optimizer: torch.optim.Optimizer,
         names: dict[nn.Parameter, str],
-        groups: OptimizerProcessGroups,
-        tp_group: TPGroup,
+        mesh: Mesh,
         tied: Sequence[tuple[nn.Parameter, dist.ProcessGroup]],
         scaler: LossScaler,
         zero: ZeroConfig,
@@ -80,15 +79,12 @@ class MixedPrecisionOptimizer:
         `averages_replicated`: average parameters replicated over tensor-parallel ranks after each step."""
         self.optimizer = optimizer
         self.names = names
-        self.groups = groups
-        self.tp_group = tp_group
+        self.mesh = mesh
         self.scaler = scaler
         self.clip_grad = clip_grad
         self.averages_replicated = averages_replicated
-        self.partition_count = groups.dp_size if zero.zero_stage >= 1 else 1
-        if zero.zero_stage >= 1:
-            # DeepSpeed's engine checks for this attribute: with it, every data-parallel rank saves its state.
-            self.dp_process_group = groups.data
+        self.is_partitioned = zero.zero_stage >= 1
+        """Whether the ranks that reduce a gradient share one replica of the optimizer state (ZeRO)."""
         # NVIDIA apex's Adam keeps its step count in the groups, torch's in the state.
         self._steps_in_groups = type(optimizer).__module__.startswith("apex.")
         self.found_nonfinite = False
@@ -109,12 +105,11 @@ class MixedPrecisionOptimizer:
         for group, flat in zip(optimizer.param_groups, self.flat, strict=True):
             group["params"] = [flat.master]
         self.parameters = [p for flat in self.flat for p in flat.parameters]
-        dp_group = groups.data if groups.dp_size > 1 else None
         self._whole_matrices: WholeMatrices | None = None
         if isinstance(optimizer, MatrixOptimizer):
-            self._whole_matrices = WholeMatrices(self.flat, groups, tp_group, optimizer.matrix_update)
-        self._reduction = GradientReduction(self.flat, dp_group, tied, tp_group)
-        counted = [is_norm_owner(p, tp_group) for p in self.parameters]
+            self._whole_matrices = WholeMatrices(self.flat, mesh, optimizer.matrix_update)
+        self._reduction = GradientReduction(self.flat, tied, mesh.tp)
+        counted = [is_norm_owner(p, mesh, self.is_partitioned) for p in self.parameters]
         self._counted = torch.tensor(counted, dtype=torch.bool, device=self._device())
         self.unit_overlap = UnitOverlap(zero.overlap_param_gather, zero.overlap_grad_reduce)
         self._units = [
@@ -138,9 +133,8 @@ class MixedPrecisionOptimizer:
         values_of = zero.initial_values if in_unit else None
         return FlatGroup(
             group,
-            self.partition_count,
-            self.groups.dp_rank if self.partition_count > 1 else 0,
-            self.groups.data,
+            self.mesh.reduced_over(spec_of(group["params"][0])),
+            self.is_partitioned,
             shards_gradients=in_unit,
             initial_values=None if values_of is None else lambda p, part: values_of(self.names[p], part),
             master_on_host=zero.cpu_offload and not is_host_memory(group["params"][0].device),
@@ -155,11 +149,6 @@ class MixedPrecisionOptimizer:
     def param_groups(self) -> list[dict]:
         """The wrapped optimizer's groups, which hold the learning rates."""
         return self.optimizer.param_groups
-
-    @property
-    def fp16_groups(self) -> list[list[nn.Parameter]]:
-        """The model's parameters per group. DeepSpeed records their shapes under this name."""
-        return [flat.parameters for flat in self.flat]
 
     @property
     def overflow(self) -> bool:
@@ -224,7 +213,7 @@ class MixedPrecisionOptimizer:
         """
         # The gradients are sums over data-parallel ranks of the scaled loss's gradients. This factor makes
         # them the gradients of the mean loss.
-        factor = 1.0 / (self.scaler.scale * self.groups.dp_size)
+        factor = 1.0 / (self.scaler.scale * self.mesh.dp_cp.size)
         self.grad_norm = self._global_norm() * factor
         self.found_nonfinite = not math.isfinite(self.grad_norm)
         self.diagnosis = ""
@@ -252,7 +241,7 @@ class MixedPrecisionOptimizer:
         wait_for_copies(self.flat)
         self.update_masters()
         if self.averages_replicated:
-            average_replicated(self.flat, self.tp_group)
+            average_replicated(self.flat, self.mesh.tp)
         self._all_gather_params()
 
     def update_masters(self) -> None:
@@ -275,9 +264,10 @@ class MixedPrecisionOptimizer:
         late as the next forward pass of its first layer."""
         for flat in self.flat:
             flat.copy_master_to_params()
-        if self.partition_count > 1:
+        if self.is_partitioned:
             in_buckets = {id(flat) for bucket in self.buckets for flat in bucket.flats}
-            rest = [flat for flat in self.flat if not flat.shards_weights and id(flat) not in in_buckets]
+            rest = [flat for flat in self.flat if flat.partitions > 1 and not flat.shards_weights]
+            rest = [flat for flat in rest if id(flat) not in in_buckets]
             pending = [flat.all_gather_params() for flat in rest]
             for work in pending:
                 work.wait()
@@ -323,13 +313,8 @@ class MixedPrecisionOptimizer:
         squares = norms.square()
         # Replicas that do not count must still be finite: 0 * inf and 0 * NaN are NaN.
         square = torch.where(self._counted, squares, squares * 0.0).sum()
-        if self.partition_count > 1:
-            dist.all_reduce(square)  # over all ranks, whose shards are disjoint
-        elif self.groups.model is not None:
-            dist.all_reduce(square, group=self.groups.model)
-        if self.partition_count == 1 and self.groups.dp_size > 1:
-            # Each model-parallel group may round differently, but all replicas must clip by the same factor.
-            dist.broadcast(square, group=self.groups.data, group_src=0)
+        if self.mesh.world_size > 1:
+            dist.all_reduce(square)  # over all ranks, which count disjoint elements
         # The only synchronization with the device in a step.
         total, *exit_code = torch.stack([square, *codes]).tolist()
         self.exit_code = int(exit_code[0]) if exit_code else None
@@ -349,7 +334,7 @@ class MixedPrecisionOptimizer:
         collective."""
         finite = self._norms_before_reduction().isfinite().tolist()
         bad = [self.names[p] for p, is_finite in zip(self.parameters, finite, strict=True) if not is_finite]
-        where = where_not_finite(bad, self.groups, self._loss)
+        where = where_not_finite(bad, self.mesh, self._loss)
         return "the gradient is non-finite, the step was not taken; first non-finite parameter: " + where
 
     # --- moments ---
@@ -373,16 +358,13 @@ class MixedPrecisionOptimizer:
             return {}
         return {key: read_moment(moment, *fragment) for key, moment in self.moments_of(flat).items()}
 
-    # --- checkpoints: the layout of DeepSpeed's ZeRO files ---
+    # --- checkpoints ---
 
-    def local_param_states(
-        self, names: Collection[str] | None = None, with_values: bool = True
-    ) -> Iterator[LocalParamState]:
-        """Yields the state of each parameter with elements in this rank's partitions. names: only of these
-        parameters. with_values: false yields states without tensors, at no cost."""
+    def pieces(self, names: Collection[str] | None = None, with_values: bool = True) -> Iterator[Piece]:
+        """Yields the elements of each parameter in this rank's partitions. names: only of these parameters.
+        with_values: false yields pieces without tensors, at no cost."""
         self.wait_for_params()
         for group, flat in zip(self.param_groups, self.flat, strict=True):
-            step = self.optimizer.state.get(flat.master, {}).get("step", group.get("step"))
             for parameter, start, length in flat.fragments():
                 if names is not None and self.names[parameter] not in names:
                     continue
@@ -390,46 +372,57 @@ class MixedPrecisionOptimizer:
                 if with_values:
                     values = {"fp32": flat.master.detach()[start : start + length]}
                     values |= self.moment_fragments(flat, parameter)
-                yield self._local_state(flat, parameter, values, None if step is None else float(step))
+                yield self._piece(group, flat, parameter, flat.first_element(parameter), length, values)
 
-    def _local_state(
-        self, flat: FlatGroup, parameter: nn.Parameter, values: dict[str, Tensor], step: float | None = None
-    ) -> LocalParamState:
-        return LocalParamState(
-            name=self.names[parameter],
-            spec=spec_of(parameter),
-            tp_group=self.tp_group,
-            start=flat.first_element(parameter),
-            values=values,
-            step=step,
-            quantized=flat.quantized,
-            owned=is_norm_owner(parameter, self.tp_group),
-        )
-
-    def state_dict(self) -> dict:
-        """Returns fp32 master weights and moments of this rank's partitions, and the parameters' offsets."""
-        base = self.optimizer.state_dict()
-        lengths, masters = [], []
-        for index, flat in enumerate(self.flat):
-            lengths.append({self.names[parameter]: length for parameter, _, length in flat.fragments()})
-            if self._steps_in_groups and index in base["state"]:
-                base["state"][index] = {**base["state"][index], "step": self.param_groups[index]["step"]}
-            moments = self.moments_of(flat)
-            if moments:
-                packed_moments = {key: flat.without_padding(moment) for key, moment in moments.items()}
-                base["state"][index] = {**base["state"][index], **packed_moments}
+    def packed_groups(self) -> Iterator[tuple[dict[str, Tensor], list[Piece]]]:
+        """Yields the state of each group in this rank's partition, flat, fp32, without padding, by state, and
+        its pieces, which are consecutive views of these tensors."""
+        self.wait_for_params()
+        for group, flat in zip(self.param_groups, self.flat, strict=True):
             master = flat.without_padding(flat.master.detach())
             # In fp32 they are a part of the weights of all partitions.
-            is_view_of_weights = flat.weights_are_master and self.partition_count > 1
-            masters.append(own_storage(master) if is_view_of_weights else master)
-        return deepspeed_state(
-            masters,
-            lengths,
-            self.partition_count,
-            clip_grad=self.clip_grad,
-            base_optimizer_state=base,
-            loss_scaler=self.scaler.state_dict(),
+            is_view_of_weights = flat.weights_are_master and flat.partitions > 1
+            packed = {"fp32": own_storage(master) if is_view_of_weights else master}
+            packed |= {key: flat.without_padding(moment) for key, moment in self.moments_of(flat).items()}
+            pieces, first = [], 0
+            for parameter, _, length in flat.fragments():
+                values = {key: tensor[first : first + length] for key, tensor in packed.items()}
+                offset = flat.first_element(parameter)
+                pieces.append(self._piece(group, flat, parameter, offset, length, values))
+                first += length
+            yield packed, pieces
+
+    def _piece(
+        self,
+        group: dict[str, Any],
+        flat: FlatGroup,
+        parameter: nn.Parameter,
+        first: int,
+        length: int,
+        values: dict[str, Tensor],
+    ) -> Piece:
+        spec = spec_of(parameter)
+        step = self.optimizer.state.get(flat.master, {}).get("step", group.get("step"))
+        return Piece(
+            self.names[parameter],
+            spec,
+            self.mesh.axes_of(spec),
+            first,
+            first + length,
+            values,
+            step=None if step is None else float(step),
+            quantized=flat.quantized,
+            owned=is_norm_owner(parameter, self.mesh),
         )
+
+    def optimizer_record(self) -> dict[str, Any]:
+        """Returns torch's state dict of the wrapped optimizer: its groups, and the state of each
+        partition."""
+        record = self.optimizer.state_dict()
+        if self._steps_in_groups:
+            for index, state in record["state"].items():
+                record["state"][index] = {**state, "step": self.param_groups[index]["step"]}
+        return record
 
     @torch.no_grad()
     def read_by_name(
@@ -437,7 +430,7 @@ class MixedPrecisionOptimizer:
         saved: SavedState,
         loss_scaler: dict | None,
         with_moments: bool,
-        before_rounding: Callable[[LocalParamState], None] = lambda part: None,
+        before_rounding: Callable[[Piece], None] = lambda piece: None,
     ) -> None:
         """Reads this rank's part of the master weights and moments from a checkpoint of any layout. Not
         collective. Once all ranks have read, `exchange_loaded` completes the load.
@@ -452,12 +445,11 @@ class MixedPrecisionOptimizer:
         self.optimizer.state.clear()
         self._loading = []
         for group, flat in zip(self.param_groups, self.flat, strict=True):
-            loading = LoadedGroup(flat, self.optimizer.state, group, self._steps_in_groups, self.groups)
+            loading = LoadedGroup(flat, self.optimizer.state, group, self._steps_in_groups)
             for parameter, start, length in loading.fragments():
-                name, first = self.names[parameter], flat.first_element(parameter, start)
+                piece = self._piece(group, flat, parameter, flat.first_element(parameter, start), length, {})
                 master = flat.master.data[start : start + length]
-                place = (name, spec_of(parameter), self.tp_group, first, first + length)
-                values, moments, others = saved(*place, in_host_memory(master))
+                values, moments, others = saved(piece, in_host_memory(master))
                 if in_host_memory(master) is None:
                     master.copy_(values)
                 del values  # moments are read lazily: only one tensor is in memory at a time
@@ -465,9 +457,9 @@ class MixedPrecisionOptimizer:
                     for key, read in moments.items():
                         elements = read(loading.host_moment(key, start, length))
                         if flat.quantized:
-                            before_rounding(self._local_state(flat, parameter, {key: elements}))
-                        loading.store_moment(name, key, start, elements)
-                    loading.add_others(name, others)
+                            before_rounding(replace(piece, values={key: elements}))
+                        loading.store_moment(piece.name, key, start, elements)
+                    loading.add_others(piece.name, others)
             self._loading.append(loading)
         if loss_scaler is not None:
             self.scaler.load_state_dict(loss_scaler)

@@ -40,11 +40,10 @@ from contextlib import contextmanager
 from itertools import pairwise
 from typing import Any
 
-import torch.distributed as dist
 from torch import Tensor, nn
 
 from megatron.mpu.compilation import not_compiled
-from megatron.optimizer.flat_group import FlatGroup, move_grad
+from megatron.optimizer.flat_group import FlatGroup, Pending, move_grad
 
 
 def divide_into_buckets(layer_sizes: Sequence[int], bucket_size: int) -> list[range]:
@@ -73,7 +72,7 @@ class _HookedLayers:
         # of a process group start only when the first one has ended.
         self.flats = sorted(flats, key=lambda flat: flat.size)
         self._parameters = [parameter for flat in flats for parameter in flat.parameters]
-        self._gathering: list[dist.Work] = []
+        self._gathering: list[Pending] = []
 
     def start_gather(self) -> None:
         """Starts the all-gather of the weights. Collective."""
@@ -226,7 +225,7 @@ class ShardedUnit(_HookedLayers):
         self._targets = dict(zip(self._parameters, zip(totals, norms, strict=True), strict=True))
         self._pending_params = set(self._parameters)
         self._in_backward = False
-        self._reducing: list[dist.Work] = []
+        self._reducing: list[Pending] = []
         for parameter in self._parameters:
             parameter.register_post_accumulate_grad_hook(self._take_grad)
         if any(flat.shards_weights for flat in flats):

@@ -10,8 +10,11 @@ from torch import nn
 
 from megatron.config import ConfigError, OptimizerConfig
 from megatron.config.registries import OPTIMIZERS
+from megatron.mpu.parameter_spec import ParameterSpec
 from megatron.mpu.parameters import spec_of
 from megatron.optimizer.eight_bit import EightBitAdam, moment_bits
+
+_DATA = ParameterSpec(()).reduced_axes
 
 
 def parameter_groups(
@@ -41,6 +44,9 @@ def parameter_groups(
     units: first part of a parameter's name ('3' in '3.mlp.dense_h_to_4h.weight') -> its unit. The parameters
     of each unit form separate groups with the key 'unit', after all others.
 
+    Parameters that are sharded over data- or context-parallel ranks, or over expert-parallel ones, form
+    groups of their own: other ranks reduce their gradients.
+
     tied: parameters with a replica on another stage. They form separate groups before those of the units, so
     their flat buffer is equal on both stages, whatever else the stages hold.
     """
@@ -54,12 +60,23 @@ def parameter_groups(
         held = others if unit is None else by_unit[unit]
         (replicas if id(parameter) in of_tied else held).append((name, parameter))
     settings = weight_decay, eight_bit, lr_mult, matrices
-    groups = _groups_by_kind(others, *settings)
-    groups += _groups_by_kind(replicas, *settings) if replicas else []
+    groups = _groups_by_axes(others, *settings)
+    groups += _groups_by_axes(replicas, *settings) if replicas else []
     for unit, of_unit in by_unit.items():
-        of_kinds = _groups_by_kind(of_unit, *settings)
+        of_kinds = _groups_by_axes(of_unit, *settings)
         groups += [{**group, "unit": unit} for group in of_kinds]
     return groups
+
+
+def _groups_by_axes(
+    named_parameters: Sequence[tuple[str, nn.Parameter]], *settings: Any
+) -> list[dict[str, Any]]:
+    """Returns the groups of each set of parameters whose gradients are reduced over the same axes. The first
+    set, which may be empty, has the parameters that all data- and context-parallel ranks hold."""
+    by_axes: dict[tuple[str, ...], list[tuple[str, nn.Parameter]]] = {_DATA: []}
+    for name, parameter in named_parameters:
+        by_axes.setdefault(spec_of(parameter).reduced_axes, []).append((name, parameter))
+    return [group for held in by_axes.values() for group in _groups_by_kind(held, *settings)]
 
 
 def _groups_by_kind(

@@ -12,10 +12,14 @@ from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from megatron.config import BatchSchedule, Config, ConfigError, ScheduleConfig, TrainingConfig
-from megatron.config.batch import BEGIN, Progress, Unit
+from megatron.config import Config, ConfigError, ScheduleConfig, TrainingConfig
 from megatron.config.registries import LR_DECAY_STYLES, WSD_DECAY_STYLES, WarmupRelativeStyle
-from megatron.config.validate import WSD_BY_TOKENS
+from megatron.optimizer.batch_schedule import BEGIN, BatchSchedule, Progress, Unit
+
+WSD_BY_TOKENS = (
+    "--lr-decay-style WSD with a decay that ends by tokens (--lr-decay-tokens or --train-tokens): "
+    "WSD counts in iterations or samples; set --lr-decay-iters or --lr-decay-samples instead"
+)
 
 
 @dataclass(frozen=True)
@@ -202,7 +206,7 @@ def _stable_end(schedule: ScheduleConfig, end: int, unit: Unit) -> int:
         raise ConfigError(WSD_BY_TOKENS)
     by_iters = unit == "iterations"
     length = schedule.lr_wsd_decay_iters if by_iters else schedule.lr_wsd_decay_samples
-    assert length is not None  # checked by config.validate
+    assert length is not None  # checked by `megatron.arguments`
     return end - length
 
 

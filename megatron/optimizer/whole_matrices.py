@@ -2,7 +2,7 @@
 
 A rank holds an arbitrary part of a matrix: some elements (ZeRO) of a shard (tensor parallelism). That does
 not change: parameters, momentum and checkpoints do not differ from an elementwise optimizer's. Each matrix
-also has an owner among the ranks of its pipeline stage (TP x DP), and all owners have about equal work. In a
+also has an owner among the ranks of its pipeline stage, and all owners have about equal work. In a
 step
 
 1. each rank sends its elements of each matrix to the owner (all-to-all);
@@ -20,18 +20,18 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from megatron.mpu.layout import TPGroup
-from megatron.mpu.parameter_spec import ParameterSpec, local_shape
+from megatron.mpu.mesh import Axis, Mesh
+from megatron.mpu.parameter_spec import ParameterSpec
 from megatron.mpu.parameters import merge_shards, shard_of, spec_of
 from megatron.optimizer.flat_group import FlatGroup
 from megatron.optimizer.matrix_optimizer import MatrixUpdate
-from megatron.optimizer.zero import OptimizerProcessGroups
 from megatron.shares import share_out
 
 
@@ -62,8 +62,8 @@ class _Message:
 class _Exchange:
     """An all-to-all of the messages in which a rank takes part."""
 
-    def __init__(self, messages: Iterable[_Message], rank: int, size: int, group: dist.ProcessGroup | None):
-        """group: the `size` ranks of the stage, of which this is `rank`."""
+    def __init__(self, messages: Iterable[_Message], stage: Axis):
+        rank, size = stage.rank, stage.size
         own = [message for message in messages if rank in (message.source, message.destination)]
         # Sorting is stable: both ranks have the messages between them in one order.
         self.sent = sorted((m for m in own if m.source == rank), key=lambda m: m.destination)
@@ -73,7 +73,7 @@ class _Exchange:
             self._sent_lengths[message.destination] += message.length
         for message in self.received:
             self._received_lengths[message.source] += message.length
-        self._group = group
+        self._group = stage.group
 
     def buffer(self, dtype: torch.dtype, device: torch.device) -> tuple[Tensor, dict[_Message, Tensor]]:
         """Returns a buffer for all messages that this rank sends, and the place of each message in it."""
@@ -91,47 +91,40 @@ class _Exchange:
 class WholeMatrices:
     """Replaces the momentum in a rank's gradients by the update of whole matrices, see the module."""
 
-    def __init__(
-        self,
-        flats: Sequence[FlatGroup],
-        groups: OptimizerProcessGroups,
-        tp_group: TPGroup,
-        matrix_update: MatrixUpdate,
-    ) -> None:
-        self._matrix_update = matrix_update
+    def __init__(self, flats: Sequence[FlatGroup], mesh: Mesh, matrix_update: MatrixUpdate) -> None:
+        self._matrix_update, self._mesh = matrix_update, mesh
         self._held = [(flat, parameter) for flat in flats if flat.matrices for parameter in flat.parameters]
-        self._tp_size, self._dp_size = tp_group.size, groups.dp_size
-        size = groups.dp_size * tp_group.size
+        stage = mesh.stage
         self._exchanges: tuple[_Exchange, _Exchange] | None = None
-        if size == 1 or not self._held:
+        if stage.size == 1 or not self._held:
             return
+        ranks = [replace(mesh, rank=rank) for rank in mesh.ranks_along(("dp", "cp", "tp"), mesh.rank)]
         gathered, returned = [], []
-        for index, owner in enumerate(_owners([spec_of(p) for _, p in self._held], size)):
-            for rank, shard, start, stop in self._parts(*self._held[index]):
-                returned.append(_Message(owner, rank, index, shard, start, stop))
-                if self._is_sender(*self._held[index], rank, owner):
-                    gathered.append(_Message(rank, owner, index, shard, start, stop))
-        rank = groups.dp_rank * tp_group.size + tp_group.rank
-        both = (_Exchange(messages, rank, size, groups.stage) for messages in (gathered, returned))
+        places: dict[Any, list[tuple[tuple[int, ...], int, int]]] = {}
+        for index, owner in enumerate(_owners([spec_of(p) for _, p in self._held], stage.size)):
+            flat, parameter = self._held[index]
+            spec, is_partitioned = spec_of(parameter), flat.partitions > 1
+            if (key := (spec.axis_names, is_partitioned)) not in places:
+                shards = spec.all_shards(mesh.axes)
+                places[key] = [
+                    (
+                        at.replica_of(spec, is_partitioned),
+                        shards.index(at.axes_of(spec)),
+                        at.reduced_over(spec).rank,
+                    )
+                    for at in ranks
+                ]
+            spans, replica_of_owner = flat.spans(parameter), places[key][owner][0]
+            for rank, (replica, shard, partition) in enumerate(places[key]):
+                span = (0, parameter.numel()) if not is_partitioned else spans.get(partition)
+                if span is None:
+                    continue
+                returned.append(_Message(owner, rank, index, shard, *span))
+                # Of the ranks with equal elements, the one with the owner's coordinates sends them.
+                if replica == replica_of_owner:
+                    gathered.append(_Message(rank, owner, index, shard, *span))
+        both = (_Exchange(messages, stage) for messages in (gathered, returned))
         self._exchanges = next(both), next(both)
-
-    def _parts(self, flat: FlatGroup, parameter: nn.Parameter) -> Iterable[tuple[int, int, int, int]]:
-        """Yields (rank, shard, first element, end) of the elements of a matrix that each rank of the stage
-        holds."""
-        sharded = spec_of(parameter).shard_dim is not None
-        spans = [(partition, *span) for partition, span in flat.spans(parameter).items()]
-        if flat.partitions == 1:
-            spans = [(replica, 0, parameter.numel()) for replica in range(self._dp_size)]
-        for replica, start, stop in spans:
-            for tp_rank in range(self._tp_size):
-                yield replica * self._tp_size + tp_rank, tp_rank if sharded else 0, start, stop
-
-    def _is_sender(self, flat: FlatGroup, parameter: nn.Parameter, rank: int, owner: int) -> bool:
-        """Returns whether a rank sends its elements to the owner. If several replicas or tensor-parallel
-        ranks hold equal elements, the rank with the owner's coordinate sends them."""
-        (replica, tp_rank), (its_replica, its_tp_rank) = (divmod(r, self._tp_size) for r in (rank, owner))
-        sharded = spec_of(parameter).shard_dim is not None
-        return (flat.partitions > 1 or replica == its_replica) and (sharded or tp_rank == its_tp_rank)
 
     @torch.no_grad()
     def run(self) -> None:
@@ -163,27 +156,25 @@ class WholeMatrices:
             shards[message.matrix][message.shard].append(elements)
         whole = {}
         for index, by_shard in shards.items():
-            spec, size = spec_of(self._held[index][1]), len(by_shard)
-            parts = [torch.cat(by_shard[rank]) for rank in range(size)]
-            shapes = [local_shape(spec, TPGroup(rank, size)) for rank in range(size)]
-            whole[index] = merge_shards(
-                spec, [part.view(shape) for part, shape in zip(parts, shapes, strict=True)]
-            )
+            spec, axes = spec_of(self._held[index][1]), self._mesh.axes
+            parts = [torch.cat(by_shard[shard]) for shard in sorted(by_shard)]
+            whole[index] = merge_shards(spec, [part.view(spec.local_shape(axes)) for part in parts], axes)
         return whole
 
-    def _update_owned(self, whole: dict[int, Tensor], places: dict[_Message, Tensor]) -> None:
-        """Updates the matrices `whole`, one after the other. places: where parts of the updates belong."""
+    def _update_owned(self, whole: dict[int, Tensor], parts: dict[_Message, Tensor]) -> None:
+        """Updates the matrices `whole`, one after the other. parts: where parts of the updates belong."""
         messages: dict[int, dict[int, list[_Message]]] = defaultdict(lambda: defaultdict(list))
-        for message in places:
+        for message in parts:
             messages[message.matrix][message.shard].append(message)
         for index, by_shard in messages.items():
             spec, weight = spec_of(self._held[index][1]), whole.pop(index)
             update = self._matrix_update.apply(weight, spec.matrix_rows)
             del weight
+            places = spec.all_shards(self._mesh.axes)
             for shard, of_shard in by_shard.items():
-                elements = shard_of(update, spec, TPGroup(shard, len(by_shard))).view(-1)
+                elements = shard_of(update, spec, places[shard]).view(-1)
                 for message in of_shard:
-                    places[message].copy_(elements[message.start : message.stop])
+                    parts[message].copy_(elements[message.start : message.stop])
 
 
 def _within(flat: FlatGroup, parameter: nn.Parameter, message: _Message) -> Tensor:

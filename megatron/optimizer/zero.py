@@ -1,53 +1,9 @@
-"""How the optimizer is distributed over ranks: its process groups, what ZeRO shards, and each rank's part."""
+"""How the optimizer is distributed over ranks: what ZeRO shards."""
 
-from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import accumulate
-from typing import Any
 
-import torch.distributed as dist
-from deepspeed import __version__ as deepspeed_version
-from deepspeed.utils.tensor_fragment import fragment_address
 from torch import Tensor, nn
-
-from megatron.mpu.layout import TPGroup
-from megatron.mpu.parameter_spec import ParameterSpec
-
-
-@dataclass(frozen=True)
-class OptimizerProcessGroups:
-    """The process groups of an optimizer step; None stands for a group of one rank."""
-
-    data: dist.ProcessGroup | None
-    dp_size: int
-    dp_rank: int
-    model: dist.ProcessGroup | None
-    """All stages and TP ranks of one data-parallel replica."""
-    description: str
-    """This rank's coordinates, for error messages: rank, stage, TP rank, DP rank."""
-    stage: dist.ProcessGroup | None = None
-    """All TP and DP ranks of this rank's pipeline rank, the TP rank varying fastest. Only for an optimizer of
-    whole matrices, and for more than one rank."""
-
-
-@dataclass(frozen=True)
-class LocalParamState:
-    """The elements of one parameter in this rank's partition."""
-
-    name: str
-    spec: ParameterSpec
-    tp_group: TPGroup
-    start: int
-    """Index of the first element within the flattened TP shard of the parameter."""
-    values: dict[str, Tensor]
-    """'fp32': master weights; other keys: moments, by the optimizer's names. All flat, equally long, fp32."""
-    step: float | None
-    """Number of updates, None if the optimizer does not count them."""
-    quantized: bool
-    """Whether the moments are stored in 8 bits."""
-    owned: bool = True
-    """Whether this rank owns the parameter among its tensor-parallel and pipeline replicas."""
 
 
 @dataclass(frozen=True)
@@ -75,27 +31,3 @@ class ZeroConfig:
     Otherwise the all-gathers of all buckets start after the update."""
     cpu_offload: bool = False
     """Whether master weights and moments are kept and updated in host memory."""
-
-
-def deepspeed_state(
-    masters: list[Tensor], lengths: Sequence[Mapping[str, int]], partition_count: int, **more: Any
-) -> dict[str, Any]:
-    """Returns the optimizer state of a rank as DeepSpeed's files hold it.
-
-    masters: flat fp32 values of each group of parameters, without padding: DeepSpeed's tools would expect a
-    different padding. lengths: for each group, the parameters in it, in order, and their numbers of elements.
-    more: `base_optimizer_state`, `clip_grad` and `loss_scaler`.
-    """
-    mappings = []
-    for group in lengths:
-        starts = accumulate(group.values(), initial=0)
-        addresses = (fragment_address(start=s, numel=n) for s, n in zip(starts, group.values(), strict=False))
-        mappings.append(OrderedDict(zip(group, addresses, strict=True)))
-    return {
-        **more,
-        "single_partition_of_fp32_groups": masters,
-        "group_paddings": [0] * len(masters),
-        "partition_count": [partition_count] * len(masters),
-        "ds_version": deepspeed_version,
-        "param_slice_mappings": mappings,
-    }

@@ -7,7 +7,6 @@ the file instead of measuring, and a dry run can compute the partition.
 
 from __future__ import annotations
 
-import dataclasses
 import math
 import statistics
 import time
@@ -23,21 +22,20 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from megatron.config import Config, ConfigError
-from megatron.config.fields import flag_of
+from megatron.config.config import settings_of
 from megatron.config.model import padded_vocab_size
-from megatron.config.partition_method import parse_partition_method
 from megatron.files import HostileFileError, read_json, write_json
 from megatron.model.flops import recomputes_scores
-from megatron.model.gpt_model import ParallelTransformerLayerPipe, pipeline_layers
+from megatron.model.gpt_model import pipeline_layers
 from megatron.model.layer_context import LayerContext
+from megatron.model.layer_kinds import Role
 from megatron.model.layer_list import PARAMETER_DTYPES
 from megatron.model.loss import CrossEntropy
-from megatron.model.pipeline_module import layer_names
+from megatron.model.pipeline_module import describe
 from megatron.mpu.compilation import compile_in_place
-from megatron.mpu.layout import CPGroup, ParallelLayout, TPGroup
+from megatron.mpu.mesh import Mesh
 from megatron.mpu.random import DropoutRNG
-from megatron.pipeline.methods import TRANSFORMER_LAYER, embedding_and_head
-from megatron.pipeline.stages import layer_kinds
+from megatron.pipeline.partition_method import parse_partition_method
 
 WARM_UP, REPEATS = 2, 7
 
@@ -47,26 +45,21 @@ def needs_profiling(config: Config) -> bool:
     return parse_partition_method(config.parallel.partition_method).kind == "profile"
 
 
-def find_layer_times(
-    config: Config, layout: ParallelLayout, tp_group: TPGroup, vocab_size: int, eod: int | None
-) -> dict[str, float]:
-    """Returns the seconds per kind of layer (`stages.layer_kinds`), equal on all ranks. Collective.
+def find_layer_times(config: Config, mesh: Mesh, vocab_size: int, eod: int | None) -> dict[str, float]:
+    """Returns the seconds of the layers by `LayerDescription.time_name`, equal on all ranks. Collective.
 
     Reads --partition-profile if the file exists on rank 0. Otherwise measures, and writes the file.
     """
-    found = [read_layer_times(config, vocab_size) if layout.rank == 0 else None]
+    found = [read_layer_times(config, vocab_size) if mesh.rank == 0 else None]
     dist.broadcast_object_list(found, src=0)
     if found[0] is not None:
         return found[0]
-    cp_group = layout.make_cp_group()
     measured: list[dict[str, float]] = [{}]
-    if layout.pipeline_stage == 0 and layout.dp_rank == 0:
-        measured = [_measure(config, tp_group, cp_group, vocab_size, eod)]
+    if mesh.pp.rank == 0 and mesh.dp.rank == 0:
+        measured = [_measure(config, mesh, vocab_size, eod)]
     dist.broadcast_object_list(measured, src=0)
-    if layout.cp_size > 1:
-        dist.destroy_process_group(cp_group.group)  # the model creates its own
     path = config.parallel.partition_profile
-    if path is not None and layout.rank == 0:
+    if path is not None and mesh.rank == 0:
         profile = {"measured_for": _shapes(config, vocab_size), "seconds": measured[0]}
         write_json(Path(path), profile)
     return measured[0]
@@ -118,9 +111,9 @@ def _shapes(config: Config, vocab_size: int) -> dict[str, Any]:
     device = get_accelerator().device_name()
     return {
         **{
-            field.name: getattr(config.model, field.name)
-            for field in dataclasses.fields(config.model)
-            if flag_of(field).changes_layer_time
+            setting.field: getattr(config.model, setting.field)
+            for setting in settings_of("model")
+            if setting.flag.changes_layer_time
         },
         "reset_position_ids": config.data.reset_position_ids,
         "reset_attention_mask": config.data.reset_attention_mask,
@@ -140,36 +133,34 @@ def _shapes(config: Config, vocab_size: int) -> dict[str, Any]:
     }
 
 
-def _measure(
-    config: Config, tp_group: TPGroup, cp_group: CPGroup, vocab_size: int, eod: int | None
-) -> dict[str, float]:
+def _measure(config: Config, mesh: Mesh, vocab_size: int, eod: int | None) -> dict[str, float]:
     dropout_rng = DropoutRNG(config.training.seed, range(config.batch.micro_batch_size))
-    context = LayerContext(config, tp_group, dropout_rng, cp_group=cp_group)
+    context = LayerContext(config, mesh, dropout_rng)
     layers = pipeline_layers(context, vocab_size, eod)
     device = torch.device(get_accelerator().current_device_name())
     shape = (config.batch.micro_batch_size, config.model.seq_length)
     tokens = torch.randint(0, vocab_size, shape, device=device)
     seconds: dict[str, float] = {}
     layer_io: Any = tokens
-    loss = CrossEntropy(tp_group, vocab_size, cp_group=cp_group)
+    loss = CrossEntropy(mesh.tp, vocab_size, cp_group=mesh.cp)
     labels = (tokens, torch.ones(shape, device=device))
-    names = layer_names(layers)
-    kinds = layer_kinds(names, config.model)
-    head = kinds[embedding_and_head(names)[1]]
-    fused = config.training.loss_implementation == "fused"
-    for kind, layer in zip(kinds, layers, strict=True):
-        if kind in seconds:
+    fused, head = config.training.loss_implementation == "fused", ""
+    for layer in layers:
+        description = describe(layer)
+        name = description.time_name
+        if name in seconds:
             continue  # measured already; its output has the shape of its input
-        if fused and head in seconds:
-            seconds[kind] = 0.0  # measured together with the fused head and loss
+        if fused and head:
+            seconds[name] = 0.0  # measured together with the fused head and loss
             continue
-        if fused and kind == head:
+        head = name if description.role is Role.HEAD else head
+        if fused and head:
             function = _build(layer, config, device, lambda m, x: loss.from_hidden(x, m.head_weight, labels))
         else:
             function = _build(layer, config, device)
-        if kind.startswith(TRANSFORMER_LAYER) and config.training.recomputes_layers:
+        if description.role is Role.TRANSFORMER and config.training.recomputes_layers:
             function = _recomputed(function)
-        seconds[kind], layer_io = _time(function, layer_io)
+        seconds[name], layer_io = _time(function, layer_io)
     if not fused:
         seconds[head] += _time(lambda logits: loss(logits, labels), layer_io)[0]
     return seconds
@@ -188,7 +179,7 @@ def _build(
     with torch.no_grad():
         for parameter in module.parameters():
             parameter.normal_(std=config.model.init_method_std)
-    if config.training.compile and isinstance(module, ParallelTransformerLayerPipe):
+    if config.training.compile and describe(layer).role is Role.TRANSFORMER:
         compile_in_place(module)
     if forward is None and isinstance(layer, TiedLayerSpec):
         forward = layer.forward_fn

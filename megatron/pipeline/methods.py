@@ -12,15 +12,11 @@ from fractions import Fraction
 from itertools import accumulate, pairwise
 
 from megatron.config import ConfigError
-from megatron.config.partition_method import EXAMPLES, PartitionMethod, StageContent
 from megatron.config.registries import PARTITION_METHODS
+from megatron.model.layer_kinds import LayerDescription, Role, embedding_and_head, transformer_layers
 from megatron.pipeline.partition import TooLongError, Weight, partition, partition_v
+from megatron.pipeline.partition_method import EXAMPLES, PartitionMethod, StageContent
 from megatron.units import GIB
-
-# Class names of the input embedding (and tied head), of an untied head, and of a transformer layer.
-EMBEDDING = "EmbeddingPipe"
-UNTIED_HEAD = "LMHeadPipe"
-TRANSFORMER_LAYER = "ParallelTransformerLayerPipe"
 
 MEMORY_UNIT = "GiB"
 TIME_UNITS = ("GFLOP", "ms")
@@ -43,16 +39,14 @@ class MemoryCosts:
 class LayerTable:
     """The costs of each pipeline layer on one rank; all lists have one entry per layer."""
 
-    names: list[str]
+    layers: list[LayerDescription]
     parameters: list[int]
     flops: list[float]
     """FLOPs of a micro-batch's forward and backward pass."""
-    types: list[str]
-    """The names that type:REGEX selects by: see `stages.layer_types`."""
     seconds: list[float] | None = None
     """Measured seconds of a micro-batch's forward and backward pass, for the method 'profile'."""
     memory: MemoryCosts | None = None
-    """Needed by the methods with `memory_costs` in the registry."""
+    """Needed by the methods with `needs_memory` in the registry."""
 
 
 @dataclass(frozen=True)
@@ -77,18 +71,7 @@ class PipelineShape:
         return self.ranks * self.stages_per_rank
 
 
-def embedding_and_head(names: Sequence[str]) -> tuple[int, int]:
-    """Returns the indices of the input embedding and the head, which share a class name if tied."""
-    found = [index for index, name in enumerate(names) if name in (EMBEDDING, UNTIED_HEAD)]
-    return found[0], found[-1]
-
-
-def is_untied(names: Sequence[str]) -> bool:
-    """Returns whether the head has its own weight."""
-    return UNTIED_HEAD in names
-
-
-def partition_layers(method: PartitionMethod, layers: LayerTable, shape: PipelineShape) -> Partition:
+def partition_layers(method: PartitionMethod, table: LayerTable, shape: PipelineShape) -> Partition:
     """Partitions the layers into the stages of a schedule.
 
     With a V schedule the ranks are balanced, otherwise the stages.
@@ -96,76 +79,77 @@ def partition_layers(method: PartitionMethod, layers: LayerTable, shape: Pipelin
     Raises ConfigError for a pattern that matches no layer, explicit stages that do not match --num-layers or
     the number of stages, and more stages than layers with a weight.
     """
-    result: Partition = PARTITION_METHODS.load(method.kind)(method, layers, shape)
+    result: Partition = PARTITION_METHODS.load(method.kind)(method, table, shape)
     return result
 
 
-def by_layer_count(method: PartitionMethod, layers: LayerTable, shape: PipelineShape) -> Partition:
+def by_layer_count(method: PartitionMethod, table: LayerTable, shape: PipelineShape) -> Partition:
     """Balances the numbers of layers."""
-    return _balanced(method, layers, shape, [1] * len(layers.names), "layers")
+    return _balanced(method, table, shape, [1] * len(table.layers), "layers")
 
 
-def by_parameters(method: PartitionMethod, layers: LayerTable, shape: PipelineShape) -> Partition:
+def by_parameters(method: PartitionMethod, table: LayerTable, shape: PipelineShape) -> Partition:
     """Balances the numbers of parameters."""
-    return _balanced(method, layers, shape, layers.parameters, "M parameters", 1e6)
+    return _balanced(method, table, shape, table.parameters, "M parameters", 1e6)
 
 
-def by_flops(method: PartitionMethod, layers: LayerTable, shape: PipelineShape) -> Partition:
+def by_flops(method: PartitionMethod, table: LayerTable, shape: PipelineShape) -> Partition:
     """Balances the estimated FLOPs."""
-    return _balanced(method, layers, shape, layers.flops, "GFLOP", 1e9)
+    return _balanced(method, table, shape, table.flops, "GFLOP", 1e9)
 
 
-def by_measured_time(method: PartitionMethod, layers: LayerTable, shape: PipelineShape) -> Partition:
+def by_measured_time(method: PartitionMethod, table: LayerTable, shape: PipelineShape) -> Partition:
     """Balances the measured times. Raises ConfigError if no times were measured."""
-    if layers.seconds is None:
+    if table.seconds is None:
         raise ConfigError(
             f"--partition-method {method.text} measures the layers when a run starts, but a dry run cannot: "
             "set --partition-profile FILE to a file that a run with this flag has written"
         )
-    return _balanced(method, layers, shape, layers.seconds, "ms", 1e-3)
+    return _balanced(method, table, shape, table.seconds, "ms", 1e-3)
 
 
-def by_layer_type(method: PartitionMethod, layers: LayerTable, shape: PipelineShape) -> Partition:
+def by_layer_type(method: PartitionMethod, table: LayerTable, shape: PipelineShape) -> Partition:
     """Balances the weights that type:REGEX:WEIGHT assigns to the layers."""
-    return _balanced(method, layers, shape, _weights_by_name(method, layers.types), "")
+    weights = _weights_by_name(method, [layer.type_name for layer in table.layers])
+    return _balanced(method, table, shape, weights, "")
 
 
-def explicit_stages(method: PartitionMethod, layers: LayerTable, shape: PipelineShape) -> Partition:
+def explicit_stages(method: PartitionMethod, table: LayerTable, shape: PipelineShape) -> Partition:
     """Returns the stages that the flag lists."""
-    bounds = _explicit_bounds(method, layers.names, shape)
-    sums = [sum(layers.flops[first:last]) / 1e9 for first, last in pairwise(bounds)]
+    bounds = _explicit_bounds(method, table.layers, shape)
+    sums = [sum(table.flops[first:last]) / 1e9 for first, last in pairwise(bounds)]
     return Partition(bounds, sums, "GFLOP")
 
 
 def _balanced(
     method: PartitionMethod,
-    layers: LayerTable,
+    table: LayerTable,
     shape: PipelineShape,
     weights: Sequence[Weight],
     unit: str,
     scale: float = 1,
 ) -> Partition:
     """Balances the sums of the layers' weights. Reports the sums in `unit`, divided by `scale`."""
-    return _balanced_costs(method, layers, shape, [weights] * shape.stages, unit, scale)
+    return _balanced_costs(method, table, shape, [weights] * shape.stages, unit, scale)
 
 
 def _balanced_costs(
     method: PartitionMethod,
-    layers: LayerTable,
+    table: LayerTable,
     shape: PipelineShape,
     costs: Sequence[Sequence[Weight]],
     unit: str,
     scale: float,
 ) -> Partition:
     """Balances the costs of the stages. costs: row s has the cost of each layer on stage s."""
-    merged = {id(row): _merge_end_functions(row, layers.names) for row in costs}
+    merged = {id(row): _merge_end_functions(row, table.layers) for row in costs}
     costs = [merged[id(row)] for row in costs]
-    _check_enough(method, layers.names, costs[-1], shape)
+    _check_enough(method, table.layers, costs[-1], shape)
     try:
         bounds = partition_v(costs) if shape.is_v_schedule else partition(costs)
     except TooLongError as error:
         raise ConfigError(
-            f"--partition-method {method.text} would take too long for a list of {len(layers.names):,} "
+            f"--partition-method {method.text} would take too long for a list of {len(table.layers):,} "
             "layers: list the stages with stages:, or use time with --pipeline-schedule 1f1b"
         ) from error
     sums = [sum(row[first:last]) for row, (first, last) in zip(costs, pairwise(bounds), strict=True)]
@@ -196,9 +180,12 @@ def _weights_by_name(method: PartitionMethod, types: Sequence[str]) -> list[Frac
 
 
 def _check_enough(
-    method: PartitionMethod, names: Sequence[str], weights: Sequence[Weight], shape: PipelineShape
+    method: PartitionMethod,
+    layers: Sequence[LayerDescription],
+    weights: Sequence[Weight],
+    shape: PipelineShape,
 ) -> None:
-    weighted = [name for name, weight in zip(names, weights, strict=True) if weight > 0]
+    weighted = [layer.name for layer, weight in zip(layers, weights, strict=True) if weight > 0]
     if len(weighted) >= shape.stages:
         return
     kinds = ", ".join(dict.fromkeys(weighted)) or "none"
@@ -207,7 +194,8 @@ def _check_enough(
         needed += f" ({shape.stages_per_rank} x --pipeline-model-parallel-size)"
         advice += "" if shape.is_v_schedule else " or --virtual-pipeline-stages"
     if method.kind == "type":
-        classes = ", ".join(name for name in dict.fromkeys(names) if name[0].isupper())
+        names = dict.fromkeys(layer.name for layer in layers if layer.role is not Role.FUNCTION)
+        classes = ", ".join(names)
         advice += f", give more of {classes} a weight"
     raise ConfigError(
         f"--partition-method {method.text} has {len(weighted)} layers with a weight above 0 "
@@ -215,32 +203,34 @@ def _check_enough(
     )
 
 
-def _merge_end_functions(weights: Sequence[Weight], names: Sequence[str]) -> list[Weight]:
+def _merge_end_functions(weights: Sequence[Weight], layers: Sequence[LayerDescription]) -> list[Weight]:
     """Adds the weights of the functions before the embedding and after the head to embedding and head.
 
     The partition then keeps them on the same stage. So stages exchange only hidden states, never token ids or
     logits (logits are sharded over the tensor-parallel ranks).
     """
-    first, head = embedding_and_head(names)
+    first, head = embedding_and_head(layers)
     inner = list(weights[first : head + 1])
     inner[0] += sum(weights[:first])
     inner[-1] += sum(weights[head + 1 :])
-    return [0] * first + inner + [0] * (len(names) - 1 - head)
+    return [0] * first + inner + [0] * (len(layers) - 1 - head)
 
 
-def by_memory(method: PartitionMethod, layers: LayerTable, shape: PipelineShape) -> Partition:
+def by_memory(method: PartitionMethod, table: LayerTable, shape: PipelineShape) -> Partition:
     """Balances the estimated memory, including the activations of each stage's in-flight micro-batches."""
-    memory = layers.memory
-    assert memory is not None  # see `memory_costs` in the registry
+    memory = table.memory
+    assert memory is not None  # see `needs_memory` in the registry
     costs = [
         [state + live * kept for state, kept in zip(memory.state_bytes, memory.activation_bytes, strict=True)]
         for live in memory.in_flight
     ]
-    return _balanced_costs(method, layers, shape, costs, MEMORY_UNIT, GIB)
+    return _balanced_costs(method, table, shape, costs, MEMORY_UNIT, GIB)
 
 
-def _explicit_bounds(method: PartitionMethod, names: Sequence[str], shape: PipelineShape) -> list[int]:
-    layers = names.count(TRANSFORMER_LAYER)
+def _explicit_bounds(
+    method: PartitionMethod, layers: Sequence[LayerDescription], shape: PipelineShape
+) -> list[int]:
+    number = len(transformer_layers(layers))
     given = sum(stage.transformer_layers for stage in method.stages)
     if len(method.stages) != shape.stages:
         per_rank = f", {shape.stages_per_rank} per pipeline rank" if shape.stages_per_rank > 1 else ""
@@ -248,31 +238,28 @@ def _explicit_bounds(method: PartitionMethod, names: Sequence[str], shape: Pipel
             f"--partition-method {method.text} lists {len(method.stages)} stages, but there are "
             f"{shape.stages}{per_rank}: correct the list, or --pipeline-model-parallel-size"
         )
-    if given != layers:
+    if given != number:
         raise ConfigError(
             f"--partition-method {method.text} places {given} transformer layers, but --num-layers is "
-            f"{layers}: correct one of the two"
+            f"{number}: correct one of the two"
         )
-    return [0, *accumulate(_entries(method.stages, names))]
+    return [0, *accumulate(_entries(method.stages, layers))]
 
 
-def _entries(stages: Sequence[StageContent], names: Sequence[str]) -> list[int]:
+def _entries(stages: Sequence[StageContent], layers: Sequence[LayerDescription]) -> list[int]:
     """Returns the number of layer-list entries per stage. Functions before the first transformer layer belong
     to the stage of the next entry; entries after the last transformer layer belong to the head's stage."""
-    first_layer, last_layer = (
-        names.index(TRANSFORMER_LAYER),
-        len(names) - names[::-1].index(TRANSFORMER_LAYER),
-    )
-    between = first_layer - names.index(EMBEDDING) - 1
+    inner = transformer_layers(layers)
+    between = inner.start - embedding_and_head(layers)[0] - 1
     entries, functions_placed = [], False
     for stage in stages:
         count = stage.transformer_layers
         if stage.embedding:
-            count += first_layer - between
+            count += inner.start - between
         if (stage.transformer_layers or stage.head) and not functions_placed:
             count += between
             functions_placed = True
         if stage.head:
-            count += len(names) - last_layer
+            count += len(layers) - inner.stop
         entries.append(count)
     return entries

@@ -31,7 +31,7 @@ from functools import partial
 from itertools import chain
 from typing import Literal, NamedTuple
 
-from megatron.mpu.layout import chunks_of_rank
+from megatron.mpu.mesh import chunks_of_rank
 
 Kind = Literal["forward", "backward", "weight"]
 """Kind of a pass. "weight" (W) computes weight gradients, if "backward" (B) computes only input gradients."""

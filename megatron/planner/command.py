@@ -17,17 +17,16 @@ import sys
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, fields
-from functools import cache
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from megatron.config import ConfigError
-from megatron.config.config import SECTIONS
+from megatron.config.config import OPTIONS
 from megatron.config.fields import setting_option
 from megatron.config.flag_parser import make_parser
+from megatron.config.foreign_flags import rewrite
 from megatron.config.mistakes import Mistakes
-from megatron.config.peer_rewriting import rewrite
 from megatron.config.tool_parser import ToolParser
 
 PROGRAM = "pretrain_gpt.py"
@@ -133,23 +132,9 @@ def replaced(words: Sequence[str], change: Mapping[str, Any]) -> list[str]:
     return [*without_settings(words, set(change)), *flags]
 
 
-@cache
-def _options() -> dict[str, str]:
-    """Returns the flags of the configuration: option string -> 'section.field'."""
-    parser = make_parser()
-    names = {f"{section}.{field.name}" for section, kind in SECTIONS.items() for field in fields(kind)}
-    return {
-        option: action.dest
-        for action in parser._actions  # argparse has no public list
-        for option in action.option_strings
-        if action.dest in names
-    }
-
-
 def _given(words: Sequence[str]) -> set[str]:
     """Returns the settings, as 'section.field', that the flags set."""
-    options = _options()
-    return {options[word.partition("=")[0]] for word in words if word.partition("=")[0] in options}
+    return {OPTIONS[word.partition("=")[0]] for word in words if word.partition("=")[0] in OPTIONS}
 
 
 def check_batch_size(words: Sequence[str], *sufficient: str) -> None:
@@ -165,10 +150,10 @@ def check_batch_size(words: Sequence[str], *sufficient: str) -> None:
 
 def without_settings(words: Sequence[str], names: set[str]) -> list[str]:
     """Returns the words without the flags of the settings `names`, and without their values."""
-    options, kept, skips = _options(), [], False
+    kept, skips = list[str](), False
     for word in words:
         if word.startswith("--"):
-            skips = options.get(word.partition("=")[0], "") in names
+            skips = OPTIONS.get(word.partition("=")[0], "") in names
         if not skips:
             kept.append(word)
     return kept

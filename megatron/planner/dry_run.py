@@ -9,12 +9,11 @@ from megatron.checkpoint.record import Checkpoint
 from megatron.cluster import processes
 from megatron.cluster.exit_status import ExitStatus
 from megatron.cluster.preflight import read_network_figures
-from megatron.config import BatchSchedule, Config
-from megatron.config.batch import check_remaining_batches, first_supported_sample
+from megatron.config import Config
 from megatron.errors import printable
-from megatron.pipeline.stages import StagePlan, stage_flops
+from megatron.optimizer.batch_schedule import BatchSchedule, check_remaining_batches, first_supported_sample
+from megatron.pipeline.stages import stage_flops
 from megatron.planner.fit import free_saving, with_verdict
-from megatron.planner.memory import StageMemory
 from megatron.planner.plan import Plan, make_plan
 from megatron.planner.step_time import StepTime, planned_step, time_lines
 from megatron.text_table import format_table
@@ -25,8 +24,8 @@ from megatron.units import GIB
 
 
 def dry_run(config: Config, notes: list[str]) -> ExitStatus:
-    """Prints the plan, and with --simulate also the simulated step. Returns FINISHED, or USER_ERROR if the
-    plan does not fit the device. notes: sentences about the flags, printed at the start of the report."""
+    """Prints the plan. Returns FINISHED, or USER_ERROR if the plan does not fit the device. notes: sentences
+    about the flags, printed at the start of the report."""
     setup = Setup.from_config(config)
     assert setup.plan is not None
     plan = with_verdict(make_plan(config, setup.vocab.size, setup.plan))
@@ -36,10 +35,6 @@ def dry_run(config: Config, notes: list[str]) -> ExitStatus:
             print(f"\nmemory     {plan.verdict}")
         if plan.fits and (saving := free_saving(plan)):
             print(f"note       {saving}")
-        if config.training.simulate:
-            from megatron.planner.simulation.stages import simulation_report
-
-            print("\n" + simulation_report(config))
     return ExitStatus.FINISHED if plan.fits is not False else ExitStatus.USER_ERROR
 
 
@@ -52,26 +47,19 @@ def _report(config: Config, notes: list[str], setup: Setup, plan: Plan) -> str:
     lr_schedule = resumed_schedule(checkpoint, config)
     notes += found + start_notes(checkpoint, config, lr_schedule)
     step = planned_step(config, plan.stages, vocab.size, start)
-    text = planned_run_report(
-        config, plan.stages, vocab.size, notes, lr_schedule.describe(), plan.memory, step
-    )
+    text = planned_run_report(plan, notes, lr_schedule.describe(), step)
     return f"{text}\n\n{data}"
 
 
 def planned_run_report(
-    config: Config,
-    plan: StagePlan,
-    vocab_size: int,
-    notes: Sequence[str],
-    learning_rate: str,
-    memory: Sequence[StageMemory],
-    step: StepTime | None = None,
+    plan: Plan, notes: Sequence[str] = (), learning_rate: str = "", step: StepTime | None = None
 ) -> str:
-    """Returns the report that a run prints at its start, followed by the planned memory and time. memory: one
-    entry per pipeline rank. step: the predicted step; None hides the lines about time."""
+    """Returns the report that a run prints at its start, followed by the planned memory and time. step: the
+    predicted step; None hides the lines about time."""
+    config = plan.config
     parts = [
-        run_report(config, plan, vocab_size, notes, learning_rate, _network_lines(config)),
-        "planned memory of a device in GiB\n" + memory_table(config, plan, vocab_size, memory),
+        run_report(config, plan.stages, plan.vocab_size, notes, learning_rate, _network_lines(config)),
+        "planned memory of a device in GiB\n" + memory_table(plan),
         *([] if step is None else [time_lines(step)]),
     ]
     return "\n\n".join(parts)
@@ -83,13 +71,14 @@ def _network_lines(config: Config) -> list[str]:
     return [] if figures is None else [f"network    {figures.describe()} ({config.parallel.network_figures})"]
 
 
-def memory_table(config: Config, plan: StagePlan, vocab_size: int, memory: Sequence[StageMemory]) -> str:
+def memory_table(plan: Plan) -> str:
     """Returns a table: for each pipeline rank the parts of `StageMemory` in GiB, and its share of the
     FLOPs."""
-    work = plan.sum_by_rank(stage_flops(config, plan, vocab_size))
+    stages = plan.stages
+    work = stages.sum_by_rank(stage_flops(plan.config, stages, plan.vocab_size))
     parts = ("state", "activations", "head", "temporaries", "tables", "total", "host")
-    rows = [["stage" if plan.has_one_stage_per_rank else "rank", *parts, "work"]]
-    for rank, planned in enumerate(memory):
+    rows = [["stage" if stages.has_one_stage_per_rank else "rank", *parts, "work"]]
+    for rank, planned in enumerate(plan.memory):
         sizes = [f"{getattr(planned, part) / GIB:.3f}" for part in parts]
         rows.append([str(rank), *sizes, f"{100 * work[rank] / sum(work):.1f} %"])
     return format_table(rows)

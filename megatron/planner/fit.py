@@ -31,7 +31,7 @@ def with_verdict(plan: Plan) -> Plan:
     device, largest, reserve = plan.device_bytes, plan.peak_bytes, plan.reserve_bytes
     if device is None or plan.verdict:
         return plan
-    config, planned = plan.config, [part.total for part in plan.memory]
+    config, planned = plan.config, plan.bytes_by_rank
     name = config.training.gpu or f"{config.training.device_memory:g} GiB"
     what = "stage" if config.parallel.stages_per_rank == 1 else "rank"
     needs = (
@@ -60,7 +60,7 @@ def _advice(plan: Plan) -> str:
     texts = []
     for flags, changed in found:
         facts = [_gib(changed.peak_bytes)] + ["fits"] * bool(changed.fits)
-        if not _is_predicted(flags):
+        if UNPREDICTED & flags.keys():
             facts.append("slower by an unpredicted time" if plan.step else "slower")
         elif plan.step is not None:
             facts.append(f"{100 * (changed.tokens_per_second / plan.tokens_per_second - 1):+.1f} % tokens/s")
@@ -96,13 +96,9 @@ def remedies(plan: Plan) -> list[tuple[Flags, Plan]]:
     return (fitting or sorted(found, key=lambda one: one[1].peak_bytes))[:_MOST_NAMED]
 
 
-def _is_predicted(flags: Flags) -> bool:
-    return not UNPREDICTED & set(flags)
-
-
 def _seconds_per_token(flags: Flags, plan: Plan) -> tuple[bool, float]:
     """Returns a key that sorts plans by speed. Without --gpu, the order of `memory_flags` remains."""
-    return not _is_predicted(flags), 0.0 if plan.step is None else 1 / plan.tokens_per_second
+    return bool(UNPREDICTED & flags.keys()), 0.0 if plan.step is None else 1 / plan.tokens_per_second
 
 
 def _cost(last: Plan, flags: Flags, changed: Plan) -> tuple[bool, float, float]:

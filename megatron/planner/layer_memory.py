@@ -6,8 +6,9 @@ from dataclasses import dataclass
 
 from megatron.config import Config
 from megatron.config.sections.parallel import ParallelConfig
-from megatron.model.pipeline_module import layer_names, layer_parameter_counts
-from megatron.pipeline.methods import TRANSFORMER_LAYER, MemoryCosts
+from megatron.model.layer_kinds import transformer_layers
+from megatron.model.pipeline_module import describe, layer_parameter_counts
+from megatron.pipeline.methods import MemoryCosts
 from megatron.pipeline.stages import held_parameters, layer_list, plan_stages
 from megatron.planner.in_flight import in_flight_by_stage
 from megatron.planner.simulation.stage_costs import ONE_STAGE, rank_update, whole_model_costs
@@ -67,23 +68,21 @@ def bytes_per_parameter(config: Config, vocab_size: int) -> StateBytes:
 
 def memory_costs(config: Config, vocab_size: int) -> MemoryCosts:
     """Returns the memory of each layer on one rank, and the micro-batches in flight of each stage."""
-    layers = layer_list(config, vocab_size)
-    names = layer_names(layers)
-    held = held_parameters(config, names, layer_parameter_counts(layers))
+    entries = layer_list(config, vocab_size)
+    layers = list(map(describe, entries))
+    held = held_parameters(config, layers, layer_parameter_counts(entries))
     state = bytes_per_parameter(config, vocab_size)
     in_layers, in_others = state.in_layers(config.parallel), state.in_others(config.parallel)
-    costs = whole_model_costs(config, names, vocab_size)
-    kept = [0.0] * len(names)
+    costs = whole_model_costs(config, layers, vocab_size)
+    kept = [0.0] * len(layers)
     for layer in costs.layers:
         share = layer.forward.change / (layer.end - layer.first)
         kept[layer.first : layer.end] = [share] * (layer.end - layer.first)
-    kept_by_one = kept[names.index(TRANSFORMER_LAYER) + 1]
-    deferred = -costs.weight.change / names.count(TRANSFORMER_LAYER)
+    inner = transformer_layers(layers)
+    kept_by_one = kept[inner.start + 1]
+    deferred = -costs.weight.change / len(inner)
     return MemoryCosts(
-        [
-            count * (in_layers if name == TRANSFORMER_LAYER else in_others)
-            for name, count in zip(names, held, strict=True)
-        ],
+        [count * (in_layers if index in inner else in_others) for index, count in enumerate(held)],
         kept,
         _mean_in_flight(config, deferred / kept_by_one if kept_by_one else 1.0),
     )

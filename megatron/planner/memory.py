@@ -16,6 +16,7 @@ from megatron.checkpoint.saving.writer import ring_bytes
 from megatron.cluster.devices import device_memory_bytes
 from megatron.config import Config
 from megatron.engine.instructions import pipeline_schedule
+from megatron.mpu.mesh import Mesh
 from megatron.pipeline.stages import StagePlan
 from megatron.planner.in_flight import filling_micro_batches
 from megatron.planner.simulation.costs import spec_bytes
@@ -64,11 +65,6 @@ def plan_memory(config: Config, vocab_size: int, plan: StagePlan) -> list[StageM
         _plan_rank(config, vocab_size, plan, rank)
         for rank in range(config.parallel.pipeline_model_parallel_size)
     ]
-
-
-def planned_bytes(config: Config, vocab_size: int, plan: StagePlan) -> list[float]:
-    """Returns the planned bytes per device of each pipeline rank."""
-    return [part.total for part in plan_memory(config, vocab_size, plan)]
 
 
 def _plan_rank(config: Config, vocab_size: int, plan: StagePlan, rank: int) -> StageMemory:
@@ -240,18 +236,18 @@ class _Replay:
 def communicators(config: Config) -> int:
     """Returns the number of NCCL communicators of the rank that has most of them.
 
-    A rank has one for each process group of several ranks: all ranks; tensor parallel; context parallel; data
-    and context parallel; pipeline parallel; model parallel (TP x PP); the two stages of the tied embedding;
-    with an optimizer of whole matrices, all ranks of a stage.
+    A rank has one for all ranks, and one for each set of several ranks: tensor parallel; context parallel;
+    data and context parallel; pipeline parallel; model parallel (TP x PP); the two stages of the tied
+    embedding; with an optimizer of whole matrices, all ranks of a stage, unless these are all ranks.
     """
-    parallel = config.parallel
-    tensor, pipeline = parallel.tensor_model_parallel_size, parallel.pipeline_model_parallel_size
-    context = parallel.context_parallel_size
-    sizes = (parallel.world_size, tensor, context, parallel.dp_cp_size, pipeline, tensor * pipeline)
-    holders = parallel.rank_of_stage
-    has_tied_group = not config.model.untie_embeddings_and_output_weights and holders[0] != holders[-1]
-    has_stage_group = config.optimizer.updates_matrices and min(tensor, parallel.dp_cp_size, pipeline) > 1
-    return sum(size > 1 for size in sizes) + has_tied_group + has_stage_group
+    mesh, holders = Mesh.from_config(config.parallel, 0), config.parallel.rank_of_stage
+    groups = [("tp",), ("cp",), ("dp", "cp"), ("pp",), ("pp", "tp")]
+    sets = {mesh.ranks_along(names, 0) for names in groups}
+    if not config.model.untie_embeddings_and_output_weights:
+        sets.add(tuple(sorted({stage * mesh.ranks_per_stage for stage in (holders[0], holders[-1])})))
+    if config.optimizer.updates_matrices and mesh.pp_size > 1:
+        sets.add(mesh.ranks_along(("dp", "cp", "tp"), 0))
+    return (mesh.world_size > 1) + sum(len(ranks) > 1 for ranks in sets)
 
 
 def reserve_bytes(config: Config, planned: float) -> float:

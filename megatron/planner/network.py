@@ -26,7 +26,7 @@ from dataclasses import dataclass
 
 from megatron.cluster.preflight import read_network_figures
 from megatron.config import Config
-from megatron.mpu.layout import ParallelLayout
+from megatron.mpu.mesh import Mesh
 from megatron.planner.simulation.passes import Collective, Group
 
 ALL_REDUCE = "allreduce_"
@@ -61,22 +61,22 @@ class Network:
         a node to other nodes."""
         return cls(node_size, _reached(intra_node_gbps), _reached(inter_node_gbps))
 
-    def seconds(self, call: Collective, layout: ParallelLayout) -> float:
+    def seconds(self, call: Collective, mesh: Mesh) -> float:
         """Returns the seconds of a collective of the rank of `layout`, if all ranks of the run call it in
         their own groups at the same time."""
-        ranks, in_node = self._members(call.group, layout)
+        ranks, in_node = self._members(call.group, mesh)
         if call.operation == ALL_TO_ALL:
             return self.all_to_all_seconds(call.bytes, ranks, in_node)
         all_reduce = call.operation == ALL_REDUCE
-        return self.collective_seconds(all_reduce, call.bytes, ranks, in_node, layout.world_size)
+        return self.collective_seconds(all_reduce, call.bytes, ranks, in_node, mesh.world_size)
 
-    def _members(self, group: Group, layout: ParallelLayout) -> tuple[int, int]:
-        """Returns the number of ranks in a group, and how many of them are in one node. See `ParallelLayout`
-        for the order of the ranks, and `group_name` for the groups."""
-        tensor = layout.tp_size
-        sizes = {"tensor": tensor, "context": layout.cp_size, "data": layout.dp_cp_size}
-        sizes["pipeline"] = layout.pp_size
-        strides = {"tensor": 1, "context": tensor, "data": tensor, "pipeline": layout.ranks_per_stage}
+    def _members(self, group: Group, mesh: Mesh) -> tuple[int, int]:
+        """Returns the number of ranks in a group, and how many of them are in one node. See `Mesh`
+        for the order of the ranks, and `passes.group_name` for the groups."""
+        tensor = mesh.tp_size
+        sizes = {"tensor": tensor, "context": mesh.cp_size, "data": mesh.dp_cp.size}
+        sizes["pipeline"] = mesh.pp_size
+        strides = {"tensor": 1, "context": tensor, "data": tensor, "pipeline": mesh.ranks_per_stage}
         if not isinstance(group, str):  # some pipeline ranks
             near = strides["pipeline"] * (max(group) - min(group)) < self.node_size
             return len(group), len(group) if near else 1
@@ -113,12 +113,12 @@ class Network:
         far = (ranks - in_node) / ranks * size * self.node_size / self.inter_bytes_per_s
         return max(near, far) + (ranks - 1) * LATENCY_S["inter"]
 
-    def message_seconds(self, size: float, source: int, destination: int, layout: ParallelLayout) -> float:
+    def message_seconds(self, size: float, source: int, destination: int, mesh: Mesh) -> float:
         """Returns the seconds of a message of `size` bytes, if all ranks of the two stages exchange one at
         once."""
         if source // self.node_size == destination // self.node_size:
             return size / self.intra_bytes_per_s + LATENCY_S["intra"]
-        senders = min(self.node_size, layout.ranks_per_stage)
+        senders = min(self.node_size, mesh.ranks_per_stage)
         rate = min(self.inter_bytes_per_s / senders, self.intra_bytes_per_s)
         return size / rate + LATENCY_S["inter"]
 

@@ -11,7 +11,6 @@ from typing import Any
 
 from megatron.cluster.devices import device_memory_bytes
 from megatron.config import Config, ConfigError
-from megatron.pipeline.methods import TRANSFORMER_LAYER
 from megatron.pipeline.stages import StagePlan, plan_stages
 from megatron.planner.in_flight import in_flight_micro_batches
 from megatron.planner.memory import StageMemory, fits, plan_memory, reserve_bytes
@@ -101,9 +100,14 @@ class Plan:
         return self.prediction.tokens_per_second
 
     @property
+    def bytes_by_rank(self) -> list[float]:
+        """Peak memory of each pipeline rank, in bytes."""
+        return [part.total for part in self.memory]
+
+    @property
     def peak_bytes(self) -> float:
         """Peak memory of the most loaded rank, in bytes."""
-        return max(part.total for part in self.memory)
+        return max(self.bytes_by_rank)
 
     @property
     def device_bytes(self) -> int | None:
@@ -228,23 +232,20 @@ def recomputation_of(config: Config) -> str:
 
 def _stages(config: Config, plan: StagePlan) -> list[dict[str, Any]]:
     """Returns a dictionary per stage. Its 'layers' are indices in the layer list, such as '3-8'."""
-    in_flight, titles = in_flight_micro_batches(config), plan.layer_titles()
-    stages = []
-    for stage, weight in enumerate(plan.partition.weights):
-        layers = slice(plan.bounds[stage], plan.bounds[stage + 1])
-        stages.append(
-            {
-                "stage": stage,
-                "rank": plan.rank_of(stage),
-                "layers": plan.layer_range(stage),
-                "transformer_layers": plan.names[layers].count(TRANSFORMER_LAYER),
-                "content": [title for title in titles[layers] if title],
-                "parameters": plan.stage_parameters(stage),
-                "weight": float(weight),
-                "in_flight": in_flight[stage],
-            }
-        )
-    return stages
+    in_flight = in_flight_micro_batches(config)
+    return [
+        {
+            "stage": stage,
+            "rank": plan.rank_of(stage),
+            "layers": plan.layer_range(stage),
+            "transformer_layers": plan.num_transformer_layers(stage),
+            "content": [layer.title for layer in plan.layers_of(stage) if layer.title],
+            "parameters": plan.stage_parameters(stage),
+            "weight": float(weight),
+            "in_flight": in_flight[stage],
+        }
+        for stage, weight in enumerate(plan.partition.weights)
+    ]
 
 
 def _communication(plan: Plan, rank: int) -> list[CommunicationRow]:

@@ -16,6 +16,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from megatron.config import Config, ConfigError
+from megatron.data.vocabulary import find_vocabulary
 from megatron.errors import UserError
 from megatron.planner.command import PROGRAM, replaced
 from megatron.planner.dry_run import planned_run_report
@@ -25,7 +26,6 @@ from megatron.planner.plan import NO_GPU, Plan, WhatIf, make_plan, recomputation
 from megatron.planner.search import PARTITION_METHODS, Change, SearchResult, evaluate, schedules, search
 from megatron.planner.step_time import time_lines
 from megatron.text_table import counted, format_table
-from megatron.tokenizer.vocabulary import find_vocabulary
 from megatron.units import GIB
 
 _IN_JSON = 20
@@ -46,7 +46,7 @@ def plan_report(config: Config) -> Report:
     vocab_size = find_vocabulary(config).size
     plan = with_verdict(make_plan(config, vocab_size))
     # The predicted step is printed below the line on the memory instead.
-    parts = [planned_run_report(config, plan.stages, vocab_size, [], "", plan.memory)]
+    parts = [planned_run_report(plan)]
     lines = f"memory     {plan.verdict or 'set --gpu to check whether the plan fits'}"
     if plan.step is not None:
         plan = replace(plan, what_if=what_if(plan))

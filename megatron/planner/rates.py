@@ -9,17 +9,18 @@
 
 No kernel is faster than its memory traffic allows, nor shorter than `Rates.shortest_s`.
 
-This repository has measured none of the rates. `benchmarks/planner_accuracy.py --fit` fits `products`,
-`tile_s` and `contention` to published training runs. The fitted `products` are below the best single matrix
-product: 0.87 of the peak on an A100, 0.80 on an H100 and 0.78 on a B200 (S. Bekman, "Machine Learning
-Engineering", maximum achievable matmul FLOPS). No GPU sustains that rate for hours at its power limit.
+This repository has measured none of the rates. `products`, `tile_s` and `contention` were fitted to published
+training runs; `benchmarks/planner_accuracy.py --fit` fits them again. The fitted `products` are below the
+best single matrix product: 0.87 of the peak on an A100, 0.80 on an H100 and 0.78 on a B200 (S. Bekman,
+"Machine Learning Engineering", maximum achievable matmul FLOPS). No GPU sustains that rate for hours at its
+power limit.
 Attention rates are from arXiv 2307.08691, figures 4 to 7 (A100), and arXiv 2407.08608, figures 5 to 7 (H100).
 Attention on the B200, the Triton kernels' backward pass, and `memory` are assumptions.
 
-The benchmark counts this program among the plain PyTorch programs (`benchmarks.published_programs.classes`):
-eager PyTorch, cuBLAS, and its own Triton kernels for attention, norms, dropout and loss, without CUDA graphs
-and without Transformer Engine's cuDNN attention. The best published MFU of such programs is 46.4 % on an H100
-(7B), where Transformer Engine reaches 62.5 %. This program's norms and loss move fewer bytes than theirs.
+This program counts among the plain PyTorch programs: eager PyTorch, cuBLAS, and its own Triton kernels for
+attention, norms, dropout and loss, without CUDA graphs and without Transformer Engine's cuDNN attention. The
+best published MFU of such programs is 46.4 % on an H100 (7B), where Transformer Engine reaches 62.5 %. This
+program's norms and loss move fewer bytes than theirs.
 """
 
 from __future__ import annotations
@@ -43,7 +44,7 @@ LAUNCH_S = 8e-6
 --host-us-per-kernel sets the time that `benchmarks/host_time.py` has measured."""
 EAGER_TRAFFIC = 1.55
 """Time of an eager PyTorch kernel that is neither a matrix product nor attention, relative to the time that
-its bytes predict. Fitted to runs of MosaicML's llm-foundry (the benchmark's class 'fsdp eager')."""
+its bytes predict. Fitted on 2026-11-23 to runs of MosaicML's llm-foundry."""
 
 _TILES = (
     (256, 128, 1.0),

@@ -13,16 +13,16 @@ from dataclasses import dataclass
 from itertools import product
 from typing import Any
 
+from megatron.arguments import validate
 from megatron.cluster.devices import device_memory_bytes
 from megatron.config import Config, ConfigError
 from megatron.config.model import padded_vocab_size
 from megatron.config.registries import PIPELINE_SCHEDULES
-from megatron.config.validate import validate
 from megatron.errors import UserError
 from megatron.model.attention_choice import Implementation, training_attention
 from megatron.model.flops import head_flops
-from megatron.mpu.layout import ParallelLayout
-from megatron.pipeline.methods import TRANSFORMER_LAYER
+from megatron.model.layer_kinds import layer_kinds, period, transformer_layers
+from megatron.mpu.mesh import Mesh
 from megatron.pipeline.stages import plan_stages
 from megatron.planner.layer_memory import bytes_per_parameter
 from megatron.planner.network import ALL_REDUCE
@@ -223,7 +223,7 @@ class _Estimator:
         """Returns (seconds of a step, bytes of the most loaded rank), assuming equal stages."""
         parallel, model, training = config.parallel, config.model, config.training
         ranks, tp_size = parallel.pipeline_model_parallel_size, parallel.tensor_model_parallel_size
-        layout, layers = ParallelLayout.from_config(parallel, 0), -(-model.num_layers // ranks)
+        mesh, layers = Mesh.from_config(parallel, 0), -(-model.num_layers // ranks)
         layer = self._layer(config)
         batch, count = config.batch.micro_batch_size, config.micro_batches_per_step
         forward, backward, kept = layer.at(batch)
@@ -241,10 +241,10 @@ class _Estimator:
         fill = (ranks - 1) / parallel.stages_per_rank * (1 - 2 * weight / seconds)
         step = heaviest * (count + fill)
         per_layer, outside = layer.parameters, padded * model.hidden_size // tp_size
-        if layout.dp_cp_size > 1:
+        if mesh.dp_cp.size > 1:
             size = 4.0 * (per_layer * layers + outside)
             calls = count if parallel.zero_stage >= 2 else 1
-            step += calls * 1.25 * self._cluster.network.seconds(Collective("data", ALL_REDUCE, size), layout)
+            step += calls * 1.25 * self._cluster.network.seconds(Collective("data", ALL_REDUCE, size), mesh)
         state = per_layer * layers * self._state.in_layers(parallel)
         state += outside * self._state.in_others(parallel)
         return step, state + held * layers * min(count, ranks) + (kept - held)
@@ -264,8 +264,8 @@ class _Estimator:
 
 @dataclass(frozen=True)
 class _LayerEstimate:
-    """Costs of a transformer layer without recomputation, the means over --window-pattern: forward seconds,
-    backward seconds, and bytes of the activations that are kept between the passes.
+    """Costs of a transformer layer without recomputation, the means over the kinds of layers: forward
+    seconds, backward seconds, and bytes of the activations that are kept between the passes.
 
     first: costs of a micro-batch of one sample. further: costs that each further sample adds. input_bytes:
     bytes of the layer's input per sample.
@@ -278,8 +278,8 @@ class _LayerEstimate:
 
     @classmethod
     def record(cls, config: Config, vocab_size: int, cluster: Cluster) -> _LayerEstimate:
-        """Records the costs in a model of one layer, or of the layers of --window-pattern."""
-        costs, count = [], len(config.model.window_pattern or "W")
+        """Records the costs in a model with the layers after which the kinds repeat."""
+        costs, count = [], period(layer_kinds(config.model))
         for batch in (1, 2):
             alone = config.with_settings(
                 {
@@ -293,15 +293,14 @@ class _LayerEstimate:
                 }
             )
             plan = plan_stages(alone, vocab_size)
-            index = plan.names.index(TRANSFORMER_LAYER)
-            stage = stage_costs(alone, plan, vocab_size, 0)
-            layers = [layer for layer in stage.layers if index <= layer.first < index + count]
+            inner = transformer_layers(plan.layers)
+            layers = [cost for cost in stage_costs(alone, plan, vocab_size, 0).layers if cost.first in inner]
             rank = Rank(alone, cluster, 0)
             passes = ([layer.forward for layer in layers], [layer.backward for layer in layers])
             times = [sum(rank.time(part.actions).total for part in parts) / count for parts in passes]
             costs.append((*times, sum(part.change for part in passes[0]) / count))
         further = tuple(two - one for one, two in zip(*costs, strict=True))
-        return cls(costs[0], further, spec_bytes(layers[0].output) // 2, plan.parameters[index])
+        return cls(costs[0], further, spec_bytes(layers[0].output) // 2, plan.parameters[inner.start])
 
     def at(self, batch: int) -> tuple[float, ...]:
         """Returns (forward seconds, backward seconds, kept bytes) at a micro-batch of `batch` samples."""

@@ -19,11 +19,11 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 
 from megatron.cluster.devices import GPU, find_gpu
-from megatron.config import BatchSchedule, Config
-from megatron.config.batch import BEGIN, Progress, RunLength
+from megatron.config import Config
 from megatron.config.sections.parallel import ParallelConfig
 from megatron.model.flops import iteration_flops, palm_flops, tflops_per_device
-from megatron.mpu.layout import ParallelLayout
+from megatron.mpu.mesh import Mesh
+from megatron.optimizer.batch_schedule import BEGIN, BatchSchedule, Progress, RunLength
 from megatron.pipeline.schedule import Timeline, simulate_schedule
 from megatron.pipeline.stages import StagePlan
 from megatron.planner.network import Network, find_network
@@ -200,11 +200,11 @@ class Rank:
     pipeline_rank: int
 
     @cached_property
-    def layout(self) -> ParallelLayout:
+    def mesh(self) -> Mesh:
         """The layout as seen by this rank."""
         parallel = self.config.parallel
         per_stage = parallel.world_size // parallel.pipeline_model_parallel_size
-        return ParallelLayout.from_config(parallel, self.pipeline_rank * per_stage)
+        return Mesh.from_config(parallel, self.pipeline_rank * per_stage)
 
     def time(self, actions: Iterable[Action], dtype: str | None = None) -> PassTime:
         """Returns the predicted time of a list of actions. dtype: of matrix products; None: the run's."""
@@ -212,7 +212,7 @@ class Rank:
         return pass_time(
             actions,
             lambda kernel: cluster.kernel_seconds(kernel, dtype),
-            lambda call: cluster.network.seconds(call, self.layout),
+            lambda call: cluster.network.seconds(call, self.mesh),
             cluster.launch_s,
             cluster.contention,
             self.config.parallel.needs_one_queue,
@@ -249,10 +249,10 @@ def _transfers(config: Config, plan: StagePlan, costs: Sequence[StageCosts], clu
     per_stage = parallel.world_size // parallel.pipeline_model_parallel_size
     for stage, cost in enumerate(costs[:-1]):
         source, destination = (plan.rank_of(s) * per_stage for s in (stage, stage + 1))
-        layout = ParallelLayout.from_config(parallel, source)
+        mesh = Mesh.from_config(parallel, source)
         size = spec_bytes(cost.outputs) / cost.sends
         is_sent = source != destination
-        times.append(cluster.network.message_seconds(size, source, destination, layout) if is_sent else 0.0)
+        times.append(cluster.network.message_seconds(size, source, destination, mesh) if is_sent else 0.0)
     return times
 
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import argparse
 
-from megatron.config.checkpoint_args import TOKENIZER_FIELDS
-from megatron.config.peer_rewriting import REWRITTEN_VALUES
+from megatron.config.config import SETTINGS
+from megatron.config.sections.data import TOKENIZER_FIELDS
 from megatron.errors import UserError
 from megatron.tokenizer.base import Tokenizer, TokenizerFlags
 from megatron.tokenizer.factory import TOKENIZER_TYPES
@@ -16,7 +16,7 @@ def add_tokenizer_flags(parser: argparse.ArgumentParser, title: str = "tokenizer
     group = parser.add_argument_group(title)
     group.add_argument(
         "--tokenizer-type",
-        type=lambda name: REWRITTEN_VALUES["--tokenizer-type"].get(name, name),
+        type=lambda name: SETTINGS["data.tokenizer_type"].flag.spellings.get(name, name),
         choices=TOKENIZER_TYPES,
         help="default: the type that the given files fit",
     )

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch.distributed import Store
 
+from megatron.arguments.checks import layout_mistakes, model_mistakes
 from megatron.checkpoint.formats.deepspeed_files import VALUES
 from megatron.checkpoint.formats.registry import open_reader
 from megatron.checkpoint.huggingface.run_export import check_export
@@ -26,25 +27,24 @@ from megatron.checkpoint.ranks import first_problem_of_ranks
 from megatron.checkpoint.record import Checkpoint
 from megatron.cluster.exit_codes import SharedUserError
 from megatron.cluster.watchdog import Watchdog
-from megatron.config import BatchSchedule, Config, ParallelConfig
-from megatron.config.batch import RunLength
+from megatron.config import Config, ParallelConfig
 from megatron.config.mistakes import raise_first
-from megatron.config.model import model_mistakes
-from megatron.config.validate import layout_mistakes
+from megatron.data.vocabulary import Vocabulary, find_vocabulary
 from megatron.engine.device_progress import flight_record
 from megatron.engine.pipeline_engine import GPTEngine
+from megatron.engine.workarounds import groups_of_mesh
 from megatron.errors import UserError
 from megatron.model.distributed_inference import DistributedGPT
 from megatron.model.pipeline_module import GPTModelPipe
-from megatron.mpu.layout import ParallelLayout, TPGroup
-from megatron.mpu.parameter_spec import ParameterSpec, local_shape
+from megatron.mpu.mesh import Axis, Mesh
+from megatron.mpu.parameter_spec import ParameterSpec
 from megatron.mpu.parameters import InitialValues, initial_values, spec_of
 from megatron.mpu.world import broadcast_from_rank_0
+from megatron.optimizer.batch_schedule import BatchSchedule, RunLength
 from megatron.optimizer.schedule import LearningRateSchedule, schedule_of
 from megatron.pipeline.layer_times import find_layer_times, needs_profiling, read_layer_times
 from megatron.pipeline.methods import MemoryCosts
 from megatron.pipeline.stages import StagePlan, find_memory_costs, needs_memory_costs, plan_stages
-from megatron.tokenizer.vocabulary import Vocabulary, find_vocabulary
 from megatron.training.data import RunData, open_data
 from megatron.training.metrics import MetricsLogger
 from megatron.training.trainer import Trainer
@@ -75,25 +75,25 @@ class Setup:
         return cls(vocab, plan)
 
 
-def find_stages(config: Config, layout: ParallelLayout, tp_group: TPGroup, vocab: Vocabulary) -> StagePlan:
+def find_stages(config: Config, mesh: Mesh, vocab: Vocabulary) -> StagePlan:
     """Partitions the layers by their measured times or their memory. Collective: all ranks get one result.
 
     Raises SharedUserError on every rank if the partition is not possible.
     """
     times = memory = None
     if needs_profiling(config):
-        times = find_layer_times(config, layout, tp_group, vocab.size, vocab.eod)
+        times = find_layer_times(config, mesh, vocab.size, vocab.eod)
     if needs_memory_costs(config):
-        memory = _memory_costs_of_rank_0(config, layout, vocab.size)
+        memory = _memory_costs_of_rank_0(config, mesh, vocab.size)
     try:
         return plan_stages(config, vocab.size, times, memory)
     except UserError as error:
         raise SharedUserError(str(error)) from error
 
 
-def _memory_costs_of_rank_0(config: Config, layout: ParallelLayout, vocab_size: int) -> MemoryCosts:
+def _memory_costs_of_rank_0(config: Config, mesh: Mesh, vocab_size: int) -> MemoryCosts:
     found: MemoryCosts | str = ""
-    if layout.rank == 0:
+    if mesh.rank == 0:
         try:
             found = find_memory_costs(config, vocab_size)
         except UserError as error:
@@ -106,8 +106,7 @@ def _memory_costs_of_rank_0(config: Config, layout: ParallelLayout, vocab_size: 
 
 def build_model(
     config: Config,
-    layout: ParallelLayout,
-    tp_group: TPGroup,
+    mesh: Mesh,
     vocab: Vocabulary,
     bounds: Sequence[int] | None = None,
     values: InitialValues = initial_values,
@@ -115,26 +114,26 @@ def build_model(
     """Returns this rank's part of the model. Collective. bounds: stage bounds (None: by --partition-method).
     values: see `GPTModelPipe`."""
     bounds = plan_stages(config, vocab.size).bounds if bounds is None else bounds
-    return GPTModelPipe(config, layout, tp_group, vocab.size, vocab.eod, bounds, values)
+    with groups_of_mesh(mesh):
+        return GPTModelPipe(config, mesh, vocab.size, vocab.eod, bounds, values)
 
 
 def build_engine(
     config: Config,
-    layout: ParallelLayout,
-    tp_group: TPGroup,
+    mesh: Mesh,
     vocab: Vocabulary,
     bounds: Sequence[int] | None = None,
     values: InitialValues = initial_values,
 ) -> GPTEngine:
     """Returns an engine with this rank's part of the model, see `build_model`. Collective."""
-    return GPTEngine(config, layout, tp_group, build_model(config, layout, tp_group, vocab, bounds, values))
+    return GPTEngine(config, mesh, build_model(config, mesh, vocab, bounds, values))
 
 
 def zeros(
-    spec: ParameterSpec, seed: int, name: str, tp_group: TPGroup, elements: range | None = None
+    spec: ParameterSpec, seed: int, name: str, axes: Sequence[Axis], elements: range | None = None
 ) -> torch.Tensor:
     """Returns the initial values of a parameter that a checkpoint overwrites: zeros are the fastest."""
-    return torch.zeros(local_shape(spec, tp_group))
+    return torch.zeros(spec.local_shape(axes))
 
 
 def build_trainer(
@@ -153,7 +152,7 @@ def build_trainer(
     local: LocalCheckpoints | None = None,
     objects: ObjectCheckpoints | None = None,
     tasks: Any = None,
-    data: Callable[[Config, ParallelLayout, RunLength, Vocabulary], RunData] = open_data,
+    data: Callable[[Config, Mesh, RunLength, Vocabulary], RunData] = open_data,
     trainer: type[Trainer] = Trainer,
 ) -> Trainer:
     """Returns the training loop around an engine, with its checkpoints and data.
@@ -166,7 +165,7 @@ def build_trainer(
     saved_to = config.checkpoint.save or ""
     facts = (vocab.size, vocab.eod, fingerprint or {}, owner, watchdog.heartbeat, store, local, objects)
     checkpoints = CheckpointManager(engine, saved_to, *facts)
-    opened = data(config, engine.layout, length, vocab)
+    opened = data(config, engine.mesh, length, vocab)
     return trainer(
         config, engine, opened, length, batches, lr_schedule, metrics, watchdog, checkpoints, tasks
     )
@@ -198,25 +197,24 @@ def load_distributed_model(
 ) -> DistributedGPT:
     """Returns this rank's part of the model, in evaluation mode. Collective: each rank reads its own shards.
     Raises UserError on all ranks if one of them cannot read a file."""
-    layout = ParallelLayout.from_config(config.parallel, rank)
-    tp_group = layout.make_tp_group()
+    mesh = Mesh.from_config(config.parallel, rank).connect()
     vocab = Vocabulary(checkpoint.vocab_size, checkpoint.eod)
-    module = build_model(config, layout, tp_group, vocab, values=zeros)
+    module = build_model(config, mesh, vocab, values=zeros)
     problem = None
     try:
-        _load_weights(module, checkpoint, tp_group)
+        _load_weights(module, checkpoint, mesh.axes)
     except UserError as error:
         problem = str(error)
     # All ranks raise, because they would wait for a rank that raises alone.
     if (found := first_problem_of_ranks(problem)) is not None:
         raise SharedUserError(found[1])
-    return DistributedGPT(module.eval(), layout, tp_group, micro_batch_size)
+    return DistributedGPT(module.eval(), mesh, micro_batch_size)
 
 
-def _load_weights(module: GPTModelPipe, checkpoint: Checkpoint, tp_group: TPGroup) -> None:
+def _load_weights(module: GPTModelPipe, checkpoint: Checkpoint, axes: Sequence[Axis]) -> None:
     reader = open_reader(checkpoint)
     for name, parameter in module.named_parameters():
         if name not in reader.stored_names:
             raise UserError(f"checkpoint {checkpoint.folder} holds no parameter {name}")
-        shard = reader.read_shard(name, VALUES, spec_of(parameter), tp_group)
+        shard = reader.read_shard(name, VALUES, spec_of(parameter), axes)
         parameter.copy_(shard.view_as(parameter))

@@ -8,10 +8,15 @@ from pathlib import Path
 
 import torch.distributed as dist
 
-from megatron.config import Config, ConfigError, DataConfig, parse_split
-from megatron.config.batch import Progress, RunLength
-from megatron.config.data import NO_EVALUATION_DATA, SPLIT_NAMES, splits_with_own_data, token_files
+from megatron.config import Config, ConfigError, DataConfig
 from megatron.data.blended_dataset import SampleDataset
+from megatron.data.flags import (
+    NO_EVALUATION_DATA,
+    SPLIT_NAMES,
+    parse_split,
+    splits_with_own_data,
+    token_files,
+)
 from megatron.data.gpt_dataset import (
     VOCABULARY_KEY,
     Datasets,
@@ -27,9 +32,10 @@ from megatron.data.index_stamp import IndexStamp
 from megatron.data.loader import GPTBatchLoader
 from megatron.data.mock_dataset import MockDataset
 from megatron.data.splits import Component, verify_token_files
-from megatron.mpu.layout import ParallelLayout
+from megatron.data.vocabulary import Vocabulary
+from megatron.mpu.mesh import Mesh
+from megatron.optimizer.batch_schedule import Progress, RunLength
 from megatron.text_table import format_table
-from megatron.tokenizer.vocabulary import Vocabulary
 
 # Building this takes about a second per 100 MB, and a file some milliseconds.
 _LARGE_INDEX_BYTES = 500_000_000
@@ -159,7 +165,7 @@ def _requested_samples(
 
 def open_data(
     config: Config,
-    layout: ParallelLayout,
+    mesh: Mesh,
     length: RunLength,
     vocabulary: Vocabulary,
     stamp: IndexStamp | None = None,
@@ -169,20 +175,20 @@ def open_data(
     if config.data.mock_data:
         train, valid, test = _mock_datasets(config, length, vocabulary)
     else:
-        train, valid, test = _datasets_of_files(config, layout, length, stamp or IndexStamp(config.data))
+        train, valid, test = _datasets_of_files(config, mesh, length, stamp or IndexStamp(config.data))
 
     def loader(dataset: SampleDataset, num_workers: int, first_sample: int = 0) -> GPTBatchLoader:
         return GPTBatchLoader(
             dataset,
             micro_batch_size=config.batch.micro_batch_size,
-            dp_rank=layout.dp_rank,
-            dp_size=layout.dp_size,
+            dp_rank=mesh.dp.rank,
+            dp_size=mesh.dp_size,
             eod=vocabulary.eod,
             eod_mask_loss=config.data.eod_mask_loss,
             vocab_size=vocabulary.size,
             num_workers=num_workers,
             first_sample=first_sample,
-            reads_tokens=config.parallel.reads_tokens(layout.pipeline_stage),
+            reads_tokens=config.parallel.reads_tokens(mesh.pp.rank),
         )
 
     def evaluated(datasets: tuple[SampleDataset, ...], unnamed: str) -> dict[str, GPTBatchLoader]:
@@ -199,15 +205,13 @@ def open_data(
     )
 
 
-def _datasets_of_files(
-    config: Config, layout: ParallelLayout, length: RunLength, stamp: IndexStamp
-) -> Datasets:
+def _datasets_of_files(config: Config, mesh: Mesh, length: RunLength, stamp: IndexStamp) -> Datasets:
     where = _requested_samples(config, length)
     # Rank 0 builds first. On a shared file system, the other nodes find its files and only verify them.
-    if layout.rank == 0:
+    if mesh.rank == 0:
         prepare_index_files(*where, stamp)
     dist.barrier()
-    if config.parallel.local_rank == 0 and layout.rank != 0:
+    if config.parallel.local_rank == 0 and mesh.rank != 0:
         stamp.refresh()
         prepare_index_files(*where, stamp)
     dist.barrier()

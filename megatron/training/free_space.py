@@ -12,18 +12,18 @@ from megatron.checkpoint.local.saves import NUM_KEPT, LocalCheckpoints
 from megatron.checkpoint.saving.publishing import UNFINISHED
 from megatron.cluster.exit_codes import SharedUserError
 from megatron.config import CheckpointConfig, Config
-from megatron.config.batch import Progress
 from megatron.config.registries import OPTIMIZERS
-from megatron.model.flops import layer_matrix_elements
+from megatron.model.layer_kinds import layer_kinds
 from megatron.mpu.world import gather_from_all_ranks
 from megatron.object_urls import is_mirrored
+from megatron.optimizer.batch_schedule import Progress
 
 
 def checkpoint_bytes(config: Config, num_parameters: int, save_format: str) -> int:
     """Returns the bytes of a checkpoint, all ranks together: weights and moments in fp32, and in native files
     also the weights in the precision of the run."""
     choice = OPTIMIZERS[config.optimizer.optimizer]
-    matrices = config.model.num_layers * layer_matrix_elements(config.model) if choice.matrix_moments else 0
+    matrices = sum(kind.matrix_elements for kind in layer_kinds(config.model)) if choice.matrix_moments else 0
     moments = len(choice.moments) * (num_parameters - matrices) + len(choice.matrix_moments) * matrices
     weight_bytes = 4 if config.precision.name == "fp32" else 2
     return 4 * (num_parameters + moments) + weight_bytes * num_parameters * (save_format == "native")

@@ -11,14 +11,14 @@ from typing import Any
 import torch
 from deepspeed.accelerator import get_accelerator
 
+from megatron.arguments import validate
 from megatron.cluster.devices import allocator_settings
 from megatron.cluster.exit_codes import RankStopped
 from megatron.config import Config
 from megatron.config.fields import setting_option
-from megatron.config.partition_method import parse_partition_method
-from megatron.config.validate import validate
 from megatron.errors import UserError
 from megatron.model.attention_choice import Implementation, training_attention
+from megatron.pipeline.partition_method import parse_partition_method
 from megatron.training.startup_report import local_memory
 from megatron.units import GIB
 

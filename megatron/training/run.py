@@ -10,6 +10,7 @@ from typing import Any
 
 from torch.distributed import Store
 
+from megatron.arguments.data_checks import check_index_memory, host_memory_bytes
 from megatron.checkpoint import selection
 from megatron.checkpoint.compatibility import resumed_schedule, start_of
 from megatron.checkpoint.lineage import owner, start
@@ -22,22 +23,20 @@ from megatron.cluster import processes
 from megatron.cluster.exit_status import ExitStatus
 from megatron.cluster.launch import node_name
 from megatron.cluster.preflight import check_attention, check_kernels, preflight
-from megatron.cluster.preparation import Preparation
 from megatron.cluster.processes import is_main_process
-from megatron.cluster.rendezvous import announce_errors
+from megatron.cluster.rendezvous import Preparation, announce_errors
 from megatron.cluster.watchdog import Phase, Watchdog
 from megatron.config import Config, ConfigError
-from megatron.config.batch import BatchSchedule, RunLength
-from megatron.config.data import check_index_memory, host_memory_bytes
 from megatron.data.index_stamp import IndexStamp
 from megatron.data.splits import verify_token_files
+from megatron.data.vocabulary import Vocabulary
 from megatron.engine.device_progress import flight_record, waiting_facts
 from megatron.errors import printable
 from megatron.files import open_own, open_stream
-from megatron.mpu.layout import ParallelLayout
+from megatron.mpu.mesh import Mesh
 from megatron.mpu.parameters import initial_values
 from megatron.mpu.world import broadcast_from_rank_0
-from megatron.tokenizer.vocabulary import Vocabulary
+from megatron.optimizer.batch_schedule import BatchSchedule, RunLength
 from megatron.training.build import Setup, build_engine, build_trainer, find_stages, zeros
 from megatron.training.data import data_report, index_notes, open_data, run_fingerprint
 from megatron.training.free_space import check_free_space
@@ -88,17 +87,16 @@ def run(
     notes += found.notes
     lr_schedule, metrics = resumed_schedule(checkpoint, config), make_metrics(config, vocab.size, rank)
     notes += start_notes(checkpoint, config, lr_schedule)
-    layout = ParallelLayout.from_config(config.parallel, rank)
-    context = {"cp_rank": layout.cp_rank} if layout.cp_size > 1 else {}
-    watchdog.report.note(stage=layout.pipeline_stage, **context)
-    tp_group = layout.make_tp_group()
-    plan = plan or find_stages(config, layout, tp_group, vocab)
+    mesh = Mesh.from_config(config.parallel, rank).connect()
+    context = {"cp_rank": mesh.cp.rank} if mesh.cp_size > 1 else {}
+    watchdog.report.note(stage=mesh.pp.rank, **context)
+    plan = plan or find_stages(config, mesh, vocab)
     notes += check_free_space(config, plan.total_parameters, start_of(checkpoint), length.iterations, local)
     metrics.print(run_report(config, plan, vocab.size, notes, lr_schedule.describe()))
     metrics.print(f"\n{found.data_table}")
-    on_exit.enter_context(explained_out_of_memory(config, layout.pipeline_stage))
+    on_exit.enter_context(explained_out_of_memory(config, mesh.pp.rank))
     values = initial_values if checkpoint is None else zeros
-    engine = build_engine(config, layout, tp_group, vocab, plan.bounds, values)
+    engine = build_engine(config, mesh, vocab, plan.bounds, values)
     trainer = build_trainer(
         config,
         engine,

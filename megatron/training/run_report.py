@@ -14,20 +14,20 @@ from megatron.checkpoint.compatibility import start_of, starts_at_zero
 from megatron.checkpoint.record import Checkpoint, describe_start
 from megatron.checkpoint.selection import find_checkpoint, planned_checkpoint
 from megatron.cluster.devices import find_gpu, gpu_of_process
-from megatron.config import BatchSchedule, Config
-from megatron.config.batch import Progress, RunLength
+from megatron.config import Config
 from megatron.config.fields import option_name
 from megatron.config.model import model_summary, padded_vocab_size
 from megatron.config.registries import OPTIMIZERS
 from megatron.config.sections.parallel import ParallelConfig
+from megatron.data.vocabulary import Vocabulary
 from megatron.model.flops import iteration_flops, palm_flops
 from megatron.object_urls import is_url
+from megatron.optimizer.batch_schedule import BatchSchedule, Progress, RunLength
 from megatron.optimizer.schedule import LearningRateSchedule
 from megatron.pipeline.methods import MEMORY_UNIT, TIME_UNITS
 from megatron.pipeline.schedule import mean_bubble
 from megatron.pipeline.stages import StagePlan
 from megatron.text_table import counted, format_table
-from megatron.tokenizer.vocabulary import Vocabulary
 from megatron.training.data import missing_token_file, run_fingerprint
 
 # Stages x micro-batches of the largest simulated step, which takes about 5 s.
@@ -208,8 +208,8 @@ def _simulated_lines(config: Config, plan: StagePlan) -> list[str]:
 
 def _content(plan: StagePlan, stage: int) -> str:
     """Returns the layers of a stage, such as 'embedding, 5 x transformer layer'. Functions are not shown."""
-    titles = plan.layer_titles()[plan.bounds[stage] : plan.bounds[stage + 1]]
-    counts = [(title, len(list(run))) for title, run in groupby(title for title in titles if title)]
+    titles = (layer.title for layer in plan.layers_of(stage) if layer.title)
+    counts = [(title, len(list(run))) for title, run in groupby(titles)]
     return ", ".join(title if count == 1 else f"{count} x {title}" for title, count in counts) or "nothing"
 
 
@@ -236,11 +236,10 @@ def start_notes(
             f"{start.consumed_samples:,} samples and {start.consumed_tokens:,} tokens consumed, and the run "
             f"ends at iteration {length.iterations} (--train-iters, --train-samples, --train-tokens)"
         ]
-    return [
-        *_batch_notes(checkpoint, config, length),
-        *_settings_notes(checkpoint, config),
-        *_rate_notes(config, start, length, lr_schedule),
-    ]
+    notes = list(_rate_notes(config, start, length, lr_schedule))
+    if checkpoint is None or not checkpoint.records_run or starts_at_zero(checkpoint):
+        return notes
+    return [*_batch_notes(checkpoint, config, length), *_settings_notes(checkpoint, config), *notes]
 
 
 def planned_start(config: Config, vocab: Vocabulary) -> tuple[Checkpoint | None, list[str]]:
@@ -261,9 +260,7 @@ def planned_start(config: Config, vocab: Vocabulary) -> tuple[Checkpoint | None,
     return checkpoint, [describe_start(checkpoint, load)]
 
 
-def _batch_notes(checkpoint: Checkpoint | None, config: Config, length: RunLength) -> Iterator[str]:
-    if checkpoint is None or not checkpoint.records_run or starts_at_zero(checkpoint):
-        return
+def _batch_notes(checkpoint: Checkpoint, config: Config, length: RunLength) -> Iterator[str]:
     samples = checkpoint.state.consumed_samples
     saved, batches = (BatchSchedule.from_config(each.batch) for each in (checkpoint.config, config))
     if saved != batches:
@@ -275,9 +272,7 @@ def _batch_notes(checkpoint: Checkpoint | None, config: Config, length: RunLengt
         )
 
 
-def _settings_notes(checkpoint: Checkpoint | None, config: Config) -> Iterator[str]:
-    if checkpoint is None or not checkpoint.records_run or starts_at_zero(checkpoint):
-        return
+def _settings_notes(checkpoint: Checkpoint, config: Config) -> Iterator[str]:
     saved = checkpoint.config
     changes = []
     for section, names in _CHANGEABLE_SETTINGS.items():

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from statistics import median
 from typing import Any, TypedDict
@@ -27,13 +27,13 @@ from megatron.checkpoint.record import TrainingState
 from megatron.cluster.exit_codes import RunStopped
 from megatron.cluster.signals import is_due
 from megatron.cluster.watchdog import Phase, Watchdog
-from megatron.config import BatchSchedule, Config, StabilityConfig
-from megatron.config.batch import Progress
+from megatron.config import Config, StabilityConfig
 from megatron.engine.pipeline_engine import GPTEngine
-from megatron.mpu.layout import ParallelLayout, TPGroup
+from megatron.mpu.mesh import Axis, Mesh
 from megatron.mpu.parameter_spec import ParameterSpec
 from megatron.mpu.parameters import spec_of
 from megatron.mpu.world import broadcast_from_rank_0
+from megatron.optimizer.batch_schedule import BatchSchedule, Progress
 from megatron.optimizer.mixed_precision import MixedPrecisionOptimizer, NonFiniteError
 from megatron.text_table import rank_list
 from megatron.training.metrics import MetricsLogger
@@ -127,7 +127,7 @@ class StabilityMonitor:
         """Checks the replicas every --check-invariants-interval steps, before an evaluation or save. Raises
         RunStopped on a violation. previous: see `is_due`."""
         if is_due(self.config.stability.check_invariants_interval, previous, iteration):
-            violation = find_invariant_violation(self.engine.optimizer, self.engine.layout)
+            violation = find_invariant_violation(self.engine.optimizer, self.engine.mesh)
             if violation:
                 raise RunStopped(
                     f"iteration {iteration}: {violation}. Resume from an earlier checkpoint, and check the "
@@ -215,10 +215,10 @@ _MAX_NAMED = 3
 _CHUNK = 1 << 24
 
 # A compared tensor: its kind ('weights' in the run's precision, 'fp32' for master weights, or the
-# name of a moment), the parameter's name, and the TP rank if the parameter is sharded.
-TensorKey = tuple[str, str, int | None]
-# The place of a replica: stage, TP rank, `ParallelLayout.dp_cp_rank` (None if these ranks shard the tensor).
-ReplicaKey = tuple[int, int, int | None]
+# name of a moment), the parameter's name, and the ranks on the axes that shard the parameter.
+TensorKey = tuple[str, str, tuple[int, ...]]
+# See `Mesh.replica_of`.
+ReplicaKey = tuple[int, ...]
 
 
 @dataclass
@@ -230,25 +230,26 @@ class _LocalDigests:
     not_finite: list[str] = field(default_factory=list)
 
 
-def find_invariant_violation(optimizer: MixedPrecisionOptimizer, layout: ParallelLayout) -> str | None:
+def find_invariant_violation(optimizer: MixedPrecisionOptimizer, mesh: Mesh) -> str | None:
     """Returns one sentence that names replicas that differ and non-finite values, with their ranks; None if
     there are none. Collective: every rank gets one result."""
-    local = _local_digests(optimizer, layout)
+    local = _local_digests(optimizer, mesh)
     everywhere: list[Any] = [None] * dist.get_world_size()
     dist.gather_object(local, everywhere if dist.get_rank() == 0 else None)
     return broadcast_from_rank_0(_sentence(everywhere) if dist.get_rank() == 0 else None)
 
 
-def _local_digests(optimizer: MixedPrecisionOptimizer, layout: ParallelLayout) -> _LocalDigests:
-    held = _LocalDigests(layout.rank)
-    place = (layout.pipeline_stage, layout.tp_rank)
+def _local_digests(optimizer: MixedPrecisionOptimizer, mesh: Mesh) -> _LocalDigests:
+    held = _LocalDigests(mesh.rank)
 
     def add(
-        kind: str, name: str, is_sharded: bool, replica: int | None, digest: int, is_finite: bool
+        kind: str, name: str, spec: ParameterSpec, is_partitioned: bool, start: int, values: Tensor
     ) -> None:
-        held.parts[(kind, name, layout.tp_rank if is_sharded else None), (*place, replica)] = digest
+        digest, is_finite = _digest(spec, mesh.axes_of(spec), start, values)
+        shard = tuple(axis.rank for axis in mesh.axes_of(spec))
+        held.parts[(kind, name, shard), mesh.replica_of(spec, is_partitioned)] = digest
         if not is_finite:
-            held.not_finite.append(f"{kind} of {name} on rank {layout.rank}")
+            held.not_finite.append(f"{kind} of {name} on rank {mesh.rank}")
 
     optimizer.wait_for_params()
     for flat in optimizer.flat:
@@ -256,25 +257,21 @@ def _local_digests(optimizer: MixedPrecisionOptimizer, layout: ParallelLayout) -
             continue  # ZeRO-3: only the shards exist between steps; they are compared below
         for parameter in flat.parameters:
             spec, weights = spec_of(parameter), parameter.detach().reshape(-1)
-            digest, is_finite = _digest(spec, optimizer.tp_group, 0, weights)
-            name, is_sharded = optimizer.names[parameter], spec.shard_dim is not None
-            add("weights", name, is_sharded, layout.dp_cp_rank, digest, is_finite)
-    replica = layout.dp_cp_rank if optimizer.partition_count == 1 else None
-    for part in optimizer.local_param_states():
-        for kind, values in part.values.items():
-            digest, is_finite = _digest(part.spec, part.tp_group, part.start, values)
-            add(kind, part.name, part.spec.shard_dim is not None, replica, digest, is_finite)
+            add("weights", optimizer.names[parameter], spec, False, 0, weights)
+    for piece in optimizer.pieces():
+        for kind, values in piece.values.items():
+            add(kind, piece.name, piece.spec, optimizer.is_partitioned, piece.start, values)
     if not math.isfinite(optimizer.scaler.scale):
-        held.not_finite.append(f"the loss scale on rank {layout.rank}")
+        held.not_finite.append(f"the loss scale on rank {mesh.rank}")
     return held
 
 
-def _digest(spec: ParameterSpec, tp_group: TPGroup, start: int, values: Tensor) -> tuple[int, bool]:
+def _digest(spec: ParameterSpec, axes: Sequence[Axis], start: int, values: Tensor) -> tuple[int, bool]:
     """Returns the digest of a rank's flat elements, which begin at `start`, and whether all are finite."""
     digest, finite = 0, values.new_ones((), dtype=torch.bool)
     for first in range(0, values.numel(), _CHUNK):
         piece = values[first : first + _CHUNK].float()
-        digest += fragment_digests(spec, tp_group, start + first, {"": piece})[""]
+        digest += fragment_digests(spec, axes, start + first, {"": piece})[""]
         finite &= piece.isfinite().all()
     return digest % _WORD, bool(finite)
 
@@ -291,14 +288,14 @@ def _sentence(everywhere: list[_LocalDigests]) -> str | None:
     found = [what for held in everywhere for what in held.not_finite]
     found = [f"non-finite: {', '.join(found[:_MAX_NAMED])}{_and_more(found)}"] if found else []
     mismatches = []
-    for (kind, name, tp_rank), digests in sorted(replicas.items(), key=lambda item: str(item[0])):
+    for (kind, name, shard), digests in sorted(replicas.items(), key=lambda item: str(item[0])):
         if len(set(digests.values())) == 1:
             continue
         # Without a majority the first replica is the reference.
         reference = Counter(digests[replica] for replica in sorted(digests, key=str)).most_common(1)[0][0]
         ranks: dict[bool, set[int]] = {True: set(), False: set()}
         for replica, digest in digests.items():
-            ranks[digest == reference] |= set(holders[(kind, name, tp_rank), replica])
+            ranks[digest == reference] |= set(holders[(kind, name, shard), replica])
         mismatches.append(
             f"{kind} of {name} on {rank_list(ranks[False])} differs from {rank_list(ranks[True])}"
         )

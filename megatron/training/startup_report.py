@@ -16,10 +16,10 @@ import torch
 from deepspeed.accelerator import get_accelerator
 from torch import Tensor
 
+from megatron.child_processes import status_bytes
 from megatron.cluster.exit_codes import RunStopped
-from megatron.cluster.node_processes import status_bytes
 from megatron.config import Config
-from megatron.mpu.layout import ParallelLayout
+from megatron.mpu.mesh import Mesh
 from megatron.mpu.parameters import spec_of
 from megatron.mpu.world import gather_from_all_ranks
 from megatron.optimizer.eight_bit import moment_bits
@@ -28,17 +28,17 @@ from megatron.optimizer.quantized import BLOCK_SIZE, QuantizedMoment
 from megatron.units import GIB
 
 
-def memory_table(layout: ParallelLayout, stages_per_rank: int) -> str:
+def memory_table(mesh: Mesh, stages_per_rank: int) -> str:
     """Returns a row per pipeline rank: minimum and maximum memory of its ranks, and the rank of the maximum.
     Collective.
 
     On an accelerator, the columns are the allocated, peak allocated and peak reserved bytes of PyTorch's
     allocator; on a GPU, also all bytes in use on it. On a CPU, they are the memory of the process.
     """
-    everywhere = gather_from_all_ranks((layout.pipeline_stage, local_memory()))
+    everywhere = gather_from_all_ranks((mesh.pp.rank, local_memory()))
     what = "stage" if stages_per_rank == 1 else "pipeline rank"
     lines = [f"memory after the first steps, GiB per {what}, least to most of its ranks:"]
-    for place in range(layout.pp_size):
+    for place in range(mesh.pp_size):
         by_rank = {rank: found for rank, (stage, found) in enumerate(everywhere) if stage == place}
         lines.append(f"  {what} {place:3d} | {format_memory_row(by_rank)}")
     return "\n".join(lines)
@@ -165,8 +165,8 @@ _STEPS_BEFORE_MEMORY = 2
 class StartupReport:
     """Decides when to print the reports. Counts the steps since the start of this process."""
 
-    def __init__(self, config: Config, layout: ParallelLayout) -> None:
-        self.layout = layout
+    def __init__(self, config: Config, mesh: Mesh) -> None:
+        self.mesh = mesh
         parallel = config.parallel
         self._stages_per_rank = parallel.stages_per_rank
         self._moments_pending = config.optimizer.use_bnb_optimizer
@@ -181,4 +181,4 @@ class StartupReport:
         if self._steps_until_memory > 0:
             self._steps_until_memory = 0 if is_last else self._steps_until_memory - 1
             if self._steps_until_memory == 0:
-                yield memory_table(self.layout, self._stages_per_rank)
+                yield memory_table(self.mesh, self._stages_per_rank)

@@ -19,7 +19,6 @@ from megatron.cluster.exit_status import ExitStatus
 from megatron.cluster.signals import ExitConditions, ExitReason, is_due
 from megatron.cluster.watchdog import Phase, Watchdog
 from megatron.config import CheckpointConfig, Config
-from megatron.config.batch import BatchSchedule, RunLength
 from megatron.data.loader import GPTBatchLoader
 from megatron.engine.pass_times import bubble_line
 from megatron.engine.pipeline_engine import GPTEngine
@@ -27,6 +26,7 @@ from megatron.errors import UserError
 from megatron.model.distributed_inference import MICRO_BATCHES_PER_STAGE
 from megatron.model.flops import iteration_flops
 from megatron.mpu.world import broadcast_from_rank_0
+from megatron.optimizer.batch_schedule import BatchSchedule, RunLength
 from megatron.optimizer.mixed_precision import NonFiniteError
 from megatron.optimizer.schedule import LearningRateSchedule, Progress
 from megatron.training.data import RunData
@@ -110,7 +110,7 @@ class Trainer:
         self.exits = ExitConditions(
             self.config.training, self.watchdog.report, self.checkpoints.ownership_lost_reason
         )
-        self.startup_report = StartupReport(self.config, self.engine.layout)
+        self.startup_report = StartupReport(self.config, self.engine.mesh)
         self.stability = StabilityMonitor(
             self.config, self.engine, self.batches, self.metrics, self.checkpoints, self.watchdog
         )
@@ -247,7 +247,7 @@ class Trainer:
         if is_logged:
             self.metrics.flush()
         if self.engine.pass_times and is_logged:
-            self.metrics.print(bubble_line(self.engine.pass_times, self.engine.layout))
+            self.metrics.print(bubble_line(self.engine.pass_times, self.engine.mesh))
         for text in self.startup_report.lines(optimizer, progress.iteration == self.length.iterations):
             self.metrics.print(text)
         return self.stability.post_step(reached)

@@ -15,7 +15,7 @@ from selenium.webdriver.common.by import By
 from selenium.webdriver.common.keys import Keys
 from selenium.webdriver.remote.webelement import WebElement
 
-from megatron.config import read_command_line
+from megatron.arguments import read_command_line
 from megatron.data.indexed_dataset import IndexedDataset
 from megatron.data.statistics import dataset_statistics
 from megatron.planner import plan_tool

@@ -11,7 +11,7 @@ import signal
 import sys
 
 from megatron.checkpoint.formats.native import NativeReader
-from megatron.commands.ds_to_universal import main
+from megatron.commands import convert_checkpoint, ds_to_universal
 
 num_tasks, victims, ends_others, late = json.loads(sys.argv.pop())
 blocks, numbers = NativeReader.read_blocks, itertools.count(1)
@@ -29,7 +29,8 @@ def run(rank):
             yield block
 
     NativeReader.read_blocks = then_kill
-    main()
+    command = convert_checkpoint if "--from" in sys.argv else ds_to_universal
+    command.main()
 
 
 tasks = {}

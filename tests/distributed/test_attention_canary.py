@@ -10,9 +10,9 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from deepspeed.accelerator import get_accelerator
 
+from megatron.arguments import parse_args
 from megatron.cluster.exit_codes import SharedUserError
 from megatron.cluster.preflight import check_attention
-from megatron.config.cli import parse_args
 from megatron.model.attention_canary import AttentionCase, attention_case, attention_problem
 from tests.support.pool import run_world
 

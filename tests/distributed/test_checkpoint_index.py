@@ -44,7 +44,7 @@ def files_opened(row: Row, folder: Path) -> tuple[set[str], set[str]]:
 
     with mock.patch.object(deepspeed_files, "read_file", note):
         load_checkpoint(engine, checkpoint, FINGERPRINT)
-    own = {part.name for part in engine.optimizer.local_param_states()}
+    own = {part.name for part in engine.optimizer.pieces()}
     index = deepspeed_files._read_index(checkpoint.run["index"], folder)
     assert index is not None
     return opened, {file for file, places in index.items() if own & places.keys()}

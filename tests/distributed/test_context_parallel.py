@@ -5,8 +5,8 @@ from dataclasses import replace
 import pytest
 import torch
 
-from megatron.mpu.context_parallel import gather_keys_and_values, tensor_shard
-from megatron.mpu.layout import CPGroup, ParallelLayout, TPGroup
+from megatron.mpu.context_parallel import gather_keys_and_values, sequence_chunks, tensor_shard
+from megatron.mpu.mesh import Axis, Mesh
 from tests.distributed.parity import (
     DUALPIPEV,
     INTERLEAVED,
@@ -102,27 +102,27 @@ def test_a_run_resumes_with_another_context_parallel_size(before, after, tmp_pat
 @pytest.mark.parametrize("size", [2, 3, 8])
 def test_the_chunks_of_the_ranks_are_the_sequence_and_equal_causal_work(size):
     seq = 2 * size * 128
-    groups = [CPGroup(rank, size) for rank in range(size)]
-    positions = [[p for chunk in group.chunks(seq) for p in chunk] for group in groups]
+    groups = [Axis("cp", rank, size) for rank in range(size)]
+    positions = [[p for chunk in sequence_chunks(group, seq) for p in chunk] for group in groups]
     assert sorted(sum(positions, [])) == list(range(seq))
     work = [sum(position + 1 for position in own) for own in positions]
     assert max(work) <= 1.02 * sum(work) / size
     for group, own in zip(groups, positions, strict=True):
-        shards = [tensor_shard(group.chunks(seq), TPGroup(rank, 4)) for rank in range(4)]
+        shards = [tensor_shard(sequence_chunks(group, seq), Axis("tp", rank, 4)) for rank in range(4)]
         assert [p for shard in shards for part in shard for p in part] == own
     with pytest.raises(ValueError, match="not divisible"):
-        groups[0].chunks(seq + size)
+        sequence_chunks(groups[0], seq + size)
 
 
 def gathered_attention(seq, cp_size, dtype):
     """Returns this rank's outputs and gradients, and its positions."""
-    layout = ParallelLayout.create(cp_size, 1, 1, torch.distributed.get_rank(), cp_size=cp_size)
-    group = layout.make_cp_group()
-    own = torch.cat([torch.arange(chunk.start, chunk.stop) for chunk in group.chunks(seq)])
+    mesh = Mesh.create(cp_size, 1, 1, torch.distributed.get_rank(), cp_size=cp_size).connect()
+    group = mesh.cp
+    own = torch.cat([torch.arange(chunk.start, chunk.stop) for chunk in sequence_chunks(group, seq)])
     key, value = (x[own].requires_grad_() for x in keys_and_values(seq, dtype))
     whole = gather_keys_and_values(key, value, group)
     weights = keys_and_values(seq, dtype)
-    factor = layout.cp_rank + 1
+    factor = mesh.cp.rank + 1
     sum(factor * (x * weight).sum() for x, weight in zip(whole, weights, strict=True)).backward()
     return own, [x.detach() for x in whole], key.grad, value.grad
 

@@ -3,13 +3,15 @@
 import argparse
 import json
 import os
+import re
+import shutil
 
 import pytest
 import torch
 
 from megatron.checkpoint.conversion.source import identity_of, open_source
 from megatron.checkpoint.conversion.to_universal import convert
-from megatron.commands import ds_to_universal
+from megatron.commands import convert_checkpoint, ds_to_universal
 from megatron.errors import UserError
 from tests.distributed.resharding import STEPS_BEFORE, resume_midway
 from tests.distributed.test_universal import UNIVERSAL, converted, is_equal, reseal, saved, torch_files_in
@@ -18,6 +20,7 @@ from tests.support.checkpoints import state_after
 from tests.support.forked import run_script
 from tests.support.layouts import Row
 from tests.support.pool import run_world
+from tests.unit.checkpoint.native_folder import flip_a_byte
 
 
 @pytest.mark.full
@@ -73,7 +76,8 @@ def change_a_copy(folder):
     reseal(folder, json.loads((folder / "run.json").read_text()), path)
 
 
-def test_replicas_that_differ_are_refused_or_averaged(tmp_path, capsys):
+@pytest.mark.parametrize("command", ["ds_to_universal", "convert_checkpoint"])
+def test_replicas_that_differ_are_refused_or_averaged(command, tmp_path, capsys):
     source, target = saved(tmp_path, Row(tp=2), {}), tmp_path / "universal"
     change_a_copy(source)
     flags = ["--input_folder", str(source), "--output_folder", str(target)]
@@ -84,8 +88,16 @@ def test_replicas_that_differ_are_refused_or_averaged(tmp_path, capsys):
         "replicas of 8.weight on the TP ranks differ by up to 5.00e-01" in sentence
         and "--allow-replica-mismatch" in sentence
     )
-    ds_to_universal.main([*flags, "--allow-replica-mismatch"])
-    assert "8.weight: replicas on TP ranks differed by up to 5.00e-01" in capsys.readouterr().out
+    if command == "ds_to_universal":
+        ds_to_universal.main([*flags, "--allow-replica-mismatch"])
+        count = f"{target}: 14 parameters, 13 of them by an earlier, interrupted conversion"
+    else:
+        flags = ["--from", str(source), "--to", str(target), "--format", "universal"]
+        convert_checkpoint.main([*flags, "--allow-replica-mismatch"])
+        count = f"{target}: 14 parameters of {source}, format universal"
+    mean = "8.weight: replicas on TP ranks differed by up to 5.00e-01; their mean is used"
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0] == mean and re.fullmatch(count.replace("13", r"\d+").replace("14", r"\d+"), lines[1])
     mean = torch.load(target / "zero" / "8.weight" / "fp32.pt")["param"][0]
     assert mean.item() == pytest.approx(1.25, abs=0.05)
     ((state, _),) = run_world(1, resume_midway, Row(), tmp_path, UNIVERSAL)
@@ -172,9 +184,15 @@ def test_the_tool_names_mistakes_and_flags_without_effect(tmp_path, capsys, monk
     content = path.read_bytes()
     path.write_bytes(content[:-10])
     assert f"{path.name} has {len(content) - 10:,} bytes" in refused()
-    path.write_bytes(content[:-3000] + bytes([content[-3000] ^ 1]) + content[-2999:])
-    assert f"{path.name} is damaged" in refused()
     path.write_bytes(content)
+    for damaged in (path, source / "mp_rank_01_model_states.pt"):  # compared by its states, or as a whole
+        content = damaged.read_bytes()
+        flip_a_byte(damaged)
+        sentence = refused()
+        assert "is damaged: its digest differs from that in run.json" in sentence
+        assert (damaged.name in sentence) == (damaged != path)
+        damaged.write_bytes(content)
+    shutil.rmtree(tmp_path / "universal.partial")
 
     run = json.loads((source / "run.json").read_text())
     info = run.pop("universal_checkpoint_info")

@@ -5,7 +5,7 @@ import dataclasses
 import pytest
 
 from megatron.checkpoint.record import TrainingState
-from megatron.config.curriculum import LengthCurriculum
+from megatron.config.sections.curriculum import LengthCurriculum
 from tests.distributed.parity import INTERLEAVED, SEQUENCE_PARALLEL
 from tests.support.layouts import (
     DROPOUT,

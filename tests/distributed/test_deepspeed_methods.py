@@ -47,12 +47,12 @@ def of_deepspeed_config(name: str) -> Callable[[GPTEngine], bool]:
     """Whether a method returns what it returns in DeepSpeed, if DeepSpeed is configured as the run."""
 
     def check(engine: GPTEngine) -> bool:
-        config, layout = engine.run_config, engine.layout
+        config, mesh = engine.run_config, engine.mesh
         precision = config.precision
         settings = {
             "train_micro_batch_size_per_gpu": config.batch.micro_batch_size,
             "train_batch_size": GLOBAL_BATCH,
-            "gradient_accumulation_steps": GLOBAL_BATCH // (config.batch.micro_batch_size * layout.dp_size),
+            "gradient_accumulation_steps": GLOBAL_BATCH // (config.batch.micro_batch_size * mesh.dp_size),
             "gradient_clipping": CLIP,
             "zero_optimization": {"stage": config.parallel.zero_stage},
             "fp16": {"enabled": precision.fp16},
@@ -60,7 +60,7 @@ def of_deepspeed_config(name: str) -> Callable[[GPTEngine], bool]:
             "data_types": {"grad_accum_dtype": "fp32"},
         }
         theirs = DeepSpeedEngine.__new__(DeepSpeedEngine)
-        theirs.__dict__["_config"] = DeepSpeedConfig(settings, _Replicas(layout.dp_size))
+        theirs.__dict__["_config"] = DeepSpeedConfig(settings, _Replicas(mesh.dp_size))
         return bool(getattr(engine, name)() == getattr(theirs, name)())
 
     return check
@@ -136,23 +136,19 @@ ENGINE: dict[str, Callable[[GPTEngine], bool]] = {
     "eval_batch": eval_batch_works,
     "get_additional_losses": equals("get_additional_losses", lambda engine: None),
     "get_batch_info": equals(
-        "get_batch_info", lambda engine: (GLOBAL_BATCH, 1, GLOBAL_BATCH // engine.layout.dp_size)
+        "get_batch_info", lambda engine: (GLOBAL_BATCH, 1, GLOBAL_BATCH // engine.mesh.dp_size)
     ),
-    "get_data_parallel_rank": equals("get_data_parallel_rank", lambda engine: engine.layout.dp_rank),
+    "get_data_parallel_rank": equals("get_data_parallel_rank", lambda engine: engine.mesh.dp.rank),
     "get_global_grad_norm": equals("get_global_grad_norm", lambda engine: engine.optimizer.grad_norm),
     "get_lr": equals("get_lr", lambda engine: [RATE] * len(engine.optimizer.param_groups)),
     "get_model_parallel_rank": equals("get_model_parallel_rank", lambda engine: 0),
     "get_mom": equals("get_mom", lambda engine: [(0.9, 0.999)] * len(engine.optimizer.param_groups)),
-    "get_pipeline_parallel_rank": equals(
-        "get_pipeline_parallel_rank", lambda engine: engine.layout.pipeline_stage
-    ),
+    "get_pipeline_parallel_rank": equals("get_pipeline_parallel_rank", lambda engine: engine.mesh.pp.rank),
     "get_tensor_parallel_rank": equals("get_tensor_parallel_rank", lambda engine: 0),
     "is_compiled": lambda engine: engine.is_compiled is False,
-    "is_first_stage": equals("is_first_stage", lambda engine: engine.layout.pipeline_stage == 0),
+    "is_first_stage": equals("is_first_stage", lambda engine: engine.mesh.pp.rank == 0),
     "is_gradient_accumulation_boundary": equals("is_gradient_accumulation_boundary", lambda engine: False),
-    "is_last_stage": equals(
-        "is_last_stage", lambda engine: engine.layout.pipeline_stage == engine.layout.pp_size - 1
-    ),
+    "is_last_stage": equals("is_last_stage", lambda engine: engine.mesh.pp.rank == engine.mesh.pp_size - 1),
     "optimizer_name": equals("optimizer_name", lambda engine: "AdamW"),
     "steps_per_print": equals("steps_per_print", lambda engine: None),
     "train": modes_work,
@@ -168,11 +164,11 @@ MODULE: dict[str, Callable[[GPTEngine], bool]] = {
     "get_tied_weights_and_groups": lambda engine: all(
         weight in set(engine.module.parameters()) for weight, _ in engine.module.get_tied_weights_and_groups()
     ),
-    "mpu": lambda engine: engine.module.mpu().get_pipe_parallel_rank() == engine.layout.pipeline_stage,
-    "num_pipeline_stages": lambda engine: engine.module.num_pipeline_stages() == engine.layout.pp_size,
+    "mpu": lambda engine: engine.module.mpu().get_pipe_parallel_rank() == engine.mesh.pp.rank,
+    "num_pipeline_stages": lambda engine: engine.module.num_pipeline_stages() == engine.mesh.pp_size,
     "partitions": lambda engine: engine.module.partitions() == engine.module.stage_bounds,
     "stage_owner": lambda engine: all(
-        engine.module.stage_owner(index) == engine.layout.pipeline_stage for index in engine.module.layers
+        engine.module.stage_owner(index) == engine.mesh.pp.rank for index in engine.module.layers
     ),
     "topology": lambda engine: engine.module.topology().world_size() == dist.get_world_size(),
 }

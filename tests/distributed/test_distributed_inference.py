@@ -8,11 +8,11 @@ import pytest
 import torch
 
 from megatron.config import Config
+from megatron.data.vocabulary import Vocabulary
 from megatron.model.distributed_inference import DistributedGPT
 from megatron.model.single_process import GPTModel
-from megatron.mpu.layout import ParallelLayout, TPGroup
+from megatron.mpu.mesh import Mesh
 from megatron.mpu.parameters import initialize_parameters
-from megatron.tokenizer.vocabulary import Vocabulary
 from megatron.training.build import build_engine
 from tests.support.layouts import EOD, VOCAB, Row, config_of
 from tests.support.pool import run_world
@@ -56,12 +56,11 @@ def config(name: str) -> Config:
 def on_ranks(name: str) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor] | None:
     """On rank 0 the log-probabilities, which tokens are the most likely ones, and the next token's logits."""
     settings, row = config(name), ROWS[name][0]
-    layout = ParallelLayout.from_config(settings.parallel, torch.distributed.get_rank())
-    tp_group = layout.make_tp_group()
-    engine = build_engine(settings, layout, tp_group, Vocabulary(VOCAB, EOD))
-    model = DistributedGPT(engine.module.eval(), layout, tp_group, micro_batch_size=2)
+    mesh = Mesh.from_config(settings.parallel, torch.distributed.get_rank()).connect()
+    engine = build_engine(settings, mesh, Vocabulary(VOCAB, EOD))
+    model = DistributedGPT(engine.module.eval(), mesh, micro_batch_size=2)
     assert model.batch_size >= 2 * row.dp
-    if layout.rank:
+    if mesh.rank:
         model.serve()
         return None
     rows = texts()
@@ -78,7 +77,7 @@ def on_ranks(name: str) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor] | Non
 def test_scores_are_those_of_one_process(name: str) -> None:
     settings, rows = config(name), texts()
     model = GPTModel(settings, VOCAB, EOD).eval()
-    initialize_parameters(model, settings.training.seed, TPGroup())
+    initialize_parameters(model, settings.training.seed, ())
     with torch.no_grad():
         logits = model(rows[:, :-1])
     expected = logits.log_softmax(-1).gather(2, rows[:, 1:, None])[..., 0]

@@ -130,7 +130,7 @@ def spoil_a_moment(row, name, rank):
     engine = build_engine(config_of(row, **EIGHT_BIT))
     train(engine, [0])
     optimizer = engine.optimizer
-    if engine.layout.rank == rank:
+    if engine.mesh.rank == rank:
         for flat in optimizer.flat:
             if any(optimizer.names[parameter] == name for parameter in flat.parameters):
                 state = optimizer.optimizer.state[flat.master]

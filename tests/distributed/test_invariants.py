@@ -37,12 +37,12 @@ def findings(row, changes, precision):
     """Before and after one rank's state is changed: changes = (rank, name, kind, value)."""
     engine = make_trainer(config_of(row, model=TWO_LAYERS, precision=precision)).engine
     train_engine(engine, [0, 1])
-    before = find_invariant_violation(engine.optimizer, engine.layout)
+    before = find_invariant_violation(engine.optimizer, engine.mesh)
     rank, name, kind, value = changes
-    if engine.layout.rank == rank:
+    if engine.mesh.rank == rank:
         with torch.no_grad():
             change(engine, name, kind, value)
-    return before, find_invariant_violation(engine.optimizer, engine.layout)
+    return before, find_invariant_violation(engine.optimizer, engine.mesh)
 
 
 EVERYTHING = Row(tp=2, pp=2, dp=2, zero=1, micro_batch=2)
@@ -116,7 +116,7 @@ def stopped(row, changes):
 
     def drifting(state):
         state = step(state)
-        if state.iteration == 3 and trainer.engine.layout.rank == 1:
+        if state.iteration == 3 and trainer.engine.mesh.rank == 1:
             change(trainer.engine, NORM, "fp32", 0.5)
         return state
 

@@ -31,7 +31,7 @@ BYTES_PER_ELEMENT = 12
 def state_of(engine) -> str:
     """A digest of all master weights, moments and steps of a rank, by the names of the parameters."""
     digest = hashlib.sha256()
-    for part in sorted(engine.optimizer.local_param_states(), key=lambda part: part.name):
+    for part in sorted(engine.optimizer.pieces(), key=lambda part: part.name):
         digest.update(f"{part.name} {part.step} ".encode())
         for state in sorted(part.values):
             digest.update(part.values[state].contiguous().numpy().tobytes())

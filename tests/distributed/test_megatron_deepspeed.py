@@ -15,8 +15,8 @@ from megatron.checkpoint.manager import load_checkpoint
 from megatron.checkpoint.selection import find_checkpoint
 from megatron.commands import ds_to_universal
 from megatron.data.loader import MicroBatch
-from megatron.mpu.layout import ParallelLayout
-from megatron.tokenizer.vocabulary import Vocabulary
+from megatron.data.vocabulary import Vocabulary
+from megatron.mpu.mesh import Mesh
 from megatron.training.build import build_engine
 from tests.distributed.resharding import SHAPES, STEPS_BEFORE, resume_midway, save_before, uninterrupted
 from tests.support.checkpoints import FINGERPRINT, state_after
@@ -79,9 +79,8 @@ def resume_asset(row, folder, model):
     options = {"load": str(folder), "universal_checkpoint": True}
     config = config_of(row, model=model, optimizer={"weight_decay": 0.0}, checkpoint=options)
     checkpoint = find_checkpoint(config, ASSET_VOCAB, lambda start: FINGERPRINT)
-    layout = ParallelLayout.create(row.world_size, row.tp, row.pp, dist.get_rank())
-    tp_group = layout.make_tp_group()
-    engine = build_engine(config, layout, tp_group, Vocabulary(ASSET_VOCAB, EOD))
+    mesh = Mesh.create(row.world_size, row.tp, row.pp, dist.get_rank()).connect()
+    engine = build_engine(config, mesh, Vocabulary(ASSET_VOCAB, EOD))
     load_checkpoint(engine, checkpoint, FINGERPRINT)
     history = []
     for step in next_steps(folder):

@@ -3,7 +3,7 @@
 import torch
 from torch.utils.checkpoint import checkpoint
 
-from megatron.mpu.layout import TPGroup
+from megatron.mpu.mesh import Axis
 from megatron.mpu.random import DropoutRNG, dropout
 from tests.support.pool import run_world
 from tests.support.scatter import world_tp_group
@@ -35,7 +35,7 @@ def outputs_of(x, samples, tp_group, recompute):
 
 def test_ranks_drop_their_shards_of_one_tensor_also_when_recomputed():
     x = torch.rand(2, 16, 64) + 1
-    unsharded, unsharded_grad = outputs_of(x, (5, 8), TPGroup(), recompute=False)
+    unsharded, unsharded_grad = outputs_of(x, (5, 8), Axis("tp"), recompute=False)
     assert 0.4 < (unsharded != 0).float().mean() < 0.58
     for recompute in (False, True):
         results = run_world(4, output_and_gradient, x, (5, 8), recompute)

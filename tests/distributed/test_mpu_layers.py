@@ -12,9 +12,10 @@ from megatron.mpu.layers import (
     VocabParallelEmbedding,
     parallel_logits,
 )
-from megatron.mpu.layout import TPGroup
 from megatron.mpu.mappings import gather_from_tensor_region
+from megatron.mpu.mesh import Axis
 from megatron.mpu.parameters import initial_values, initialize_parameters, merge_shards, spec_of
+from tests.reference.shards import shard_of
 from tests.support.pool import run_world
 from tests.support.scatter import scatter, world_tp_group
 
@@ -25,7 +26,7 @@ HIDDEN, INNER, VOCAB, USED_ROWS = 24, 48, 128, 100
 class Column(nn.Module):
     """A column-parallel layer whose outputs are gathered for the comparison."""
 
-    def __init__(self, tp_group: TPGroup) -> None:
+    def __init__(self, tp_group: Axis) -> None:
         super().__init__()
         self.tp_group = tp_group
         self.layer = ColumnParallelLinear(HIDDEN, INNER, tp_group, init_std=0.3)
@@ -35,7 +36,7 @@ class Column(nn.Module):
 
 
 class Row(nn.Module):
-    def __init__(self, tp_group: TPGroup) -> None:
+    def __init__(self, tp_group: Axis) -> None:
         super().__init__()
         self.tp_group = tp_group
         self.layer = RowParallelLinear(INNER, HIDDEN, tp_group, init_std=0.3)
@@ -47,7 +48,7 @@ class Row(nn.Module):
 class GatedMlp(nn.Module):
     """Two blocks of columns, one multiplied with the other, and rows."""
 
-    def __init__(self, tp_group: TPGroup) -> None:
+    def __init__(self, tp_group: Axis) -> None:
         super().__init__()
         self.columns = ColumnParallelLinear(HIDDEN, 2 * INNER, tp_group, init_std=0.3, num_fused_parts=2)
         self.rows = RowParallelLinear(INNER, HIDDEN, tp_group, init_std=0.3, bias=False)
@@ -60,7 +61,7 @@ class GatedMlp(nn.Module):
 class EmbeddingAndHead(nn.Module):
     """Logits of the embedded tokens: the table is used at both ends."""
 
-    def __init__(self, tp_group: TPGroup) -> None:
+    def __init__(self, tp_group: Axis) -> None:
         super().__init__()
         self.tp_group = tp_group
         self.table = VocabParallelEmbedding(VOCAB, HIDDEN, tp_group, num_valid_rows=USED_ROWS, init_std=0.3)
@@ -108,21 +109,14 @@ def run_layer(case):
     size = tp_group.size
     make, _, n_in = CASES[case]
     layer = make(tp_group)
-    initialize_parameters(layer, SEED, tp_group)
+    initialize_parameters(layer, SEED, [tp_group])
     with torch.no_grad():
         for parameter in layer.parameters():
             parts = [torch.empty_like(parameter) for _ in range(size)]
             dist.all_gather(parts, parameter.detach())
             spec = spec_of(parameter)
             full = perturbed(merge_shards(spec, parts))
-            shards = list(full.split(full.shape[0]))
-            if spec.shard_dim is not None:
-                chunks = [
-                    block.chunk(size, spec.shard_dim)
-                    for block in full.chunk(spec.num_fused_parts, spec.shard_dim)
-                ]
-                shards = [torch.cat([c[rank] for c in chunks], spec.shard_dim) for rank in range(size)]
-            parameter.copy_(shards[tp_group.rank if spec.shard_dim is not None else 0])
+            parameter.copy_(shard_of(spec, full, [tp_group]))
     x = model_input(n_in)
     y = layer(x)
     y.backward(torch.linspace(-1, 1, y.numel()).view(y.shape))
@@ -132,9 +126,9 @@ def run_layer(case):
 
 def plain(case):
     make, function, n_in = CASES[case]
-    specs = {name: spec_of(p) for name, p in make(TPGroup()).named_parameters()}
+    specs = {name: spec_of(p) for name, p in make(Axis("tp")).named_parameters()}
     weights = {
-        name: perturbed(initial_values(spec, SEED, name, TPGroup())).double().requires_grad_()
+        name: perturbed(initial_values(spec, SEED, name, ())).double().requires_grad_()
         for name, spec in specs.items()
     }
     x = model_input(n_in)
@@ -158,14 +152,14 @@ def test_a_parallel_layer_computes_what_its_reference_does(case, size):
         spec = ranks[0][2][name][0]
         shards = [grads[name][1] for _, _, grads in ranks]
         torch.testing.assert_close(merge_shards(spec, shards).double(), expected, rtol=1e-5, atol=2e-5)
-        if spec.shard_dim is None:
+        if not spec.sharding:
             assert all(torch.equal(shard, shards[0]) for shard in shards)
 
 
 def frozen_weights_and_inputs():
     tp_group = world_tp_group()
     layer = ColumnParallelLinear(HIDDEN, INNER, tp_group, init_std=0.3)
-    initialize_parameters(layer, SEED, tp_group)
+    initialize_parameters(layer, SEED, [tp_group])
     x = model_input(HIDDEN)
     layer.requires_grad_(False)
     layer(x).sum().backward()
@@ -186,7 +180,7 @@ def test_only_the_gradients_that_are_wanted_are_made():
 
 def test_biases_are_not_decayed_and_weights_are():
     for layer in (
-        ColumnParallelLinear(4, 8, TPGroup(), init_std=1.0),
-        RowParallelLinear(4, 8, TPGroup(), init_std=1.0),
+        ColumnParallelLinear(4, 8, Axis("tp"), init_std=1.0),
+        RowParallelLinear(4, 8, Axis("tp"), init_std=1.0),
     ):
         assert spec_of(layer.weight).weight_decay and not spec_of(layer.bias).weight_decay

@@ -2,15 +2,14 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from megatron.mpu.layout import ParallelLayout, TPGroup
 from megatron.mpu.mappings import gather_from_rank_block, gather_from_tensor_region
+from megatron.mpu.mesh import Axis, Mesh
 from tests.support.pool import run_world
 from tests.support.scatter import world_tp_group
 
 
 def tensor_group_of_layout(tp_group, pipeline):
-    layout = ParallelLayout.create(dist.get_world_size(), tp_group, pipeline, dist.get_rank())
-    group = layout.make_tp_group()
+    group = Mesh.create(dist.get_world_size(), tp_group, pipeline, dist.get_rank()).connect().tp
     members = torch.tensor([dist.get_rank()])
     dist.all_reduce(members, group=group.group)
     return group.rank, group.size, dist.get_process_group_ranks(group.group), members.item()
@@ -43,7 +42,7 @@ def test_tensor_groups_are_neighbouring_ranks(tp_group, pipeline):
 
 def test_in_a_group_of_one_the_argument_itself_comes_back():
     x = torch.randn(3, 4)
-    assert gather_from_tensor_region(x, TPGroup()) is x
+    assert gather_from_tensor_region(x, Axis("tp")) is x
 
 
 @pytest.mark.parametrize("size", [2, 4])

@@ -10,13 +10,13 @@ from unittest import mock
 
 import torch.distributed as dist
 
-from megatron.config.batch import BEGIN, RunLength
 from megatron.data import index_stamp
 from megatron.data.gpt_dataset import prepare_index_files
 from megatron.data.index_stamp import IndexStamp
 from megatron.data.splits import verify_token_files
-from megatron.mpu.layout import ParallelLayout
-from megatron.tokenizer.vocabulary import Vocabulary
+from megatron.data.vocabulary import Vocabulary
+from megatron.mpu.mesh import Mesh
+from megatron.optimizer.batch_schedule import BEGIN, RunLength
 from megatron.training.data import data_report, index_notes, open_data, run_fingerprint
 from tests.support.layouts import GLOBAL_BATCH, SEQ, VOCAB, Row, config_of
 from tests.support.pool import run_world
@@ -56,8 +56,8 @@ def start(words: tuple[str, ...]) -> tuple[list[str], list[str], list[str], int]
             dist.barrier()
             stamp = stamp or IndexStamp(config.data)
             run_fingerprint(config, BEGIN, stamp=stamp)
-            layout = ParallelLayout.from_config(config.parallel, rank)
-            data = open_data(config, layout, length, Vocabulary(VOCAB, None), stamp)
+            mesh = Mesh.from_config(config.parallel, rank)
+            data = open_data(config, mesh, length, Vocabulary(VOCAB, None), stamp)
         assert data.train is not None
         _opened = in_step = []
         for _ in data.train.micro_batches(0, GLOBAL_BATCH):

@@ -274,7 +274,7 @@ def step_with_a_bad_gradient(row, bad_rank, name, settings):
     """The second step, in which one rank's gradient of one parameter becomes NaN."""
     engine = build_engine(config_of(row, model=TWO_LAYERS, precision=settings))
     train(engine, [0])
-    if engine.layout.rank == bad_rank:
+    if engine.mesh.rank == bad_rank:
         dict(engine.module.named_parameters())[name].register_hook(lambda gradient: gradient * math.nan)
     return error_of_step(engine, 1)
 
@@ -370,8 +370,7 @@ def test_zero_1_shares_the_moments_out_over_the_replicas(dp, precision):
 
 def bytes_of_saved_state(row):
     """Returns the bytes of the optimizer state that torch.save writes: each storage once."""
-    state = build_engine(config_of(row)).optimizer.state_dict()
-    masters = state["single_partition_of_fp32_groups"]
+    masters = [flat["fp32"] for flat, _ in build_engine(config_of(row)).optimizer.packed_groups()]
     storages = {master.untyped_storage().data_ptr(): master.untyped_storage().nbytes() for master in masters}
     return sum(storages.values()), sum(master.nbytes for master in masters)
 

@@ -22,7 +22,7 @@ from megatron.checkpoint.record import TrainingState
 from megatron.checkpoint.selection import find_checkpoint
 from megatron.data.loader import MicroBatch
 from megatron.model.single_process import GPTModel, model_specs
-from megatron.mpu.layout import TPGroup
+from megatron.mpu.mesh import Axis
 from tests.distributed.test_deepspeed_engine_files import module_of
 from tests.reference.shards import shard_of
 from tests.support.checkpoints import FINGERPRINT
@@ -111,10 +111,10 @@ def resume(row: Row, folder: Path) -> tuple[TrainingState, list[float]]:
     checkpoint = find_checkpoint(config, VOCAB, lambda start: FINGERPRINT)
     engine = build_engine(config)
     load_checkpoint(engine, checkpoint, FINGERPRINT)
-    size, layout, losses = row.micro_batch, engine.layout, []
+    size, mesh, losses = row.micro_batch, engine.mesh, []
     for number in range(STEPS, STEPS + MORE_STEPS):
         batch = sample_tokens(number * GLOBAL_BATCH, GLOBAL_BATCH)
-        firsts = range(layout.dp_rank * size, GLOBAL_BATCH, layout.dp_size * size)
+        firsts = range(mesh.dp.rank * size, GLOBAL_BATCH, mesh.dp_size * size)
         micro_batches = (MicroBatch.from_rows(batch[first : first + size], first) for first in firsts)
         losses.append(engine.train_step(micro_batches, GLOBAL_BATCH, RATE).item())
     return checkpoint.state, losses
@@ -164,13 +164,13 @@ class TwoTensorRanks:
 def save_shards(folder: Path, megatron_names: bool) -> dict[str, dict[str, Tensor]]:
     """Trains and saves the shards of two tensor-parallel ranks, each as the sum of its squares."""
     config = config_of(Row(), model=SWIGLU)
-    group = TPGroup(dist.get_rank(), 2)
+    group = Axis("tp", dist.get_rank(), 2)
     wholes, specs = random_wholes(config), model_specs(config, VOCAB, EOD)
     shards = {}
     for name, whole in wholes.items():
         padded = torch.zeros(specs[name].global_shape)
         padded[: len(whole)] = whole
-        shard = shard_of(specs[name], padded, group).contiguous()
+        shard = shard_of(specs[name], padded, [group]).contiguous()
         if megatron_names and ".mlp.dense_h_to_4h." in name:
             shard = torch.cat(shard.chunk(2)[::-1])  # Megatron has the gate before the values
         own = f"module.{their_name(name, config.model.num_layers, False)}" if megatron_names else name
@@ -210,7 +210,7 @@ def test_shards_of_tensor_parallel_ranks_are_merged(megatron_names: bool, tmp_pa
                 shard = states[own][kind]
                 if megatron_names and ".mlp.dense_h_to_4h." in name:
                     shard = torch.cat(shard.chunk(2)[::-1])
-                found = reader.read_shard(name, state or "fp32", spec, TPGroup(rank, 2))
+                found = reader.read_shard(name, state or "fp32", spec, [Axis("tp", rank, 2)])
                 rows = spec.num_valid_rows
                 if rows is not None:  # padded rows are not kept
                     width = spec.global_shape[1]

@@ -449,7 +449,7 @@ def save_trained(row, folder, steps):
 
 def whole_weights_from(folder):
     """Returns names and values of a single-process model, initially and after loading."""
-    _, _, model = build_model(config_of(Row()))
+    _, model = build_model(config_of(Row()))
     fresh = {name: p.detach().clone() for name, p in model.named_parameters()}
     open_reader(find_latest(folder)).load_weights(model)
     return fresh, {name: p.detach().clone() for name, p in model.named_parameters()}
@@ -476,7 +476,7 @@ def test_weights_of_a_trained_checkpoint_are_its_merged_shards(tmp_path):
 
 
 def load_into_another_model(folder, changes):
-    _, _, model = build_model(config_of(Row(), model=changes))
+    _, model = build_model(config_of(Row(), model=changes))
     try:
         open_reader(find_latest(folder)).load_weights(model)
     except UserError as error:

@@ -13,8 +13,8 @@ from megatron.checkpoint.conversion.source import open_source
 from megatron.checkpoint.conversion.to_universal import convert
 from megatron.checkpoint.manager import load_checkpoint
 from megatron.checkpoint.selection import find_checkpoint
-from megatron.mpu.layout import TPGroup
-from megatron.mpu.parameter_spec import ParameterSpec, local_shape
+from megatron.mpu.mesh import Axis
+from megatron.mpu.parameter_spec import ParameterSpec
 from megatron.mpu.parameters import merge_shards, spec_of
 from megatron.optimizer.eight_bit import WORD_EMBEDDING, moment_bits
 from megatron.optimizer.quantized import BLOCK_SIZE, QuantizedMoment, code_values
@@ -51,7 +51,7 @@ class Piece:
 
 def pieces_of(engine):
     """Returns the state by parameter name: 'fp32' and the moments, dequantized."""
-    optimizer, layout, pieces = engine.optimizer, engine.layout, {}
+    optimizer, mesh, pieces = engine.optimizer, engine.mesh, {}
     for flat in optimizer.flat:
         for parameter, start, length in flat.fragments():
             values = {"fp32": flat.master.detach()[start : start + length].clone()}
@@ -59,7 +59,7 @@ def pieces_of(engine):
                 values[key] = moment.clone()
             first = max(flat.start - flat.offsets[parameter], 0)
             name, spec = optimizer.names[parameter], spec_of(parameter)
-            pieces[name] = Piece(spec, layout.pipeline_stage, layout.tp_rank, first, values)
+            pieces[name] = Piece(spec, mesh.pp.rank, mesh.tp.rank, first, values)
     return pieces
 
 
@@ -77,7 +77,7 @@ def wholes(ranks):
                 torch.cat([by_place[place].values[kind] for place in sorted(by_place) if place[0] == rank])
                 for rank in range(size)
             ]
-            shape = local_shape(spec, TPGroup(0, size))
+            shape = spec.local_shape([Axis("tp", 0, size)])
             result[name, kind] = merge_shards(spec, [shard.view(shape) for shard in shards])[
                 : spec.num_valid_rows
             ]

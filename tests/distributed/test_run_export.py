@@ -28,6 +28,7 @@ ROWS = {
     ),
     "Llama, TP 2 x PP 2": (Row(tp=2, pp=2), {"model": LLAMA}),
     "Llama, TP 2 x DP 2, ZeRO-3, bf16": (Row(tp=2, dp=2, zero=3, precision="bf16"), {"model": LLAMA}),
+    "Llama, DP 2, ZeRO-3": (Row(dp=2, zero=3), {"model": LLAMA}),
     "GPT-2, tied embeddings, PP 2 x DP 2": (Row(pp=2, dp=2, zero=1), GPT2),
     "GPT-2, one process": (Row(), GPT2),
 }

@@ -62,7 +62,7 @@ def save_in_all_ways(row: Row, folder: Path, changes: Changes) -> list[str]:
     assert outcome is not None and outcome.problem == "" and outcome.num_bytes > 0
     checks = load_checkpoint(engine, open_checkpoint(folder / "background" / NAME), FINGERPRINT)
     assert any("equal to the last bit" in check.result for check in checks)
-    return [part.name for part in engine.optimizer.local_param_states(with_values=False)]
+    return [part.name for part in engine.optimizer.pieces(with_values=False)]
 
 
 def without_identity(run: dict[str, Any]) -> dict[str, Any]:

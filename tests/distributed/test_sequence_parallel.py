@@ -74,7 +74,7 @@ def linear_pair(rank_inputs):
     column = ColumnParallelLinear(6, 8, tensor, init_std=0.5, sequence_parallel=is_sharded)
     row = RowParallelLinear(8, 6, tensor, init_std=0.5, sequence_parallel=is_sharded)
     for number, layer in enumerate((column, row)):
-        initialize_parameters(layer, number, tensor)
+        initialize_parameters(layer, number, [tensor])
     inputs = rank_inputs.clone().requires_grad_()
     x = scatter(inputs, tensor, dim=0)
     y = gather_from_tensor_region(row(torch.tanh(column(x))), tensor, dim=0)
@@ -105,7 +105,7 @@ def embedding_pair():
         table = VocabParallelEmbedding(
             64, 6, tp_group, num_valid_rows=60, init_std=0.5, sequence_parallel=sharded
         )
-        initialize_parameters(table, 1, tp_group)
+        initialize_parameters(table, 1, [tp_group])
         hidden = table(tokens)
         factors = torch.linspace(-1, 1, 3 * 8 * 6).view(3, 8, 6)
         own = factors.transpose(0, 1).chunk(ranks)[rank]

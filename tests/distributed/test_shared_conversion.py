@@ -39,13 +39,15 @@ def test_killed_tasks_continue_in_any_number_and_write_the_bytes_of_one_process(
     source, target = saved(tmp_path, Row(tp=2, zero=1), {}), tmp_path / "universal"
     converted(source, tmp_path / "at once")
     flags = ["--input_folder", str(source), "--output_folder", str(target), "--num_extract_workers", "2"]
+    # Both names of the command continue what the other began.
+    other = ["--from", str(source), "--to", str(target), "--format", "universal", "--workers", "2"]
     choose = random.Random(28)
     # With two workers, a parameter of three blocks is complete before the tenth block of all is read.
     assert convert_in_tasks(flags, 1, {0: 10})[0] == {"0": -9}
     for num_tasks in (3, 2, 4):
         # All tasks are victims, with fewer blocks than the checkpoint has: none can finish the conversion.
         victims = {rank: choose.randrange(1, 8) for rank in range(num_tasks)}
-        codes, output, _ = convert_in_tasks(flags, num_tasks, victims)
+        codes, output, _ = convert_in_tasks(other if num_tasks == 2 else flags, num_tasks, victims)
         assert set(codes.values()) == {-9} and not target.exists() and output == ""
     # Two tasks of three die, unless the third was much faster; the third takes their parameters over.
     codes, output, errors = convert_in_tasks(flags, 3, {0: 2, 2: 3}, ends_others=False)

@@ -145,7 +145,7 @@ def with_nan(row, stability, bad_iterations, precision):
         return train_step(*args, **named)
 
     engine.train_step = counted
-    if engine.layout.rank == row.world_size - 1:
+    if engine.mesh.rank == row.world_size - 1:
         weight = dict(engine.module.named_parameters())["4.mlp.dense_h_to_4h.bias"]
         weight.register_hook(lambda g: g * (math.nan if state["iteration"] in bad_iterations else 1.0))
     return outcome(trainer)
@@ -191,7 +191,7 @@ def mismatched_and_stepped(row, stability):
     with torch.no_grad():
         for flat in engine.optimizer.flat:
             for parameter, start, length in flat.fragments():
-                if parameter is norm and engine.layout.tp_rank == 1:
+                if parameter is norm and engine.mesh.tp.rank == 1:
                     flat.master[start : start + length] += 0.5
         engine.optimizer._all_gather_params()
     before = norm.detach().clone()

@@ -9,7 +9,7 @@ import torch.distributed as dist
 
 from megatron.data.loader import MicroBatch
 from megatron.errors import UserError
-from megatron.mpu.layout import ParallelLayout
+from megatron.mpu.mesh import Mesh
 from tests.support.layouts import (
     EOD,
     FP32_BOUND,
@@ -74,7 +74,7 @@ CASES = {
 
 def evaluation(engine, num_micro_batches):
     """Mean loss on micro-batches of one sample, a number of them that no training step has."""
-    data, rank = engine.layout.dp_size, engine.layout.dp_rank
+    data, rank = engine.mesh.dp_size, engine.mesh.dp.rank
     tokens = sample_tokens(9000, num_micro_batches)
 
     def micro_batches():
@@ -157,8 +157,8 @@ def times_and_bounds(row, parallel, changes):
     from megatron.pipeline.stages import plan_stages
 
     config = config_of(row, parallel={"partition_method": "profile", **parallel}, **changes)
-    layout = ParallelLayout.create(row.world_size, row.tp, row.pp, dist.get_rank())
-    times = find_layer_times(config, layout, layout.make_tp_group(), VOCAB, EOD)
+    mesh = Mesh.create(row.world_size, row.tp, row.pp, dist.get_rank())
+    times = find_layer_times(config, mesh.connect(), VOCAB, EOD)
     return times, plan_stages(config, VOCAB, times).bounds
 
 
@@ -180,13 +180,13 @@ def test_all_ranks_partition_by_the_same_measured_times(schedule):
 def stages_by_memory(parallel, problem):
     """Returns (calls of the planner on this rank, its stages or the error)."""
     from megatron.cluster.exit_codes import SharedUserError
+    from megatron.data.vocabulary import Vocabulary
     from megatron.planner import layer_memory
-    from megatron.tokenizer.vocabulary import Vocabulary
     from megatron.training.build import find_stages
 
     row = Row(tp=2, pp=2)
     config = config_of(row, parallel={"partition_method": "memory", **parallel})
-    layout = ParallelLayout.create(row.world_size, row.tp, row.pp, dist.get_rank())
+    mesh = Mesh.create(row.world_size, row.tp, row.pp, dist.get_rank())
     memory_costs, calls = layer_memory.memory_costs, []
 
     def counted(*args):
@@ -197,7 +197,7 @@ def stages_by_memory(parallel, problem):
 
     with mock.patch.object(layer_memory, "memory_costs", counted):
         try:
-            end = find_stages(config, layout, layout.make_tp_group(), Vocabulary(VOCAB, EOD)).partition
+            end = find_stages(config, mesh.connect(), Vocabulary(VOCAB, EOD)).partition
         except SharedUserError as error:
             end = str(error)
     return len(calls), end

@@ -7,7 +7,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from megatron.mpu.layout import ParallelLayout
+from megatron.mpu.mesh import Mesh
 from megatron.training import startup_report
 from megatron.training.startup_report import StartupReport
 from tests.support.layouts import Row, config_of
@@ -19,8 +19,8 @@ class NothingMoved:
 
 
 def tables_after(row, last_step, changes):
-    layout = ParallelLayout.create(dist.get_world_size(), row.tp, row.pp, dist.get_rank())
-    first_steps = StartupReport(config_of(row, **changes), layout)
+    mesh = Mesh.create(dist.get_world_size(), row.tp, row.pp, dist.get_rank())
+    first_steps = StartupReport(config_of(row, **changes), mesh)
     return [list(first_steps.lines(NothingMoved(), step == last_step)) for step in range(1, 5)]
 
 

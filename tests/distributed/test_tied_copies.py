@@ -10,8 +10,8 @@ import torch
 import torch.distributed as dist
 
 from megatron.data.loader import MicroBatch
-from megatron.mpu.layout import TPGroup
-from megatron.mpu.parameter_spec import ParameterSpec
+from megatron.mpu.mesh import Axis
+from megatron.mpu.parameter_spec import ParameterSpec, Shard
 from megatron.mpu.parameters import new_parameter
 from megatron.optimizer.flat_group import FlatGroup
 from megatron.optimizer.gradient_reduction import GradientReduction
@@ -67,7 +67,7 @@ def copies_after(row, changes, steps, other_order):
     engine = build_engine(config_of(row, **{**changes, "model": model, "batch": batch}))
 
     def micro_batches(step):
-        size, dp_rank = row.micro_batch, engine.layout.dp_rank
+        size, dp_rank = row.micro_batch, engine.mesh.dp.rank
         start = step * batch_size
         for first in range(start + dp_rank * size, start + batch_size, row.dp * size):
             yield MicroBatch.from_rows(sample_tokens(first, size), first)
@@ -75,7 +75,7 @@ def copies_after(row, changes, steps, other_order):
     with sums_in_another_order() if other_order else nullcontext():
         for step in range(steps):
             engine.train_step(micro_batches(step), batch_size, RATE)
-        return find_invariant_violation(engine.optimizer, engine.layout)
+        return find_invariant_violation(engine.optimizer, engine.mesh)
 
 
 BUCKETS = {"parallel": {"ddp_bucket_size": 1}, "model": {"num_layers": 4}}
@@ -133,13 +133,13 @@ def test_tied_copies_and_replicas_stay_equal_on_every_layout(case):
 def gradients_after_reduction(values):
     """Of a parameter that both TP ranks replicate, and of one that they shard."""
     rank = dist.get_rank()
-    tp_group = TPGroup(rank, 2, dist.group.WORLD)
+    tp_group = Axis("tp", rank, 2, dist.group.WORLD)
     replicated = new_parameter(ParameterSpec((2,)), tp_group)
-    part = new_parameter(ParameterSpec((4,), shard_dim=0), tp_group)
-    flat = FlatGroup({"params": [replicated, part]}, 1, 0)
+    part = new_parameter(ParameterSpec((4,), sharding=(Shard(0),)), tp_group)
+    flat = FlatGroup({"params": [replicated, part]}, Axis("dp_cp"), False)
     replicated.main_grad.copy_(torch.tensor(values[rank]))
     part.main_grad.fill_(rank + 1.0)
-    GradientReduction([flat], None, [], tp_group).run()
+    GradientReduction([flat], [], tp_group).run()
     return replicated.main_grad.tolist(), part.main_grad.tolist()
 
 
@@ -156,11 +156,12 @@ def test_a_gradient_that_only_a_later_tensor_rank_finds_bad_is_bad_on_all():
 
 
 def three_holders():
-    tp_group = TPGroup()
-    parameter = new_parameter(ParameterSpec((2,)), tp_group)
+    parameter = new_parameter(ParameterSpec((2,)))
     with pytest.raises(ValueError, match="on 3 stages: expected 2"):
         GradientReduction(
-            [FlatGroup({"params": [parameter]}, 1, 0)], None, [(parameter, dist.group.WORLD)], tp_group
+            [FlatGroup({"params": [parameter]}, Axis("dp_cp"), False)],
+            [(parameter, dist.group.WORLD)],
+            Axis("tp"),
         )
 
 
@@ -175,11 +176,10 @@ def test_an_optimizer_step_does_not_depend_on_the_place_in_the_buffer(kind):
     values, factors = torch.randn(101, generator=generator), torch.randn(10, 101, generator=generator)
 
     def stepped(parameters_before):
-        tp_group = TPGroup()
-        others = [new_parameter(ParameterSpec((size,)), tp_group) for size in parameters_before]
-        own = new_parameter(ParameterSpec((101,)), tp_group)
+        others = [new_parameter(ParameterSpec((size,))) for size in parameters_before]
+        own = new_parameter(ParameterSpec((101,)))
         own.data.copy_(values)
-        flat = FlatGroup({"params": [*others, own]}, 1, 0)
+        flat = FlatGroup({"params": [*others, own]}, Axis("dp_cp"), False)
         optimizer = {
             "adam": lambda: torch.optim.AdamW([flat.master], lr=1e-3, fused=True),
             "sgd": lambda: torch.optim.SGD([flat.master], lr=1e-3, momentum=0.9, fused=True),

@@ -63,9 +63,9 @@ def resume(row: Row, core: Path, folder: Path | None = None) -> tuple[TrainingSt
     checkpoint = find_checkpoint(config, VOCAB, lambda start: FINGERPRINT)
     engine = build_engine(config, vocab_size=VOCAB)
     load_checkpoint(engine, checkpoint, FINGERPRINT)
-    size, layout, losses = row.micro_batch, engine.layout, []
+    size, mesh, losses = row.micro_batch, engine.mesh, []
     for batch in torch.tensor(expected["tokens"])[expected["steps"] :]:
-        firsts = range(layout.dp_rank * size, BATCH, layout.dp_size * size)
+        firsts = range(mesh.dp.rank * size, BATCH, mesh.dp_size * size)
         micro_batches = (MicroBatch.from_rows(batch[first : first + size], first) for first in firsts)
         losses.append(engine.train_step(micro_batches, BATCH, expected["lr"]).item())
     return checkpoint.state, losses

@@ -5,7 +5,7 @@ import torch
 
 from megatron.mpu import layers
 from megatron.mpu.layers import ColumnParallelLinear, RowParallelLinear
-from megatron.mpu.layout import TPGroup
+from megatron.mpu.mesh import Axis
 from megatron.mpu.parameters import initialize_parameters
 from tests.distributed.parity import assert_same_numbers
 from tests.support.layouts import STEPS, Row
@@ -17,12 +17,12 @@ BATCH, WIDE, NARROW = 3, 24, 16
 
 def through_layers(ranks, length, dtype, overlap):
     """Output and gradients of a column-parallel and a row-parallel layer, of this rank's shard."""
-    tp_group = TPGroup(torch.distributed.get_rank(), ranks, torch.distributed.group.WORLD)
+    tp_group = Axis("tp", torch.distributed.get_rank(), ranks, torch.distributed.group.WORLD)
     settings = {"init_std": 0.1, "sequence_parallel": True, "overlap_chunks": 4 if overlap else 1}
     column = ColumnParallelLinear(NARROW, WIDE, tp_group, **settings)
     row = RowParallelLinear(WIDE, NARROW, tp_group, **settings)
     for seed, layer in enumerate((column, row)):
-        initialize_parameters(layer, seed, tp_group)
+        initialize_parameters(layer, seed, [tp_group])
         layer.to(dtype)
     generator = torch.Generator().manual_seed(tp_group.rank)
     x, weights = torch.randn(2, length, BATCH, NARROW, generator=generator).to(dtype)
@@ -52,7 +52,7 @@ def test_chunks_change_results_by_rounding_only(ranks, length, dtype):
 def sum_in_order(length):
     """The chunked sum over ranks of small integers, which no order of summation rounds, and the plain one."""
     size = torch.distributed.get_world_size()
-    tp_group = TPGroup(torch.distributed.get_rank(), size, torch.distributed.group.WORLD)
+    tp_group = Axis("tp", torch.distributed.get_rank(), size, torch.distributed.group.WORLD)
     generator = torch.Generator().manual_seed(tp_group.rank)
     x = torch.randint(-8, 8, (size * length, 2, 4), generator=generator).float()
     factor = torch.randint(-8, 8, (4, 5), generator=torch.Generator().manual_seed(9)).float()

@@ -129,7 +129,7 @@ def wrong_inputs(row: Row, changes: dict[str, dict[str, Any]]) -> list[str]:
     """Runs a micro-batch through all layers. Returns the layers after the embedding, up to the head, whose
     input is not as described."""
     config = config_of(row, **changes)
-    _, _, module = build_model(config)
+    _, module = build_model(config)
     layer_io, wrong = sample_tokens(0, 2)[:, :SEQ], []
     for index, function in module.functions_of_chunk(0).items():
         if FIRST_TRANSFORMER_LAYER - 1 <= index <= final_norm_of(config.model.num_layers) + 1:

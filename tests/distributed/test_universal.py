@@ -15,12 +15,14 @@ from megatron.checkpoint.files import add_checksum, describe_file
 from megatron.checkpoint.formats.registry import open_reader
 from megatron.checkpoint.formats.universal import UniversalReader
 from megatron.checkpoint.formats.universal_writer import UniversalWriter
+from megatron.checkpoint.formats.writing import copy_parameter
 from megatron.checkpoint.manager import load_checkpoint
 from megatron.checkpoint.record import describe_start
 from megatron.checkpoint.selection import find_checkpoint, select_valid_checkpoint
 from megatron.errors import UserError
 from megatron.model.single_process import model_specs
-from megatron.mpu.layout import TPGroup
+from megatron.mpu.mesh import Axis
+from megatron.mpu.pieces import Piece
 from tests.distributed.resharding import SHAPES, STEPS_BEFORE, resume_midway, save_before, uninterrupted
 from tests.distributed.test_model_variants import LLAMA, OLMO2_WINDOW
 from tests.support.checkpoints import FINGERPRINT, make_manager, state_after
@@ -67,48 +69,37 @@ def assert_resumes_everywhere(folder, changes, shapes=("1 process", "pp4 dp2", "
             assert loss_error <= FP32_BOUND and norm_error <= FP32_BOUND
 
 
-@pytest.mark.full
-def test_a_llama_like_universal_checkpoint_opens_on_every_layout(tmp_path):
-    """Saved by more ranks than query groups; the untied head is stored without padding."""
-    changes = {"model": LLAMA}
-    source = saved(tmp_path / "native", SHAPES["tp4 dp2"], changes)
-    target = tmp_path / "global_step5_universal"
-    names = converted(source, target, workers=2)
-    assert "9.lm_head.weight" in names
-    head = torch.load(target / "zero" / "9.lm_head.weight" / "fp32.pt")
-    assert head["param"].shape == (VOCAB, 32) and head["vocab_tensor"]
-    projection = torch.load(target / "zero" / "3.self_attention.query_key_value.weight" / "fp32.pt")
-    assert projection["param"].shape == (2 * (2 + 2) * 8, 32)
-    assert_resumes_everywhere(tmp_path, changes)
+def with_optimizer(name):
+    return "tp2 pp2 dp2", {**GATED, "optimizer": {"optimizer": name, "clip_grad": 1.0}}
 
 
-@pytest.mark.full
-def test_a_universal_checkpoint_of_an_olmo2_with_a_window_opens_on_every_layout(tmp_path):
-    """Norms of queries and keys, and after attention and MLP."""
-    changes = {"model": OLMO2_WINDOW}
-    source = saved(tmp_path / "native", SHAPES["tp2 pp2 dp2"], changes)
-    names = converted(source, tmp_path / "global_step5_universal", workers=2)
-    assert {"3.self_attention.q_layernorm.weight", "3.post_mlp_layernorm.weight"} <= set(names)
-    assert_resumes_everywhere(tmp_path, changes)
+# The layout that saves, and the model. The Llama has more ranks than query groups, and an untied head; the
+# OLMo 2 has norms of queries and keys, and after attention and MLP.
+SAVED = {name: with_optimizer(name) for name in ("adam", "sgd", "lion", "muon")}
+SAVED |= {"llama": ("tp4 dp2", {"model": LLAMA}), "olmo 2": ("tp2 pp2 dp2", {"model": OLMO2_WINDOW})}
+SHAPES_IN_FILES = {
+    "llama": {"9.lm_head.weight": (VOCAB, 32), "3.self_attention.query_key_value.weight": (64, 32)},
+    "olmo 2": {"3.self_attention.q_layernorm.weight": (32,), "3.post_mlp_layernorm.weight": (32,)},
+}
 
 
 @pytest.mark.gate(rows=1)
-@pytest.mark.parametrize("optimizer", ["adam", "sgd", "lion", "muon"])
-def test_a_universal_checkpoint_opens_on_every_layout(optimizer, tmp_path):
-    changes = {**GATED, "optimizer": {"optimizer": optimizer, "clip_grad": 1.0}}
-    source, target = (
-        saved(tmp_path / "native", SHAPES["tp2 pp2 dp2"], changes),
-        tmp_path / "global_step5_universal",
-    )
+@pytest.mark.parametrize("name", SAVED)
+def test_a_universal_checkpoint_opens_on_every_layout(name, tmp_path):
+    shape, changes = SAVED[name]
+    source, target = saved(tmp_path / "native", SHAPES[shape], changes), tmp_path / "global_step5_universal"
     names = converted(source, target, workers=2)
     assert sorted(names) == sorted(path.name for path in (target / "zero").iterdir() if path.is_dir())
     assert (tmp_path / "latest_universal").read_text() == target.name
-    word_embedding = torch.load(target / "zero" / WORDS / "fp32.pt")
-    assert word_embedding["param"].shape == (VOCAB, 32) and word_embedding["vocab_tensor"]
+    for parameter, size in {WORDS: (VOCAB, 32), **SHAPES_IN_FILES.get(name, {})}.items():
+        stored = torch.load(target / "zero" / parameter / "fp32.pt")
+        assert stored["param"].shape == size and ("vocab_tensor" in stored) == (size[0] == VOCAB)
     assert converted(source, target) == []  # an earlier command has converted it
     reader = open_reader(open_checkpoint(target))
-    has_steps = [bool(reader.optimizer_scalars(name)) for name in names]
-    assert all(has_steps) if optimizer == "adam" else any(has_steps) == (optimizer == "muon")
+    has_steps = [bool(reader.optimizer_scalars(parameter)) for parameter in names]
+    assert any(has_steps) == (name not in ("sgd", "lion")) and all(has_steps) == (
+        name in ("adam", *SHAPES_IN_FILES)
+    )
     assert_resumes_everywhere(tmp_path, changes)
 
 
@@ -157,13 +148,8 @@ def test_write_parameter_writes_the_files_of_a_conversion(tmp_path):
     (tmp_path / "parts").mkdir()
     written = UniversalReader(find_universal(tmp_path / "whole"))
     writer = UniversalWriter(tmp_path / "parts", written)
-    for name, spec in model_specs(config_of(Row(), **BLOOM), VOCAB, EOD).items():
-        values, moments, others = written.read_parameter(name, spec, TPGroup())
-        rows = (spec.num_valid_rows or spec.global_shape[0], *spec.global_shape[1:])
-        flats = {"fp32": values, **{key: read(None) for key, read in moments.items()}}
-        whole = {key: flat.view(spec.global_shape)[: rows[0]] for key, flat in flats.items()}
-        writer.write_parameter(name, {key: [full] for key, full in whole.items()}, others["step"].item())
-        writer.finish_parameter(name)
+    for name in written.specs:
+        copy_parameter(writer, name, verify=True)
         for path in (tmp_path / "parts" / "zero" / name).iterdir():
             assert path.read_bytes() == (tmp_path / "whole" / "zero" / name / path.name).read_bytes()
 
@@ -221,10 +207,10 @@ def load_as_deepspeed(folder, tp_rank):
     parameters, wrong = UniversalReader(find_universal(folder)), []
     specs = model_specs(config_of(Row(tp=2), **GATED), VOCAB, EOD)
     for name, spec in specs.items():
-        values, moments, _ = parameters.read_parameter(name, spec, TPGroup(tp_rank, 2))
+        values, moments, _ = parameters.read_parameter(Piece.of_shard(name, spec, [Axis("tp", tp_rank, 2)]))
         shape = list(spec.global_shape)
-        if spec.shard_dim is not None:
-            shape[spec.shard_dim] //= 2
+        if spec.sharding:
+            shape[spec.sharding[0].dim] //= 2
         parameter, target = torch.nn.Parameter(torch.zeros(shape)), torch.zeros(values.numel())
         parameter._hp_mapping = types.SimpleNamespace(
             lp_fragment_address=types.SimpleNamespace(start=0, numel=values.numel()),
@@ -425,9 +411,9 @@ def test_tensors_of_other_shapes_are_refused_by_name(blooms):
     changed = config_of(Row(), model={**BLOOM["model"], "ffn_hidden_size": 64})
     name = "3.mlp.dense_4h_to_h.weight"
     with pytest.raises(UserError, match=rf"{name}/fp32.pt holds .* \(32, 128\), expected \(32, 64\)"):
-        parameters.read_parameter(name, model_specs(changed, VOCAB, EOD)[name], TPGroup())
+        parameters.read_parameter(Piece.of_shard(name, model_specs(changed, VOCAB, EOD)[name]))
     with pytest.raises(UserError, match=r"shape \(128, 32\), expected \(129, 32\)"):
-        parameters.read_parameter(WORDS, model_specs(changed, 129, EOD)[WORDS], TPGroup())
+        parameters.read_parameter(Piece.of_shard(WORDS, model_specs(changed, 129, EOD)[WORDS]))
 
 
 def reseal(folder, run, *changed):
@@ -457,7 +443,7 @@ def test_a_checkpoint_that_would_run_code_is_refused_and_nothing_is_run(damage, 
                 reader.read(name, "exp_avg")
         else:
             spec = model_specs(config_of(Row(), **BLOOM), VOCAB, EOD)["8.bias"]
-            _, moments, _ = UniversalReader(find(blooms)).read_parameter("8.bias", spec, TPGroup())
+            _, moments, _ = UniversalReader(find(blooms)).read_parameter(Piece.of_shard("8.bias", spec))
             for read in moments.values():
                 read(None)
     assert not mark.exists()

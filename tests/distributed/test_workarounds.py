@@ -19,7 +19,7 @@ from megatron.engine.workarounds import disable_shm_comm_jit, set_default_group_
 from megatron.model import gpt_model
 from megatron.model.pipeline_module import GPTModelPipe
 from megatron.model.single_process import GPTModel
-from megatron.mpu.layout import CPGroup, ParallelLayout, TPGroup
+from megatron.mpu.mesh import ONE_RANK
 from megatron.mpu.vector_math import initialize_vector_math
 from megatron.pipeline import layer_times
 from tests.end_to_end.command import ROOT, environment
@@ -115,9 +115,9 @@ def test_a_stage_may_receive_fp32_and_send_bf16():
 
 
 USES_OF_THE_MODEL = {
-    "training": lambda config: GPTModelPipe(config, ParallelLayout(1, 1, 1), TPGroup(), VOCAB, EOD, [0, 11]),
+    "training": lambda config: GPTModelPipe(config, ONE_RANK, VOCAB, EOD, [0, 11]),
     "tools": lambda config: GPTModel(config, VOCAB, EOD),
-    "layer times": lambda config: layer_times._measure(config, TPGroup(), CPGroup(), VOCAB, EOD),
+    "layer times": lambda config: layer_times._measure(config, ONE_RANK, VOCAB, EOD),
 }
 
 

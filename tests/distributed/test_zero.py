@@ -14,7 +14,7 @@ from megatron.checkpoint.discovery import find_latest
 from megatron.checkpoint.formats.native import LayerFiles
 from megatron.checkpoint.manager import load_checkpoint
 from megatron.engine.pipeline_engine import GPTEngine
-from megatron.mpu.layout import TPGroup
+from megatron.mpu.mesh import Axis
 from megatron.mpu.parameters import has_memory, initial_values
 from megatron.optimizer import mixed_precision
 from megatron.optimizer.eight_bit import WORD_EMBEDDING
@@ -269,10 +269,10 @@ def test_hooks_do_not_keep_the_optimizer_alive():
 def start(row):
     """How many of the layers' weights have memory when the model is made, and the weights of the engine."""
     config = config_of(row)
-    layout, tp_group, model = build_model(config)
+    mesh, model = build_model(config)
     layers = [p for layer in model.transformer_layers().values() for p in layer.parameters()]
     held = sum(map(has_memory, layers))
-    return held, weights_of(GPTEngine(config, layout, tp_group, model))
+    return held, weights_of(GPTEngine(config, mesh, model))
 
 
 @pytest.mark.parametrize("precision", ["bf16", "fp32"])
@@ -281,8 +281,8 @@ def test_zero_3_starts_from_the_same_weights_without_whole_layers(precision):
     for held, weights in run_world(4, start, row):
         assert held == 0
         for name, shard in weights.shards.items():
-            tp_group = TPGroup(weights.tp_rank, 2)
-            expected = initial_values(weights.specs[name], config_of(row).training.seed, name, tp_group)
+            axes = [Axis("tp", weights.tp_rank, 2)]
+            expected = initial_values(weights.specs[name], config_of(row).training.seed, name, axes)
             assert torch.equal(shard, expected.to(shard.dtype)), name
 
 

@@ -11,9 +11,9 @@ from pathlib import Path
 import pytest
 import torch
 
+from megatron.arguments import parse_args
 from megatron.checkpoint.reading import load_model, read_checkpoint
 from megatron.commands import convert_huggingface, inspect_checkpoint
-from megatron.config import parse_args
 from megatron.data.gpt_dataset import build_gpt_datasets
 from megatron.tokenizer.gpt2_bpe import GPT2BPETokenizer
 from tests.conftest import VOCAB_SIZE

@@ -57,7 +57,8 @@ def test_a_plan_for_104b_parameters_without_its_tokenizer_files() -> None:
     hidden, padded = 11600, 50688  # 50257 up to a multiple of 128 x 4
     layers = 64 * (12 * hidden**2 + 13 * hidden)
     assert f"padded to {padded:,}" in run.stdout
-    assert f"parameters {padded * hidden + 2048 * hidden + layers + 2 * hidden:,}\n" in run.stdout
+    norms = 4 * hidden  # of the embedding, and the final one
+    assert f"parameters {padded * hidden + 2048 * hidden + layers + norms:,}\n" in run.stdout
     rows = stages(run)
     assert len(rows) == 32
     # Two transformer layers per stage.

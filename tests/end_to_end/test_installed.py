@@ -17,7 +17,7 @@ from tests.end_to_end.flags import ABSOLUTE, MODEL, SHORT
 from tests.support import HANG_TIMEOUT_S
 
 SOURCES = ("megatron", "pretrain_gpt.py", "pyproject.toml", "setup.py", "README.md", "LICENSE")
-TOOLS = sorted(path.stem for path in (ROOT / "tools").glob("*.py"))
+TOOLS = sorted(path.stem for path in (ROOT / "tools").glob("[a-z]*.py"))
 COMMANDS = ["megatron-pretrain-gpt", *(f"megatron-{name.replace('_', '-')}" for name in TOOLS)]
 
 

@@ -11,7 +11,7 @@ import torch
 
 from megatron.kernels.attention import AttentionMask, flash_attention, tiles
 from megatron.model.position import AttentionMasks, alibi_slopes, document_ids_of
-from megatron.mpu.layout import TPGroup
+from megatron.mpu.mesh import Axis
 from megatron.mpu.random import DropoutMask, DropoutRNG, keep_mask
 
 SALT, P = "4.self_attention.attention_dropout", 0.3
@@ -110,7 +110,7 @@ def compare(shape, dtype, slopes, documents, dropout, rank=0, size=1, rows=None)
     grad = some((len(rows), batch, heads, head_dim), 9).to(dtype)
     part = mask._replace(seq=seq)
     found = results(lambda q, k, v: flash_attention(q[own], k[:end], v[:end], scale, part), inputs, grad)
-    tp_group = TPGroup(rank, size)
+    tp_group = Axis("tp", rank, size)
     expected = results(
         lambda q, k, v: dense_attention(q, k, v, scale, mask, ids, rng, tp_group)[own], inputs, grad
     )
@@ -160,7 +160,7 @@ def test_the_dropout_mask_is_that_of_the_reference_bit_for_bit():
     values = torch.eye(seq).view(seq, 1, 1, seq)
     zeros = torch.zeros_like(values)
     weights = flash_attention(zeros, zeros, values, 1.0, mask)[:, 0, 0]
-    mask = DropoutMask(P, rng, SALT, 0, None, TPGroup())
+    mask = DropoutMask(P, rng, SALT, 0, None, Axis("tp"))
     keep = keep_mask(torch.ones(1, 1, seq, seq), mask)[0, 0].bool()
     assert torch.equal(weights != 0, keep.tril())
     expected = torch.ones(seq, seq).tril() / torch.arange(1, seq + 1)[:, None] / (1 - P)

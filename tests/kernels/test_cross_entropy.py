@@ -13,7 +13,7 @@ from megatron.kernels.cross_entropy import (
 )
 from megatron.mpu import logit_chunks
 from megatron.mpu.cross_entropy import vocab_parallel_linear_cross_entropy
-from megatron.mpu.layout import TPGroup
+from megatron.mpu.mesh import Axis
 
 TOLERANCE = {torch.float32: 1e-6, torch.bfloat16: 5e-3, torch.float16: 6e-4}
 # Columns, and valid columns: less than a block, ragged blocks, full blocks, padding of more than a block.
@@ -105,7 +105,7 @@ def test_the_fused_loss_with_kernels_is_that_without(dtype, options, upstream, m
     for with_kernels in (False, True):
         monkeypatch.setattr(logit_chunks, "uses_kernels", lambda _, answer=with_kernels: answer)
         inputs = hidden.clone().requires_grad_(), weight.clone().requires_grad_()
-        losses = vocab_parallel_linear_cross_entropy(*inputs, labels, TPGroup(), 70, **options)
+        losses = vocab_parallel_linear_cross_entropy(*inputs, labels, Axis("tp"), 70, **options)
         results.append([losses.detach(), *torch.autograd.grad(losses, inputs, gradient)])
     for found, expected in zip(results[1], results[0], strict=True):
         assert (found - expected).norm() <= 2 * TOLERANCE[dtype] * expected.norm()
@@ -114,7 +114,7 @@ def test_the_fused_loss_with_kernels_is_that_without(dtype, options, upstream, m
 def test_outside_of_training_the_kernel_writes_no_gradient(monkeypatch):
     monkeypatch.setattr(logit_chunks, "uses_kernels", lambda _: True)
     hidden, weight, labels = torch.randn(5, 8), torch.randn(32, 8), torch.tensor([0, 31, 4, -1, 32])
-    losses = vocab_parallel_linear_cross_entropy(hidden, weight, labels, TPGroup(), 32)
+    losses = vocab_parallel_linear_cross_entropy(hidden, weight, labels, Axis("tp"), 32)
     expected = torch.nn.functional.cross_entropy(hidden @ weight.t(), labels.clamp(0, 31), reduction="none")
     torch.testing.assert_close(losses[:3], expected[:3])
     assert losses[3:].isnan().all()

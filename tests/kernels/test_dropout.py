@@ -10,7 +10,7 @@ from torch.overrides import TorchFunctionMode
 
 from megatron.kernels.dropout import fused_dropout_add, shard_offsets
 from megatron.mpu import random
-from megatron.mpu.layout import TPGroup
+from megatron.mpu.mesh import Axis
 from megatron.mpu.random import DropoutMask, DropoutRNG, dropout, keep_mask
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -28,7 +28,7 @@ SHAPES = {
 
 def run_both(x, bias, residual, p, batch_dim, shard_dim=None, tp_group=None):
     """Returns results of reference and kernel: [output, gradient of x, of bias, of residual]."""
-    tp_group = tp_group or TPGroup()
+    tp_group = tp_group or Axis("tp")
     dropout_rng = DropoutRNG(11, SAMPLES[: x.shape[batch_dim]])
     keys = torch.tensor(dropout_rng.sample_keys("4.mlp"))
     offsets = shard_offsets(x.shape, batch_dim, shard_dim, tp_group.rank, tp_group.size)
@@ -78,7 +78,7 @@ def test_bias_and_residual_are_added_in_the_same_launch(monkeypatch, dtype):
         rng = DropoutRNG(11, SAMPLES[:2])
         with Additions() as additions:
             output = random.dropout_add(
-                *inputs[:2], 0.3, rng, "4.mlp", bias=inputs[2], batch_dim=1, tp_group=TPGroup()
+                *inputs[:2], 0.3, rng, "4.mlp", bias=inputs[2], batch_dim=1, tp_group=Axis("tp")
             )
         output.backward(gradient)
         results.append([output.detach(), *(tensor.grad for tensor in inputs)])
@@ -125,7 +125,7 @@ def test_shards_have_their_part_of_the_full_mask(shape, batch_dim, shard_dim):
     for rank, part in enumerate(ones.chunk(2, dim=shard_dim)):
         offsets = shard_offsets(part.shape, batch_dim, shard_dim, rank, 2)
         parts.append(fused_dropout_add(part, None, None, keys, 0.4, offsets))
-    mask = keep_mask(ones, DropoutMask(0.4, dropout_rng, "a", batch_dim, None, TPGroup()))
+    mask = keep_mask(ones, DropoutMask(0.4, dropout_rng, "a", batch_dim, None, Axis("tp")))
     assert torch.equal(torch.cat(parts, dim=shard_dim) != 0, mask.bool())
 
 

@@ -6,11 +6,11 @@ from __future__ import annotations
 import pytest
 import torch
 
-from megatron.config.cli import parse_args
+from megatron.arguments import parse_args
 from megatron.model import position
 from megatron.model.gpt_model import ParallelSelfAttention
 from megatron.model.layer_context import LayerContext
-from megatron.mpu.layout import TPGroup
+from megatron.mpu.mesh import ONE_RANK
 from megatron.mpu.random import DropoutRNG
 
 FLAGS = (
@@ -36,9 +36,7 @@ def test_query_key_and_value_and_the_gradient_are_those_of_the_reference(
     layer, dtype, documents, monkeypatch
 ):
     flags = FLAGS + LAYERS[layer] + (" --reset-position-ids" if documents else "")
-    attention = ParallelSelfAttention(
-        LayerContext(parse_args(flags.split(), {}), TPGroup(), DropoutRNG(1)), 3
-    )
+    attention = ParallelSelfAttention(LayerContext(parse_args(flags.split(), {}), ONE_RANK, DropoutRNG(1)), 3)
     torch.manual_seed(4)
     ids = torch.tensor([[0, 0, 1, 1, 1, 2], [0, 1, 1, 1, 1, 1]]) if documents else None
     projected = torch.randn(6, 2, attention.query_key_value.bias.shape[0]).to(dtype)

@@ -1,15 +1,17 @@
-"""Tensor-parallel shards of a full tensor: the inverse of `megatron.mpu.parameters.merge_shards`."""
+"""A rank's shard of a full tensor, with torch's chunk and cat instead of the product's boxes."""
+
+from collections.abc import Sequence
 
 import torch
 
-from megatron.mpu.layout import TPGroup
-from megatron.mpu.parameter_spec import ParameterSpec, local_slices
+from megatron.mpu.mesh import Axis
+from megatron.mpu.parameter_spec import ParameterSpec
 
 
-def shard_of(spec: ParameterSpec, full: torch.Tensor, tp_group: TPGroup) -> torch.Tensor:
-    """This rank's shard of `full`. The result may share memory with it."""
-    if spec.shard_dim is None:
-        return full
-    dim = spec.shard_dim
-    parts = [full.narrow(dim, part.start, part.stop - part.start) for part in local_slices(spec, tp_group)]
-    return parts[0] if len(parts) == 1 else torch.cat(parts, dim)
+def shard_of(spec: ParameterSpec, full: torch.Tensor, axes: Sequence[Axis]) -> torch.Tensor:
+    """The shard of `full` at the place `axes`. The result may share memory with it."""
+    places = {axis.name: axis for axis in axes}
+    for dim, name, parts in spec.sharding:
+        axis = places.get(name, Axis(name))
+        full = torch.cat([part.chunk(axis.size, dim)[axis.rank] for part in full.chunk(parts, dim)], dim)
+    return full

@@ -6,14 +6,14 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 from megatron.config import Config
-from megatron.mpu.layout import ParallelLayout
+from megatron.mpu.mesh import Mesh
 from megatron.pipeline.stages import StagePlan
 from megatron.planner.plan import CommunicationRow, make_plan
-from megatron.planner.simulation.matching import group_name
-from megatron.planner.simulation.passes import Action, Collective, Group, Kernel
-from megatron.planner.simulation.record import CollectiveCall, Instruction, OpCounts, StepRecord
+from megatron.planner.simulation.device import CollectiveCall
+from megatron.planner.simulation.passes import Action, Collective, Group, Kernel, group_name
 from megatron.planner.simulation.stage_costs import rank_update, stage_costs
-from megatron.planner.simulation.world import find_stages
+from tests.support.simulation.rank import find_stages
+from tests.support.simulation.record import Instruction, OpCounts, StepRecord
 
 STATE_TOLERANCE, PEAK_TOLERANCE, BYTES_TOLERANCE = 0.001, 0.01, 0.02
 # DeepSpeed and the engine copy messages and add losses.
@@ -33,11 +33,9 @@ def disagreements(config: Config, records: Sequence[StepRecord]) -> list[str]:
     found = []
     for record, memory in zip(records, planned.memory, strict=True):
         held = [stage for stage, rank in enumerate(plan.rank_of_stage) if rank == record.stage]
-        end = record.end
-        state = end.parameters + end.gradients + end.optimizer
         checks = [
             ("parameters", sum(map(plan.stage_parameters, held)), record.parameters, 0.0),
-            ("state", memory.state, state, STATE_TOLERANCE),
+            ("state", memory.state, record.end.state, STATE_TOLERANCE),
             ("peak memory", memory.total, record.peak.total, PEAK_TOLERANCE),
             *_messages(config, planned.communication, record),
         ]
@@ -71,13 +69,13 @@ def _of_passes(
     config: Config, plan: StagePlan, vocab_size: int, record: StepRecord, stage: int, chunk: int
 ) -> Iterator[str]:
     """Compares each pass of a micro-batch in the middle of a step."""
-    layout = ParallelLayout.from_config(config.parallel, record.rank)
+    mesh = Mesh.from_config(config.parallel, record.rank)
     for name, actions in stage_costs(config, plan, vocab_size, stage).passes.items():
         planned = list(actions)
         instruction = Instruction(PASSES[name], chunk)
         # A step of one micro-batch has the first one only.
         works = record.rest if instruction in record.rest else record.first
-        simulated = works.get(instruction, OpCounts({}, (), ()))
+        simulated = works.get(instruction, OpCounts())
         kernels = [action for action in planned if isinstance(action, Kernel)]
         counts = simulated.operations.values()
         checks = [
@@ -92,25 +90,25 @@ def _of_passes(
         texts = [*_beyond(checks)]
         if abs(len(kernels) - simulated.launched) > LAUNCHES_TOLERANCE:
             texts.append(f"{len(kernels)} launches, simulated {simulated.launched}")
-        texts += _other_calls(_planned_calls(planned, layout), _simulated_calls(simulated.calls, layout))
+        texts += _other_calls(_planned_calls(planned, mesh), _simulated_calls(simulated.calls, mesh))
         yield from (f"{name} pass of stage {stage}: {text}" for text in texts)
 
 
 def _of_step(config: Config, plan: StagePlan, vocab_size: int, record: StepRecord) -> Iterator[str]:
     """Compares the collectives of a step, in its passes and in the optimizer."""
-    layout = ParallelLayout.from_config(config.parallel, record.rank)
+    mesh = Mesh.from_config(config.parallel, record.rank)
     update = rank_update(config, plan, vocab_size, record.stage)
     parts = (*update.reductions, update.reduce, update.step, *update.gathers)
-    planned = _planned_calls((action for part in parts for action in part), layout)
+    planned = _planned_calls((action for part in parts for action in part), mesh)
     own = [stage for stage, rank in enumerate(plan.rank_of_stage) if rank == record.stage]
     for stage in own:
         costs = stage_costs(config, plan, vocab_size, stage)
         for actions in costs.passes.values():
-            calls = _planned_calls(actions, layout)
+            calls = _planned_calls(actions, mesh)
             planned += Counter({call: number * record.micro_batches for call, number in calls.items()})
     yield from (
         f"step of rank {record.stage}: {text}"
-        for text in _other_calls(_large(planned), _large(_simulated_calls(record.calls, layout)))
+        for text in _other_calls(_large(planned), _large(_simulated_calls(record.calls, mesh)))
     )
 
 
@@ -127,9 +125,9 @@ def _other_calls(planned: Mapping, simulated: Mapping) -> Iterator[str]:
             yield f"{call} {planned.get(call, 0)} times, simulated {simulated.get(call, 0)}"
 
 
-def _planned_calls(actions: Iterable[Action], layout: ParallelLayout) -> Calls:
+def _planned_calls(actions: Iterable[Action], mesh: Mesh) -> Calls:
     """With one replica the data-parallel group has the ranks of the context-parallel group."""
-    alias = "context" if layout.cp_size > layout.dp_size == 1 else "data"
+    alias = "context" if mesh.cp_size > mesh.dp_size == 1 else "data"
     return Counter(
         (alias if action.group == "data" else action.group, action.operation, action.bytes)
         for action in actions
@@ -137,8 +135,8 @@ def _planned_calls(actions: Iterable[Action], layout: ParallelLayout) -> Calls:
     )
 
 
-def _simulated_calls(calls: Iterable[CollectiveCall], layout: ParallelLayout) -> Calls:
-    return Counter((group_name(call.ranks, layout), call.operation, call.bytes) for call in calls)
+def _simulated_calls(calls: Iterable[CollectiveCall], mesh: Mesh) -> Calls:
+    return Counter((group_name(call.ranks, mesh), call.operation, call.bytes) for call in calls)
 
 
 def _large(calls: Calls) -> Calls:

@@ -9,21 +9,21 @@ from typing import Any
 import torch
 
 from megatron.planner.simulation import torch_patches
-from megatron.planner.simulation.device import SimulatedDevice
-from megatron.planner.simulation.processes import run_in_processes
+from tests.support.simulation.rank import StepDevice
+from tests.support.simulation.stages import run_in_processes
 
 
 @contextmanager
 def simulated_device(patched: bool = True) -> Any:
     """Makes a simulated device in this process, with or without the patches of PyTorch."""
     torch_patches.register_device()
-    device = SimulatedDevice()
+    device = StepDevice()
     patches = torch_patches.patched_torch(device) if patched else nullcontext()
     with patches, torch.autograd.set_multithreading_enabled(False), device:
         yield device
 
 
-def operation_sums(simulated: SimulatedDevice) -> tuple[int, ...]:
+def operation_sums(simulated: StepDevice) -> tuple[int, ...]:
     """(launches, FLOPs, bytes read, bytes written) of all operations so far."""
     counts = simulated.trace.outside.operations.values()
     names = ("calls", "flops", "bytes_read", "bytes_written")

@@ -16,9 +16,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten
 
 from megatron.planner.simulation import layer_costs
-from megatron.planner.simulation.processes import run_in_processes
-from megatron.planner.simulation.world import find_stages
 from tests.simulated.layouts import LLAMA, config_of
+from tests.support.simulation.rank import find_stages
+from tests.support.simulation.stages import run_in_processes
 
 # Name -> flags; the first one has every feature with a host value.
 RUNS = {
@@ -79,7 +79,7 @@ def test_a_micro_batch_passes_the_device_no_host_value_but_the_dropout_keys(name
     config = config_of(f"{RUNS[name]} --num-layers 2")
     vocab, plan = find_stages(config)
     ((syncs, differing, calls),) = run_in_processes(
-        two_micro_batches, [(config, len(plan.names), vocab.size)]
+        two_micro_batches, [(config, len(plan.layers), vocab.size)]
     )
     assert syncs == [] and calls[0] == calls[1] > 50
     for (operation, values), (_, others) in differing:

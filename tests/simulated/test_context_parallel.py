@@ -5,9 +5,8 @@ from __future__ import annotations
 import pytest
 
 from megatron.planner.memory import plan_memory
-from megatron.planner.simulation.stages import simulate_stages
-from megatron.planner.simulation.world import find_stages
 from tests.simulated.layouts import GROUPS, LLAMA, config_of
+from tests.support.simulation.rank import find_stages
 
 LONG = f"--bf16 --seq-length 131072 --max-position-embeddings 131072 {LLAMA} {GROUPS} --micro-batch-size 1"
 # Keys and values of a layer: 131072 tokens of 4 groups with heads of 32 elements, in 16 bits.
@@ -20,27 +19,19 @@ def planned(config):
     return memory.total - memory.state
 
 
-def simulated(config):
-    (record,) = simulate_stages(config)
-    end = record.end
-    return record.peak.total - end.parameters - end.gradients - end.optimizer
-
-
 @pytest.mark.parametrize(
-    "measure,flags,layers,tolerance",
+    "flags,layers,tolerance",
     [
         # The layer that is recomputed holds its gathered keys and values.
-        (planned, "--checkpoint-activations", 1, 0.01),
-        pytest.param(simulated, "--checkpoint-activations", 1, 0.01, marks=pytest.mark.full),
+        ("--checkpoint-activations", 1, 0.01),
         # All four layers hold them. The temporaries of the loss do not depend on the number of tokens.
-        pytest.param(planned, "", 4, 0.12, marks=pytest.mark.full),
-        pytest.param(simulated, "", 4, 0.12, marks=pytest.mark.full),
+        pytest.param("", 4, 0.12, marks=pytest.mark.full),
     ],
 )
-def test_all_but_the_gathered_keys_and_values_is_divided_among_the_ranks(measure, flags, layers, tolerance):
+def test_all_but_the_gathered_keys_and_values_is_divided_among_the_ranks(flags, layers, tolerance):
     sizes = (1, 2, 4)
     found = {
-        size: measure(config_of(f"--world-size {size} --context-parallel-size {size} {LONG} {flags}"))
+        size: planned(config_of(f"--world-size {size} --context-parallel-size {size} {LONG} {flags}"))
         for size in sizes
     }
     gathered = layers * GATHERED_BYTES

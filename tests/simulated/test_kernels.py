@@ -8,14 +8,14 @@ from unittest.mock import patch
 import torch
 
 from benchmarks.step_cost import least_layer_bytes
-from megatron.config.cli import parse_args
+from megatron.arguments import parse_args
 from megatron.kernels import selection
 from megatron.kernels.dropout import fused_dropout_add, shard_offsets
 from megatron.kernels.gated import gated_activation
 from megatron.kernels.norms import CHUNK, copy_gradient_op, fused_norms
 from megatron.model.gpt_model import ParallelTransformerLayerPipe
 from megatron.model.layer_context import LayerContext
-from megatron.mpu.layout import TPGroup
+from megatron.mpu.mesh import ONE_RANK, Axis
 from megatron.mpu.random import DropoutRNG, dropout_add
 from megatron.optimizer.gradient_norm import accurate_norm
 from tests.simulated.in_simulator import operation_sums, run_all, simulated_device
@@ -40,7 +40,7 @@ def _inputs(device):
 
 def reference(sim):
     x, residual = _inputs(sim.device)
-    dropout_add(x, residual, 0.1, DropoutRNG(1, [5]), "a", batch_dim=1, tp_group=TPGroup())
+    dropout_add(x, residual, 0.1, DropoutRNG(1, [5]), "a", batch_dim=1, tp_group=Axis("tp"))
 
 
 def kernel(sim, backward=False):
@@ -75,20 +75,16 @@ def copied_gradient(sim):
     copy_gradient_op(gradient, total, norm)
 
 
-def gated_kernel(sim):
+def gated_kernel():
     """The memory that the backward pass of a gated activation takes at its peak, relative to its input."""
-    wide = torch.empty(SHAPE, dtype=torch.bfloat16, device=sim.device, requires_grad=True)
-    output = gated_activation(wide, "swiglu")
-    upstream = torch.empty_like(output)
-    sim.memory.restart_peak()
-    before = sim.memory.total
-    torch.autograd.grad(output, wide, upstream)
-    return (sim.memory.peak - before) / (2 * ELEMENTS)
-
-
-def gated_counted():
     with simulated_device() as sim:
-        return gated_kernel(sim)
+        wide = torch.empty(SHAPE, dtype=torch.bfloat16, device=sim.device, requires_grad=True)
+        output = gated_activation(wide, "swiglu")
+        upstream = torch.empty_like(output)
+        sim.memory.restart_peak()
+        before = sim.memory.total
+        torch.autograd.grad(output, wide, upstream)
+        return (sim.memory.peak - before) / (2 * ELEMENTS)
 
 
 LLAMA_8B = (
@@ -100,34 +96,29 @@ LLAMA_8B = (
 )
 
 
-def llama_layer(sim):
+def llama_layer():
     """(launches, bytes) of the forward pass of a layer, and its bytes relative to their minimum."""
     config = parse_args(LLAMA_8B.split(), {})
-    with torch.device(sim.device):
-        layer = ParallelTransformerLayerPipe(LayerContext(config, TPGroup(), DropoutRNG(1)), 3).bfloat16()
-    make = {"dtype": torch.bfloat16, "device": sim.device, "requires_grad": True}
-    hidden = torch.empty(8192, 1, 4096, **make)
-    layer(hidden)  # makes the tables
-    before = operation_sums(sim)
-    layer(hidden)
-    launches, _, bytes_read, bytes_written = (b - a for a, b in zip(before, operation_sums(sim), strict=True))
-    return launches, (bytes_read + bytes_written) / least_layer_bytes(config)
-
-
-def llama_layer_counted():
     with simulated_device() as sim, patch.object(selection, "_device_uses_kernels", lambda _: True):
-        return llama_layer(sim)
+        with torch.device(sim.device):
+            layer = ParallelTransformerLayerPipe(LayerContext(config, ONE_RANK, DropoutRNG(1)), 3).bfloat16()
+        hidden = torch.empty(8192, 1, 4096, dtype=torch.bfloat16, device=sim.device, requires_grad=True)
+        layer(hidden)  # makes the tables
+        before = operation_sums(sim)
+        layer(hidden)
+        launches, _, *moved = (b - a for a, b in zip(before, operation_sums(sim), strict=True))
+        return launches, sum(moved) / least_layer_bytes(config)
 
 
 def test_a_llama_layer_reads_and_writes_everything_about_once():
-    ((launches, share),) = run_all([llama_layer_counted])
+    ((launches, share),) = run_all([llama_layer])
     # Norms, products, rotation, attention, activation, additions.
     assert launches == 2 + 4 + 1 + 1 + 1 + 2
     assert 0.95 < share <= 1.05
 
 
 def test_the_backward_pass_of_a_gated_activation_takes_no_memory():
-    assert run_all([gated_counted]) == [0.0]
+    assert run_all([gated_kernel]) == [0.0]
 
 
 def test_a_fused_call_is_one_launch_with_its_bytes():

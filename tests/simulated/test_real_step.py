@@ -11,12 +11,12 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import flop_registry
 
 from megatron.planner.simulation.device import describe_call
-from megatron.planner.simulation.processes import run_in_processes
-from megatron.planner.simulation.record import StepRecord
-from megatron.planner.simulation.world import simulate_rank
 from tests.distributed.test_optimizer import reduce_scatters
 from tests.support.layouts import GLOBAL_BATCH, VOCAB, Row, build_engine, config_of, train
 from tests.support.pool import run_world
+from tests.support.simulation.rank import simulate_rank
+from tests.support.simulation.record import StepRecord
+from tests.support.simulation.stages import run_in_processes
 
 ROWS = [
     Row(dp=2, zero=1, precision="bf16", recompute=True),

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import pytest
 
-from megatron.pipeline.methods import TRANSFORMER_LAYER
+from megatron.model.layer_kinds import transformer_layers
 from megatron.planner.simulation.memory_tracker import ROUNDING
-from megatron.planner.simulation.stages import simulate_stages
-from megatron.planner.simulation.world import find_stages
 from tests.simulated.layouts import config_of
+from tests.support.simulation.rank import find_stages
+from tests.support.simulation.stages import simulate_stages
 
 FP32, BF16 = 4, 2
 DATA = 32
@@ -22,19 +22,14 @@ def test_zero_3_starts_with_its_shard_and_one_layer(flags):
     config = config_of(flags)
     _, plan = find_stages(config)
     (record,) = simulate_stages(config)
-    largest = plan.parameters[plan.names.index(TRANSFORMER_LAYER)]
-    of_layers = plan.names.count(TRANSFORMER_LAYER) * largest
+    layers = transformer_layers(plan.layers)
+    largest = plan.parameters[layers.start]
+    of_layers = len(layers) * largest
     others = plan.stage_parameters(0) - of_layers
     master = 0 if config.parallel.cpu_offload else FP32
     shards = of_layers // DATA * (BF16 + FP32 + master)
     unsharded = others * (BF16 + FP32) + others // DATA * master
     start = record.start_peak
-    assert (
-        start
-        <= shards
-        + unsharded
-        + largest * (FP32 + BF16)
-        + 40 * (plan.names.count(TRANSFORMER_LAYER) + 2) * ROUNDING
-    )
+    assert start <= shards + unsharded + largest * (FP32 + BF16) + 40 * (len(layers) + 2) * ROUNDING
     # A device of this size holds the run, and not the weights of the model.
     assert of_layers * BF16 > 1.2 * start

@@ -37,42 +37,46 @@ def bytes_per_row(cell: str) -> int:
     return int(cell.split(", ")[1].removesuffix(" bytes per row").replace(",", ""))
 
 
+KEPT = "attention memory kept in addition to q, k, v, output, per layer and micro-batch"
+STEP = "step, p = 8, m = 16, in half-stage forward times (ideal 96): 1f1b"
+
+
 @pytest.mark.full
 def test_a_layer_with_kernels_has_few_launches_and_keeps_no_scores() -> None:
     rows = table_of("--kernels", "triton", *QUICK.split())
     # Two norms, four products, attention, activation, two dropouts; without dropout two additions, and two of
     # biases.
-    assert rows["kernel launches per transformer layer, forward"] == ("10", "met")
-    assert rows["kernel launches without dropout"] == ("12", "met")
-    assert rows["bytes moved per hidden dropout with bias and residual, forward"] == (
-        "6.0 per element",
-        "met",
-    )
-    kept = rows["attention memory kept in addition to q, k, v, output, per layer and micro-batch"]
-    assert bytes_per_row(kept[0]) == pytest.approx(4, abs=2) and kept[1] == "met"
-    assert rows["host synchronizations per micro-batch"] == ("0", "met")
+    expected = {
+        "kernel launches per transformer layer, forward": ("10", "met"),
+        "kernel launches without dropout": ("12", "met"),
+        "bytes moved per hidden dropout with bias and residual, forward": ("6.0 per element", "met"),
+        "host synchronizations per micro-batch": ("0", "met"),
+        STEP: ("138", "met"),
+        "dualpipev": ("130", "met"),
+        "interleaved": ("117", "met"),
+        "zero-bubble": ("110", "met"),
+    }
+    assert rows.items() >= expected.items()
+    assert bytes_per_row(rows[KEPT][0]) == pytest.approx(4, abs=2) and rows[KEPT][1] == "met"
     sent, verdict = rows["ZeRO-1 bytes on the wire per rank and step"]
     assert float(sent.removesuffix(" GB")) > 0 and verdict == "met"
-    steps = {name.rpartition(": ")[2]: row for name, row in rows.items()}
-    assert (steps["1f1b"], steps["dualpipev"]) == (("138", "met"), ("130", "met"))
-    assert (steps["interleaved"], steps["zero-bubble"]) == (("117", "met"), ("110", "met"))
     bound, predicted = (
         int(rows[f"MFU {kind}"][0].removesuffix(" %")) for kind in ("by roofline", "with fitted rates")
     )
     assert 0 <= predicted < bound < 100
     lines = [line.split() for line in rows["operations"][0].splitlines()[2:]]
     limits = {(line[0], line[1]): " ".join(line[6:]) for line in lines}
-    assert limits["ForwardPass", "dropout_add"] == "memory"
-    assert limits["BackwardPass", "native_layer_norm_backward"] == "memory"
+    assert limits["forward", "dropout_add"] == "memory"
+    assert limits["backward", "native_layer_norm_backward"] == "memory"
     # Weight gradients are added by their products.
-    assert ("BackwardPass", "addmm") in limits and "add_" not in {name for _, name in limits}
+    assert ("backward", "addmm") in limits and "add_" not in {name for _, name in limits}
 
 
 @pytest.mark.full
 def test_with_pytorch_every_score_is_kept() -> None:
     rows = table_of("--kernels", "pytorch", *QUICK.split())
-    assert int(rows["kernel launches per transformer layer, forward"][0]) > 100
-    assert rows["kernel launches per transformer layer, forward"][1] == "MISSED"
-    kept = rows["attention memory kept in addition to q, k, v, output, per layer and micro-batch"]
+    launches, verdict = rows["kernel launches per transformer layer, forward"]
+    assert int(launches) > 100 and verdict == "MISSED"
     # Softmax in fp32, mask, dropped softmax in bf16 of 256 keys; a causal mask shared by two heads.
-    assert bytes_per_row(kept[0]) == pytest.approx(256 * (4 + 1 + 2) + 128, abs=4) and kept[1] == "MISSED"
+    assert bytes_per_row(rows[KEPT][0]) == pytest.approx(256 * (4 + 1 + 2) + 128, abs=4)
+    assert rows[KEPT][1] == "MISSED"

@@ -27,12 +27,12 @@ from megatron.config.registries import (
 from megatron.model import gpt_model
 from megatron.model.layer_context import LayerContext
 from megatron.mpu.layers import ColumnParallelLinear, RowParallelLinear
-from megatron.mpu.layout import TPGroup
-from megatron.mpu.parameter_spec import ParameterSpec
+from megatron.mpu.mesh import Axis
+from megatron.mpu.parameter_spec import ParameterSpec, Shard
 from megatron.mpu.parameters import new_parameter
-from megatron.planner.simulation.stages import simulate_ranks
 from tests.simulated.comparison import disagreements
 from tests.simulated.layouts import config_of
+from tests.support.simulation.stages import simulate_ranks
 
 
 def half_sandwich(layer: Any, x: Tensor, document_ids: Tensor | None) -> Tensor:
@@ -54,8 +54,8 @@ class PeakNorm(nn.Module):
         super().__init__()
         self.epsilon = epsilon
         ones = {"init_value": 1.0, "weight_decay": False}
-        self.weight = new_parameter(ParameterSpec((hidden_size,), **ones), TPGroup())
-        self.scale = new_parameter(ParameterSpec((1,), **ones), TPGroup())
+        self.weight = new_parameter(ParameterSpec((hidden_size,), **ones), Axis("tp"))
+        self.scale = new_parameter(ParameterSpec((1,), **ones), Axis("tp"))
 
     def forward(self, hidden: Tensor) -> Tensor:
         """[..., hidden] -> [..., hidden]."""
@@ -74,7 +74,7 @@ class CausalMean(nn.Module):
             hidden, 3 * hidden, context.tp_group, num_fused_parts=2, **first
         )
         self.decay = new_parameter(
-            ParameterSpec((3 * hidden // 2,), shard_dim=0, init_value=0.5), context.tp_group
+            ParameterSpec((3 * hidden // 2,), sharding=(Shard(0),), init_value=0.5), context.tp_group
         )
         self.dense = RowParallelLinear(3 * hidden // 2, hidden, context.tp_group, **second)
 

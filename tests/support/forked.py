@@ -170,6 +170,7 @@ def _run_script(script: str, flags: list[str], environment: Mapping[str, str], f
     os.dup2(os.open(os.path.join(folder, "stdin"), os.O_RDONLY | os.O_NONBLOCK), 0)
     os.set_blocking(0, True)
     sys.argv = [script, *flags]
+    sys.path.insert(0, os.path.dirname(script))  # as Python does
     try:
         runpy.run_path(script, run_name="__main__")
     finally:

@@ -36,7 +36,7 @@ if TYPE_CHECKING:
     from megatron.data.loader import MicroBatch
     from megatron.engine.pipeline_engine import GPTEngine
     from megatron.model.pipeline_module import GPTModelPipe
-    from megatron.mpu.layout import ParallelLayout, TPGroup
+    from megatron.mpu.mesh import Mesh
     from megatron.mpu.parameter_spec import ParameterSpec
 
 STEPS = 20
@@ -101,8 +101,8 @@ class Row:
 def full_matrix() -> list[Row]:
     """Every layout of at most 8 processes with every combination of options, in fp32."""
     return [
-        Row(*layout, **dict(zip(OPTIONS, values, strict=True)))
-        for layout in PROCESS_LAYOUTS
+        Row(*mesh, **dict(zip(OPTIONS, values, strict=True)))
+        for mesh in PROCESS_LAYOUTS
         for values in product(*OPTIONS.values())
     ]
 
@@ -114,11 +114,11 @@ def covering_rows() -> list[Row]:
     """
     rows: list[Row] = []
     seen: Counter[tuple] = Counter()
-    for layout in PROCESS_LAYOUTS:
+    for mesh in PROCESS_LAYOUTS:
         candidates = [
             row
             for row in full_matrix()
-            if (row.tp, row.pp, row.dp) == layout
+            if (row.tp, row.pp, row.dp) == mesh
             and (row.tp < 4 or row.micro_batch == 2)  # 4 TP ranks exchange the most messages: half of them
         ]
         # fsum: the order of a set of strings changes from process to process, the rows must not.
@@ -204,24 +204,23 @@ def config_of(row: Row, **changes: dict[str, Any]) -> Config:
 
 def build_model(
     config: Config, bounds: list[int] | None = None, vocab_size: int = VOCAB
-) -> tuple[ParallelLayout, TPGroup, GPTModelPipe]:
+) -> tuple[Mesh, GPTModelPipe]:
     """Builds this rank's stage, inside `run_world`. bounds: a partition in place of the flags' partition."""
     import torch.distributed as dist
 
-    from megatron.mpu.layout import ParallelLayout
-    from megatron.tokenizer.vocabulary import Vocabulary
+    from megatron.data.vocabulary import Vocabulary
+    from megatron.mpu.mesh import Mesh
     from megatron.training import build
 
     parallel = config.parallel
-    layout = ParallelLayout.create(
+    mesh = Mesh.create(
         dist.get_world_size(),
         parallel.tensor_model_parallel_size,
         parallel.pipeline_model_parallel_size,
         dist.get_rank(),
         parallel.context_parallel_size,
-    )
-    tp_group = layout.make_tp_group()
-    return layout, tp_group, build.build_model(config, layout, tp_group, Vocabulary(vocab_size, EOD), bounds)
+    ).connect()
+    return mesh, build.build_model(config, mesh, Vocabulary(vocab_size, EOD), bounds)
 
 
 def build_engine(config: Config, bounds: list[int] | None = None, vocab_size: int = VOCAB) -> GPTEngine:
@@ -246,12 +245,12 @@ def weights_of(engine: GPTEngine) -> RankWeights:
     """Returns copies of the engine's parameters, as a result for `run_world`."""
     from megatron.mpu.parameters import spec_of
 
-    layout, parameters = engine.layout, dict(engine.module.named_parameters())
+    mesh, parameters = engine.mesh, dict(engine.module.named_parameters())
     with engine.optimizer.gathered_params():
         return RankWeights(
-            layout.tp_rank,
-            layout.dp_rank,
-            layout.pipeline_stage,
+            mesh.tp.rank,
+            mesh.dp.rank,
+            mesh.pp.rank,
             {name: spec_of(p) for name, p in parameters.items()},
             {name: p.detach().clone() for name, p in parameters.items()},
         )
@@ -299,9 +298,9 @@ def micro_batches(engine: GPTEngine, step: int) -> Iterator[MicroBatch]:
     """Returns this rank's micro-batches of the step's global batch."""
     from megatron.data.loader import MicroBatch
 
-    size, layout = engine.run_config.batch.micro_batch_size, engine.layout
-    start, stride = step * GLOBAL_BATCH, layout.dp_size * size
-    for first in range(start + layout.dp_rank * size, start + GLOBAL_BATCH, stride):
+    size, mesh = engine.run_config.batch.micro_batch_size, engine.mesh
+    start, stride = step * GLOBAL_BATCH, mesh.dp_size * size
+    for first in range(start + mesh.dp.rank * size, start + GLOBAL_BATCH, stride):
         yield MicroBatch.from_rows(sample_tokens(first, size), first)
 
 

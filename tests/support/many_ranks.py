@@ -6,7 +6,7 @@ Every element of the model has its own number as value, so what a rank has read 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -14,24 +14,25 @@ from typing import TYPE_CHECKING
 import torch
 
 from megatron.checkpoint.files import add_checksum, describe_file
-from megatron.checkpoint.formats.deepspeed_files import Place, file_index, places_in
+from megatron.checkpoint.formats.deepspeed_files import Place, file_index
+from megatron.checkpoint.formats.native_writer import state_of
 from megatron.checkpoint.formats.universal_info import spec_record
 from megatron.checkpoint.record import TrainingState
 from megatron.checkpoint.saving.run_record import layout_record
 from megatron.config import Config, padded_vocab_size
 from megatron.model.single_process import model_specs
-from megatron.mpu.layout import ParallelLayout, TPGroup
+from megatron.mpu.mesh import Axis, Mesh
 from megatron.mpu.parameter_spec import ParameterSpec
 from megatron.mpu.parameters import new_parameter
 from megatron.optimizer.loss_scale import LossScaler
 from megatron.optimizer.mixed_precision import MixedPrecisionOptimizer
 from megatron.optimizer.parameter_groups import make_optimizer, parameter_groups
-from megatron.optimizer.zero import OptimizerProcessGroups, ZeroConfig
+from megatron.optimizer.zero import ZeroConfig
 from megatron.pipeline.stages import plan_stages
 from tests.support.layouts import EOD, VOCAB
 
 if TYPE_CHECKING:
-    import torch.distributed as dist
+    pass
 
 EMBED = "tied_modules.embed."
 TIED = f"{EMBED}word_embeddings.weight"
@@ -43,7 +44,7 @@ class ManyRanks:
     """The ranks of a layout. numbers: the number of each element, by parameter, without padding."""
 
     def __init__(
-        self, config: Config, shard_of: Callable[[ParameterSpec, torch.Tensor, TPGroup], torch.Tensor]
+        self, config: Config, shard_of: Callable[[ParameterSpec, torch.Tensor, Sequence[Axis]], torch.Tensor]
     ) -> None:
         """shard_of: returns a TP rank's shard of a global parameter, independently of the product."""
         self.config = config
@@ -65,8 +66,8 @@ class ManyRanks:
         self.num_elements = first
         self.bounds = plan_stages(config, VOCAB).bounds
 
-    def layout(self, rank: int) -> ParallelLayout:
-        return ParallelLayout.from_config(self.config.parallel, rank)
+    def mesh(self, rank: int) -> Mesh:
+        return Mesh.from_config(self.config.parallel, rank)
 
     def names_of_stage(self, stage: int) -> list[str]:
         low, high = self.bounds[stage], self.bounds[stage + 1]
@@ -81,26 +82,22 @@ class ManyRanks:
         padding = spec.global_shape[0] - numbers.shape[0]
         if padding:
             numbers = torch.cat([numbers, torch.zeros(padding, *numbers.shape[1:])])
-        return self._shard_of(
-            spec, numbers, TPGroup(tp_rank, self.config.parallel.tensor_model_parallel_size)
-        )
+        tp_group = Axis("tp", tp_rank, self.config.parallel.tensor_model_parallel_size)
+        return self._shard_of(spec, numbers, [tp_group])
 
     def optimizer(self, rank: int) -> MixedPrecisionOptimizer:
         """The optimizer of a rank. All values are -1, which no element has as its number."""
-        layout = self.layout(rank)
-        tp_group = TPGroup(layout.tp_rank, layout.tp_size)
+        mesh = self.mesh(rank)
         parameters = {
-            name: torch.nn.init.constant_(new_parameter(self.padded[name], tp_group, torch.bfloat16), -1)
-            for name in self.names_of_stage(layout.pipeline_stage)
+            name: torch.nn.init.constant_(new_parameter(self.padded[name], mesh.tp, dtype=torch.bfloat16), -1)
+            for name in self.names_of_stage(mesh.pp.rank)
         }
-        tied = [parameters[TIED]] if TIED in parameters and layout.pp_size > 1 else []
+        tied = [parameters[TIED]] if TIED in parameters and mesh.pp_size > 1 else []
         groups = parameter_groups(parameters.items(), weight_decay=0.1, tied=tied)
-        processes: dist.ProcessGroup = object()  # type: ignore[assignment]
         return MixedPrecisionOptimizer(
             make_optimizer(groups, self.config.optimizer),
             {parameter: name for name, parameter in parameters.items()},
-            OptimizerProcessGroups(processes, layout.dp_size, layout.dp_rank, None, f"rank {rank}"),
-            tp_group,
+            mesh,
             [],
             LossScaler(self.config.precision),
             ZeroConfig(self.config.parallel.zero_stage),
@@ -115,10 +112,9 @@ class ManyRanks:
         places: dict[str, dict[str, Place]] = {}
         file_of: list[str | None] = [None] * self.num_elements
         for file, optimizer in reversed(list(self._optimizer_files())):
-            state = optimizer.state_dict()
+            state, _, places[file] = state_of(optimizer)
             key = "optimizer_state_dict" if self.config.parallel.zero_stage else "optimizer"
             torch.save({key: state}, path / file)
-            places[file] = places_in(state, path / file)
             for values in state["single_partition_of_fp32_groups"]:
                 for number in values.int().tolist():
                     file_of[number] = file
@@ -140,20 +136,20 @@ class ManyRanks:
 
     def _optimizer_files(self) -> Iterator[tuple[str, MixedPrecisionOptimizer]]:
         """Yields the name and the optimizer of each file of the optimizer's state, in order."""
-        ranks = [self.layout(rank) for rank in range(self.config.parallel.world_size)]
-        for layout in sorted(ranks, key=lambda layout: (layout.dp_rank, layout.pipeline_stage)):
-            model_rank = layout.pipeline_stage * layout.tp_size + layout.tp_rank
+        ranks = [self.mesh(rank) for rank in range(self.config.parallel.world_size)]
+        for mesh in sorted(ranks, key=lambda mesh: (mesh.dp.rank, mesh.pp.rank)):
+            model_rank = mesh.pp.rank * mesh.tp_size + mesh.tp.rank
             if self.config.parallel.zero_stage:
-                file = f"zero_pp_rank_{layout.dp_rank}_mp_rank_{model_rank:02d}_optim_states.pt"
-            elif layout.dp_rank == 0:
+                file = f"zero_pp_rank_{mesh.dp.rank}_mp_rank_{model_rank:02d}_optim_states.pt"
+            elif mesh.dp.rank == 0:
                 file = f"mp_rank_{model_rank:02d}_model_states.pt"
             else:
                 continue
-            optimizer = self.optimizer(layout.rank)
+            optimizer = self.optimizer(mesh.rank)
             for flat in optimizer.flat:
                 for parameter, start, length in flat.fragments():
                     first = flat.first_element(parameter)
-                    shard = self.shard(optimizer.names[parameter], layout.tp_rank).reshape(-1)
+                    shard = self.shard(optimizer.names[parameter], mesh.tp.rank).reshape(-1)
                     flat.master.data[start : start + length] = shard[first : first + length]
                 moments = {key: flat.master.detach() * FACTORS[key] for key in FACTORS if key != "fp32"}
                 optimizer.optimizer.state[flat.master] = {"step": torch.tensor(1.0), **moments}

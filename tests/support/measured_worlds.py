@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from megatron.config import Config
     from megatron.data.loader import MicroBatch
     from megatron.engine.pipeline_engine import GPTEngine
-    from megatron.mpu.layout import ParallelLayout, TPGroup
+    from megatron.mpu.mesh import Mesh
     from megatron.mpu.parameters import InitialValues
 
 
@@ -79,7 +79,7 @@ class World:
 
 def config_of(flags: str, processes: int = 1) -> "Config":
     """The configuration of a measured run, from its flags and --dry-run: it needs no data."""
-    from megatron.config import parse_args
+    from megatron.arguments import parse_args
 
     env = {"WORLD_SIZE": str(processes), "LOCAL_RANK": os.environ.get("LOCAL_RANK", "0")}
     return parse_args(f"--lr 1e-4 --train-iters 1 --dry-run {flags}".split(), env)
@@ -99,36 +99,34 @@ def begin_worker() -> TextIO:
     return answers
 
 
-def connect(config: "Config") -> "tuple[ParallelLayout, TPGroup]":
-    """Connects the workers of a world; returns the layout of this rank and its tensor-parallel group."""
+def connect(config: "Config") -> "Mesh":
+    """Connects the workers of a world; returns the mesh of this rank."""
     from megatron.cluster.processes import init_distributed
-    from megatron.mpu.layout import ParallelLayout
+    from megatron.mpu.mesh import Mesh
 
-    layout = ParallelLayout.from_config(config.parallel, init_distributed(config))
-    return layout, layout.make_tp_group()
+    return Mesh.from_config(config.parallel, init_distributed(config)).connect()
 
 
 def make_engine(
     config: "Config",
-    layout: "ParallelLayout",
-    tp_group: "TPGroup",
+    mesh: "Mesh",
     vocab_size: int,
     values: "InitialValues | None" = None,
 ) -> "GPTEngine":
     """Returns the engine of a rank. values: the initial values (default: those of a run)."""
+    from megatron.data.vocabulary import Vocabulary
     from megatron.mpu.parameters import initial_values
-    from megatron.tokenizer.vocabulary import Vocabulary
     from megatron.training.build import build_engine
 
-    return build_engine(config, layout, tp_group, Vocabulary(vocab_size, 0), None, values or initial_values)
+    return build_engine(config, mesh, Vocabulary(vocab_size, 0), None, values or initial_values)
 
 
-def micro_batches(tokens: "torch.Tensor", layout: "ParallelLayout", size: int) -> "Iterator[MicroBatch]":
+def micro_batches(tokens: "torch.Tensor", mesh: "Mesh", size: int) -> "Iterator[MicroBatch]":
     """The micro-batches of this replica, `size` samples each, from the tokens of a step,
     [global batch, seq + 1]."""
     from megatron.data.loader import MicroBatch
 
-    for first in range(layout.dp_rank * size, len(tokens), layout.dp_size * size):
+    for first in range(mesh.dp.rank * size, len(tokens), mesh.dp_size * size):
         yield MicroBatch.from_rows(tokens[first : first + size], first)
 
 

@@ -8,23 +8,23 @@ import torch
 import torch.distributed as dist
 from torch.autograd.function import once_differentiable
 
-from megatron.mpu.layout import ParallelLayout, TPGroup
+from megatron.mpu.mesh import Axis, Mesh
 
 
-def world_tp_group() -> TPGroup:
+def world_tp_group() -> Axis:
     """Returns the tensor-parallel group of all ranks of the world."""
     size = dist.get_world_size()
-    return ParallelLayout.create(size, size, 1, dist.get_rank()).make_tp_group()
+    return Mesh.create(size, size, 1, dist.get_rank()).connect().tp
 
 
-def scatter(x: torch.Tensor, tp_group: TPGroup, dim: int = -1) -> torch.Tensor:
+def scatter(x: torch.Tensor, tp_group: Axis, dim: int = -1) -> torch.Tensor:
     """Returns this rank's n / size of the replicated n elements along `dim`. Backward: all-gather."""
     return x if tp_group.size == 1 else _Scatter.apply(x, tp_group, dim)
 
 
 class _Scatter(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, tp_group: TPGroup, dim: int) -> torch.Tensor:
+    def forward(ctx: Any, x: torch.Tensor, tp_group: Axis, dim: int) -> torch.Tensor:
         ctx.tp_group, ctx.dim = tp_group, dim
         return x.chunk(tp_group.size, dim)[tp_group.rank].contiguous()
 

@@ -11,8 +11,9 @@ import torch
 from megatron.checkpoint.record import TrainingState
 from megatron.cluster.exit_codes import RunStopped
 from megatron.cluster.rank_reports import RankReport
-from megatron.config import BatchSchedule, Config
-from megatron.tokenizer.vocabulary import Vocabulary
+from megatron.config import Config
+from megatron.data.vocabulary import Vocabulary
+from megatron.optimizer.batch_schedule import BatchSchedule
 from megatron.training.build import build_trainer
 from megatron.training.trainer import Trainer
 from tests.support.layouts import EOD, GLOBAL_BATCH, RATE, VOCAB, build_engine, micro_batches

@@ -5,12 +5,21 @@ from __future__ import annotations
 import subprocess
 import sys
 
-from benchmarks import cpu_model_accuracy, throughput
+from benchmarks import cpu_steps, throughput
 from tests.end_to_end.command import ROOT
 from tests.support import HANG_TIMEOUT_S
 
 # Not programs, or, for gpu_table.py, without flags: tests/unit/test_gpu_script.py runs it.
-NO_FLAGS = {"__init__", "gpu_table", "kernel_cases", "machine", "plain_model", "published_rows", "saves"}
+NO_FLAGS = {
+    "__init__",
+    "cpu_steps",
+    "gpu_table",
+    "kernel_cases",
+    "machine",
+    "plain_model",
+    "published_runs",
+    "saves",
+}
 COMMANDS = [
     f"{path.stem}.py --help"
     for path in sorted((ROOT / "benchmarks").glob("*.py"))
@@ -47,8 +56,8 @@ def test_every_benchmark_starts() -> None:
 
 
 def test_the_measured_configurations_are_accepted() -> None:
-    for row in cpu_model_accuracy.ROWS:
-        assert cpu_model_accuracy.make_config(row).parallel.world_size == row.processes
+    for row in cpu_steps.ROWS:
+        assert cpu_steps.make_config(row).parallel.world_size == row.processes
     model = throughput.measured_model()
     for row in throughput.CPU_ROWS:
         config = throughput.make_config(model, row)

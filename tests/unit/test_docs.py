@@ -10,8 +10,9 @@ from functools import cache
 
 import pytest
 
+from megatron.arguments import read_command_line
 from megatron.checkpoint.record import TrainingState
-from megatron.config import ConfigError, LoggingConfig, read_command_line
+from megatron.config import ConfigError, LoggingConfig
 from megatron.training.log_lines import parse_log_line
 from megatron.training.metrics import MetricsLogger, StepRecord, Throughput
 from tests.end_to_end.command import ROOT

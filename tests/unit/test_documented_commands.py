@@ -13,7 +13,8 @@ from pathlib import Path
 import pytest
 from torch.distributed.run import get_args_parser
 
-from megatron.config import ConfigError, read_command_line
+from megatron.arguments import read_command_line
+from megatron.config import ConfigError
 from megatron.config.flag_parser import make_parser
 from megatron.planner.command import RunFlagsParser
 from tests.end_to_end.command import ROOT

@@ -98,6 +98,6 @@ def test_a_link_to_a_heading_finds_it(page: Path) -> None:
 
 def test_missing_names_are_found() -> None:
     assert has_path("mpu/layers.py") and not has_path("mpu/no_layers.py")
-    assert has_name("data.loader.MicroBatch.tokens") and has_name("megatron.mpu.layout")
+    assert has_name("data.loader.MicroBatch.tokens") and has_name("megatron.mpu.mesh")
     assert not has_name("data.loader.MicroBatch.no_tokens") and not has_name("data.no_loader")
     assert anchors_of("# A `mp_rank_*` file?\n\n```\n# no heading\n```\n") == {"a-mp_rank_-file"}

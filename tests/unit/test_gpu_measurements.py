@@ -18,9 +18,9 @@ from deepspeed.accelerator import get_accelerator
 from benchmarks import device_curves, device_throughput, gpu_table
 from benchmarks.device_throughput import MODELS, ROWS, TINY_ROWS, Row, busy_and_gaps
 from benchmarks.machine import add_row, read_rows
+from megatron.arguments import read_command_line
 from megatron.cluster import devices
 from megatron.cluster.launch import temporary_environment
-from megatron.config import read_command_line
 from megatron.pipeline.stages import plan_stages
 from megatron.planner.fit import with_verdict
 from megatron.planner.plan import make_plan

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import ast
+import os
 import re
+import subprocess
+import sys
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
@@ -32,12 +35,13 @@ LEVELS = (
     ("pipeline",),
     ("engine",),
     ("checkpoint", "cluster"),
+    ("arguments",),
     ("training",),
     ("planner",),
     ("commands",),
 )
-# The only module of the planner that a training run calls, through the registry of partition methods.
-CALLED_BY_NAME = {"megatron/config/registries.py": ["megatron.planner.layer_memory"]}
+# The only module of the planner that a training run calls, for the partition method 'memory'.
+CALLED_BY_NAME = {"megatron/pipeline/stages.py": ["megatron.planner.layer_memory"]}
 
 
 def parse(path: Path) -> ast.Module:
@@ -151,3 +155,19 @@ def test_the_program_imports_no_module_that_plans_except_in_a_dry_run() -> None:
 def packages_imported(tree: ast.AST) -> set[str]:
     """The first two parts of the names of the modules that are imported in a part of a program."""
     return {".".join(module.split(".")[:2]) for module in imported_modules(tree)}
+
+
+@pytest.mark.parametrize(
+    "path", sorted((ROOT / "megatron" / "commands").glob("[a-z]*.py")), ids=lambda p: p.stem
+)
+def test_every_command_starts_as_a_module(path: Path) -> None:
+    """`python -m megatron.commands.NAME` of a job script would otherwise do nothing, and succeed."""
+    last = ast.parse(path.read_text(encoding="utf-8")).body[-1]
+    assert isinstance(last, ast.If) and ast.unparse(last.test) == "__name__ == '__main__'"
+    assert "main()" in ast.unparse(last)
+
+
+def test_a_tool_needs_no_folder_on_the_search_path() -> None:
+    environment = {**os.environ, "PYTHONSAFEPATH": "1"}
+    command = [sys.executable, ROOT / "tools" / "job_report.py", "--help"]
+    assert b"usage: job_report.py" in subprocess.run(command, env=environment, capture_output=True).stdout

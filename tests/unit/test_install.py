@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 import torch
 
+from megatron.arguments import parse_args
 from megatron.cluster import processes
 from megatron.cluster.devices import MIN_DRIVER, check_gpus
-from megatron.config.cli import parse_args
 from megatron.errors import UserError
 from tests.support.make import ROOT, make, run_make
 from tests.unit.config.command_lines import SMALL

@@ -13,12 +13,12 @@ from typing import Any
 
 import pytest
 
+from megatron.arguments import read_command_line
 from megatron.commands import prepare_indices, preprocess_data
 from megatron.commands.sweep import build_parser
-from megatron.config import Config, read_command_line
+from megatron.config import Config
 from megatron.config.config import SECTIONS
 from megatron.config.fields import flag_of, option_name
-from megatron.engine.deepspeed_config import read_deepspeed_config
 from megatron.planner.sweep.axes import given_flags
 from megatron.planner.sweep.slurm import read_base_command
 from tests.end_to_end.command import ROOT
@@ -162,9 +162,7 @@ def test_a_script_has_the_settings_of_the_published_run(name: str, tmp_path: Pat
             "--world-size",
             str(published.processes),
         ]
-        found.append(
-            settings_of(read_command_line(words, {}, read_deepspeed_config=read_deepspeed_config).config)
-        )
+        found.append(settings_of(read_command_line(words, {}).config))
     differences = {key: (found[0][key], found[1][key]) for key in found[0] if found[0][key] != found[1][key]}
     assert differences == PUBLISHED[name]
     for key in differences:

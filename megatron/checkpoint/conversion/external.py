@@ -9,41 +9,39 @@ from importlib.metadata import version
 from typing import Any
 
 from megatron.checkpoint.foreign_arguments import TRAINING_ARGUMENTS
-from megatron.checkpoint.formats.registry import open_reader
 from megatron.checkpoint.formats.state import StateReader
 from megatron.checkpoint.formats.universal_info import spec_record
 from megatron.checkpoint.huggingface.importer import config_without_run, specs_without_padding
 from megatron.checkpoint.reading import lacks_configuration
-from megatron.checkpoint.record import IMPORTED_KEY, Checkpoint
+from megatron.checkpoint.record import IMPORTED_KEY
 from megatron.checkpoint.saving.run_record import layout_record
 from megatron.config import Config, ConfigError, ModelConfig
 from megatron.config.config import SECTIONS
+from megatron.data.vocabulary import Vocabulary, find_vocabulary
 from megatron.errors import UserError, one_line
 from megatron.pipeline.stages import plan_stages
-from megatron.tokenizer.vocabulary import Vocabulary, find_vocabulary
 
 
-def open_external(
-    checkpoint: Checkpoint, tokenizer: Mapping[str, Any], vocab_size: int | None
-) -> StateReader:
+def open_external(reader: StateReader, tokenizer: Mapping[str, Any], vocab_size: int | None) -> StateReader:
     """Returns the reader of an external checkpoint, with a `run.json` and the specs of its parameters. The
-    configuration comes from the arguments in the checkpoint; what they do not determine has its default.
+    configuration comes from the arguments in the checkpoint, or from the config.json of a Hugging Face model;
+    what they do not determine has its default.
 
     tokenizer: its settings, fields of `DataConfig`. vocab_size: number of tokens without padding; None: the
     tokenizer's, or without one the checkpoint's (all rows of the word embeddings, if it records no number).
     Raises UserError if the arguments in the checkpoint do not describe the model, or describe another one
     than its tensors.
     """
-    reader = open_reader(checkpoint)
-    recorded = reader.recorded_model()
+    checkpoint, recorded = reader.checkpoint, reader.recorded_model()
     if recorded is None:
         raise lacks_configuration(checkpoint)
     fields, num_tokens = recorded
     if vocab_size is None and not tokenizer:
         vocab_size = num_tokens
-    args, own = checkpoint.run["args"], {field.name for field in dataclasses.fields(ModelConfig)}
+    args, own = checkpoint.run.get("args", {}), {field.name for field in dataclasses.fields(ModelConfig)}
+    settings = {**fields, **args}
     given: dict[str, dict[str, Any]] = {
-        section: {name: args[name] for name in names if args.get(name) is not None}
+        section: {name: settings[name] for name in names if settings.get(name) is not None}
         for section, names in TRAINING_ARGUMENTS.items()
     }
     given["schedule"]["lr"] = given["schedule"].get("lr") or 1.0
@@ -53,9 +51,11 @@ def open_external(
         config = config_without_run(
             {name: value for name, value in fields.items() if name in own},
             vocab_size,
-            **{section: SECTIONS[section](**settings) for section, settings in given.items()},
+            **{section: SECTIONS[section](**values) for section, values in given.items()},
         )
     except (ConfigError, TypeError, ArithmeticError) as error:
+        if isinstance(error, ConfigError) and not args:  # the model has been checked: it is in a flag
+            raise
         raise UserError(
             f"checkpoint {checkpoint.folder}: its arguments describe no model of this program "
             f"({one_line(error)})"

@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import fcntl
 import os
 import shutil
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 from megatron.errors import UserError, one_line
-from megatron.files import is_path_of
+from megatron.files import create_locked, locked_leftover
 
 
 def check_space(folder: Path, needed: int, flag: str) -> None:
@@ -42,7 +41,7 @@ def temporary_folder(output: Path, suffix: str, needed_bytes: int) -> Iterator[P
         except FileExistsError as error:
             raise UserError(_exists(temporary)) from error
         except OSError as error:
-            raise UserError(f"{output} cannot be created ({error.strerror}): give another folder") from error
+            raise _cannot_be_created(output, error) from error
         try:
             check_space(temporary, needed_bytes, str(output))
             yield temporary
@@ -53,6 +52,10 @@ def temporary_folder(output: Path, suffix: str, needed_bytes: int) -> Iterator[P
                     f"{output} cannot be written ({one_line(error)}): free space, or give another folder"
                 ) from error
             raise
+
+
+def _cannot_be_created(path: Path, error: OSError) -> UserError:
+    return UserError(f"{path} cannot be created ({error.strerror}): give another folder")
 
 
 def _exists(path: Path) -> str:
@@ -69,34 +72,29 @@ def _locked(output: Path, temporary: Path) -> Iterator[bool]:
     without locks the file itself is the lock, and the user has to remove it after a killed conversion.
     """
     path = temporary.with_name(temporary.name + ".lock")
-    try:
-        temporary.parent.mkdir(parents=True, exist_ok=True)
-        is_leftover = os.path.lexists(path)
-        creation = 0 if is_leftover else os.O_CREAT | os.O_EXCL
-        lock = os.open(path, os.O_RDWR | os.O_NOFOLLOW | creation, 0o666)
-    except OSError as error:
-        raise UserError(f"{output} cannot be created ({error.strerror}): give another folder") from error
-    try:
+    is_leftover = os.path.lexists(path)
+    with ExitStack() as stack:
         try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            if not is_path_of(path, lock):  # the process with the lock has ended and deleted the file
-                raise BlockingIOError
-        except BlockingIOError as error:
+            temporary.parent.mkdir(parents=True, exist_ok=True)
+            if is_leftover:
+                stack.enter_context(locked_leftover(str(path)))
+            else:
+                stack.enter_context(create_locked(str(path)))
+        except (BlockingIOError, FileNotFoundError) as error:
             raise UserError(
                 f"{temporary} is being written by another process: wait, or give another folder"
             ) from error
         except OSError as error:
-            if is_leftover:
-                raise UserError(
-                    f"{path} exists already: its conversion runs or was killed. Give another folder, or "
-                    f"remove {path.name} and {temporary.name} if it was killed"
-                ) from error
+            if not is_leftover:
+                raise _cannot_be_created(output, error) from error
+            raise UserError(
+                f"{path} exists already: its conversion runs or was killed. Give another folder, or "
+                f"remove {path.name} and {temporary.name} if it was killed"
+            ) from error
         try:
             yield is_leftover
         finally:
             path.unlink(missing_ok=True)
-    finally:
-        os.close(lock)
 
 
 def _is_write_error(error: BaseException, folder: Path) -> bool:

@@ -160,12 +160,12 @@ def _check_spec(name: str, spec: ParameterSpec, tp_size: int, folder: Path) -> N
     shape, rows = spec.global_shape, spec.num_valid_rows
     if not is_shape(shape) or (rows is not None and not 0 < rows <= shape[0]):
         raise UserError(f"checkpoint {folder} gives {name} a shape that no tensor has: it is damaged")
-    parts = tp_size * spec.num_fused_parts
-    if spec.shard_dim is not None and (spec.shard_dim >= len(shape) or shape[spec.shard_dim] % parts):
-        raise UserError(
-            f"checkpoint {folder}: {name} of shape {shape} cannot have been sharded into {parts} parts "
-            f"along dimension {spec.shard_dim}: it is damaged"
-        )
+    for dim, _, parts in spec.sharding:
+        if dim >= len(shape) or shape[dim] % (tp_size * parts):
+            raise UserError(
+                f"checkpoint {folder}: {name} of shape {shape} cannot have been sharded into "
+                f"{tp_size * parts} parts along dimension {dim}: it is damaged"
+            )
 
 
 def _digest_of_names(folder: Path) -> str:

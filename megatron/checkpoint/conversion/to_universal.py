@@ -22,7 +22,7 @@ import errno
 import os
 import shutil
 from argparse import Namespace
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from functools import partial as partial_function
 from pathlib import Path
@@ -35,19 +35,20 @@ from megatron.checkpoint.conversion.output_folder import check_space
 from megatron.checkpoint.conversion.shared_work import SharedWork
 from megatron.checkpoint.conversion.source import identity_of
 from megatron.checkpoint.files import add_checksum
+from megatron.checkpoint.formats.archive_writer import write_archive
 from megatron.checkpoint.formats.deepspeed_files import model_files
 from megatron.checkpoint.formats.native import BLOCK_BYTES, NativeReader
 from megatron.checkpoint.formats.registry import LATEST_UNIVERSAL_FILE, PARAMETER_FOLDER
 from megatron.checkpoint.formats.state import StateReader
-from megatron.checkpoint.formats.torch_archive import Stub, read_file, write_plain
+from megatron.checkpoint.formats.torch_archive import Stub, read_file
 from megatron.checkpoint.formats.universal import LOSS_SCALE_KEY, OPTIMIZER_STATE_FILE
 from megatron.checkpoint.formats.universal_writer import UNFINISHED_FOLDER, UniversalWriter
 from megatron.checkpoint.formats.writing import (
     PARTIAL,
     copy_parameter,
+    has_all_digests,
     largest_first,
     state_bytes,
-    verify_files,
 )
 from megatron.checkpoint.names import shown
 from megatron.checkpoint.record import RUN_FILE
@@ -64,42 +65,37 @@ KEPT_FOLDER = "kept"
 _PER_PARAMETER = ("base_optimizer_state", "param_slice_mappings", "single_partition_of_fp32_groups")
 
 
-class _NativeConversion(UniversalWriter):
-    """Writes the parameters of a conversion that may be interrupted, and that several processes share."""
+class UniversalConversion(UniversalWriter):
+    """Writes universal checkpoints. A conversion of a native one may be interrupted and shared by several
+    processes, see `convert`."""
 
-    def __init__(self, folder: Path, source: NativeReader, allow_replica_mismatch: bool) -> None:
-        super().__init__(folder, source)
+    def __init__(self, folder: Path, reader: StateReader, allow_replica_mismatch: bool = False) -> None:
+        super().__init__(folder, reader)
         self._allow_replica_mismatch = allow_replica_mismatch
 
+    @classmethod
+    def write_checkpoint(
+        cls, reader: StateReader, target: Path, workers: int = 4, verify: bool = True
+    ) -> Iterator[str]:
+        """See `CheckpointWriter`."""
+        if isinstance(reader, NativeReader):
+            return convert(reader, target, workers, verify=verify)
+        return super().write_checkpoint(reader, target, workers, verify)
+
     def finish_parameter(self, name: str, mismatch: float = 0.0) -> None:
-        """See `ParameterWriter`. Accepts the mean of the replicas if it is allowed."""
+        """See `CheckpointWriter`. Accepts the mean of the replicas if it is allowed."""
         if mismatch and self._allow_replica_mismatch:
             # Before the parameter is finished: a resumed conversion does not compare its replicas again.
             _mark(self.folder / AVERAGED_FOLDER, name, str(mismatch))
             mismatch = 0.0
         super().finish_parameter(name, mismatch)
 
-    def convert(self, name: str, verify_digests: bool) -> str | None:
+    def convert(self, name: str, verify: bool) -> str | None:
         """Copies a parameter. Returns None if an earlier conversion has finished it."""
         if self.has_parameter(name):
             _mark(self.folder / KEPT_FOLDER, name)
             return None
-        return copy_parameter(self, name, verify_digests)
-
-
-class UniversalConversion(UniversalWriter):
-    """Writes universal checkpoints: from native ones with `convert`."""
-
-    @classmethod
-    def write_checkpoint(
-        cls, reader: StateReader, target: Path, workers: int = 4, verify: bool = True
-    ) -> Iterator[str]:
-        if not isinstance(reader, NativeReader):
-            yield from super().write_checkpoint(reader, target, workers, verify)
-            return
-        if verify:
-            verify_files(reader)
-        yield from convert(reader, target, workers, verify_digests=verify)
+        return copy_parameter(self, name, verify)
 
 
 def convert(
@@ -109,15 +105,15 @@ def convert(
     allow_replica_mismatch: bool = False,
     shared: SharedWork | None = None,
     print_fn: Callable[[str], object] = lambda _: None,
-    verify_digests: bool = False,
+    verify: bool = False,
 ) -> Iterator[str]:
     """Writes the universal checkpoint `target`; yields the name of each parameter that this process
     writes, large ones first. Returns when the checkpoint is published, by this process or by another.
 
     It resumes an interrupted conversion of the same source: parameters that are complete and match their
     checksums are kept. allow_replica_mismatch: average replicas of a parameter that differ. print_fn:
-    receives the lines of the result in the process that publishes. verify_digests: compare all states with
-    the digests of the source, if it has any.
+    receives the lines of the result in the process that publishes. verify: compare all states with the
+    digests of the source, or its files if the states have none.
 
     Raises UserError for a damaged source, too little disk space or memory, and replicas that differ.
     """
@@ -125,33 +121,65 @@ def convert(
     partial = target.with_name(target.name + PARTIAL)
     try:
         if not is_published(source, target):
+            if verify:
+                _verify_files(source, workers, shared)
             is_new = _begin(source, partial)
             # Looked for again: another process may have published before this one created its folder.
             if not is_published(source, target):
-                writer = _NativeConversion(partial, source, allow_replica_mismatch)
-                yield from _convert_parameters(writer, workers, verify_digests, shared)
+                writer = UniversalConversion(partial, source, allow_replica_mismatch)
+                sizes = state_bytes(source)
+                _check_resources(partial, sizes, workers)
+                copy = partial_function(writer.convert, verify=verify)
+                yield from filter(None, shared.share("parameter", largest_first(sizes), copy, workers))
             elif is_new:
                 shutil.rmtree(partial)
     except (OSError, UserError):
         # Once another process has published, the folder is gone, and an error does not matter.
         if not is_published(source, target):
             raise
-    for lines in shared.share("publication", [target.name], lambda _: _publish(source, partial, target)):
+    publish = partial_function(_publish, source, partial, target, verify)
+    for lines in shared.share("publication", [target.name], lambda _: publish()):
         for line in lines:
             print_fn(line)
 
 
-def _convert_parameters(
-    writer: _NativeConversion, workers: int, verify_digests: bool, shared: SharedWork
-) -> Iterator[str]:
-    partial, sizes = writer.folder, state_bytes(writer.reader)
-    # What other processes are writing is on the disk already.
-    written = _bytes_in(partial / UNFINISHED_FOLDER)
+def _verify_files(source: NativeReader, workers: int, shared: SharedWork) -> None:
+    """Compares the files of a checkpoint with their digests, unless all states have digests, with which their
+    blocks are compared. Raises UserError that names the damaged files."""
+    files = {} if has_all_digests(source) else source.checkpoint.run.get("files", {})
+    names = largest_first({name: files[name]["bytes"] for name in files})
+    problems = shared.share("source file", names, source.file_problem, workers, lambda found: not found)
+    if damages := [damage for damage in problems if damage]:
+        raise _damaged(source, damages)
+
+
+def _damaged(source: NativeReader, damages: Sequence[str]) -> UserError:
+    return UserError(f"checkpoint {source.folder}: {'; '.join(damages)}: convert an older checkpoint")
+
+
+def _check_resources(partial: Path, sizes: Mapping[str, int], workers: int) -> None:
+    """Raises UserError if the parameters that are not written yet need more space than the disk has, or if
+    the workers need more memory than is available. sizes: parameter -> bytes. A worker holds one block of a
+    parameter and as many bytes of its shards, however large the parameter is."""
     missing = sum(size for name, size in sizes.items() if not (partial / PARAMETER_FOLDER / name).exists())
-    check_space(partial, missing - written, "--output_folder")
-    _check_memory(workers)
-    convert_one = partial_function(writer.convert, verify_digests=verify_digests)
-    yield from filter(None, shared.share("parameter", largest_first(sizes), convert_one, workers))
+    # What other processes are writing is on the disk already.
+    check_space(partial, missing - _bytes_in(partial / UNFINISHED_FOLDER), "--output_folder")
+    needed, available = workers * 2 * BLOCK_BYTES, _available_memory()
+    if available is not None and available < needed:
+        raise UserError(
+            f"{workers} workers need {needed / 1e6:,.0f} MB of memory and {available / 1e6:,.0f} MB are "
+            "available: lower --num_extract_workers and --num_merge_workers"
+        )
+
+
+def _available_memory() -> int | None:
+    """Returns available memory in bytes; None if the system does not report it."""
+    try:
+        lines = Path("/proc/meminfo").read_text().splitlines()
+    except OSError:
+        return None
+    kilobytes = [line.split()[1] for line in lines if line.startswith("MemAvailable:")]
+    return int(kilobytes[0]) * 1024 if kilobytes else None
 
 
 def _bytes_in(folder: Path) -> int:
@@ -164,7 +192,7 @@ def _bytes_in(folder: Path) -> int:
     return total
 
 
-def _publish(source: NativeReader, partial: Path, target: Path) -> list[str]:
+def _publish(source: NativeReader, partial: Path, target: Path, verify: bool) -> list[str]:
     """Writes the common files, publishes, and returns the lines of the result; none if that was done."""
     lines: list[str] = []
     if not is_published(source, target):
@@ -176,7 +204,7 @@ def _publish(source: NativeReader, partial: Path, target: Path) -> list[str]:
         kept = len(list((partial / KEPT_FOLDER).glob("*")))
         before = f", {kept} of them by an earlier, interrupted conversion" if kept else ""
         lines.append(f"{target}: {len(source.specs)} parameters{before}")
-        _write_common_files(source, partial)
+        _write_common_files(source, partial, verify)
         shutil.rmtree(partial / UNFINISHED_FOLDER, ignore_errors=True)
         sync_file(partial)
         rename_synced(partial, target)
@@ -252,38 +280,20 @@ def _begin(source: NativeReader, partial: Path) -> bool:
     return created
 
 
-def _check_memory(workers: int) -> None:
-    """Raises UserError if the workers need more memory than is available. Each holds one block of a parameter
-    and as many bytes of its shards, however large the parameter is."""
-    needed, available = workers * 2 * BLOCK_BYTES, _available_memory()
-    if available is not None and available < needed:
-        raise UserError(
-            f"{workers} workers need {needed / 1e6:,.0f} MB of memory and {available / 1e6:,.0f} MB are "
-            "available: lower --num_extract_workers and --num_merge_workers"
-        )
-
-
-def _available_memory() -> int | None:
-    """Returns available memory in bytes; None if the system does not report it."""
-    try:
-        lines = Path("/proc/meminfo").read_text().splitlines()
-    except OSError:
-        return None
-    kilobytes = [line.split()[1] for line in lines if line.startswith("MemAvailable:")]
-    return int(kilobytes[0]) * 1024 if kilobytes else None
-
-
-def _write_common_files(source: NativeReader, partial: Path) -> None:
+def _write_common_files(source: NativeReader, partial: Path, verify: bool) -> None:
     """Writes what does not belong to a single parameter, as DeepSpeed's converter does, and `run.json`."""
+    files = source.checkpoint.run.get("files", {}) if verify else {}
     common = {key: value for key, value in source.files.common.items() if key not in _PER_PARAMETER}
     common["param_groups"] = source.files.common["base_optimizer_state"].get("param_groups")
     common[LOSS_SCALE_KEY] = common.pop("loss_scaler", None)
     with _replacing(partial, f"{PARAMETER_FOLDER}/{OPTIMIZER_STATE_FILE}") as written:
-        write_plain(written, _plain_types(common))
+        write_archive(written, _plain_types(common))
     for path in model_files(source.folder):
+        if path.name in files and (damage := source.file_problem(path.name)):
+            raise _damaged(source, [damage])
         with _replacing(partial, path.name) as written:
             if source.files.stage == 0:  # then this file also holds the optimizer state
-                write_plain(written, _plain_types({**read_file(path), "optimizer": None}))
+                write_archive(written, _plain_types({**read_file(path), "optimizer": None}))
             else:
                 with open_regular(path) as file, open(written, "wb") as copy:
                     shutil.copyfileobj(file, copy)

@@ -8,7 +8,7 @@ unpickler that knows only the names of torch's metadata classes, and makes plain
 from __future__ import annotations
 
 import pickle
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from math import prod
@@ -24,6 +24,8 @@ from megatron.checkpoint.names import check_plain, is_plain, shown
 from megatron.errors import UserError
 from megatron.files import HostileFileError, expect_layout, open_regular
 from megatron.mapped_file import release_pages
+from megatron.mpu.parameter_spec import Box
+from megatron.mpu.parameters import narrowed
 
 METADATA_FILE = ".metadata"
 # A checkpoint of thousands of ranks has a metadata file of some hundred megabytes.
@@ -62,8 +64,6 @@ _RECORDS = {
 }
 # Chunks that stay mapped: consecutive blocks of a tensor are in one chunk.
 _OPEN_CHUNKS = 32
-Region = Sequence[tuple[int, int]]
-"""First element, and the one after the last, in each dimension of a tensor."""
 
 
 @dataclass(frozen=True)
@@ -75,6 +75,11 @@ class Chunk:
     file: str
     start: int
     length: int
+
+    @property
+    def box(self) -> Box:
+        """The chunk as a box of the tensor."""
+        return Box(0, self.offsets, self.shape)
 
 
 @dataclass(frozen=True)
@@ -183,15 +188,6 @@ def _sizes(values: Any) -> tuple[int, ...]:
     return tuple(values)
 
 
-def overlap(region: Region, chunk: Chunk) -> Region | None:
-    """Returns the part of a region that is in a chunk; None if there is none."""
-    common = [
-        (max(start, offset), min(stop, offset + size))
-        for (start, stop), offset, size in zip(region, chunk.offsets, chunk.shape, strict=True)
-    ]
-    return None if any(start >= stop for start, stop in common) else common
-
-
 class DcpFolder:
     """The tensors of a DCP folder. Chunks are memory-mapped: only what is asked for is read."""
 
@@ -210,23 +206,20 @@ class DcpFolder:
             raise UserError(f"checkpoint {self.folder} holds no tensor {name}: is it of another model?")
         return self.tensors[name]
 
-    def read(self, name: str, region: Region | None = None) -> Tensor:
-        """Returns a tensor, or a region of it, in the stored dtype. A whole tensor of one chunk shares memory
+    def read(self, name: str, box: Box | None = None) -> Tensor:
+        """Returns a tensor, or a box of it, in the stored dtype. A whole tensor of one chunk shares memory
         with the file."""
         stored = self.tensor(name)
-        if region is None and len(stored.chunks) == 1:
+        if box is None and len(stored.chunks) == 1:
             whole = self._open(stored, stored.chunks[0])
             return whole if whole.data_ptr() % whole.element_size() == 0 else whole.clone()
-        region = [(0, size) for size in stored.shape] if region is None else region
-        result = torch.empty([stop - start for start, stop in region], dtype=stored.dtype)
+        box = box or Box(0, (0,) * len(stored.shape), stored.shape)
+        result = torch.empty(box.sizes, dtype=stored.dtype)
         for chunk in stored.chunks:
-            if (common := overlap(region, chunk)) is None:
+            if (common := box.intersection(chunk.box)) is None:
                 continue
-            source, target = self._open(stored, chunk), result
-            for dim, (start, stop) in enumerate(common):
-                source = source.narrow(dim, start - chunk.offsets[dim], stop - start)
-                target = target.narrow(dim, start - region[dim][0], stop - start)
-            target.copy_(source)
+            source = narrowed(self._open(stored, chunk), common, chunk.offsets)
+            narrowed(result, common, box.offsets).copy_(source)
             if source.is_contiguous():
                 release_pages(source.data_ptr(), source.nbytes)
         return result

@@ -31,7 +31,6 @@ from megatron.checkpoint.formats.deepspeed_files import (
 from megatron.checkpoint.formats.state import (
     ParameterRecord,
     ReplicaMismatch,
-    ShardPart,
     StateReader,
     check_shape,
     padded_spec,
@@ -42,9 +41,10 @@ from megatron.checkpoint.record import Checkpoint
 from megatron.errors import UserError
 from megatron.files import HostileFileError
 from megatron.model.layer_list import EMBEDDING, FIRST_TRANSFORMER_LAYER
-from megatron.mpu.layout import TPGroup
-from megatron.mpu.parameter_spec import ParameterSpec, local_shape
+from megatron.mpu.mesh import Axis, place_on
+from megatron.mpu.parameter_spec import ParameterSpec
 from megatron.mpu.parameters import merge_shards, reshard
+from megatron.mpu.pieces import Piece
 from megatron.text_table import first_few
 
 # Size of a block of `read_blocks`. A conversion's thread holds one block, and as many bytes of its shards.
@@ -77,6 +77,11 @@ class NativeReader(StateReader):
         """Tensor-parallel size of the run that saved."""
         return self.checkpoint.config.parallel.tensor_model_parallel_size
 
+    @property
+    def _axes(self) -> tuple[Axis, ...]:
+        """The sizes of the axes that shard parameters in the files."""
+        return (Axis("tp", size=self.tp_size),)
+
     @cached_property
     def files(self) -> OptimizerFiles:
         run = self.checkpoint.run
@@ -104,40 +109,42 @@ class NativeReader(StateReader):
     def read(self, name: str, state_name: str, spec: ParameterSpec | None = None) -> Tensor:
         """See `StateReader`. Reads only the first TP rank's replica of a replicated parameter."""
         saved = self._saved_spec(spec or self.specs[name])
-        num_shards = 1 if saved.shard_dim is None else self.tp_size
-        shape = local_shape(saved, TPGroup(0, num_shards))
+        shape = saved.local_shape(self._axes)
+        num_shards = len(saved.all_shards(self._axes))
         shards = [self._checked_shard(rank, name, state_name, saved) for rank in range(num_shards)]
         return merge_shards(saved, [shard.elements(0, shard.numel).view(shape) for shard in shards])
 
-    def read_part(self, name: str, state_name: str, part: ShardPart, out: Tensor | None = None) -> Tensor:
+    def read_piece(self, piece: Piece, state_name: str, out: Tensor | None = None) -> Tensor:
         """See `StateReader`. Opens only the files that hold one of these elements."""
-        saved = self._saved_spec(part.spec)
-        if (rank := self._rank_of_shard(part)) is not None:
-            return self._shard(rank, name, state_name, saved).elements(part.start, part.stop, out)
+        name, saved = piece.name, self._saved_spec(piece.spec)
+        if (rank := self._rank_of_shard(piece)) is not None:
+            return self._shard(rank, name, state_name, saved).elements(piece.start, piece.stop, out)
 
         def saved_elements(rank: int, first: int, last: int) -> Tensor:
             return self._shard(rank, name, state_name, saved).elements(first, last)
 
-        return reshard(*part, saved, self.tp_size, saved_elements, out)
+        place = (piece.spec, piece.axes, piece.start, piece.stop)
+        return reshard(*place, saved, self._axes, saved_elements, out)
 
-    def files_of_parts(self, parts: Iterable[tuple[str, ShardPart]]) -> set[str]:
+    def files_of_pieces(self, pieces: Iterable[Piece]) -> set[str]:
         run = self.checkpoint.run
         if not has_index(run):
             return {path.name for _, path, _ in optimizer_files(self.folder, run["files"])}
         paths: set[Path] = set()
-        for name, part in parts:
-            if (rank := self._rank_of_shard(part)) is not None:
-                paths |= self.files.paths(rank, name, part.start, part.stop)
+        for piece in pieces:
+            if (rank := self._rank_of_shard(piece)) is not None:
+                paths |= self.files.paths(rank, piece.name, piece.start, piece.stop)
             else:  # of all shards, which is more than it reads
-                paths |= {path for one in range(self.tp_size) for path in self.files.paths(one, name)}
+                paths |= {path for one in range(self.tp_size) for path in self.files.paths(one, piece.name)}
         return {path.name for path in paths or {self.files.first_path}}
 
-    def _rank_of_shard(self, part: ShardPart) -> int | None:
-        """Returns the TP rank whose files hold a part of a shard; None if several do."""
-        if part.spec.shard_dim is None:
+    def _rank_of_shard(self, piece: Piece) -> int | None:
+        """Returns the TP rank whose files hold a piece; None if several do."""
+        if not piece.spec.sharding:
             return 0
-        is_equal = self._saved_spec(part.spec) == part.spec and self.tp_size == part.tp_group.size
-        return part.tp_group.rank if is_equal else None
+        tp = place_on(piece.axes, "tp")
+        is_saved = self._saved_spec(piece.spec) == piece.spec and self.tp_size == tp.size
+        return tp.rank if is_saved else None
 
     def read_blocks(self, name: str, state_name: str, mismatch: ReplicaMismatch) -> Iterator[Tensor]:
         """See `StateReader`. If replicas differ, it yields their mean."""
@@ -146,7 +153,7 @@ class NativeReader(StateReader):
         full = replace(saved, global_shape=saved.valid_shape, num_valid_rows=None)
         rows, *row_shape = full.global_shape
         step = max(BLOCK_BYTES // VALUE_BYTES // prod(row_shape), 1)
-        if saved.shard_dim is None:
+        if not saved.sharding:
             step = max(step // len(shards), 1)  # one block of every replica is in memory
 
         def saved_elements(rank: int, first: int, last: int) -> Tensor:
@@ -154,10 +161,10 @@ class NativeReader(StateReader):
 
         for first in range(0, rows, step):
             span = first * prod(row_shape), min(first + step, rows) * prod(row_shape)
-            if saved.shard_dim is None:
+            if not saved.sharding:
                 yield _mean_of_replicas([shard.elements(*span) for shard in shards], mismatch)
             else:
-                yield reshard(full, TPGroup(), *span, saved, self.tp_size, saved_elements)
+                yield reshard(full, (), *span, saved, self._axes, saved_elements)
             for shard in shards:
                 shard.release()
 
@@ -168,7 +175,7 @@ class NativeReader(StateReader):
     def _shard(self, rank: int, name: str, state_name: str, saved: ParameterSpec) -> FlatShard:
         """Returns a TP rank's shard. Raises UserError if it has the wrong number of elements."""
         shard = self.files.shard(rank, name, state_name)
-        expected = prod(local_shape(saved, TPGroup(rank, self.tp_size)))
+        expected = saved.local_numel(self._axes)
         if shard.numel != expected:
             raise UserError(
                 f"checkpoint {self.folder}: TP rank {rank} holds {shard.numel:,} elements of {name}, "
@@ -237,7 +244,7 @@ class NativeReader(StateReader):
                 dtype = str(tensor.dtype).removeprefix("torch.")
                 records.append(ParameterRecord(name, tuple(tensor.shape), dtype))
                 first, *others = shards[name]
-                if self.specs[name].shard_dim is None and not all(torch.equal(first, o) for o in others):
+                if not self.specs[name].sharding and not all(torch.equal(first, o) for o in others):
                     problems.append(f"the TP ranks hold different values of {name}, which is not sharded")
         missing = self.specs.keys() - {record.name for record in records}
         if missing and not unreadable:
@@ -299,7 +306,7 @@ class LayerFiles:
             try:
                 global_tensors[name] = merge_shards(specs[name], shards)
                 shape = tuple(global_tensors[name].shape)
-            except (RuntimeError, IndexError):  # torch cannot join them
+            except (RuntimeError, IndexError, ValueError):  # torch cannot join them
                 shape = tuple(shards[0].shape)
             source = f"{self.folder}: the {len(shards)} files of layer {layer} make {name}"
             check_shape(shape, specs[name], source, "they are not the files of one run")

@@ -1,218 +1,379 @@
-"""Writes native checkpoints from a checkpoint of another format: DeepSpeed's files, without a model.
+"""Writes native checkpoints: DeepSpeed's files, of a run or a conversion.
 
-The files have the tensor and pipeline size in `run.json`, and one data-parallel rank with ZeRO 1. `--load`
-opens them on any layout, as it opens all native checkpoints. Each file is first written without the bytes of
-its tensors (`torch.serialization.skip_data`); every parameter is then written to its place in the files.
+In a run the data-parallel replicas share the layer files of their stage. The file of a (stage,
+tensor-parallel rank) pair is written by its first replica; with ZeRO every replica writes a file with its
+part of the optimizer's state, without ZeRO the first file also holds the whole state.
+
+A conversion writes the files of the tensor and pipeline size in `run.json` and of one data-parallel rank with
+ZeRO 1. `--load` opens them on any layout, as it opens all native checkpoints. Each file is first written
+without the bytes of its tensors, which are fake; every piece is then written to its place in the files.
 """
 
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+from collections import OrderedDict
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from functools import partial
 from math import prod
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
+from deepspeed import __version__ as deepspeed_version
+from deepspeed.utils.tensor_fragment import fragment_address
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.serialization import skip_data
 
 from megatron.checkpoint.files import READ_THREADS, Files, describe_file
+from megatron.checkpoint.formats.archive_writer import save_archive
 from megatron.checkpoint.formats.deepspeed_files import (
     VALUES,
     Place,
     file_index,
     layer_file,
     layer_of,
+    missing_files,
     model_file,
     optimizer_file,
-    places_in,
 )
 from megatron.checkpoint.formats.native import parameter_prefix
-from megatron.checkpoint.formats.staged_archive import without_checksums
-from megatron.checkpoint.formats.state import StateBlocks, StateReader, padded_spec
-from megatron.checkpoint.formats.universal_info import INFO_KEY, client_state, derive_info, spec_record
-from megatron.checkpoint.formats.writing import ParameterWriter, rows_of, save_object, step_of_optimizer
+from megatron.checkpoint.formats.state import StateReader, padded_spec
+from megatron.checkpoint.formats.universal_info import (
+    INFO_KEY,
+    client_state,
+    derive_info,
+    recorded_spec,
+    spec_record,
+)
+from megatron.checkpoint.formats.writing import (
+    CheckpointWriter,
+    Content,
+    RankFiles,
+    in_rows,
+)
+from megatron.checkpoint.saving.run_record import within_limit
+from megatron.errors import UserError
 from megatron.model.layer_list import PARAMETER_DTYPES
-from megatron.mpu.layout import TPGroup
-from megatron.mpu.parameter_spec import ParameterSpec, local_shape, placed_slices
-from megatron.mpu.parameters import shard_of
-from megatron.optimizer.zero import deepspeed_state
+from megatron.mpu.mesh import Axis
+from megatron.mpu.parameter_spec import ParameterSpec, boxes
+from megatron.mpu.parameters import narrowed, own_storage
+from megatron.mpu.pieces import Piece
+
+if TYPE_CHECKING:
+    from megatron.engine.pipeline_engine import GPTEngine
+    from megatron.optimizer.mixed_precision import MixedPrecisionOptimizer
 
 _STEP_BYTES = 1 << 24
+# The key of the optimizer's state in a file of its own, and in the file of a (stage, tensor-parallel rank)
+# pair.
+_PARTITIONED, _WHOLE = "optimizer_state_dict", "optimizer"
+Group = tuple[Mapping[str, Tensor], Sequence[Piece]]
+"""The flat state of a group of parameters, by state, and the pieces that are consecutive in it."""
 
 
-@dataclass(frozen=True)
-class _Place:
-    """Where a TP rank's shard of one state begins in a file, in bytes, and its dtype in the file."""
+class NativeWriter(CheckpointWriter):
+    """Writes a native checkpoint. A table has the places of the parameters in each file of the optimizer's
+    state."""
+
+    def __init__(self, folder: Path, source: StateReader | None = None) -> None:
+        super().__init__(folder, source)
+        if source is not None:
+            self._files = _ConvertedFiles(folder, source)
+
+    # --- a run ---
+
+    def write(self, engine: GPTEngine, run: dict[str, Any], files: RankFiles) -> Any:
+        check_sharding({name: recorded_spec(record) for name, record in run["parameters"].items()})
+        files.make_folder(self.folder)
+        _write_layers(engine, self.folder, files)
+        optimizer, replica = engine.optimizer, engine.mesh.dp_cp.rank
+        places: dict[str, dict[str, Place]] = {}
+
+        def with_optimizer(file: str, key: str, content: dict[str, Any]) -> Iterator[Content]:
+            state, pieces, places[file] = state_of(optimizer)
+            yield Content(partial(save_archive, {**content, key: state}), pieces)
+
+        model_rank = engine.mesh.model.rank
+        shared, own = model_file(model_rank), optimizer_file(model_rank, replica)
+        is_first = replica == 0
+        content = _model_content(engine, run)
+        if optimizer.is_partitioned:
+            if is_first:
+                files.write(self.folder / shared, [Content(partial(save_archive, content))])
+            facts = {"ds_config": engine.config, "ds_version": deepspeed_version}
+            files.write(self.folder / own, with_optimizer(own, _PARTITIONED, facts))
+            return places
+        files.write(self.folder / shared if is_first else None, with_optimizer(shared, _WHOLE, content))
+        return places if is_first else {}
+
+    def missing(self, run: dict[str, Any], files: Files, tables: Sequence[Any]) -> list[str]:
+        return missing_files(files, run)
+
+    def finish(self, run: dict[str, Any], tables: Sequence[Any]) -> dict[str, Any]:
+        """See `CheckpointWriter`. Adds the index of the files, if it is not too large."""
+        if self._source is not None:
+            run = {**run, **self._files.record()}
+        places = {name: place for table in tables for name, place in table.items()}
+        return within_limit({**run, "index": file_index(places, run["parameters"])}, run)
+
+    # --- a conversion ---
+
+    def write_parameter(self, name: str, pieces: Iterator[Piece]) -> None:
+        """The fp32 values are rounded for the layer files, as the optimizer rounds them."""
+        for piece in in_rows(pieces, _STEP_BYTES):
+            self._files.write(piece)
+
+    def close(self) -> tuple[Files, Any]:
+        return self._files.close(), self._files.index
+
+
+def check_sharding(specs: Mapping[str, ParameterSpec]) -> None:
+    """Raises UserError for a parameter that is sharded over several axes, or over another axis than `tp`:
+    DeepSpeed's names of files have only the tensor-parallel rank."""
+    for name, spec in specs.items():
+        if spec.axis_names not in ((), ("tp",)):
+            raise UserError(
+                f"{name} is sharded over {' and '.join(spec.axis_names)}, and DeepSpeed's files can hold "
+                "only parameters that are sharded over tp: use the format dcp"
+            )
+
+
+def _write_layers(engine: GPTEngine, folder: Path, files: RankFiles) -> None:
+    """Writes this rank's share of the layer files. With ZeRO-3 the weights are all-gathered one layer at a
+    time. Collective."""
+    engine.optimizer.wait_for_params()
+    writers, mesh = engine.layer_writers, engine.mesh
+    for index, layer in engine.module.layers.items():
+        with engine.optimizer.gathered_params(layer):
+            if mesh.dp_cp.rank == writers[index]:
+                state = {name: own_storage(value) for name, value in layer.state_dict().items()}
+                path = folder / layer_file(index, mesh.tp.rank)
+                files.write(path, [Content(partial(save_archive, state))])
+
+
+def _model_content(engine: GPTEngine, run: dict[str, Any]) -> dict[str, Any]:
+    """Returns the entries of the file of a (stage, tensor-parallel rank) pair, as DeepSpeed's engine names
+    them. The weights are in other files."""
+    mesh = engine.mesh
+    return {
+        "module": None,
+        "buffer_names": [],
+        "optimizer": None,
+        "param_shapes": _shapes_of_groups(engine) if engine.optimizer.is_partitioned else None,
+        "frozen_param_shapes": None,
+        "shared_params": {} if engine.optimizer.is_partitioned else None,
+        "frozen_param_fragments": None,
+        "lr_scheduler": None,
+        "data_sampler": None,
+        "random_ltd": None,
+        "skipped_steps": engine.skipped_steps,
+        "dp_world_size": mesh.dp_cp.size,
+        "mp_world_size": mesh.model.size,
+        "checkpoint_parallel_dimensions": {"pp_degree": mesh.pp.size, "tp_degree": mesh.tp.size},
+        "ds_config": engine.config,
+        "ds_version": deepspeed_version,
+        **client_state(run[INFO_KEY], engine.run_config, run["state"]),
+    }
+
+
+def _shapes_of_groups(engine: GPTEngine) -> list[dict[str, torch.Size]]:
+    """Returns the shapes of this rank's shards of the parameters in each group."""
+    names = engine.optimizer.names
+    return [
+        OrderedDict((names[parameter], parameter.shape) for parameter in flat.parameters)
+        for flat in engine.optimizer.flat
+    ]
+
+
+def state_of(
+    optimizer: MixedPrecisionOptimizer,
+) -> tuple[dict[str, Any], list[Piece], dict[str, Place]]:
+    """Returns an optimizer's state as DeepSpeed's files hold it, the pieces in it, and their places."""
+    groups = list(optimizer.packed_groups())
+    counts = [flat.partitions for flat in optimizer.flat]
+    facts = (counts, optimizer.clip_grad, optimizer.scaler.state_dict())
+    state, places = optimizer_state(groups, optimizer.optimizer_record(), *facts)
+    return state, [piece for _, pieces in groups for piece in pieces], places
+
+
+def optimizer_state(
+    groups: Sequence[Group],
+    record: dict[str, Any],
+    partition_counts: Sequence[int],
+    clip_grad: float,
+    loss_scaler: dict[str, Any] | None,
+) -> tuple[dict[str, Any], dict[str, Place]]:
+    """Returns the optimizer's state of a rank as DeepSpeed's files hold it, and the places of the parameters.
+
+    groups: without padding, because DeepSpeed's tools would expect a different padding. record: torch's state
+    dict of the optimizer; its states get the tensors of `groups`.
+    """
+    mappings, places, states = [], dict[str, Place](), dict(record["state"])
+    for index, (flat, pieces) in enumerate(groups):
+        moments = {state_name: tensor for state_name, tensor in flat.items() if state_name != VALUES}
+        if moments:
+            states[index] = {**states.get(index, {}), **moments}
+        mapping: OrderedDict[str, Any] = OrderedDict()
+        first = 0
+        for piece in pieces:
+            numel = piece.stop - piece.start
+            mapping[piece.name] = fragment_address(start=first, numel=numel)
+            places[piece.name] = (index, first, numel)
+            first += numel
+        mappings.append(mapping)
+    state = {
+        "clip_grad": clip_grad,
+        "base_optimizer_state": {**record, "state": states},
+        "loss_scaler": loss_scaler,
+        "single_partition_of_fp32_groups": [flat[VALUES] for flat, _ in groups],
+        "group_paddings": [0] * len(groups),
+        "partition_count": list(partition_counts),
+        "ds_version": deepspeed_version,
+        "param_slice_mappings": mappings,
+    }
+    return state, places
+
+
+class _Target(NamedTuple):
+    """Where the elements of a TP rank's shard begin in a file, in bytes, and their dtype in the file."""
 
     path: Path
     start: int
     dtype: torch.dtype
 
 
-class NativeWriter(ParameterWriter):
-    """Writes a native checkpoint on the layout of its `run.json`."""
+class _ConvertedFiles:
+    """The files of a conversion. index: the places of the parameters in the files of the optimizer's
+    state."""
 
     def __init__(self, folder: Path, reader: StateReader) -> None:
-        super().__init__(folder, reader)
-        checkpoint = reader.checkpoint
-        self._config = checkpoint.config
-        self._tp_size = self._config.parallel.tensor_model_parallel_size
-        specs = reader.specs.items()
-        self._specs = {name: padded_spec(spec, checkpoint, self._tp_size) for name, spec in specs}
+        """Creates all files, without the bytes of tensors."""
+        self._folder, self._reader = folder, reader
+        self._config = reader.checkpoint.config
+        tp_size = self._config.parallel.tensor_model_parallel_size
+        check_sharding(reader.specs)
+        self._specs = {
+            name: padded_spec(spec, reader.checkpoint, tp_size) for name, spec in reader.specs.items()
+        }
+        self._ranks = [Axis("tp", rank, tp_size) for rank in range(tp_size)]
+        self.index: dict[str, dict[str, Place]] = {}
         # (parameter, state, TP rank) -> place; the weights in the layer files have the state "".
-        self._places: dict[tuple[str, str, int], _Place] = {}
+        self._targets: dict[tuple[str, str, int], _Target] = {}
         # File -> descriptor.
         self._open: dict[Path, int] = {}
-        self._index: dict[str, dict[str, Place]] = {}
-        for rank in range(self._tp_size):
-            self._create_layer_files(rank)
-        for stage, names in enumerate(self._stages()):
-            for rank in range(self._tp_size):
-                self._create_optimizer_file(stage * self._tp_size + rank, rank, names)
+        stages = self._stages()
+        for axis in self._ranks:
+            self._create_layer_files(axis)
+            for stage, names in enumerate(stages):
+                self._create_optimizer_file(stage * tp_size + axis.rank, axis, names)
 
     def _stages(self) -> list[list[str]]:
         """Returns the parameters in the files of each pipeline stage. They need not match the stages
         of a run: a reader finds parameters by name."""
-        count, names = self._config.parallel.pipeline_model_parallel_size, self.reader.specs
-        layers = sorted({layer_of(name) for name in names})
+        count = self._config.parallel.pipeline_model_parallel_size
+        layers = sorted({layer_of(name) for name in self._specs})
         stage_of = {layer: index * count // len(layers) for index, layer in enumerate(layers)}
-        return [[name for name in names if stage_of[layer_of(name)] == stage] for stage in range(count)]
+        return [[name for name in self._specs if stage_of[layer_of(name)] == stage] for stage in range(count)]
 
-    def _shape(self, name: str, rank: int) -> tuple[int, ...]:
-        return local_shape(self._specs[name], TPGroup(rank, self._tp_size))
-
-    # --- the files, without the bytes of tensors ---
-
-    def _create_layer_files(self, rank: int) -> None:
+    def _create_layer_files(self, axis: Axis) -> None:
         dtype = PARAMETER_DTYPES[self._config.precision.name]
         layers: dict[int, list[str]] = {}
-        for name in self.reader.specs:
+        for name in self._specs:
             layers.setdefault(layer_of(name), []).append(name)
         for layer, names in layers.items():
-            path = self.folder / layer_file(layer, rank)
             keys = {name: name.removeprefix(parameter_prefix(layer)) for name in names}
             with FakeTensorMode():
-                tensors = {keys[name]: torch.empty(self._shape(name, rank), dtype=dtype) for name in names}
-            saved = self._create(path, tensors)
-            for name in names:
-                self._places[name, "", rank] = _Place(path, _offset(saved[keys[name]]), dtype)
+                tensors = {
+                    keys[name]: torch.empty(self._specs[name].local_shape([axis]), dtype=dtype)
+                    for name in names
+                }
+            target = self._create(layer_file(layer, axis.rank), tensors)
+            self._targets |= {(name, "", axis.rank): target(tensors[keys[name]]) for name in names}
 
-    def _create_optimizer_file(self, model_rank: int, rank: int, names: list[str]) -> None:
+    def _create_optimizer_file(self, model_rank: int, axis: Axis, names: list[str]) -> None:
         """Creates the file of a (stage, tensor-parallel rank) pair, and its mp_rank file."""
-        run = self.reader.checkpoint.run
-        groups = self._groups(names)
-        masters: list[Tensor] = []
-        states: dict[int, dict[str, Any]] = {}
-        lengths = [{name: prod(self._shape(name, rank)) for name in members} for members in groups.values()]
-        for index, (moments, step) in enumerate(groups):
-            numel = sum(lengths[index].values())
-            with FakeTensorMode():
-                masters.append(torch.empty(numel))
-                states[index] = {moment: torch.empty(numel) for moment in moments}
-                states[index] |= {} if step is None else {"step": torch.empty(())}
-        param_groups = [{"params": [index]} for index in range(len(groups))]
-        state = deepspeed_state(
-            masters,
-            lengths,
-            partition_count=1,
-            clip_grad=self._config.optimizer.clip_grad,
-            base_optimizer_state={"state": states, "param_groups": param_groups},
-            loss_scaler=self.reader.loss_scaler,
-        )
-        path = self.folder / optimizer_file(model_rank)
-        saved = self._create(path, {"optimizer_state_dict": state})["optimizer_state_dict"]
-        self._index[path.name] = places_in(saved, path)
-        for index, (_, step) in enumerate(groups):
-            if step is not None:
-                step_place = _offset(saved["base_optimizer_state"]["state"][index]["step"])
-                self._write(_Place(path, step_place, torch.float32), 0, torch.tensor([step]))
-        for name, (index, start, _) in self._index[path.name].items():
-            group = saved["base_optimizer_state"]["state"][index]
-            flat = {VALUES: saved["single_partition_of_fp32_groups"][index], **group}
-            for state_name in (VALUES, *self._moments(name)):
-                offset = _offset(flat[state_name]) + 4 * start
-                self._places[name, state_name, rank] = _Place(path, offset, torch.float32)
-        info = run.get(INFO_KEY) or derive_info(self._specs, self.reader.checkpoint.vocab_size)
-        extra = client_state(info, self._config, run["state"])
-        save_object(self.folder / model_file(model_rank), extra)
-
-    def _groups(self, names: list[str]) -> dict[tuple[tuple[str, ...], float | None], list[str]]:
-        """Returns (moments, optimizer's step) -> the parameters that have them."""
-        groups: dict[tuple[tuple[str, ...], float | None], list[str]] = {}
+        # (states, optimizer's step) -> the parameters that have them, whole shards.
+        kinds: dict[tuple[tuple[str, ...], float | None], list[Piece]] = {}
         for name in names:
-            key = self._moments(name), step_of_optimizer(self.reader, name)
-            groups.setdefault(key, []).append(name)
-        return groups
+            kind = tuple(self._reader.state_names(name)), self._reader.step_of(name)
+            kinds.setdefault(kind, []).append(Piece.of_shard(name, self._specs[name], (axis,)))
+        groups: list[Group] = []
+        for (state_names, _), pieces in kinds.items():
+            with FakeTensorMode():
+                numel = sum(piece.stop for piece in pieces)
+                groups.append(({state_name: torch.empty(numel) for state_name in state_names}, pieces))
+        steps = (step for _, step in kinds)
+        states = [{} if step is None else {"step": torch.tensor(step)} for step in steps]
+        record = {
+            "state": dict(enumerate(states)),
+            "param_groups": [{"params": [index]} for index in range(len(groups))],
+        }
+        clip_grad, scaler = self._config.optimizer.clip_grad, self._reader.loss_scaler
+        file = optimizer_file(model_rank)
+        state, self.index[file] = optimizer_state(groups, record, [1] * len(groups), clip_grad, scaler)
+        target = self._create(file, {_PARTITIONED: state})
+        for flat, of_group in groups:
+            first = 0
+            for piece in of_group:
+                for state_name, tensor in flat.items():
+                    found = target(tensor)
+                    place = found._replace(start=found.start + first * tensor.element_size())
+                    self._targets[piece.name, state_name, axis.rank] = place
+                first += piece.stop
+        checkpoint = self._reader.checkpoint
+        info = checkpoint.run.get(INFO_KEY) or derive_info(self._specs, checkpoint.vocab_size)
+        self._create(model_file(model_rank), client_state(info, self._config, checkpoint.run["state"]))
 
-    def _moments(self, name: str) -> tuple[str, ...]:
-        return tuple(state for state in self.reader.state_names(name) if state != VALUES)
-
-    def _create(self, path: Path, content: dict[str, Any]) -> dict[str, Any]:
-        """Writes a file without the bytes of its fake tensors. Returns the content on the meta device."""
-        with skip_data(materialize_fake_tensors=True), without_checksums():
-            torch.save(content, path)
+    def _create(self, file: str, content: dict[str, Any]) -> Callable[[Tensor], _Target]:
+        """Writes a file. Returns a function: fake tensor in the content -> where its elements belong."""
+        path = self._folder / file
+        with open(path, "wb") as created:
+            offset_of = save_archive(content, created)
         self._open[path] = os.open(path, os.O_WRONLY)
-        return torch.load(path, map_location="meta", weights_only=False)  # this process has just written it
+        return lambda tensor: _Target(path, offset_of(tensor), tensor.dtype)
 
-    # --- the tensors ---
+    def write(self, piece: Piece) -> None:
+        """Writes a piece of whole rows of a full parameter into all files that have elements of it."""
+        ((state_name, _),) = piece.values.items()
+        for given in piece.boxes():
+            rows = piece.values_in(given, state_name)
+            for axis in self._ranks:
+                targets = [self._targets[piece.name, state_name, axis.rank]]
+                if state_name == VALUES:
+                    targets.append(self._targets[piece.name, "", axis.rank])
+                for box in boxes(self._specs[piece.name], [axis]):
+                    if (common := box.intersection(given)) is None:
+                        continue
+                    values = narrowed(rows, common, given.offsets)
+                    first = box.first + (common[0].start - box.offsets[0]) * prod(box.sizes[1:])
+                    for target in targets:
+                        self._write(target, first, values)
 
-    def write_parameter(self, name: str, states: StateBlocks, step: float | None) -> None:
-        """The fp32 values are rounded for the layer files, as the optimizer rounds them."""
-        saved = self._specs[name]
-        for state_name, blocks in states.items():
-            for first, rows in rows_of(blocks, saved.valid_shape, _STEP_BYTES):
-                for rank in range(self._tp_size):
-                    for row, part in _shard_of_rows(saved, TPGroup(rank, self._tp_size), first, rows):
-                        self._write(self._places[name, state_name, rank], row, part)
-                        if state_name == VALUES:
-                            self._write(self._places[name, "", rank], row, part)
-
-    def _write(self, place: _Place, row: int, part: Tensor) -> None:
-        """Writes consecutive rows of a shard, from index `row` on."""
-        values = part.to(place.dtype).contiguous()
+    def _write(self, target: _Target, first: int, values: Tensor) -> None:
+        """Writes consecutive elements of a shard, from index `first` on."""
+        values = values.to(target.dtype).contiguous()
         content = memoryview(values.view(-1).view(torch.uint8).numpy().data)
-        start = place.start + row * (values[0].nbytes if values.dim() > 1 else values.element_size())
+        start = target.start + first * values.element_size()
         while content:
-            done = os.pwrite(self._open[place.path], content, start)
+            done = os.pwrite(self._open[target.path], content, start)
             content, start = content[done:], start + done
 
-    def finish(self) -> None:
-        """See `ParameterWriter`. Padding of the vocabulary stays zero: its bytes are holes in the files."""
+    def close(self) -> Files:
+        """Returns the facts of all files. Padding of the vocabulary stays zero: its bytes are holes in the
+        files."""
         for descriptor in self._open.values():
             os.fsync(descriptor)
             os.close(descriptor)
-        run = self.reader.checkpoint.run
-        paths = sorted(self.folder.iterdir())
+        paths = sorted(self._folder.iterdir())
         with ThreadPoolExecutor(READ_THREADS) as pool:
-            files: Files = dict(zip([p.name for p in paths], pool.map(describe_file, paths), strict=True))
-        self.write_run_file(
-            files,
-            layout=run["layout"] | {"data_parallel_size": 1, "context_parallel_size": 1, "zero_stage": 1},
-            parameters={name: spec_record(spec) for name, spec in self._specs.items()},
-            index=file_index(self._index, self._specs),
-        )
+            return dict(zip([p.name for p in paths], pool.map(describe_file, paths), strict=True))
 
-
-def _offset(saved: Tensor) -> int:
-    """Returns where the bytes of a tensor on the meta device begin in the file that it was loaded from."""
-    offset: Any = saved.untyped_storage()._checkpoint_offset
-    return int(offset)
-
-
-def _shard_of_rows(
-    spec: ParameterSpec, tp_group: TPGroup, first: int, rows: Tensor
-) -> Iterator[tuple[int, Tensor]]:
-    """Yields the parts of a rank's shard that are in rows `first` and following of a global tensor: the first
-    row in the shard, and the rows."""
-    if spec.shard_dim == 0:
-        for offset, part in placed_slices(spec, tp_group):
-            start, stop = max(part.start, first), min(part.stop, first + rows.shape[0])
-            if start < stop:
-                yield offset + start - part.start, rows[start - first : stop - first]
-    else:
-        yield first, shard_of(rows, spec, tp_group)
+    def record(self) -> dict[str, Any]:
+        """Returns entries of `run.json`."""
+        layout = self._reader.checkpoint.run["layout"]
+        return {
+            "layout": layout | {"data_parallel_size": 1, "context_parallel_size": 1, "zero_stage": 1},
+            "parameters": {name: spec_record(spec) for name, spec in self._specs.items()},
+        }

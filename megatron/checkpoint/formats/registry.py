@@ -1,5 +1,5 @@
 """The checkpoint formats: how the format of a folder is recognized, which `StateReader` reads it, and which
-`ParameterWriter` writes it."""
+`CheckpointWriter` writes it."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from megatron.config.registry import Choice, Registry, load_object
 
 if TYPE_CHECKING:
     from megatron.checkpoint.formats.state import StateReader
-    from megatron.checkpoint.formats.writing import ParameterWriter
+    from megatron.checkpoint.formats.writing import CheckpointWriter
     from megatron.checkpoint.record import Checkpoint
 
 NATIVE, UNIVERSAL, HUGGING_FACE = "native", "universal", "huggingface"
@@ -28,7 +28,7 @@ PARAMETER_FOLDER = "zero"
 class CheckpointFormat(Choice):
     """A checkpoint format. Its implementation is a `StateReader`.
 
-    writer: its `ParameterWriter`, "module:class"; "" if it is only read, and for Hugging Face models, which
+    writer: its `CheckpointWriter`, "module:class"; "" if it is only read, and for Hugging Face models, which
     `huggingface.exporter` writes. markers: files or folders that together only checkpoints of this format
     contain. latest_file: the file beside the checkpoints that names the newest one; "" if there is none.
     """
@@ -63,7 +63,7 @@ FORMATS = Registry(
         DCP: CheckpointFormat(
             "torch.distributed.checkpoint, which PyTorch opens without this program",
             "megatron.checkpoint.formats.dcp:DcpReader",
-            writer="megatron.checkpoint.formats.dcp:DcpWriter",
+            writer="megatron.checkpoint.formats.dcp_writer:DcpWriter",
             markers=(".metadata", RUN_FILE),
             latest_file=LATEST_FILE,
         ),
@@ -108,6 +108,6 @@ def open_reader(checkpoint: Checkpoint) -> StateReader:
     return found(checkpoint)
 
 
-def writer_class(name: str) -> type[ParameterWriter]:
+def writer_class(name: str) -> type[CheckpointWriter]:
     """Returns the class that writes checkpoints of a format."""
     return load_object(FORMATS[name].writer)

@@ -6,19 +6,18 @@ A parameter has several states, named tensors: its fp32 values (`VALUES`) and it
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from itertools import chain
-from math import prod
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 
-from megatron.checkpoint.digests import fragment_digests
+from megatron.checkpoint.digests import fragment_digests, piece_digests
 from megatron.checkpoint.files import digest_differs, file_problem
 from megatron.checkpoint.foreign_arguments import Program
 from megatron.checkpoint.formats.deepspeed_files import VALUES
@@ -27,15 +26,14 @@ from megatron.config import Config
 from megatron.config.model import padded_vocab_size
 from megatron.errors import UserError
 from megatron.files import HostileFileError, expect_layout
-from megatron.mpu.layout import TPGroup
-from megatron.mpu.parameter_spec import ParameterSpec, local_shape
+from megatron.mpu.mesh import Axis
+from megatron.mpu.parameter_spec import ParameterSpec
 from megatron.mpu.parameters import reshard, spec_of
+from megatron.mpu.pieces import Piece
 from megatron.text_table import first_few
 
-# State name (VALUES or a moment) -> consecutive parts of the global fp32 tensor, without padding, on the CPU.
-StateBlocks = Mapping[str, Iterable[Tensor]]
 # fp32 values, a function that reads each moment, and all other optimizer state (the step). The functions
-# have the argument `out` of `StateReader.read_part`.
+# have the argument `out` of `StateReader.read_piece`.
 ParameterState = tuple[Tensor, Mapping[str, Callable[[Tensor | None], Tensor]], dict[str, Any]]
 
 
@@ -62,15 +60,6 @@ class ParameterRecord:
     name: str
     shape: tuple[int, ...]
     dtype: str
-
-
-class ShardPart(NamedTuple):
-    """Elements start to stop - 1 of a tensor-parallel rank's flattened shard of a parameter."""
-
-    spec: ParameterSpec
-    tp_group: TPGroup
-    start: int
-    stop: int
 
 
 class StateReader(ABC):
@@ -115,6 +104,28 @@ class StateReader(ABC):
         """Yields the global tensor of one state, fp32, without padding, in blocks of consecutive elements.
         mismatch: collects the differences between replicas, if the format stores several."""
         yield self.read_unpadded(name, state_name)
+
+    def pieces(self, name: str, mismatch: ReplicaMismatch, verify: bool) -> Iterator[Piece]:
+        """Yields the states of a full parameter, one after the other, each in consecutive pieces without
+        padding. mismatch: see `read_blocks`.
+
+        verify: compare them with the digests in the integrity record, if any; raises UserError after the last
+        piece of a state that differs.
+        """
+        digests = self.tensor_digests if verify else {}
+        step, spec = self.step_of(name), ParameterSpec(self.specs[name].valid_shape)
+        for state_name in self.state_names(name):
+            digest, start, total = digests.get(state_name, {}).get(name), 0, 0
+            for block in self.read_blocks(name, state_name, mismatch):
+                values = {state_name: block.reshape(-1)}
+                piece = Piece(name, spec, (), start, start + block.numel(), values, step)
+                if digest is not None:
+                    total += piece_digests(piece)[state_name]
+                start = piece.stop
+                yield piece
+            if digest is not None and not mismatch.largest and f"{total % (1 << 64):016x}" != digest:
+                problem = digest_differs(f"{state_name} of {name}")
+                raise UserError(f"checkpoint {self.folder}: {problem}; convert an older checkpoint")
 
     # --- the model ---
 
@@ -220,6 +231,12 @@ class StateReader(ABC):
         step = self.checkpoint.state.iteration if updates is None else updates
         return {"step": torch.tensor(float(step))}
 
+    def step_of(self, name: str) -> float | None:
+        """Returns the optimizer's step of a parameter; None if it has none."""
+        step = self.optimizer_scalars(name).get("step")
+        with expect_layout(self.folder, "the optimizer's step"):
+            return None if step is None else float(step)
+
     def counts_updates(self, name: str) -> bool:
         """Returns whether the optimizer counts the updates of a parameter, as its moments show: Adam's bias
         correction needs the number, SGD, Lion and the momentum of Muon do not."""
@@ -230,55 +247,42 @@ class StateReader(ABC):
         name: str,
         state_name: str,
         spec: ParameterSpec,
-        tp_group: TPGroup,
-        start: int = 0,
-        stop: int | None = None,
-        out: Tensor | None = None,
+        axes: Sequence[Axis],
     ) -> Tensor:
-        """Returns elements start to stop - 1 of this TP rank's shard of one state, flat. stop: None for the
-        end of the shard. out: a flat fp32 tensor in host memory that gets the elements, and is returned.
-        Without it the result may share memory with the file."""
-        stop = prod(local_shape(spec, tp_group)) if stop is None else stop
-        return self.read_part(name, state_name, ShardPart(spec, tp_group, start, stop), out)
+        """Returns a rank's shard of one state, flat. axes: the rank's place."""
+        return self.read_piece(Piece.of_shard(name, spec, axes), state_name)
 
-    def read_part(self, name: str, state_name: str, part: ShardPart, out: Tensor | None = None) -> Tensor:
-        """Returns a part of one state, flat. out: see `read_shard`."""
-        spec, span = part.spec, slice(part.start, part.stop)
-        if (shard := self.stored_shard(name, state_name, spec, part.tp_group)) is not None:
+    def read_piece(self, piece: Piece, state_name: str, out: Tensor | None = None) -> Tensor:
+        """Returns one state of a piece, flat. out: a flat fp32 tensor in host memory that gets the elements,
+        and is returned. Without it the result may share memory with the file."""
+        spec, span = piece.spec, slice(piece.start, piece.stop)
+        if (shard := self.stored_shard(piece.name, state_name, spec, piece.axes)) is not None:
             return shard[span] if out is None else out.copy_(shard[span])
-        full = self.read(name, state_name, spec)
+        full = self.read(piece.name, state_name, spec)
         flat = full.reshape(-1)
-        if spec.shard_dim is None:
+        if not spec.sharding:
             return flat[span] if out is None else out.copy_(flat[span])
         saved = replace(spec, global_shape=tuple(full.shape))
-        return reshard(*part, saved, 1, lambda _rank, first, last: flat[first:last], out)
+        place = (spec, piece.axes, piece.start, piece.stop)
+        return reshard(*place, saved, (), lambda _, first, last: flat[first:last], out)
 
     def stored_shard(
-        self, name: str, state_name: str, spec: ParameterSpec, tp_group: TPGroup
+        self, name: str, state_name: str, spec: ParameterSpec, axes: Sequence[Axis]
     ) -> Tensor | None:
-        """Returns this TP rank's shard of one state, flat, fp32, if the format can read it without the other
-        shards; None if `read_part` must read the whole parameter."""
+        """Returns a rank's shard of one state, flat, fp32, if the format can read it without the other
+        shards; None if `read_piece` must read the whole parameter."""
         return None
 
-    def read_parameter(
-        self,
-        name: str,
-        spec: ParameterSpec,
-        tp_group: TPGroup,
-        start: int = 0,
-        stop: int | None = None,
-        out: Tensor | None = None,
-    ) -> ParameterState:
-        """Returns elements start to stop - 1 of this tensor-parallel rank's shard of all states of a
-        parameter, as the optimizer loads them: it reads one moment at a time. out: gets the values, see
-        `read_shard`. Raises UserError if the parameter is missing."""
+    def read_parameter(self, piece: Piece, out: Tensor | None = None) -> ParameterState:
+        """Returns all states of a piece, as the optimizer loads them: it reads one moment at a time. out:
+        gets the values, see `read_piece`. Raises UserError if the parameter is missing."""
+        name = piece.name
         if name not in self.stored_names:
             raise UserError(f"checkpoint {self.folder} holds no parameter {name}: is it of another model?")
-        part = ShardPart(spec, tp_group, start, prod(local_shape(spec, tp_group)) if stop is None else stop)
         # Values first: then the files with the moments are open.
-        values = self.read_part(name, VALUES, part, out)
+        values = self.read_piece(piece, VALUES, out)
         moments = [state_name for state_name in self.state_names(name) if state_name != VALUES]
-        readers = {moment: partial(self.read_part, name, moment, part) for moment in moments}
+        readers = {moment: partial(self.read_piece, piece, moment) for moment in moments}
         return values, readers, self.optimizer_scalars(name)
 
     # --- weights alone, for tools ---
@@ -338,9 +342,8 @@ class StateReader(ABC):
         files = self.checkpoint.run.get("files", {})
         return [] if self.tensor_digests else [name for name in files if "sha256" in files[name]]
 
-    def files_of_parts(self, parts: Iterable[tuple[str, ShardPart]]) -> set[str]:
-        """Returns the names of the files that a rank reads for its parts of parameters, by name. The other
-        files may be missing."""
+    def files_of_pieces(self, pieces: Iterable[Piece]) -> set[str]:
+        """Returns the names of the files that a rank reads for its pieces. The other files may be missing."""
         return {*self.checkpoint.run["files"]}
 
     def file_problem(self, name: str) -> str | None:
@@ -441,5 +444,5 @@ def check_shape(
 
 def matches_digest(full: Tensor, spec: ParameterSpec, digest: str) -> bool:
     """Returns whether a global fp32 tensor, with or without padding, has this digest."""
-    found = fragment_digests(spec, TPGroup(), 0, {"": full.reshape(-1)})[""]
+    found = fragment_digests(spec, (), 0, {"": full.reshape(-1)})[""]
     return f"{found:016x}" == digest

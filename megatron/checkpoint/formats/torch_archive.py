@@ -1,4 +1,4 @@
-"""Reads and writes files of `torch.save`, without running code from them.
+"""Reads files of `torch.save`, without running code from them.
 
 Such a file is an uncompressed zip archive. `<name>/data.pkl` is a pickle in which each tensor names a
 storage; the storage's bytes are the member `<name>/data/<key>`. torch's `weights_only` loader reads the
@@ -12,18 +12,14 @@ from __future__ import annotations
 
 import io
 import os
-import pickle
 import re
-import struct
 import sys
 import threading
 import warnings
 import zipfile
 from argparse import Namespace
-from collections import OrderedDict
 from collections.abc import Callable, Iterable
 from functools import cache
-from math import prod
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO
 
@@ -36,8 +32,6 @@ from megatron.mapped_file import map_open_file
 if TYPE_CHECKING:
     from torch import Tensor
 
-# torch aligns storages in the file to this many bytes.
-_ALIGNMENT = 64
 # A pickle with tens of thousands of parameters is a few MB, and so is an archive's list of members.
 _MAX_PICKLE_BYTES = 1 << 26
 _MAX_DIMS = 16
@@ -311,59 +305,3 @@ class _TensorMapper:
         offset = begin + int(meta.storage_offset()) * item_bytes
         flat = torch.frombuffer(self._bytes, dtype=meta.dtype, count=extent, offset=offset)
         return flat.as_strided(meta.shape, meta.stride())
-
-
-# --- writing ---
-
-
-def write_plain(path: Path, value: Any) -> None:
-    """Writes a value without tensors: numbers, strings, dicts, lists and tuples."""
-    _write_archive(path, pickle.dumps(value, protocol=2), 0, ())
-
-
-def write_tensor(
-    path: Path, shape: tuple[int, ...], blocks: Iterable[Any], entry: dict[str, Any] | None = None
-) -> None:
-    """Writes an fp32 tensor, alone or under the key 'param' of `entry`. blocks: its bytes, in order."""
-    pickled = b"\x80\x02" + _pickled_tensor(shape) + b"."
-    if entry is not None:
-        members = b"".join(_pickled(key) + _pickled(value) for key, value in entry.items())
-        pickled = b"\x80\x02}(" + members + _pickled("param") + _pickled_tensor(shape) + b"u."
-    _write_archive(path, pickled, 4 * prod(shape), blocks)
-
-
-def _pickled(value: Any) -> bytes:
-    """Returns a pickle to embed in a larger one: without the first opcode (protocol) and the last (stop)."""
-    return pickle.dumps(value, protocol=2)[2:-1]
-
-
-def _pickled_tensor(shape: tuple[int, ...]) -> bytes:
-    """Returns the pickled call that builds a contiguous fp32 tensor from storage 0. Its opcodes: c global, (
-    mark, t tuple, Q persistent id, R call."""
-    storage = b"(" + _pickled("storage") + b"ctorch\nFloatStorage\n"
-    storage += b"".join(_pickled(value) for value in ("0", "cpu", prod(shape))) + b"tQ"
-    stride = tuple(prod(shape[dim + 1 :]) for dim in range(len(shape)))
-    place = b"".join(_pickled(value) for value in (0, shape, stride, False))
-    return b"ctorch._utils\n_rebuild_tensor_v2\n(" + storage + place + _pickled(OrderedDict()) + b"tR"
-
-
-def _write_archive(path: Path, pickled: bytes, storage_bytes: int, blocks: Iterable[Any]) -> None:
-    """Writes the archive with the member names, order and alignment of torch.save."""
-    with open(path, "wb") as file, zipfile.ZipFile(file, "w") as archive:
-
-        def member(name: str) -> zipfile.ZipInfo:
-            return zipfile.ZipInfo(f"{path.stem}/{name}")  # dated 1980: equal contents give equal files
-
-        archive.writestr(member("data.pkl"), pickled)
-        archive.writestr(member("byteorder"), b"little")
-        if storage_bytes:
-            info = member("data/0")
-            info.file_size = storage_bytes
-            zip64 = storage_bytes >= zipfile.ZIP64_LIMIT
-            header_bytes = 30 + len(info.filename) + 4 + (20 if zip64 else 0)
-            padding = -(file.tell() + header_bytes) % _ALIGNMENT
-            info.extra = struct.pack("<2sH", b"FB", padding) + bytes(padding)
-            with archive.open(info, "w", force_zip64=zip64) as storage:
-                for block in blocks:
-                    storage.write(block)
-        archive.writestr(member("version"), b"3\n")

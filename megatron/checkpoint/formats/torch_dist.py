@@ -18,9 +18,10 @@ from __future__ import annotations
 import re
 from argparse import Namespace
 from collections.abc import Collection, Mapping, Sequence
-from functools import cached_property
+from functools import cached_property, partial
 from itertools import product
 from math import prod
+from operator import mul
 from pathlib import Path
 from typing import Any
 
@@ -29,7 +30,7 @@ from torch import Tensor
 
 from megatron.checkpoint.foreign_arguments import MEGATRON_CORE, Program, plain_arguments
 from megatron.checkpoint.formats.dcp import DcpReader
-from megatron.checkpoint.formats.dcp_storage import DcpFolder, Region
+from megatron.checkpoint.formats.dcp_storage import DcpFolder
 from megatron.checkpoint.formats.deepspeed_files import VALUES
 from megatron.checkpoint.formats.torch_archive import read_file
 from megatron.checkpoint.names import shown
@@ -38,7 +39,8 @@ from megatron.config import Config
 from megatron.errors import UserError
 from megatron.files import expect_layout
 from megatron.model.layer_list import EMBEDDING, FIRST_TRANSFORMER_LAYER, WORD_EMBEDDINGS, final_norm_of
-from megatron.mpu.parameter_spec import ParameterSpec
+from megatron.mpu.parameter_spec import Box, ParameterSpec
+from megatron.mpu.parameters import narrowed, part_of_box
 
 COMMON_FILE = "common.pt"
 # In `run.json` of a converted checkpoint: see `TorchDistReader.recorded_optimizer`.
@@ -194,40 +196,39 @@ class TorchDistReader(DcpReader):
             "has: save it with --dist-ckpt-optim-fully-reshardable"
         )
 
-    def _read(self, key: str, weight: str, region: Region) -> Tensor:
-        """Returns a region of a tensor that has the shape of `weight`, or is stored flattened."""
+    def _read(self, key: str, weight: str, box: Box) -> Tensor:
+        """Returns a box of a tensor that has the shape of `weight`, or is stored flattened."""
         shard = self._shape_of_shards(key, self.stored.tensor(weight).shape)
         if not shard:
-            return self.stored.read(key, region)
-        result = torch.empty([stop - start for start, stop in region], dtype=self.stored.tensor(key).dtype)
-        spans = zip(region, shard, strict=True)
-        for index in product(*(range(start // size, -(-stop // size)) for (start, stop), size in spans)):
-            target, inside = result, []
-            for dim, ((start, stop), number, size) in enumerate(zip(region, index, shard, strict=True)):
-                first, last = max(start, number * size), min(stop, (number + 1) * size)
-                target = target.narrow(dim, first - start, last - first)
-                inside.append((first - number * size, last - number * size))
-            # Whole rows of the first dimension that has more than one element.
-            dim = next((dim for dim, size in enumerate(shard) if size > 1), len(shard) - 1)
-            width = prod(shard[dim + 1 :])
-            flat = inside[dim][0] * width, inside[dim][1] * width
-            rows = self.stored.read(key, [*((number, number + 1) for number in index), flat])
-            rows = rows.view(*(1 for _ in range(dim)), -1, *shard[dim + 1 :])
-            for rest in range(dim + 1, len(shard)):
-                rows = rows.narrow(rest, inside[rest][0], inside[rest][1] - inside[rest][0])
-            target.copy_(rows)
+            return self.stored.read(key, box)
+        result = torch.empty(box.sizes, dtype=self.stored.tensor(key).dtype)
+        spans = zip(box.offsets, box.sizes, shard, strict=True)
+        for index in product(*(range(o // size, -(-(o + n) // size)) for o, n, size in spans)):
+            stored = Box(0, tuple(map(mul, index, shard)), tuple(shard))
+            if (common := box.intersection(stored)) is not None:
+                elements = partial(self._flat_elements, key, index)
+                narrowed(result, common, box.offsets).copy_(part_of_box(stored, common, elements))
         return result
 
-    def region_of(self, name: str, state_name: str, region: Region | None) -> Tensor:
+    def _flat_elements(self, key: str, index: tuple[int, ...], first: int, last: int) -> Tensor:
+        """Returns elements first to last - 1 of one shard of a tensor that is stored flattened."""
+        sizes = (*(1 for _ in index), last - first)
+        return self.stored.read(key, Box(0, (*index, first), sizes))
+
+    def read_box(self, name: str, state_name: str, box: Box | None) -> Tensor:
         key, layer = self._key(name, state_name)
         shape = self.shape_of(name, state_name)
-        region = [(0, size) for size in shape] if region is None else region
-        in_layer = [] if layer is None else [(layer, layer + 1)]
+        box = box or Box(0, (0,) * len(shape), shape)
+        rows = [(box.offsets[0], box.offsets[0] + box.sizes[0])]
+        if self._is_gated(name):
+            rows = _stored_halves(shape[0], rows[0])
+        in_layer, one = ((), ()) if layer is None else ((layer,), (1,))
         parts = [
-            self._read(key, self._keys[name][0], [*in_layer, part, *region[1:]])
-            for part in (_stored_halves(shape[0], region[0]) if self._is_gated(name) else [region[0]])
+            Box(0, (*in_layer, start, *box.offsets[1:]), (*one, stop - start, *box.sizes[1:]))
+            for start, stop in rows
         ]
-        full = torch.cat(parts, dim=0 if layer is None else 1) if len(parts) > 1 else parts[0]
+        read = [self._read(key, self._keys[name][0], part) for part in parts]
+        full = torch.cat(read, dim=len(in_layer)) if len(read) > 1 else read[0]
         return full if layer is None else full[0]
 
     def _is_gated(self, name: str) -> bool:

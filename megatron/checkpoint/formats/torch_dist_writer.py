@@ -8,17 +8,20 @@ the names of both kinds of optimizers.
 from __future__ import annotations
 
 from argparse import Namespace
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
+from math import prod
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from megatron.checkpoint.files import Files
 from megatron.checkpoint.foreign_arguments import MEGATRON_CORE, TRAINING_ARGUMENTS
-from megatron.checkpoint.formats import dcp
+from megatron.checkpoint.formats.archive_writer import save_archive
+from megatron.checkpoint.formats.dcp_writer import CHUNK_BYTES, DcpFiles, DcpTable
 from megatron.checkpoint.formats.deepspeed_files import VALUES
-from megatron.checkpoint.formats.state import ReplicaMismatch, StateBlocks, StateReader, padded_spec
+from megatron.checkpoint.formats.state import StateReader, padded_spec
 from megatron.checkpoint.formats.torch_dist import (
     COMMON_FILE,
     DISTRIBUTED_PARAM,
@@ -27,16 +30,16 @@ from megatron.checkpoint.formats.torch_dist import (
     stored_name,
 )
 from megatron.checkpoint.formats.writing import (
-    ParameterWriter,
+    CheckpointWriter,
     has_all_digests,
-    rows_of,
-    save_object,
-    step_of_optimizer,
+    in_rows,
 )
 from megatron.errors import UserError
 from megatron.files import write_json
 from megatron.model.layer_list import PARAMETER_DTYPES
 from megatron.mpu.parameter_spec import ParameterSpec
+from megatron.mpu.parameters import own_storage
+from megatron.mpu.pieces import Piece
 
 # How the state of the distributed optimizer is stored: under the names and in the shapes of the weights.
 FULLY_RESHARDABLE = "fully_reshardable"
@@ -44,18 +47,21 @@ FULLY_RESHARDABLE = "fully_reshardable"
 _EXTRA_STATE = ("self_attention.linear_qkv", "self_attention.linear_proj", "mlp.linear_fc1", "mlp.linear_fc2")
 
 
-class TorchDistWriter(ParameterWriter):
+class TorchDistWriter(CheckpointWriter):
     """Writes a checkpoint of Megatron-Core, with `run.json` beside it."""
 
-    def __init__(self, folder: Path, reader: StateReader) -> None:
-        super().__init__(folder, reader)
+    def __init__(self, folder: Path, source: StateReader) -> None:
+        super().__init__(folder, source)
+        reader = source
         self._config = reader.checkpoint.config
         self._num_layers = self._config.model.num_layers
         self._args = MEGATRON_CORE.arguments(self._config.model)  # rejects other models before writing
         self._recorded = reader.checkpoint.run.get(OPTIMIZER_KEY) or {}
         # The weights of a 16-bit run have no digests.
         has_digests = self._config.precision.name == "fp32" and has_all_digests(reader)
-        self._files = dcp.DcpFiles(folder, hashed=not has_digests)
+        self._files = DcpFiles(folder, hashed=not has_digests)
+        # Name -> shape and dtype.
+        self._tensors: dict[str, tuple[tuple[int, ...], torch.dtype]] = {}
         for name in reader.specs:
             stored_name(name, self._num_layers)  # rejects other models, too
             moments = sorted(set(reader.state_names(name)) - {VALUES})
@@ -64,7 +70,7 @@ class TorchDistWriter(ParameterWriter):
                     f"checkpoint {reader.folder}: {name} has {' and '.join(moments)}: only Adam's moments "
                     "(exp_avg, exp_avg_sq) can be written for Megatron-Core: use --format dcp"
                 )
-        steps = {step_of_optimizer(reader, name) for name in reader.specs}
+        steps = {reader.step_of(name) for name in reader.specs}
         if len(steps) > 1:
             raise UserError(
                 f"checkpoint {reader.folder} has several steps of the optimizer ({len(steps)}), and "
@@ -72,61 +78,62 @@ class TorchDistWriter(ParameterWriter):
             )
         self._step = steps.pop()
 
-    def write_parameter(self, name: str, states: StateBlocks, step: float | None) -> None:
-        key, layer = stored_name(name, self._num_layers)
+    def write_parameter(self, name: str, pieces: Iterator[Piece]) -> None:
         spec = self.reader.specs[name]
-        dtype = PARAMETER_DTYPES[self._config.precision.name]
-        for state_name, blocks in states.items():
-            if state_name != VALUES:
-                self._write(f"optimizer.state.{state_name}.{key}", layer, name, spec, blocks)
-            elif dtype == torch.float32:
-                self._write(key, layer, name, spec, blocks)
-            else:
-                self._write(FP32_PARAM + key, layer, name, spec, blocks)
-                again = self.reader.read_blocks(name, VALUES, ReplicaMismatch())
-                self._write(key, layer, name, spec, again, dtype)
-
-    def _write(
-        self,
-        key: str,
-        layer: int | None,
-        name: str,
-        spec: ParameterSpec,
-        blocks: Iterable[Tensor],
-        dtype: torch.dtype = torch.float32,
-    ) -> None:
-        shape = self._padded(spec)
-        self._files.declare(key, shape if layer is None else (self._num_layers, *shape), None, dtype)
+        key, layer = stored_name(name, self._num_layers)
+        shape, num_valid = self._padded(spec), spec.valid_shape[0]
+        zeros = (0,) * (len(shape) - 1)
         gated = bool(self._config.model.glu_activation) and ".mlp.dense_h_to_4h." in name
-        chunks = _chunks(blocks, shape, spec.valid_shape[0], gated)
-        self._files.write(
-            key,
-            (
-                ((row, *(0 for _ in shape[1:])), rows.to(dtype))
-                if layer is None
-                else ((layer, row, *(0 for _ in shape[1:])), rows.to(dtype)[None])
-                for row, rows in chunks
-            ),
-        )
+        with self._files.append() as (archives, file):
+            for piece in in_rows(pieces, CHUNK_BYTES):
+                ((state_name, values),) = piece.values.items()
+                first, rows = piece.start // prod(shape[1:]), values.view(-1, *shape[1:])
+                parts = _gate_first(first, rows, shape[0] // 2) if gated else [(first, rows)]
+                if first + len(rows) == num_valid < shape[0]:
+                    parts.append((num_valid, torch.zeros(shape[0] - num_valid, *shape[1:])))
+                for stored, dtype in self._keys(key, state_name):
+                    self._tensors[stored] = (shape if layer is None else (self._num_layers, *shape), dtype)
+                    for row, part in parts:
+                        content, offsets = own_storage(part.to(dtype)), (row, *zeros)
+                        if layer is not None:
+                            content, offsets = content[None], (layer, *offsets)
+                        self._files.chunks.append((stored, archives.append(file, content, offsets)))
+
+    def _keys(self, key: str, state_name: str) -> list[tuple[str, torch.dtype]]:
+        """Returns the names under which a state is stored, and the dtypes. key: of the weights."""
+        dtype = PARAMETER_DTYPES[self._config.precision.name]
+        if state_name != VALUES:
+            return [(f"optimizer.state.{state_name}.{key}", torch.float32)]
+        if dtype == torch.float32:
+            return [(key, dtype)]
+        return [(FP32_PARAM + key, torch.float32), (key, dtype)]
 
     def _padded(self, spec: ParameterSpec) -> tuple[int, ...]:
         """Returns the shape of a parameter with the padding of the run's tensor-parallel size."""
         size = self._config.parallel.tensor_model_parallel_size
         return padded_spec(spec, self.reader.checkpoint, size).global_shape
 
-    def finish(self) -> None:
+    def close(self) -> tuple[Files, Any]:
+        table = DcpTable()
+        for key, chunk in self._files.chunks:
+            table.add(key, chunk, *self._tensors[key])
         is_fp32 = self._config.precision.name == "fp32"
         for key in {stored_name(name, self._num_layers)[0] for name in self.reader.specs}:
-            self._files.add_name(DISTRIBUTED_PARAM + key, key if is_fp32 else FP32_PARAM + key)
-        for layer in range(self._num_layers):
-            for module in _EXTRA_STATE:
-                name = f"decoder.layers.{module}._extra_state/shard_{layer}_{self._num_layers}"
-                self._files.write_object(name, [None])
-        save_object(self.folder / COMMON_FILE, self._common())
+            table.add_name(DISTRIBUTED_PARAM + key, key if is_fp32 else FP32_PARAM + key)
+        with self._files.append() as (archives, file):
+            for layer in range(self._num_layers):
+                for module in _EXTRA_STATE:
+                    name = f"decoder.layers.{module}._extra_state/shard_{layer}_{self._num_layers}"
+                    table.add_object(name, archives.append(file, [None]))
+        with open(self.folder / COMMON_FILE, "wb") as common:
+            save_archive(self._common(), common)
         backends = {"sharded_backend": "torch_dist", "common_backend": "torch"}
         versions = {f"{name}_version": 1 for name in backends}
         write_json(self.folder / "metadata.json", backends | versions)
-        self.write_run_file(self._files.finish(), loss_scaler=self.reader.loss_scaler)
+        return self._files.close() | table.write(self.folder), None
+
+    def finish(self, run: dict[str, Any], tables: Sequence[Any]) -> dict[str, Any]:
+        return {**run, "loss_scaler": self.reader.loss_scaler}
 
     def _common(self) -> dict[str, Any]:
         checkpoint, optimizer = self.reader.checkpoint, self._config.optimizer
@@ -215,21 +222,12 @@ class TorchDistWriter(ParameterWriter):
         }
 
 
-def _chunks(
-    blocks: Iterable[Tensor], shape: Sequence[int], num_valid: int, gated: bool
-) -> Iterator[tuple[int, Tensor]]:
-    """Yields (first row, rows) of a tensor in Megatron-Core's order, with the rows of padding.
-
-    gated: the tensor stacks (value, gate), and Megatron-Core (gate, value).
-    """
-    half = shape[0] // 2
-    for first, rows in rows_of(blocks, (num_valid, *shape[1:]), dcp.CHUNK_BYTES):
-        if not gated:
-            yield first, rows
-            continue
-        if first < half:
-            yield first + half, rows[: half - first]
-        if first + rows.shape[0] > half:
-            yield max(first, half) - half, rows[max(half - first, 0) :]
-    if num_valid < shape[0]:
-        yield num_valid, torch.zeros(shape[0] - num_valid, *shape[1:])
+def _gate_first(first: int, rows: Tensor, half: int) -> list[tuple[int, Tensor]]:
+    """Returns (first row, rows) in Megatron-Core's order (gate, value), of rows of a tensor that stacks
+    (value, gate). half: number of rows of each."""
+    parts = []
+    if first < half:
+        parts.append((first + half, rows[: half - first]))
+    if first + len(rows) > half:
+        parts.append((max(first, half) - half, rows[max(half - first, 0) :]))
+    return parts

@@ -7,13 +7,17 @@ like a Hugging Face model: weights only, at iteration 0.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import torch
 
-from megatron.checkpoint.formats.dcp import DcpWriter
+from megatron.checkpoint.formats.dcp import key_of
+from megatron.checkpoint.formats.dcp_writer import CHUNK_BYTES, DcpWriter, save_piece
 from megatron.checkpoint.formats.deepspeed_files import VALUES
-from megatron.checkpoint.formats.state import StateBlocks, StateReader
+from megatron.checkpoint.formats.state import StateReader
+from megatron.checkpoint.formats.writing import by_state, in_rows
 from megatron.checkpoint.huggingface.exporter import write_settings
 from megatron.checkpoint.huggingface.family import FAMILIES, IDENTITY, LM_HEAD, setting
 from megatron.checkpoint.huggingface.reader import HuggingFaceReader
@@ -26,6 +30,8 @@ from megatron.checkpoint.huggingface.torchtitan_names import (
 from megatron.checkpoint.record import TOKEN_IDS_KEY, Checkpoint
 from megatron.errors import UserError
 from megatron.model.layer_list import WORD_EMBEDDINGS
+from megatron.mpu.parameter_spec import ParameterSpec
+from megatron.mpu.pieces import Piece
 
 
 class TorchtitanReader(HuggingFaceReader):
@@ -51,45 +57,53 @@ class TorchtitanWriter(DcpWriter):
     embedding: torchtitan's folders also hold it as the LM head, without moments.
     """
 
-    def __init__(self, folder: Path, reader: StateReader) -> None:
-        super().__init__(folder, reader)
-        model = reader.checkpoint.config.model
+    def __init__(self, folder: Path, source: StateReader) -> None:
+        super().__init__(folder, source)
+        model = source.checkpoint.config.model
         family = FAMILIES.load("llama")
         if needed := family.differences(model):
             raise UserError(
-                f"checkpoint {reader.folder} cannot be written for torchtitan: its Llama 3 needs "
+                f"checkpoint {source.folder} cannot be written for torchtitan: its Llama 3 needs "
                 f"{' and '.join(setting(field, value) for field, value in needed.items())}; use --format dcp"
             )
         self._model = model
         self._is_tied = not model.untie_embeddings_and_output_weights
         names = family.names(model.num_layers, not self._is_tied)
         self._parameters = {parameter.megatron: parameter for parameter in names}
+        self._shapes: dict[str, tuple[int, ...]] = {}
 
-    def write_parameter(self, name: str, states: StateBlocks, step: float | None) -> None:
-        parameter, shape = self._parameters[name], self.reader.specs[name].valid_shape
+    def write_parameter(self, name: str, pieces: Iterator[Piece]) -> None:
+        with self.distcp.append() as (archives, file):
+            for piece in self._pieces(name, pieces):
+                shape = piece.spec.global_shape
+                states = (*piece.values, *(() if piece.step is None else ("step",)))
+                self._shapes |= {key_of(piece.name, s): () if s == "step" else shape for s in states}
+                save_piece(piece, archives, self.distcp.chunks, file)
+
+    def _pieces(self, name: str, pieces: Iterator[Piece]) -> Iterator[Piece]:
+        """Yields the pieces of the parameters that torchtitan has in place of this one."""
+        parameter = self._parameters[name]
         keys = [torchtitan_name(hf_name) for hf_name in parameter.hf]
-        for state_name, blocks in states.items():
-            if parameter.transform is IDENTITY:
-                if name == WORD_EMBEDDINGS and state_name == VALUES and self._is_tied:
-                    blocks = list(blocks)
-                    self.write_state(torchtitan_name(LM_HEAD), state_name, shape, blocks)
-                self.write_state(keys[0], state_name, shape, blocks)
-                continue
-            full = torch.empty(shape)
-            start = 0
-            for block in blocks:
-                full.view(-1)[start : start + block.numel()].copy_(block.reshape(-1))
-                start += block.numel()
+        if parameter.transform is IDENTITY:
+            for piece in in_rows(pieces, CHUNK_BYTES):
+                if name == WORD_EMBEDDINGS and VALUES in piece.values and self._is_tied:
+                    yield replace(piece, name=torchtitan_name(LM_HEAD), step=None)
+                yield replace(piece, name=keys[0])
+            return
+        for state_name, of_state in by_state(pieces):
+            full = torch.empty(self.reader.specs[name].valid_shape)
+            for piece in of_state:
+                full.view(-1)[piece.start : piece.stop].copy_(piece.values[state_name])
             parts = parameter.transform.to_hf(full, self._model)
             for key, hf_name, part in zip(keys, parameter.hf, parts, strict=True):
                 rows = rows_of_pairs(part, self._model.kv_channels) if ROTATED.fullmatch(hf_name) else part
-                self.write_state(key, state_name, part.shape, [rows])
-        for key in keys if step is not None else ():
-            self.write_state(key, "step", (), [torch.tensor(step)])
+                spec, values = ParameterSpec(tuple(part.shape)), {state_name: rows.reshape(-1)}
+                yield Piece(key, spec, (), 0, rows.numel(), values, piece.step)
 
-    def finish(self) -> None:
-        """See `ParameterWriter`. The folder has no `run.json`: its weights have other names."""
-        self.distcp.finish()
+    def complete(self) -> None:
+        """See `CheckpointWriter`. The folder has no `run.json`: its weights have other names."""
+        self.distcp.close()
+        self.write_table([(self.distcp.chunks, None)], self._shapes.__getitem__)
         checkpoint = self.reader.checkpoint
         facts = (checkpoint.vocab_size, checkpoint.eod, "fp32", self.folder)
         write_settings(checkpoint.config, *facts, recorded=checkpoint.run.get(TOKEN_IDS_KEY))

@@ -41,8 +41,8 @@ from megatron.config import Config
 from megatron.errors import UserError
 from megatron.files import expect_layout
 from megatron.model.layer_list import WORD_EMBEDDINGS
-from megatron.mpu.layout import TPGroup
-from megatron.mpu.parameter_spec import ParameterSpec, local_shape
+from megatron.mpu.mesh import Axis
+from megatron.mpu.parameter_spec import ParameterSpec
 from megatron.mpu.parameters import merge_shards
 
 _LOG = logging.getLogger(__name__)
@@ -257,9 +257,9 @@ def _merge_shards(tensor: Tensor, spec: ParameterSpec, ranks: int) -> Tensor:
     if spec.num_valid_rows is not None or tensor.shape[0] % ranks:
         return tensor
     shards = tensor.chunk(ranks)
-    if spec.shard_dim is None:
+    if not spec.sharding:
         same = all(torch.equal(shard, shards[0]) for shard in shards)
         return shards[0] if same else torch.stack(shards).mean(dim=0)
-    if tuple(shards[0].shape) != local_shape(spec, TPGroup(0, ranks)):
+    if tuple(shards[0].shape) != spec.local_shape([Axis("tp", 0, ranks)]):
         return tensor
     return merge_shards(spec, shards)

@@ -20,7 +20,7 @@ from megatron.checkpoint.foreign_arguments import MODEL_ARGUMENTS
 from megatron.checkpoint.names import shown
 from megatron.config.config import Config
 from megatron.errors import UserError
-from megatron.mpu.parameter_spec import ParameterSpec
+from megatron.mpu.parameter_spec import ParameterSpec, Shard
 
 INFO_KEY = "universal_checkpoint_info"
 VERSION_KEY = "universal_checkpoint_version"
@@ -39,15 +39,15 @@ TWO_SUB_PARAMS = "parameter_with_2_sub_params_cat_dim_0"
 # Sharded along dimension 0, with padded rows.
 VOCABULARY = "vocabulary_parameter_patterns"
 COLUMN_PARALLEL = "parameter_with_column_parallelism_patterns"
-SHARDING: dict[str, tuple[int | None, int]] = {
-    REPLICATED: (None, 1),
-    AVERAGED: (None, 1),
-    ROW_PARALLEL: (1, 1),
-    TWO_SUB_PARAMS: (0, 2),
-    VOCABULARY: (0, 1),
-    COLUMN_PARALLEL: (0, 1),
+SHARDING: dict[str, tuple[Shard, ...]] = {
+    REPLICATED: (),
+    AVERAGED: (),
+    ROW_PARALLEL: (Shard(1),),
+    TWO_SUB_PARAMS: (Shard(0, parts=2),),
+    VOCABULARY: (Shard(0),),
+    COLUMN_PARALLEL: (Shard(0),),
 }
-"""Key of a list of patterns -> `shard_dim` and `num_fused_parts` of the parameters that match."""
+"""Key of a list of patterns -> sharding of the parameters that match."""
 # Lists that no parameter of this program needs. Checkpoints with them are rejected.
 _UNKNOWN_KEYS = (
     "parameter_with_sub_params",
@@ -58,39 +58,44 @@ _UNKNOWN_KEYS = (
 _FILE_KEYS = {
     "global_shape": "whole_shape",
     "num_valid_rows": "used_rows",
-    "num_fused_parts": "blocks",
     "lr_mult": "rate_factor",
 }
 
 
 def spec_record(spec: ParameterSpec) -> dict[str, Any]:
-    """Returns a ParameterSpec as `run.json` stores it, in JSON types."""
-    fields = {name: value for name, value in asdict(spec).items() if name != "matrix_rows"}
+    """Returns a ParameterSpec as `run.json` stores it, in JSON types. A sharding over tensor-parallel ranks
+    has the keys `shard_dim` and `blocks`, any other one the key `sharding`."""
+    fields = {name: value for name, value in asdict(spec).items() if name not in ("matrix_rows", "sharding")}
     record = {_FILE_KEYS.get(name, name): value for name, value in fields.items()}
-    return {**record, "whole_shape": list(spec.global_shape)}
+    record |= {"whole_shape": list(spec.global_shape), "shard_dim": None, "blocks": 1}
+    if spec.axis_names == ("tp",):
+        (shard,) = spec.sharding
+        return record | {"shard_dim": shard.dim, "blocks": shard.parts}
+    return record | ({"sharding": [list(shard) for shard in spec.sharding]} if spec.sharding else {})
 
 
 def recorded_spec(record: Mapping[str, Any]) -> ParameterSpec:
     """Returns the spec of a `spec_record`, with its sharding; all other fields have their defaults."""
-    rows = record["used_rows"]
-    return ParameterSpec(
-        tuple(record["whole_shape"]), record["shard_dim"], record["blocks"], num_valid_rows=rows
-    )
+    sharding = tuple(Shard(*shard) for shard in record.get("sharding", ()))
+    if record["shard_dim"] is not None:
+        sharding = (Shard(record["shard_dim"], parts=record["blocks"]),)
+    return ParameterSpec(tuple(record["whole_shape"]), sharding, num_valid_rows=record["used_rows"])
 
 
 def pattern_key(name: str, spec: ParameterSpec) -> str:
     """Returns the key of the list that holds the parameter's pattern. Raises ValueError if universal
     checkpoints cannot describe the sharding."""
     has_padding = spec.num_valid_rows is not None
-    if spec.shard_dim is None and not has_padding:
+    over_tp = tuple(shard for shard in spec.sharding if shard.axis == "tp")  # DeepSpeed merges no others
+    if not over_tp and not has_padding:
         return REPLICATED
     keys = (VOCABULARY,) if has_padding else (ROW_PARALLEL, TWO_SUB_PARAMS, COLUMN_PARALLEL)
     for key in keys:
-        if SHARDING[key] == (spec.shard_dim, spec.num_fused_parts):
+        if SHARDING[key] == over_tp:
             return key
     raise ValueError(
-        f"{name} is sharded along dimension {spec.shard_dim} with {spec.num_fused_parts} fused parts, valid "
-        f"rows {spec.num_valid_rows}: universal checkpoints have no rule to merge it"
+        f"{name} is sharded as {spec.sharding}, valid rows {spec.num_valid_rows}: universal checkpoints have "
+        "no rule to merge it"
     )
 
 
@@ -180,12 +185,11 @@ def external_spec(
             f"the checkpoint's {INFO_KEY} gives {name} more than one rule: {', '.join(sorted(found))}"
         )
     key = found.pop()
-    dim, num_fused_parts = SHARDING[key]
     shape = list(shard_shape)
-    if dim is not None:
+    for dim, _, _ in SHARDING[key]:
         shape[dim] *= tp_size
     rows = info[VOCAB_SIZE_KEY] if key == VOCABULARY else None
-    return ParameterSpec(tuple(shape), dim, num_fused_parts, num_valid_rows=rows)
+    return ParameterSpec(tuple(shape), SHARDING[key], num_valid_rows=rows)
 
 
 def megatron_args(config: Config, state: Mapping[str, Any]) -> Namespace:

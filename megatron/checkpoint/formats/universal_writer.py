@@ -12,24 +12,27 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import torch
 
-from megatron.checkpoint.files import file_sizes
+from megatron.checkpoint.files import Files, file_sizes
+from megatron.checkpoint.formats.archive_writer import write_archive
 from megatron.checkpoint.formats.deepspeed_files import model_file
 from megatron.checkpoint.formats.registry import LATEST_UNIVERSAL_FILE, PARAMETER_FOLDER
-from megatron.checkpoint.formats.state import StateBlocks, StateReader
-from megatron.checkpoint.formats.torch_archive import is_intact, write_plain, write_tensor
+from megatron.checkpoint.formats.state import StateReader
+from megatron.checkpoint.formats.torch_archive import is_intact
 from megatron.checkpoint.formats.universal import LOSS_SCALE_KEY, OPTIMIZER_STATE_FILE, STATE_FILES, STEP_FILE
 from megatron.checkpoint.formats.universal_info import INFO_KEY, client_state, derive_info
-from megatron.checkpoint.formats.writing import ParameterWriter, save_object, step_of_optimizer
+from megatron.checkpoint.formats.writing import CheckpointWriter, by_state
 from megatron.errors import UserError
 from megatron.files import rename_synced, sync_tree, write_atomically
 from megatron.mpu.parameter_spec import ParameterSpec
+from megatron.mpu.pieces import Piece
 
 # In an unfinished checkpoint: the folder of parameters that are being written.
 UNFINISHED_FOLDER = "unfinished"
 
 
-class UniversalWriter(ParameterWriter):
+class UniversalWriter(CheckpointWriter):
     """Writes a universal checkpoint, and its name into `latest_universal` beside it. The folder of each
     parameter is complete and synced, or it does not exist.
 
@@ -39,38 +42,39 @@ class UniversalWriter(ParameterWriter):
     The folder must exist. Several processes may write into it at once, even the same parameter.
     """
 
-    def __init__(self, folder: Path, reader: StateReader) -> None:
-        super().__init__(folder, reader)
+    def __init__(self, folder: Path, source: StateReader) -> None:
+        super().__init__(folder, source)
         self._token = secrets.token_hex(8)
 
     @classmethod
     def write_checkpoint(
         cls, reader: StateReader, target: Path, workers: int = 4, verify: bool = True
     ) -> Iterator[str]:
-        """See `ParameterWriter`. Writes the name of the checkpoint into `latest_universal`, too."""
+        """See `CheckpointWriter`. Writes the name of the checkpoint into `latest_universal`, too."""
         yield from super().write_checkpoint(reader, target, workers, verify)
         write_atomically(target.parent / LATEST_UNIVERSAL_FILE, target.name)
 
-    def write_parameter(self, name: str, states: StateBlocks, step: float | None) -> None:
-        """See `ParameterWriter`. Writes each block as it arrives."""
+    def write_parameter(self, name: str, pieces: Iterator[Piece]) -> None:
+        """See `CheckpointWriter`. Writes each piece as it arrives."""
         self._remove(self.folder / UNFINISHED_FOLDER / name)  # of a process that has ended
         # Not with parents: once another process has published the folder, nothing may create it again.
         (self.folder / UNFINISHED_FOLDER).mkdir(exist_ok=True)
         unfinished, spec = self._unfinished(name), self.reader.specs[name]
         unfinished.mkdir(parents=True)
-        for state_name, blocks in states.items():
+        for state_name, of_state in by_state(pieces):
             if state_name not in STATE_FILES:
                 raise UserError(
                     f"the optimizer's {state_name} of {name} cannot be stored in a universal checkpoint: "
                     f"expected {', '.join(STATE_FILES)}"
                 )
-            parts = (block.contiguous().numpy() for block in blocks)
-            write_tensor(unfinished / STATE_FILES[state_name], spec.valid_shape, parts, _merge_entry(spec))
-        if step is not None:
-            write_tensor(unfinished / STEP_FILE, (), [np.float32(step)])
+            blocks = (piece.values[state_name].contiguous().numpy() for piece in of_state)
+            content = {**_merge_entry(spec), "param": torch.empty(spec.valid_shape, device="meta")}
+            write_archive(unfinished / STATE_FILES[state_name], content, blocks)
+        if (step := self.reader.step_of(name)) is not None:
+            write_archive(unfinished / STEP_FILE, torch.empty((), device="meta"), [np.float32(step)])
 
     def finish_parameter(self, name: str, mismatch: float = 0.0) -> None:
-        """See `ParameterWriter`. Syncs and renames the folder: it is complete even after a power failure."""
+        """See `CheckpointWriter`. Syncs and renames the folder: it is complete even after a power failure."""
         super().finish_parameter(name, mismatch)
         (self.folder / PARAMETER_FOLDER).mkdir(exist_ok=True)
         sync_tree(self._unfinished(name))
@@ -101,7 +105,7 @@ class UniversalWriter(ParameterWriter):
             return False
         shape, states = self.reader.specs[name].valid_shape, self.reader.state_names(name)
         shapes = {STATE_FILES[state]: shape for state in states if state in STATE_FILES}
-        shapes |= {} if step_of_optimizer(self.reader, name) is None else {STEP_FILE: ()}
+        shapes |= {} if self.reader.step_of(name) is None else {STEP_FILE: ()}
         try:
             complete = {path.name for path in folder.iterdir()} == shapes.keys() and all(
                 is_intact(folder / file, shape) for file, shape in shapes.items()
@@ -113,25 +117,25 @@ class UniversalWriter(ParameterWriter):
             self._remove(folder)
         return complete
 
-    def finish(self) -> None:
-        """See `ParameterWriter`. Writes the first rank's mp_rank file, which DeepSpeed's loader reads."""
+    def close(self) -> tuple[Files, Any]:
+        """See `CheckpointWriter`. Writes the first rank's mp_rank file, which DeepSpeed's loader reads."""
         (self.folder / UNFINISHED_FOLDER).rmdir()
         checkpoint = self.reader.checkpoint
-        write_plain(
+        write_archive(
             self.folder / PARAMETER_FOLDER / OPTIMIZER_STATE_FILE, {LOSS_SCALE_KEY: self.reader.loss_scaler}
         )
         info = checkpoint.run.get(INFO_KEY) or derive_info(self.reader.specs, checkpoint.vocab_size)
         content = client_state(info, checkpoint.config, checkpoint.run["state"])
-        save_object(self.folder / model_file(0), content)
+        write_archive(self.folder / model_file(0), content)
         sizes = file_sizes(self.folder, "*.pt")
-        self.write_run_file({name: {"bytes": size} for name, size in sizes.items()})
+        return {name: {"bytes": size} for name, size in sizes.items()}, None
 
 
 def _merge_entry(spec: ParameterSpec) -> dict[str, Any]:
     """Returns the entries beside the tensor in DeepSpeed's file of the parameter."""
-    entry: dict[str, Any] = {} if spec.shard_dim is None else {"cat_dim": spec.shard_dim}
-    if spec.num_fused_parts > 1:
-        entry["param_n_sub_params"] = spec.num_fused_parts
+    entry: dict[str, Any] = {}
+    for dim, _, parts in spec.sharding:
+        entry |= {"cat_dim": dim} | ({"param_n_sub_params": parts} if parts > 1 else {})
     if spec.num_valid_rows is not None:
         entry["vocab_tensor"] = True
     return entry

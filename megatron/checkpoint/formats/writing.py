@@ -1,33 +1,36 @@
-"""The write side of the checkpoint formats: `registry.FORMATS` lists a `ParameterWriter` beside each
+"""The write side of the checkpoint formats: `registry.FORMATS` lists a `CheckpointWriter` beside each
 `StateReader`.
 
-A writer gets the reader of a checkpoint of any format. Parameters are copied in blocks by several threads, so
-the memory does not grow with the model. While the blocks pass, their digests are compared with the integrity
-record.
+A run and a conversion feed the same writer with pieces (`megatron.mpu.pieces`). In a run every rank gives its
+own pieces to `write`, and rank 0 calls `missing` and `finish` with what all ranks have written. In a
+conversion the reader of a checkpoint of any format gives the pieces of full parameters to `write_parameter`.
+Parameters are copied in blocks by several threads, so the memory does not grow with the model. While the
+blocks pass, their digests are compared with the integrity record.
 """
 
 from __future__ import annotations
 
-import io
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, replace
+from itertools import groupby
 from math import prod
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import Tensor
 
 from megatron.checkpoint.conversion.output_folder import temporary_folder
-from megatron.checkpoint.digests import fragment_digests
-from megatron.checkpoint.files import Files, add_checksum, digest_differs
-from megatron.checkpoint.formats.state import ReplicaMismatch, StateBlocks, StateReader
+from megatron.checkpoint.files import Files, add_checksum
+from megatron.checkpoint.formats.state import ReplicaMismatch, StateReader
 from megatron.checkpoint.record import RUN_FILE
 from megatron.errors import UserError
-from megatron.files import expect_layout, rename_synced, sync_tree, write_json
-from megatron.mpu.layout import TPGroup
-from megatron.mpu.parameter_spec import ParameterSpec
+from megatron.files import rename_synced, sync_tree, write_json
+from megatron.mpu.pieces import Piece
+
+if TYPE_CHECKING:
+    from megatron.engine.pipeline_engine import GPTEngine
 
 # Suffix of a conversion's folder while it is written.
 PARTIAL = ".partial"
@@ -35,24 +38,77 @@ PARTIAL = ".partial"
 _OF_A_FORMAT = ("files", "index", "loss_scaler")
 
 
-def save_object(path: Path, value: Any) -> None:
-    """Runs torch.save for a small object. A full disk is an OSError, which torch.save(value, path) hides."""
-    archive = io.BytesIO()
-    torch.save(value, archive)
-    path.write_bytes(archive.getbuffer())
+@dataclass(frozen=True)
+class Content:
+    """A part of a file, or the whole file.
+
+    save: writes it to a file-like object. pieces: the pieces of parameters in it, whose memory `save` writes.
+    """
+
+    save: Callable[[Any], Any]
+    pieces: Sequence[Piece] = ()
 
 
-class ParameterWriter(ABC):
-    """Writes a checkpoint parameter by parameter, in several threads. A format defines `write_parameter`,
-    which several threads call, and `finish`."""
-
-    def __init__(self, folder: Path, reader: StateReader) -> None:
-        self.folder, self.reader = folder, reader
+class RankFiles(ABC):
+    """Writes the files of one rank of a run."""
 
     @abstractmethod
-    def write_parameter(self, name: str, states: StateBlocks, step: float | None) -> None:
-        """Writes all states of a global parameter. step: the optimizer's. Raises UserError for a state that
-        the format cannot store."""
+    def make_folder(self, folder: Path) -> None:
+        """Creates the folder of the save, unless another rank has created it."""
+
+    @abstractmethod
+    def write(self, file: Path | None, contents: Iterable[Content]) -> None:
+        """Writes a file. file: None for contents that another rank writes: only their digests are computed,
+        to compare the replicas."""
+
+
+class CheckpointWriter(ABC):
+    """Writes a checkpoint in one format.
+
+    A format in which runs save defines `write`. A format of conversions defines `write_parameter`, which
+    several threads call, and `close`. A table is what a rank of a run, or a conversion, says of the content
+    of its files.
+    """
+
+    def __init__(self, folder: Path, source: StateReader | None = None) -> None:
+        """folder: of the checkpoint, under its temporary name. source: what a conversion reads; None in a
+        run."""
+        self.folder, self._source = folder, source
+
+    # --- a run ---
+
+    def write(self, engine: GPTEngine, run: dict[str, Any], files: RankFiles) -> Any:
+        """Writes this rank's files. Returns this rank's table. Collective.
+
+        run: the content of `run.json` so far, see `run_record`.
+        """
+        raise NotImplementedError(f"runs do not save with {type(self).__name__}")
+
+    def missing(self, run: dict[str, Any], files: Files, tables: Sequence[Any]) -> list[str]:
+        """Returns what no rank has written. files: the files of all ranks. run: with the integrity record.
+        tables: of all ranks, by rank."""
+        return []
+
+    def finish(self, run: dict[str, Any], tables: Sequence[Any]) -> dict[str, Any]:
+        """Returns the complete content of `run.json`, except for its checksum. In a run only rank 0 calls it.
+
+        run: with the files of all ranks. tables: of all ranks, by rank; of a conversion the only one. Raises
+        OSError for a file that cannot be written.
+        """
+        return run
+
+    # --- a conversion ---
+
+    @property
+    def reader(self) -> StateReader:
+        """The reader of the checkpoint that is converted."""
+        assert self._source is not None
+        return self._source
+
+    @abstractmethod
+    def write_parameter(self, name: str, pieces: Iterator[Piece]) -> None:
+        """Writes all states of a full parameter. pieces: see `StateReader.pieces`. Raises UserError for a
+        state that the format cannot store."""
 
     def finish_parameter(self, name: str, mismatch: float = 0.0) -> None:
         """Completes a parameter that is written. mismatch: the largest difference between its replicas, whose
@@ -65,8 +121,14 @@ class ParameterWriter(ABC):
             )
 
     @abstractmethod
-    def finish(self) -> None:
-        """Writes what does not belong to a single parameter, `run.json` last."""
+    def close(self) -> tuple[Files, Any]:
+        """Writes what does not belong to a single parameter. Returns all files, and the table."""
+
+    def complete(self) -> None:
+        """Completes a conversion: writes `run.json` of the source with the files of this format."""
+        files, table = self.close()
+        run = {key: value for key, value in self.reader.checkpoint.run.items() if key not in _OF_A_FORMAT}
+        write_json(self.folder / RUN_FILE, add_checksum(self.finish({**run, "files": files}, [table])))
 
     @classmethod
     def write_checkpoint(
@@ -87,14 +149,9 @@ class ParameterWriter(ABC):
                 yield from pool.map(lambda name: copy_parameter(writer, name, verify), largest_first(sizes))
             finally:
                 pool.shutdown(cancel_futures=True)
-            writer.finish()
+            writer.complete()
             sync_tree(partial)
             rename_synced(partial, target)
-
-    def write_run_file(self, files: Files, **more: Any) -> None:
-        """Writes `run.json` of the source with these files. more: further entries."""
-        run = {key: value for key, value in self.reader.checkpoint.run.items() if key not in _OF_A_FORMAT}
-        write_json(self.folder / RUN_FILE, add_checksum({**run, "files": files, **more}))
 
 
 def verify_files(reader: StateReader) -> None:
@@ -113,13 +170,6 @@ def has_all_digests(reader: StateReader) -> bool:
     )
 
 
-def step_of_optimizer(reader: StateReader, name: str) -> float | None:
-    """Returns the optimizer's step of a parameter; None if it has none."""
-    step = reader.optimizer_scalars(name).get("step")
-    with expect_layout(reader.folder, "the optimizer's step"):
-        return None if step is None else float(step)
-
-
 def state_bytes(reader: StateReader) -> dict[str, int]:
     """Returns the bytes of all states of each parameter, without padding."""
     specs = reader.specs
@@ -131,62 +181,36 @@ def largest_first(sizes: Mapping[str, int]) -> list[str]:
     return sorted(sizes, key=lambda name: sizes[name], reverse=True)
 
 
-def copy_parameter(writer: ParameterWriter, name: str, verify: bool) -> str:
+def copy_parameter(writer: CheckpointWriter, name: str, verify: bool) -> str:
     """Copies all states of a parameter from the writer's reader. Returns its name."""
-    reader, mismatch = writer.reader, ReplicaMismatch()
-    states = state_blocks(reader, name, mismatch, verify)
-    writer.write_parameter(name, states, step_of_optimizer(reader, name))
+    mismatch = ReplicaMismatch()
+    writer.write_parameter(name, writer.reader.pieces(name, mismatch, verify))
     writer.finish_parameter(name, mismatch.largest)
     return name
 
 
-def state_blocks(reader: StateReader, name: str, mismatch: ReplicaMismatch, verify: bool) -> StateBlocks:
-    """Returns the blocks of all states of a parameter. verify: compare them with the reader's digests, if it
-    has any; the iteration raises UserError after the last block of a state that differs."""
-    digests = reader.tensor_digests if verify else {}
-    return {
-        state: _verified(reader, name, state, mismatch, digests.get(state, {}).get(name))
-        for state in reader.state_names(name)
-    }
+def by_state(pieces: Iterable[Piece]) -> Iterator[tuple[str, Iterator[Piece]]]:
+    """Yields (state name, its pieces) of `StateReader.pieces`."""
+    return groupby(pieces, key=lambda piece: next(iter(piece.values)))
 
 
-def _verified(
-    reader: StateReader, name: str, state: str, mismatch: ReplicaMismatch, digest: str | None
-) -> Iterator[Tensor]:
-    """Yields the blocks of a state. Raises UserError after the last one if their digest differs."""
-    spec, start, total = reader.specs[name], 0, 0
-    plain = ParameterSpec(spec.valid_shape)
-    for block in reader.read_blocks(name, state, mismatch):
-        if digest is not None:
-            total += fragment_digests(plain, TPGroup(), start, {"": block.reshape(-1)})[""]
-            start += block.numel()
-        yield block
-    if digest is not None and not mismatch.largest and f"{total % (1 << 64):016x}" != digest:
-        problem = digest_differs(f"{state} of {name}")
-        raise UserError(f"checkpoint {reader.folder}: {problem}; convert an older checkpoint")
-
-
-def rows_of(blocks: Iterable[Tensor], shape: Sequence[int], max_bytes: int) -> Iterator[tuple[int, Tensor]]:
-    """Yields (index of the first row, rows [rows, *shape[1:]]) of a tensor, about `max_bytes` at a time. The
-    rows are valid until the next ones. blocks: consecutive elements of the tensor, of any length, fp32."""
-    row_shape = shape[1:]
-    row_elements = prod(row_shape)
-    limit = min(max(max_bytes // 4 // row_elements, 1) * row_elements, prod(shape))
-    buffer, held, row = torch.empty(0), 0, 0
-    for block in blocks:
-        flat, first = block.reshape(-1), 0
-        while first < flat.numel():
-            length = min(limit - held, flat.numel() - first)
-            if length == limit:  # without a copy
-                yield row, flat[first : first + limit].view(-1, *row_shape)
-                row += limit // row_elements
-            else:
-                buffer = torch.empty(limit) if not buffer.numel() else buffer
-                buffer[held : held + length].copy_(flat[first : first + length])
-                held += length
-            if held == limit:
-                yield row, buffer.view(-1, *row_shape)
-                held, row = 0, row + limit // row_elements
-            first += length
-    if held:
-        yield row, buffer[:held].view(-1, *row_shape)
+def in_rows(pieces: Iterable[Piece], max_bytes: int) -> Iterator[Piece]:
+    """Yields the elements of `StateReader.pieces` in pieces of whole rows, about `max_bytes` large. The
+    values are valid until the next piece."""
+    for state_name, of_state in by_state(pieces):
+        buffer, held, start = torch.empty(0), 0, 0
+        for piece in of_state:
+            shape, flat, first = piece.spec.valid_shape, piece.values[state_name], 0
+            row = prod(shape[1:])
+            limit = min(max(max_bytes // 4 // row, 1) * row, prod(shape))
+            while first < flat.numel():
+                length = min(limit - held, flat.numel() - first)
+                values = flat[first : first + length]
+                if length < limit:  # else without a copy
+                    buffer = buffer if buffer.numel() else torch.empty(limit)
+                    buffer[held : held + length].copy_(values)
+                    values = buffer[: held + length]
+                held, first = held + length, first + length
+                if held == limit or start + held == prod(shape):
+                    yield replace(piece, start=start, stop=start + held, values={state_name: values})
+                    start, held = start + held, 0

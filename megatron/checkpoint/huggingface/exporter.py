@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from math import prod
@@ -19,11 +19,12 @@ from megatron.checkpoint.huggingface.family import Parameter, count_non_finite, 
 from megatron.checkpoint.huggingface.file_digests import digest_of, write_digests
 from megatron.checkpoint.huggingface.rope import flat_settings, is_lost_in_flat_settings
 from megatron.checkpoint.record import TOKEN_IDS_KEY, Checkpoint
-from megatron.config import Config, ModelConfig
+from megatron.config import Config
 from megatron.config.sections.data import fitting_tokenizer_types
 from megatron.errors import UserError
 from megatron.files import read_json, rename_synced, sync_tree
 from megatron.model.layer_list import PARAMETER_DTYPES
+from megatron.mpu.parameter_spec import ParameterSpec
 from megatron.tokenizer import TokenizerFlags, build_tokenizer
 
 CONTIGUOUS = torch.contiguous_format
@@ -64,8 +65,8 @@ def write_hugging_face(
     max_file_bytes: int = MAX_FILE_BYTES,
     verify: bool = True,
 ) -> str:
-    """Writes the folder `output`: config.json, weights as safetensors, the tokenizer, and the digests of all
-    files. Returns what the weights were compared with.
+    """Writes the folder `output` from a checkpoint: config.json, weights as safetensors, the tokenizer, and
+    the digests of all files. Returns what the weights were compared with.
 
     precision: 'fp32', 'fp16' or 'bf16'; None: the precision of the run. tokenizer: its flags; None: none is
     written. verify: compare the weights with their digests if the checkpoint has any. Only one file of
@@ -75,14 +76,12 @@ def write_hugging_face(
     """
     config = checkpoint.config
     family_of(config.model)  # rejects other models before anything is written
-    precision = precision or config.precision.name
     reader = open_reader(checkpoint)
-    num_elements = sum(prod(spec.valid_shape) for spec in reader.specs.values())
-    size_bytes = PARAMETER_DTYPES[precision].itemsize * num_elements
-    with temporary_folder(output, ".tmp", size_bytes) as temporary:
-        facts = (checkpoint.vocab_size, checkpoint.eod, precision, temporary, tokenizer)
-        write_settings(config, *facts, checkpoint.run.get(TOKEN_IDS_KEY))
-        writer = HuggingFaceWriter(temporary, config.model, precision, max_file_bytes)
+    with temporary_folder(
+        output, ".tmp", weights_bytes(reader.specs.values(), config, precision)
+    ) as temporary:
+        writer = HuggingFaceWriter(temporary, config, precision, max_file_bytes)
+        writer.begin(checkpoint.vocab_size, checkpoint.eod, tokenizer, checkpoint.run.get(TOKEN_IDS_KEY))
         # The weights in the precision of the run may be less precise than the output.
         uses_master_weights = precision == "fp32" and config.precision.name != "fp32"
         read = reader.master_weights if uses_master_weights else reader.weights
@@ -91,13 +90,15 @@ def write_hugging_face(
             del tensor  # the writer frees it: its pages need not be resident while a file is written
             writer.write_parameter(name, values)
         writer.write_pending()
-        digests = number_files(temporary, writer.files)
-        if tokenizer is not None:
-            write_tokenizer(config, tokenizer, temporary)
-        write_digests(temporary, digests)
-        sync_tree(temporary)
+        writer.finish(writer.files)
         rename_synced(temporary, output)
     return reader.weights_verification(uses_master_weights)
+
+
+def weights_bytes(specs: Iterable[ParameterSpec], config: Config, precision: str | None = None) -> int:
+    """Returns the size of the written weights of these parameters. precision: see `HuggingFaceWriter`."""
+    dtype = PARAMETER_DTYPES[precision or config.precision.name]
+    return dtype.itemsize * sum(prod(spec.valid_shape) for spec in specs)
 
 
 def write_settings(
@@ -186,23 +187,41 @@ class WeightFile:
 
 
 class HuggingFaceWriter:
-    """Writes the weights of a model, or a part of them, as safetensors files. Does not write moments. Only
-    one file of weights at a time is in memory.
+    """Writes a folder of Hugging Face, for a conversion and for the ranks of a run. One process calls `begin`
+    first and `finish` last. In between, each process writes the weights that it has. Only one file of weights
+    at a time is in memory. Moments are not written.
 
-    prefix: of the temporary names of the files, see `number_files`.
+    precision: 'fp32', 'fp16' or 'bf16'; None: the precision of the run. prefix: of the temporary names of the
+    files, which differ between the processes.
     """
 
     def __init__(
-        self, folder: Path, model: ModelConfig, precision: str, max_file_bytes: int, prefix: str = "part"
+        self,
+        folder: Path,
+        config: Config,
+        precision: str | None = None,
+        max_file_bytes: int = MAX_FILE_BYTES,
+        prefix: str = "part",
     ) -> None:
         self.folder = folder
-        self._model, self._precision, self._max_file_bytes = model, precision, max_file_bytes
-        _, family = family_of(model)
-        names = family.names(model.num_layers, model.untie_embeddings_and_output_weights)
+        self._config, self._model, self._max_file_bytes = config, config.model, max_file_bytes
+        self._precision = precision or config.precision.name
+        _, family = family_of(config.model)
+        names = family.names(config.model.num_layers, config.model.untie_embeddings_and_output_weights)
         self._parameters = {parameter.megatron: parameter for parameter in names}
         self._prefix = prefix
         self.files: list[WeightFile] = []
         self._pending: dict[str, Tensor] = {}
+
+    def begin(
+        self, vocab_size: int, eod: int | None, tokenizer: TokenizerFlags | None, recorded: Any = None
+    ) -> None:
+        """Writes all files except the weights. tokenizer: its flags; None: none is written. recorded: see
+        `write_settings`."""
+        facts = vocab_size, eod, self._precision, self.folder, tokenizer, recorded
+        write_settings(self._config, *facts)
+        if tokenizer is not None:
+            write_tokenizer(self._config, tokenizer, self.folder)
 
     def write_parameter(self, name: str, values: Iterator[Tensor]) -> None:
         """Writes the tensor that `values` yields. Raises UserError if the precision cannot hold it."""
@@ -244,20 +263,21 @@ class HuggingFaceWriter:
         self.files.append(WeightFile(path, digest_of(path), tuple(self._pending), num_bytes))
         self._pending = {}
 
-
-def number_files(folder: Path, files: Sequence[WeightFile]) -> dict[str, str]:
-    """Renames the files of weights to model.safetensors, or to several files with an index, the names of
-    `save_pretrained`. Returns their digests by name."""
-    if len(files) == 1:
-        files[0].path.rename(folder / "model.safetensors")
-        return {"model.safetensors": files[0].sha256}
-    digests = {}
-    total_size = sum(file.num_bytes for file in files)
-    index: dict[str, Any] = {"metadata": {"total_size": total_size}, "weight_map": {}}
-    for number, file in enumerate(files):
-        name = f"model-{number + 1:05d}-of-{len(files):05d}.safetensors"
-        file.path.rename(folder / name)
-        index["weight_map"] |= dict.fromkeys(file.names, name)
-        digests[name] = file.sha256
-    (folder / "model.safetensors.index.json").write_text(json.dumps(index, indent=2) + "\n")
-    return digests
+    def finish(self, files: Sequence[WeightFile]) -> None:
+        """Names the files of weights of all processes as `save_pretrained` does, and writes the digests."""
+        digests = {}
+        index: dict[str, Any] = {
+            "metadata": {"total_size": sum(file.num_bytes for file in files)},
+            "weight_map": {},
+        }
+        for number, file in enumerate(files):
+            name = "model.safetensors"
+            if len(files) > 1:
+                name = f"model-{number + 1:05d}-of-{len(files):05d}.safetensors"
+            file.path.rename(self.folder / name)
+            index["weight_map"] |= dict.fromkeys(file.names, name)
+            digests[name] = file.sha256
+        if len(files) > 1:
+            (self.folder / "model.safetensors.index.json").write_text(json.dumps(index, indent=2) + "\n")
+        write_digests(self.folder, digests)
+        sync_tree(self.folder)

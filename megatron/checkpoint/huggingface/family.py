@@ -15,7 +15,8 @@ from typing import TYPE_CHECKING, Any
 from torch import Tensor
 
 from megatron.config import ModelConfig
-from megatron.config.fields import changes_model, option_name, value_text
+from megatron.config.config import settings_of
+from megatron.config.fields import option_name, value_text
 from megatron.config.registry import Choice, Registry
 from megatron.errors import UserError, one_line
 from megatron.model.layer_list import FIRST_TRANSFORMER_LAYER, final_norm_of
@@ -158,14 +159,14 @@ class Family:
             for name, values in pair.megatron_values.items()
             if name not in unused and getattr(model, name) not in values
         }
-        for field in dataclasses.fields(model):
-            name = field.name
-            if not changes_model(ModelConfig, field) or name in mapped | unused:
+        for setting in settings_of("model"):
+            name = setting.field
+            if not setting.changes_model or name in mapped | unused:
                 continue
             if name in self.megatron_derived:
                 needed[name] = self.megatron_derived[name](model)
             else:
-                needed[name] = self.megatron_constants.get(name, field.default)
+                needed[name] = self.megatron_constants.get(name, setting.default)
         return {name: value for name, value in needed.items() if getattr(model, name) != value}
 
     def megatron_settings(self, hf_config: PreTrainedConfig) -> dict[str, Any]:

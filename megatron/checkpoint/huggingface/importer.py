@@ -7,9 +7,8 @@ file).
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Callable, Mapping
-from dataclasses import MISSING, dataclass, replace
+from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -30,10 +29,10 @@ from megatron.config import (
     Config,
     DataConfig,
     ModelConfig,
-    PrecisionConfig,
     ScheduleConfig,
 )
-from megatron.config.fields import flag_of, option_name
+from megatron.config.config import settings_of
+from megatron.config.fields import option_name
 from megatron.errors import UserError, one_line
 from megatron.files import HostileFileError, expect_layout, open_regular, read_json
 from megatron.model.layer_list import PARAMETER_DTYPES, WORD_EMBEDDINGS
@@ -78,11 +77,6 @@ class HuggingFaceModel:
     rows: int
     precision: str
     stored: dict[str, StoredWeight]
-
-    def config(self, data: DataConfig, vocab_size: int | None) -> Config:
-        """See `config_without_run`. data: the tokenizer's flags."""
-        precision = PrecisionConfig(fp16=self.precision == "fp16", bf16=self.precision == "bf16")
-        return config_without_run(self.fields, vocab_size, data, precision=precision)
 
     @cached_property
     def model(self) -> ModelConfig:
@@ -236,7 +230,7 @@ def _family_and_fields(
             pair.check_file(settings, hf_config)
     except UserError as error:
         raise UserError(f"{folder / 'config.json'}: {error}") from error
-    required = {field.name for field in dataclasses.fields(ModelConfig) if field.default is MISSING}
+    required = {setting.field for setting in settings_of("model") if setting.is_required}
     for field, setting in family.fields:
         value = fields.get(field)
         if field in required | {"vocab_size"} and (type(value) is not int or value < 1):
@@ -331,7 +325,7 @@ def _check_shapes(model: HuggingFaceModel) -> None:
     path = model.folder / "config.json"
     with expect_layout(path, "the settings of a model that can be built"):
         try:
-            config = model.config(DataConfig(), None)
+            config = config_without_run(model.fields, None, DataConfig())
             specs = specs_without_padding(config, model.rows, None)
         except UserError as error:
             raise UserError(f"{path}: {error}") from error
@@ -368,13 +362,14 @@ def start_flags(config: Config, output: Path) -> list[str]:
     """Returns the flags of `pretrain_gpt.py` that start a run from `output`, a universal checkpoint of the
     model: checkpoint, model and tokenizer. Settings with default values are not included."""
     model, chosen = config.model, config.model.chosen_settings()
-    values = {field.name: getattr(model, field.name) for field in dataclasses.fields(model)}
-    derived = {field.name for field in dataclasses.fields(model) if flag_of(field).derived} - chosen
+    of_model = {setting.field: setting for setting in settings_of("model")}
+    values = {name: getattr(model, name) for name in of_model}
+    derived = {name for name, setting in of_model.items() if setting.flag.derived} - chosen
     plain = ModelConfig(**{name: value for name, value in values.items() if name not in derived})
     settings = {
-        field.name: values[field.name]
-        for field in dataclasses.fields(model)
-        if values[field.name] != (getattr(plain, field.name) if field.name in derived else field.default)
+        name: values[name]
+        for name, setting in of_model.items()
+        if values[name] != (getattr(plain, name) if name in derived else setting.default)
     }
     settings |= tokenizer_settings(config.data)
     words = ["--load", str(output.parent), "--universal_checkpoint"]

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
+from typing import Any
 
 from torch import Tensor
 
@@ -22,7 +23,7 @@ from megatron.checkpoint.huggingface.importer import (
 )
 from megatron.checkpoint.record import Checkpoint, TrainingState
 from megatron.config import Config, ModelConfig
-from megatron.mpu.layout import TPGroup
+from megatron.mpu.mesh import Axis, place_on
 from megatron.mpu.parameter_spec import ParameterSpec
 
 
@@ -47,6 +48,10 @@ class HuggingFaceReader(StateReader):
     def stored_names(self) -> Collection[str]:
         return self.model.parameters.keys()
 
+    def recorded_model(self) -> tuple[dict[str, Any], int]:
+        """See `StateReader`. The precision is the one of the weights."""
+        return {**self.model.fields, self.model.precision: True}, self.model.rows
+
     def files_to_verify(self) -> list[str]:
         """See `StateReader`. Returns the files for which an export of this program wrote digests."""
         return list(self._digests)
@@ -70,16 +75,18 @@ class HuggingFaceReader(StateReader):
         return full
 
     def stored_shard(
-        self, name: str, state_name: str, spec: ParameterSpec, tp_group: TPGroup
+        self, name: str, state_name: str, spec: ParameterSpec, axes: Sequence[Axis]
     ) -> Tensor | None:
         """See `StateReader`. Reads only a slice of the stored tensors if the slice makes this rank's shard.
         Reads whole tensors for the vocabulary, for matrices that GPT-2 transposes, and for query groups that
         cannot be divided evenly among the ranks."""
+        if spec.axis_names != ("tp",):
+            return None
+        tp_group = place_on(axes, "tp")
         ranks, transform = tp_group.size, self.model.parameters[name].transform
-        dim = spec.shard_dim if transform is IDENTITY else transform.slice_dim
-        has_one_rank = ranks == 1 or spec.shard_dim is None
+        dim = spec.sharding[0].dim if transform is IDENTITY else transform.slice_dim
         splits_groups = transform.needs_whole_groups and self.model.model.query_groups % ranks
-        if has_one_rank or splits_groups or spec.num_valid_rows is not None or dim is None:
+        if ranks == 1 or splits_groups or spec.num_valid_rows is not None or dim is None:
             return None
         slices = [part.chunk(ranks, dim)[tp_group.rank] for part in self.model.parts(name)]
         of_rank = self.model.model

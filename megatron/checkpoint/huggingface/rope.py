@@ -15,7 +15,7 @@ from megatron.checkpoint.huggingface.family import Conversion
 from megatron.checkpoint.names import shown
 from megatron.config import ModelConfig
 from megatron.config.registries import ROPE_SCALINGS
-from megatron.config.window_pattern import FULL, WINDOW, window_pattern
+from megatron.config.sections.window_pattern import FULL, WINDOW, window_pattern
 from megatron.errors import UserError, one_line
 
 if TYPE_CHECKING:

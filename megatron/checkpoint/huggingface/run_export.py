@@ -12,7 +12,6 @@ import shutil
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from math import prod
 from pathlib import Path
 
 import torch
@@ -22,24 +21,19 @@ from torch import Tensor
 
 from megatron.checkpoint.conversion.output_folder import check_space
 from megatron.checkpoint.huggingface.exporter import (
-    MAX_FILE_BYTES,
     HuggingFaceWriter,
-    number_files,
-    write_settings,
-    write_tokenizer,
+    weights_bytes,
 )
 from megatron.checkpoint.huggingface.family import family_of
-from megatron.checkpoint.huggingface.file_digests import write_digests
 from megatron.checkpoint.ranks import errors_of_rank_0, first_problem_of_ranks
 from megatron.checkpoint.record import REPLACED
 from megatron.config import Config
 from megatron.config.sections.data import fitting_tokenizer_types
 from megatron.engine.pipeline_engine import GPTEngine
 from megatron.errors import UserError, one_line
-from megatron.files import rename_synced, sync_tree
-from megatron.model.layer_list import PARAMETER_DTYPES
-from megatron.mpu.layout import TPGroup
-from megatron.mpu.parameter_spec import ParameterSpec
+from megatron.files import rename_synced
+from megatron.mpu.mesh import Mesh
+from megatron.mpu.parameter_spec import ParameterSpec, Shard
 from megatron.mpu.parameters import merge_shards, spec_of
 from megatron.mpu.world import gather_from_all_ranks
 from megatron.tokenizer.hugging_face import EXPORTED_TYPES
@@ -84,18 +78,14 @@ def export_model(
     error if another job has taken over --save. Raises UserError on every rank, and leaves nothing behind, if
     the folder cannot be written.
     """
-    config = engine.run_config
-    precision = config.precision.name
+    prefix = f"stage-{engine.mesh.pp.rank}-replica-{engine.mesh.dp_cp.rank}-part"
     temporary = folder.with_name(folder.name + _UNFINISHED)
+    writer = HuggingFaceWriter(temporary, engine.run_config, prefix=prefix)
     with errors_of_rank_0(str(folder)):
         if dist.get_rank() == 0:
             check_owner()
-            _begin(config, temporary, engine, vocab_size, eod)
-    prefix = f"stage-{engine.layout.pipeline_stage}-replica-{engine.layout.dp_cp_rank}-part"
-    writer = HuggingFaceWriter(temporary, config.model, precision, MAX_FILE_BYTES, prefix)
-    problem = _write_layers(engine, writer, heartbeat)
-    if problem is None:
-        problem = _problem_of(writer.write_pending)
+            _begin(writer, engine, vocab_size, eod)
+    problem = _write_layers(engine, writer, heartbeat) or _problem_of(writer.write_pending)
     found = first_problem_of_ranks(problem)
     files = [file for own in gather_from_all_ranks(writer.files) for file in own]
     with errors_of_rank_0(str(folder)):
@@ -103,44 +93,44 @@ def export_model(
             try:
                 if found is not None:
                     raise UserError(f"{folder} cannot be written: rank {found[0]}: {found[1]}")
-                write_digests(temporary, number_files(temporary, files))
-                sync_tree(temporary)
+                writer.finish(files)
                 check_owner()
                 _replace(temporary, folder)
             except (OSError, UserError):
                 shutil.rmtree(temporary, ignore_errors=True)
                 raise
-    return Exported(folder, family_of(config.model)[1].architecture, sum(file.num_bytes for file in files))
+    _, family = family_of(engine.run_config.model)
+    return Exported(folder, family.architecture, sum(file.num_bytes for file in files))
 
 
-def _begin(config: Config, temporary: Path, engine: GPTEngine, vocab_size: int, eod: int | None) -> None:
+def _begin(writer: HuggingFaceWriter, engine: GPTEngine, vocab_size: int, eod: int | None) -> None:
     """Creates the folder with all files except the weights."""
+    config, temporary = engine.run_config, writer.folder
     if temporary.exists():  # of a killed job: --save belongs to this run
         shutil.rmtree(temporary)
     temporary.mkdir(parents=True)
-    elements = sum(prod(spec_of(parameter).valid_shape) for parameter in engine.module.parameters())
+    specs = (spec_of(parameter) for parameter in engine.module.parameters())
     stages = config.parallel.pipeline_model_parallel_size
-    check_space(temporary, elements * stages * PARAMETER_DTYPES[config.precision.name].itemsize, "--save")
+    check_space(temporary, stages * weights_bytes(specs, config), "--save")
+    types = fitting_tokenizer_types(config.data)
+    is_exported = not EXPORTED_TYPES.isdisjoint(types)
     try:
-        write_settings(config, vocab_size, eod, config.precision.name, temporary)
-        if types := fitting_tokenizer_types(config.data):
-            if not EXPORTED_TYPES.isdisjoint(types):
-                write_tokenizer(config, config.data, temporary)
-            else:
-                _LOG.warning("a %s has no Hugging Face equivalent: only the model is exported", types[0])
+        writer.begin(vocab_size, eod, config.data if is_exported else None)
     except (OSError, UserError):
         shutil.rmtree(temporary, ignore_errors=True)
         raise
     except Exception as error:  # transformers raises many kinds, and the other ranks wait
         raise UserError(f"{temporary}: transformers cannot write the model ({one_line(error)})") from error
+    if types and not is_exported:
+        _LOG.warning("a %s has no Hugging Face equivalent: only the model is exported", types[0])
 
 
 def _write_layers(engine: GPTEngine, writer: HuggingFaceWriter, heartbeat: Callable[[], None]) -> str | None:
     """Writes this rank's share of the weights. Returns the first problem. A rank with a problem still takes
     part in the collectives."""
-    layout, module = engine.layout, engine.module
+    mesh, module = engine.mesh, engine.module
     names = {parameter: name for name, parameter in module.named_parameters()}
-    own = (layout.pipeline_stage, sorted(names.values()))
+    own = (mesh.pp.rank, sorted(names.values()))
     stage_of: dict[str, int] = {}
     for stage, held in sorted(gather_from_all_ranks(own)):
         for name in held:
@@ -150,35 +140,43 @@ def _write_layers(engine: GPTEngine, writer: HuggingFaceWriter, heartbeat: Calla
     problem: str | None = None
     for index, layer in module.layers.items():
         with engine.optimizer.gathered_params(layer):
-            if layout.dp_cp_rank == writers[index]:
-                for parameter in layer.parameters():
-                    name = names[parameter]
-                    if stage_of[name] != layout.pipeline_stage or name in written:
-                        continue
-                    written.add(name)
-                    spec = spec_of(parameter)
-                    values = _collect(parameter.detach(), spec, engine.tp_group)
-                    if values is not None and problem is None:
-                        valid = iter([values[: spec.num_valid_rows]])
-                        problem = _problem_of(partial(writer.write_parameter, name, valid))
+            for parameter in layer.parameters():
+                name, spec = names[parameter], spec_of(parameter)
+                replica = mesh.reduced_over(spec)
+                if replica.rank != writers[index] % replica.size:
+                    continue
+                if stage_of[name] != mesh.pp.rank or name in written:
+                    continue
+                written.add(name)
+                values = _collect(parameter.detach(), spec, mesh)
+                if values is not None and problem is None:
+                    valid = iter([values[: spec.num_valid_rows]])
+                    problem = _problem_of(partial(writer.write_parameter, name, valid))
         heartbeat()
     return problem
 
 
-def _collect(shard: Tensor, spec: ParameterSpec, tp_group: TPGroup) -> Tensor | None:
-    """Returns the global parameter in host memory on the first tensor-parallel rank, None on the others.
-    Collective in the group; a device holds one further shard."""
-    if spec.shard_dim is None or tp_group.size == 1:
-        # A copy in host memory too: ZeRO-3 frees the gathered weights before they are in a file.
-        return shard.to("cpu", copy=True) if tp_group.rank == 0 else None
-    assert tp_group.group is not None
-    shards = []
-    for rank, source in enumerate(dist.get_process_group_ranks(tp_group.group)):
-        buffer = shard.contiguous() if rank == tp_group.rank else torch.empty_like(shard)
-        dist.broadcast(buffer, source, group=tp_group.group)
-        if tp_group.rank == 0:
-            shards.append(buffer.cpu())
-    return merge_shards(spec, shards) if tp_group.rank == 0 else None
+def _collect(shard: Tensor, spec: ParameterSpec, mesh: Mesh) -> Tensor | None:
+    """Returns the global parameter in host memory on the first of the ranks that hold its shards or replicas
+    of one data-parallel rank, None on the others. Collective in the groups that shard the parameter."""
+    gathered = [shard for shard in spec.sharding if mesh.axis(shard.axis).size > 1]
+    for index, (dim, name, parts) in enumerate(gathered):
+        axis = mesh.axis(name)
+        assert axis.group is not None
+        shards = []
+        for rank, source in enumerate(dist.get_process_group_ranks(axis.group)):
+            buffer = shard.contiguous() if rank == axis.rank else torch.empty_like(shard)
+            dist.broadcast(buffer, source, group=axis.group)
+            if axis.rank == 0:
+                # The result stays on the device if it is sent along another axis.
+                shards.append(buffer if index + 1 < len(gathered) else buffer.cpu())
+        if axis.rank != 0:
+            return None
+        shard = merge_shards(ParameterSpec((), (Shard(dim, name, parts),)), shards)
+    if not mesh.counts(spec):
+        return None
+    # A copy in host memory too: ZeRO-3 frees the gathered weights before they are in a file.
+    return shard if gathered else shard.to("cpu", copy=True)
 
 
 def _problem_of(write: Callable[[], None]) -> str | None:

@@ -20,10 +20,10 @@ import torch.distributed as dist
 
 from megatron.checkpoint.digests import RankDigests, rank_digests
 from megatron.checkpoint.files import Files
+from megatron.checkpoint.formats.writing import CheckpointWriter
 from megatron.checkpoint.integrity import canary_loss
 from megatron.checkpoint.record import TrainingState
 from megatron.checkpoint.saving.files import BackgroundFiles
-from megatron.checkpoint.saving.formats import SaveFormat
 from megatron.checkpoint.saving.publishing import with_final_names
 from megatron.checkpoint.saving.writer import BackgroundWriter, Written, ring_bytes
 from megatron.engine.pipeline_engine import GPTEngine
@@ -57,7 +57,7 @@ class RankResult:
 
     files: Files
     table: Any
-    """What `SaveFormat.write` has returned."""
+    """What `CheckpointWriter.write` has returned."""
     digests: RankDigests
     problem: str
 
@@ -72,14 +72,12 @@ def problem_in(results: Sequence[RankResult]) -> str:
 class BackgroundSave:
     """A save in flight on one rank."""
 
-    saving: Path
-    """The folder, under its temporary name."""
     state: TrainingState
     run: dict[str, Any]
     """The content of `run.json` without the files and the digests."""
     started: float
     """The clock (`time.monotonic`) at the begin of the save."""
-    format: SaveFormat
+    writer: CheckpointWriter
     is_local: bool = False
     """Whether it is a save to --save-local."""
     before_report: Callable[[BackgroundSave, Files, str], str] | None = None
@@ -95,6 +93,11 @@ class BackgroundSave:
     """Set once rank 0 has what this rank has contributed."""
     has_ended: threading.Event = field(default_factory=threading.Event)
     """Set on rank 0 once it has the outcome."""
+
+    @property
+    def saving(self) -> Path:
+        """The folder, under its temporary name."""
+        return self.writer.folder
 
     def ended(
         self, folder: Path, problem: str = "", files: Files | None = None, mismatched: tuple[str, ...] = ()
@@ -152,13 +155,12 @@ class BackgroundSaves:
         """
         engine, optimizer = self._engine, self._engine.optimizer
         problem = self.start_writer()
-        parts = optimizer.local_param_states(with_values=False)
+        pieces = optimizer.pieces(with_values=False)
         files = BackgroundFiles(self.writer, problem)
-        table = save.format.write(engine, save.saving, save.run, files)
+        table = save.writer.write(engine, save.run, files)
         problem = files.end()
-        is_replicated = optimizer.partition_count == 1
         digests = rank_digests(
-            parts, engine.layout, is_replicated, lambda part: files.digests.get(part.name, {})
+            pieces, engine.mesh, optimizer.is_partitioned, lambda piece: files.digests.get(piece.name, {})
         )
         save.canary_loss = canary_loss(engine, self._vocab_size)
         self._num_saves += 1

@@ -1,4 +1,4 @@
-"""Writes the files of a save: a `SaveFormat` makes their content, one of two classes writes them.
+"""Writes the files of a save: a `CheckpointWriter` makes their content, one of two classes writes them.
 
 `DirectFiles` writes while training waits, `BackgroundFiles` hands the content to the rank's writer process.
 Both compute the SHA-256 of a file while they write it. The archives have no CRC-32 of their own.
@@ -6,42 +6,16 @@ Both compute the SHA-256 of a file while they write it. The archives have no CRC
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
-from megatron.checkpoint.digests import fragment_digests
+from megatron.checkpoint.digests import piece_digests
 from megatron.checkpoint.files import Files, HashedFile
-from megatron.checkpoint.formats.staged_archive import is_staged
-from megatron.checkpoint.saving.writer import BackgroundWriter, StoredFragment
-from megatron.optimizer.zero import LocalParamState
-
-
-@dataclass(frozen=True)
-class Content:
-    """A part of a file, or the whole file.
-
-    save: writes it to a file-like object. parts: the parts of parameters in it, with the tensors whose memory
-    `save` writes.
-    """
-
-    save: Callable[[Any], None]
-    parts: Sequence[LocalParamState] = ()
-
-
-class RankFiles(ABC):
-    """Writes the files of one rank."""
-
-    @abstractmethod
-    def make_folder(self, folder: Path) -> None:
-        """Creates the folder of the save, unless another rank has created it."""
-
-    @abstractmethod
-    def write(self, file: Path | None, contents: Iterable[Content]) -> None:
-        """Writes a file. file: None for contents that another rank writes: only their digests are computed,
-        to compare the replicas."""
+from megatron.checkpoint.formats.archive_writer import is_staged
+from megatron.checkpoint.formats.writing import Content, RankFiles
+from megatron.checkpoint.saving.writer import BackgroundWriter
+from megatron.mpu.pieces import Piece
 
 
 class DirectFiles(RankFiles):
@@ -88,7 +62,7 @@ class BackgroundFiles(RankFiles):
         still takes part in the collectives of the save."""
         try:
             if not self._problem and self._writer is not None:
-                self._writer.write_file(file, self._with_fragments(contents, digests_only=file is None))
+                self._writer.write_file(file, self._in_host_memory(contents, digests_only=file is None))
         except OSError as error:
             self._problem = str(error)
 
@@ -101,25 +75,18 @@ class BackgroundFiles(RankFiles):
             self._problem = str(error)
         return self._problem
 
-    def _with_fragments(
-        self, contents: Iterable[Content], digests_only: bool
-    ) -> Iterator[tuple[list[StoredFragment], Callable[[Any], None]]]:
-        """Yields each content's fragments in host memory, and its `save`. Computes the digests of fragments
-        on a device: without fragments nothing is yielded for digests only."""
+    def _in_host_memory(self, contents: Iterable[Content], digests_only: bool) -> Iterator[Content]:
+        """Yields the contents, with the states of their pieces that are in host memory. Computes the digests
+        of the states on a device; if there are no others, nothing is yielded for digests only."""
         for content in contents:
-            fragments = [fragment for part in content.parts for fragment in self._fragments(part)]
-            if fragments or not digests_only:
-                yield fragments, content.save
+            pieces = [held for piece in content.pieces if (held := self._held(piece)).values]
+            if pieces or not digests_only:
+                yield replace(content, pieces=pieces)
 
-    def _fragments(self, part: LocalParamState) -> list[StoredFragment]:
-        on_device = {name: value for name, value in part.values.items() if is_staged(value.device)}
+    def _held(self, piece: Piece) -> Piece:
+        on_device = {name: value for name, value in piece.values.items() if is_staged(value.device)}
         if on_device:
-            found = fragment_digests(part.spec, part.tp_group, part.start, on_device)
-            self.digests.setdefault(part.name, {}).update(found)
-        return [
-            StoredFragment(
-                part.name, state, part.spec, part.tp_group, part.start, value.data_ptr(), value.numel()
-            )
-            for state, value in part.values.items()
-            if state not in on_device
-        ]
+            found = piece_digests(replace(piece, values=on_device))
+            self.digests.setdefault(piece.name, {}).update(found)
+        in_memory = {name: value for name, value in piece.values.items() if name not in on_device}
+        return replace(piece, values=in_memory)

@@ -33,10 +33,12 @@ import numpy as np
 from megatron.checkpoint.files import Files, HashedFile, write_problem
 from megatron.checkpoint.host_digests import add_part, host_digests
 from megatron.child_processes import end_with_parent, python_path, signals_blocked
-from megatron.mpu.layout import TPGroup
+from megatron.mpu.mesh import Axis
 from megatron.mpu.parameter_spec import ParameterSpec
+from megatron.mpu.pieces import Piece
 
-if TYPE_CHECKING:  # the process that writes files needs no configuration
+if TYPE_CHECKING:  # the process that writes files needs no configuration and no torch
+    from megatron.checkpoint.formats.writing import Content
     from megatron.config import Config
 
 # The writer frees the ring in pieces of at most this size.
@@ -78,21 +80,6 @@ def ring_bytes(layer_parameters: Sequence[int], config: Config) -> int:
     )
     limit = config.checkpoint.async_save_memory_gb
     return needed if limit is None else min(needed, int(limit * 1e9))
-
-
-@dataclass(frozen=True)
-class StoredFragment:
-    """Consecutive fp32 elements of a parameter or moment, in memory that torch.save will write."""
-
-    name: str
-    state_name: str
-    """'fp32', or the optimizer's name of a moment."""
-    spec: ParameterSpec
-    tp_group: TPGroup
-    start: int
-    """Index of the first element in the flattened tensor-parallel shard of the parameter."""
-    address: int
-    num_elements: int
 
 
 @dataclass
@@ -137,20 +124,18 @@ class BackgroundWriter:
         for work in (self._receive, self._transmit):
             threading.Thread(target=work, name="checkpoint writer", daemon=True).start()
 
-    def write_file(
-        self, path: Path | None, contents: Iterable[tuple[Sequence[StoredFragment], Callable[[Any], None]]]
-    ) -> None:
+    def write_file(self, path: Path | None, contents: Iterable[Content]) -> None:
         """Writes the contents of a file, one after the other. Returns once all bytes are in the ring.
 
-        path: None if only digests are computed. contents: of each, the tensors in it whose digests are
-        computed, and a function that writes it to a file-like object. Raises OSError if the writer has
-        failed.
+        path: None if only digests are computed. contents: the digests of their pieces, which are in host
+        memory, are computed. Raises OSError if the writer has failed.
         """
         self._send("open", None if path is None else str(path))
-        for fragments, save in contents:
-            table = [(f.name, f.state_name, f.spec, f.tp_group.rank, f.tp_group.size) for f in fragments]
-            self._send("table", table)
-            save(_RingFile(self, fragments))
+        for content in contents:
+            self._send(
+                "table", [(p.name, state, p.spec, p.axes) for p in content.pieces for state in p.values]
+            )
+            content.save(_RingFile(self, content.pieces))
         self._send("close")
 
     def end_save(self) -> None:
@@ -224,8 +209,14 @@ class BackgroundWriter:
 class _RingFile:
     """The file-like object that torch.save writes to."""
 
-    def __init__(self, writer: BackgroundWriter, fragments: Sequence[StoredFragment]) -> None:
-        self._writer, self._fragments = writer, fragments
+    def __init__(self, writer: BackgroundWriter, pieces: Sequence[Piece]) -> None:
+        self._writer = writer
+        # Address, first element in the shard and number of elements of each state of each piece.
+        self._fragments = [
+            (values.data_ptr(), piece.start, values.numel())
+            for piece in pieces
+            for values in piece.values.values()
+        ]
 
     def write(self, data: Any) -> int:
         """Appends the bytes of a buffer, which for a tensor's storage is the tensor's own memory."""
@@ -239,11 +230,10 @@ class _RingFile:
 
     def _parts(self, begin: int, end: int) -> list[_Part]:
         parts = []
-        for number, fragment in enumerate(self._fragments):
-            first = max(begin, fragment.address)
-            last = min(end, fragment.address + 4 * fragment.num_elements)
+        for number, (address, start, num_elements) in enumerate(self._fragments):
+            first, last = max(begin, address), min(end, address + 4 * num_elements)
             if first < last:
-                element = fragment.start + (first - fragment.address) // 4
+                element = start + (first - address) // 4
                 parts.append((number, first - begin, element, (last - first) // 4))
         return parts
 
@@ -256,7 +246,7 @@ class _WriterProcess:
         self._result = Written()
         self._path: str | None = None
         self._file: HashedFile | None = None
-        self._fragments: list[tuple[str, str, ParameterSpec, int, int]] = []
+        self._fragments: list[tuple[str, str, ParameterSpec, tuple[Axis, ...]]] = []
 
     def run(self) -> None:
         """Serves the rank until it closes the connection, or until a file cannot be written."""
@@ -274,7 +264,7 @@ class _WriterProcess:
         self._path = path
         self._file = HashedFile(Path(path)) if path is not None else None
 
-    def _table(self, table: list[tuple[str, str, ParameterSpec, int, int]]) -> None:
+    def _table(self, table: list[tuple[str, str, ParameterSpec, tuple[Axis, ...]]]) -> None:
         self._fragments = table
 
     def _data(self, begin: int, count: int, used: int, parts: list[_Part]) -> None:
@@ -286,9 +276,9 @@ class _WriterProcess:
         self._pipe.send(("freed", used))
 
     def _add_digest(self, number: int, content: memoryview, first: int) -> None:
-        name, state_name, spec, tp_rank, tp_size = self._fragments[number]
+        name, state_name, spec, axes = self._fragments[number]
         values = {state_name: np.frombuffer(content, np.float32)}
-        part = host_digests(spec, TPGroup(tp_rank, tp_size), first, values)[state_name]
+        part = host_digests(spec, axes, first, values)[state_name]
         add_part(self._result.digests.setdefault(name, {}), state_name, part)
 
     def _close(self) -> None:

@@ -10,7 +10,7 @@ from megatron.config.fields import COMMON_FLAGS, Section, flag
 
 @dataclass(frozen=True, kw_only=True)
 class BatchConfig(Section):
-    """Batch sizes. megatron.config.batch computes steps and samples from them."""
+    """Batch sizes. megatron.optimizer.batch_schedule computes steps and samples from them."""
 
     group: ClassVar[str] = "training"
 

@@ -9,6 +9,9 @@ from typing import Any, ClassVar
 from megatron.config.fields import COMMON_FLAGS, Section, flag, option_name
 from megatron.config.registries import DATA_ORDERS, TOKENIZERS
 
+TOKENIZER_FIELDS = frozenset({"tokenizer_type"}).union(
+    *(tokenizer.settings for tokenizer in TOKENIZERS.values())
+)
 _groups = partial(flag, (), nargs="+", metavar="GROUP")
 _prefixes = partial(flag, (), nargs="+", metavar="PREFIX")
 _file = partial(flag, None, metavar="FILE")
@@ -136,7 +139,14 @@ class DataConfig(Section):
     )
     eod_mask_loss: bool = flag(False, changes_model=True, help="exclude end-of-document tokens from the loss")
     tokenizer_type: str | None = flag(
-        derived="inferred from the tokenizer files", choices=TOKENIZERS, help="tokenizer type"
+        derived="inferred from the tokenizer files",
+        choices=TOKENIZERS,
+        spellings={
+            "GPTSentencePieceTokenizer": "SentencePieceTokenizer",
+            "Llama2Tokenizer": "SentencePieceTokenizer",
+            "HuggingFaceTokenizer": "PretrainedFromHF",
+        },
+        help="tokenizer type",
     )
     vocab_file: str | None = _file(help="vocabulary file of GPT2BPETokenizer (vocab.json)")
     merge_file: str | None = _file(help="merge file of GPT2BPETokenizer (merges.txt)")

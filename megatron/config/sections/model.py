@@ -16,7 +16,7 @@ from megatron.config.registries import (
     QK_NORMS,
     ROPE_SCALINGS,
 )
-from megatron.config.window_pattern import WINDOW, window_pattern
+from megatron.config.sections.window_pattern import WINDOW, window_pattern
 from megatron.errors import ConfigError
 
 _MUP_FLAG: dict[str, Any] = {"group": "initialization", "used_with": ("model.mup",)}
@@ -133,7 +133,10 @@ class ModelConfig(Section):
         changes_layer_time=False,
     )
     position_embedding_type: str = flag(
-        "absolute", choices=POSITION_EMBEDDINGS, help="type of position embeddings"
+        "absolute",
+        choices=POSITION_EMBEDDINGS,
+        spellings={"rope": "rotary", "learned_absolute": "absolute"},
+        help="type of position embeddings",
     )
     rotary_base: float = flag(
         10000.0,
@@ -245,7 +248,11 @@ class ModelConfig(Section):
     layernorm_epsilon: float = flag(1e-5, above=0, help="epsilon of all norms", changes_layer_time=False)
     embed_layernorm: bool = flag(False, summary="embedding norm", help="apply a norm to the word embeddings")
     normalization: str = flag(
-        "LayerNorm", choices=NORMALIZATIONS, summary="{}", help="type of all norms in the model"
+        "LayerNorm",
+        choices=NORMALIZATIONS,
+        spellings={"rmsnorm": "RMSNorm", "layernorm": "LayerNorm"},
+        summary="{}",
+        help="type of all norms in the model",
     )
     apply_layernorm_1p: bool = flag(
         False,

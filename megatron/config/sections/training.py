@@ -214,14 +214,6 @@ class TrainingConfig(Section):
         False,
         help="check all flags, print layout, batch sizes and pipeline stages, and exit without training",
     )
-    simulate: bool = flag(
-        False,
-        help="with --dry-run: also run a training step of every pipeline stage on a simulated device, and "
-        "print its memory, operations and communication; see docs/simulation.md",
-        needs={
-            "training.dry_run": "it simulates a step and trains nothing; add --dry-run, or remove --simulate"
-        },
-    )
     gpu: str | None = flag(
         None,
         choices=GPUS,

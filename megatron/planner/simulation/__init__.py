@@ -1,1 +1,1 @@
-"""Simulates a training step without devices: see docs/simulation.md."""
+"""Records layers and optimizer steps without devices: see docs/simulation.md."""

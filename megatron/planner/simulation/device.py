@@ -18,8 +18,8 @@ import sys
 import traceback
 import weakref
 from collections.abc import Callable, Iterator, MutableMapping
-from dataclasses import replace
-from typing import Any
+from dataclasses import dataclass, replace
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
@@ -32,16 +32,12 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from megatron.planner.simulation.memory_tracker import MemoryTracker
 from megatron.planner.simulation.passes import Kernel
-from megatron.planner.simulation.record import POINT_TO_POINT, CollectiveCall
-from megatron.planner.simulation.trace import StepTrace, creation_site
 
 NAME = "sim"
 # Integer tensors of at most this many elements have true values.
 _MOST_VALUES = 1024
 # Host tensors with more elements are fake.
 _MOST_HOST_ELEMENTS = 2**18
-# For smaller storages, the place that made them is not searched, since this takes time.
-_LEAST_NAMED_BYTES = 2**16
 # Operations that launch no kernel on a device.
 _NO_KERNEL = frozenset(
     "empty empty_like new_empty empty_strided new_empty_strided detach _unsafe_view lift_fresh "
@@ -53,19 +49,48 @@ _PRODUCTS = frozenset("mm addmm bmm baddbmm".split())
 # In-place operations without an implementation for fake tensors.
 _WITHOUT_META = frozenset(["_fused_sgd_"])
 _ADD_PRODUCT = torch.ops.aten.addmm.dtype_out  # its implementation in torch 2.11 raises TypeError
+POINT_TO_POINT = ("send", "recv_")
+"""c10d's names of the operations that send and receive a message."""
+
+
+@dataclass(frozen=True)
+class CollectiveCall:
+    """One call of a collective or of a point-to-point operation, as this rank issues it."""
+
+    operation: str
+    """Name of the c10d operation, such as 'allreduce_', 'send' or 'recv_'."""
+    ranks: tuple[int, ...]
+    """Global ranks of the process group, sorted; for 'send' and 'recv_' only the other rank."""
+    dtype: str
+    elements: int
+    """Elements of the full tensor: the output of an all-gather, the input of a reduce-scatter."""
+    bytes: int
+    """Bytes of the full tensor."""
+
+
+class Trace(Protocol):
+    """Counts the work of the simulated device."""
+
+    def add_operation(self, kernel: Kernel, bytes_written: int) -> None:
+        """Counts an operation on the device. bytes_written: the part of the kernel's bytes that it writes."""
+
+    def add_call(self, call: CollectiveCall, work: dist.Work | None = None) -> None:
+        """Counts a collective call. work: the handle on which the caller can wait."""
+
+    def add_wait(self, work: dist.Work) -> None:
+        """Counts that the host makes the device wait for a collective."""
+
+    def add_sync(self, cause: str) -> None:
+        """Counts that the host waits until the device has finished all its work. cause: 'item', 'copy to
+        host', 'copy to device', 'synchronize' or the name of the operation."""
 
 
 class SimulatedDevice(TorchDispatchMode):
     """Runs operations within its context on the simulated device, and counts them in `trace` and `memory`."""
 
-    def __init__(self, make_trace: Callable[[MemoryTracker], Any] = StepTrace) -> None:
-        """make_trace: makes the object that counts operations and calls: a `StepTrace`, or another class with
-        its methods."""
+    def __init__(self, trace: Trace, memory: MemoryTracker) -> None:
         super().__init__()
-        self.memory = MemoryTracker()
-        self.host_memory = MemoryTracker()
-        self.trace = make_trace(self.memory)
-        self.communicators: set[tuple[str, int | None] | None] = set()
+        self.trace, self.memory, self.host_memory = trace, memory, MemoryTracker()
         self._fake = FakeTensorMode(allow_non_fake_inputs=True)
         self._pinned: weakref.WeakSet[torch.UntypedStorage] = weakref.WeakSet()
         self._values: MutableMapping[Tensor, Tensor] = WeakTensorKeyDictionary()
@@ -141,7 +166,7 @@ class SimulatedDevice(TorchDispatchMode):
             return func(*args, **kwargs)
         with self._fake:
             result = func(*args, **kwargs)
-        self.host_memory.add(result.untyped_storage(), creation_site())
+        self.host_memory.add(result.untyped_storage())
         return result
 
     def _account(
@@ -173,10 +198,8 @@ class SimulatedDevice(TorchDispatchMode):
 
     def _count_storage(self, tensor: Tensor) -> None:
         assert isinstance(tensor, FakeTensor)
-        storage = tensor.untyped_storage()
         tracker = self.memory if tensor.fake_device.type == NAME else self.host_memory
-        named = storage.nbytes() >= _LEAST_NAMED_BYTES
-        tracker.add(storage, creation_site() if named else "small tensors")
+        tracker.add(tensor.untyped_storage())
 
     # --- operations that connect host and device ---
 
@@ -252,7 +275,6 @@ class SimulatedDevice(TorchDispatchMode):
     # --- collectives ---
 
     def _run_collective(self, func: Any, name: str, args: tuple, kwargs: dict[str, Any]) -> Any:
-        self.communicators.add(_communicator_of(name, args))
         call = describe_call(name, args)
         with self._fake:
             result = func(*args, **kwargs)
@@ -308,35 +330,20 @@ def describe_call(name: str, args: tuple) -> CollectiveCall | None:
     if not full:
         return None
     elements = sum(x.numel() for x in full)
-    ranks: tuple[int, ...] = tuple(dist.get_process_group_ranks(_group_of(args)))
+    ranks: tuple[int, ...] = tuple(dist.get_process_group_ranks(process_group_of(args)))
     ranks = (ranks[int(args[2])],) if name in POINT_TO_POINT else tuple(sorted(ranks))
     return CollectiveCall(
         name, ranks, str(full[0].dtype).removeprefix("torch."), elements, elements * full[0].element_size()
     )
 
 
-def _group_of(args: tuple) -> dist.ProcessGroup:
+def process_group_of(args: tuple) -> dist.ProcessGroup:
     """Returns the process group among the arguments."""
     for argument in args:
         if isinstance(argument, torch.ScriptObject) and "ProcessGroup" in str(argument._type()):
             name = dist.ProcessGroup.unbox(argument).group_name
             return dist.distributed_c10d._resolve_process_group(name)
     raise ValueError("a collective call without a process group")
-
-
-def _communicator_of(name: str, args: tuple) -> tuple[str, int | None] | None:
-    """Returns a key that is equal for calls with one NCCL communicator: (name of the process group, None), or
-    (name of the group, the other rank) for a message outside a batch. None for a group of one rank, which
-    needs no buffers.
-
-    name: name of the operation. Messages of the default group count as sent one at a time, and messages of
-    other groups in batches (`engine.executor`).
-    """
-    group = _group_of(args)
-    if dist.get_world_size(group) == 1:
-        return None
-    alone = name in POINT_TO_POINT and group == dist.group.WORLD
-    return group.group_name, int(args[2]) if alone else None
 
 
 def _product(func: Any, args: tuple) -> tuple[int, int, int] | None:

@@ -29,29 +29,32 @@ from megatron.engine.pipeline_engine import mixed_precision_optimizer, plain_opt
 from megatron.model.layer_context import LayerIO, split_layer_io
 from megatron.model.pipeline_module import GPTModelPipe
 from megatron.mpu.deferred_gradients import accumulate
-from megatron.mpu.layout import ParallelLayout
 from megatron.mpu.logit_chunks import chunk_sizes
+from megatron.mpu.mesh import Mesh
 from megatron.mpu.vector_math import initialize_vector_math
 from megatron.mpu.weight_gradient import supports_fused_accumulation
 from megatron.optimizer.mixed_precision import MixedPrecisionOptimizer
 from megatron.planner.simulation.costs import LayerCost, ModelCosts, PassCost, Spec, UpdateCosts
-from megatron.planner.simulation.device import SimulatedDevice
-from megatron.planner.simulation.matching import group_name
+from megatron.planner.simulation.device import CollectiveCall, SimulatedDevice
 from megatron.planner.simulation.memory_tracker import MemoryTracker
-from megatron.planner.simulation.passes import Action, Collective, Kernel, Wait
-from megatron.planner.simulation.rank_process import mark_state, no_values, simulated_process
-from megatron.planner.simulation.record import CollectiveCall
+from megatron.planner.simulation.passes import Action, Collective, Kernel, Wait, group_name
+from megatron.planner.simulation.rank_process import (
+    SimulatedAccelerator,
+    no_values,
+    simulated_process,
+    state_tensors,
+)
 
 _EOD = 0
 _MOST_CHUNKS = 8192
 
 
 class _Recorder:
-    """Records actions and memory between two calls of `begin`. See `StepTrace` for the `add_` methods."""
+    """Records actions and memory between two calls of `begin`. See `device.Trace` for the `add_` methods."""
 
-    def __init__(self, memory: MemoryTracker) -> None:
-        self._memory = memory
-        self._layout: ParallelLayout | None = None
+    def __init__(self, memory: MemoryTracker, mesh: Mesh) -> None:
+        """layout: names the process groups of collectives."""
+        self._memory, self._layout = memory, mesh
         self._started: list[dist.Work | None] = []
         self.restart()
 
@@ -60,10 +63,6 @@ class _Recorder:
         self._costs: dict[tuple[str, int], PassCost] = {}
         self._pass: tuple[str, int] | None = None
         self._start, self._actions = 0, list[Action]()
-
-    def name_groups(self, layout: ParallelLayout) -> None:
-        """Sets the layout with which the ranks of later calls are translated into names of groups."""
-        self._layout = layout
 
     def begin(self, name: str, index: int = 0) -> None:
         """Starts to record the pass `name` of layer `index`."""
@@ -86,13 +85,11 @@ class _Recorder:
         self._actions.append(kernel)
 
     def add_call(self, call: CollectiveCall, work: dist.Work | None = None) -> None:
-        assert self._layout is not None
         self._started.append(work)
         group = group_name(call.ranks, self._layout)
         self._actions.append(Collective(group, call.operation, call.bytes))
 
     def add_wait(self, work: dist.Work) -> None:
-        """Records that the host makes the device wait for a collective."""
         for age, started in enumerate(reversed(self._started)):
             if started is work:
                 self._actions.append(Wait(age))
@@ -230,11 +227,8 @@ def record_update(
     and the end of the last one. kernels: whether the device runs Triton kernels."""
     with _rank_on_device(config, vocab_size, bounds, rank, kernels) as on_device:
         simulated, optimizer, recorder = on_device.simulated, on_device.optimizer, on_device.recorder
-        memory = simulated.memory
         _make_optimizer_state(optimizer)
         optimizer.begin_step()
-        mark_state(simulated, optimizer)
-        memory.begin_step()
         for index, bucket in enumerate(reversed(optimizer.buckets)):
             recorder.begin("reduction", index)
             bucket.start_reduction()
@@ -246,8 +240,7 @@ def record_update(
             recorder.begin("gather", index)
             bucket.begin_forward()
         recorder.end()
-        mark_state(simulated, optimizer)
-        now = memory.current_memory()
+        state = simulated.memory.sizes_of(state_tensors(optimizer))
         count = len(optimizer.buckets)
         before_layers = [recorder.cost("gather", index).actions for index in range(count)]
         waits = [sum(isinstance(action, Wait) for action in part) for part in before_layers]
@@ -257,9 +250,9 @@ def record_update(
         end = len(step) - (sum(waits) - len(chained))
         starts = iter([*(action for action in step[end:] if isinstance(action, Collective)), *chained])
         return UpdateCosts(
-            now.parameters,
-            now.gradients,
-            now.optimizer,
+            state["parameters"],
+            state["gradients"],
+            state["optimizer"],
             simulated.host_memory.total,
             tuple(recorder.cost("reduction", index).actions for index in range(count)),
             recorder.cost("reduce").actions,
@@ -299,16 +292,17 @@ def _rank_on_device(
 ) -> Iterator[_Rank]:
     """Makes the model and the optimizer of a rank on the simulated device, within this context."""
     initialize_vector_math()
-    layout = ParallelLayout.from_config(config.parallel, rank)
-    with simulated_process(layout, kernels, _Recorder) as (simulated, _):
+    mesh = Mesh.from_config(config.parallel, rank)
+    memory = MemoryTracker()
+    recorder = _Recorder(memory, mesh)
+    simulated = SimulatedDevice(recorder, memory)
+    with simulated_process(mesh, SimulatedAccelerator(simulated, kernels)):
         processes.init_distributed(config, FakeStore())
-        recorder: _Recorder = simulated.trace
-        recorder.name_groups(layout)
-        tp_group = layout.make_tp_group()
-        model = _ObservedModel(config, layout, tp_group, vocab_size, _EOD, bounds, no_values)
+        mesh = mesh.connect()
+        model = _ObservedModel(config, mesh, vocab_size, _EOD, bounds, no_values)
         supports_fused_accumulation(next(model.parameters()))  # it asks the device once per process
         plain = plain_optimizer(config, model)
-        optimizer = mixed_precision_optimizer(config, layout, tp_group, model, plain)
+        optimizer = mixed_precision_optimizer(config, mesh, model, plain)
         yield _Rank(config, simulated, model, optimizer, recorder)
 
 

@@ -14,12 +14,34 @@ written by hand.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+
+from megatron.mpu.mesh import Mesh
 
 Group = str | tuple[int, ...]
 """A process group: 'tensor', 'data', 'pipeline', 'model', 'stage', 'world', or some pipeline ranks. See
-`matching.group_name`."""
+`group_name`."""
+
+
+def group_name(ranks: Sequence[int], mesh: Mesh) -> Group:
+    """Names a process group after the axes in which its ranks differ: 'tensor', 'context', 'data' (data and
+    context), 'pipeline', 'model' (tensor and pipeline), 'stage' (tensor and data) or 'world'. A group of only
+    some pipeline ranks is named by these pipeline ranks."""
+    members = [mesh.coordinates_of(rank) for rank in ranks]
+    pipeline, only_data, context, tensor = (
+        len({member[name] for member in members}) > 1 for name in ("pp", "dp", "cp", "tp")
+    )
+    if context and not (pipeline or only_data or tensor):
+        return "context"
+    data = only_data or context
+    if pipeline and not data and not tensor and len(ranks) < mesh.pp_size:
+        return tuple(member["pp"] for member in members)
+    if data:
+        return "world" if pipeline else "stage" if tensor else "data"
+    if pipeline:
+        return "model" if tensor else "pipeline"
+    return "tensor" if tensor else "data"
 
 
 @dataclass(frozen=True)

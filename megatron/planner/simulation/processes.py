@@ -13,8 +13,7 @@ import signal
 import sys
 import tempfile
 import threading
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor, as_completed
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, redirect_stdout, suppress
 from multiprocessing import forkserver
 from multiprocessing.connection import Connection
@@ -24,41 +23,16 @@ from typing import Any
 
 from megatron.cluster.launch import temporary_environment
 from megatron.errors import UserError, one_line
-from megatron.planner.simulation.record import SimulationError
 from megatron.torch_versions import missing_name
 
-_PRELOADED = ["torch._dynamo", "setuptools", "megatron.planner.simulation.world"]
+_PRELOADED = ["torch._dynamo", "setuptools", "megatron.planner.simulation.layer_costs"]
 _SHOWN_LINES = 30
 # Threads start workers, and the start of the server changes the environment for a moment, so they take turns.
 _STARTING = threading.Lock()
 
 
-def run_in_processes(
-    function: Callable[..., Any], arguments: Iterable[Sequence[Any]], processes: int | None = None
-) -> list[Any]:
-    """Calls `function(*a)` for each tuple `a` of `arguments`, each in a new process; returns the results.
-    function: a function of a module, since it is pickled. processes: number of processes at a time (default:
-    one per core). Raises the errors of `Worker.run`."""
-    workers: list[Worker] = []
-
-    def run_one(values: Sequence[Any]) -> Any:
-        workers.append(worker := Worker({}))
-        try:
-            return worker.run(function, *values)
-        finally:
-            worker.end()
-
-    with ThreadPoolExecutor(processes or len(os.sched_getaffinity(0))) as threads:
-        tasks = [threads.submit(run_one, values) for values in arguments]
-        try:
-            for task in as_completed(tasks):
-                task.result()
-        except BaseException:  # starts no further process, and ends the running ones
-            threads.shutdown(wait=False, cancel_futures=True)
-            for worker in list(workers):
-                worker.end()
-            raise
-    return [task.result() for task in tasks]
+class SimulationError(RuntimeError):
+    """A process that simulates a run has failed."""
 
 
 class Worker:

@@ -8,6 +8,7 @@ each kind of rank. The processes and all recordings are kept, since a search nee
 from __future__ import annotations
 
 import os
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, replace
@@ -22,10 +23,16 @@ from megatron.config.sections.checkpoint import CheckpointConfig
 from megatron.config.sections.logging import LoggingConfig
 from megatron.config.sections.optimizer import OptimizerConfig
 from megatron.config.sections.schedule import ScheduleConfig
-from megatron.config.window_pattern import WINDOW
 from megatron.model.attention_choice import run_uses_kernels
+from megatron.model.layer_kinds import (
+    LayerDescription,
+    LayerKind,
+    Role,
+    layer_kind,
+    settings_of,
+    transformer_layers,
+)
 from megatron.optimizer.overlap import divide_into_buckets
-from megatron.pipeline.methods import TRANSFORMER_LAYER
 from megatron.pipeline.stages import StagePlan
 from megatron.planner.simulation.costs import LayerCost, ModelCosts, PassCost, Spec, UpdateCosts, spec_bytes
 from megatron.planner.simulation.layer_costs import record_layers, record_update
@@ -62,7 +69,6 @@ _NEUTRAL: dict[str, Any] = {
     "training.device_memory": None,
     "training.compile": False,
     "training.deterministic_mode": False,
-    "training.simulate": False,
     "training.deepspeed_config": None,
 }
 
@@ -114,7 +120,7 @@ def _gather(specs: Sequence[Spec], parts: int) -> tuple[Action, ...]:
 
 def stage_costs(config: Config, plan: StagePlan, vocab_size: int, stage: int) -> StageCosts:
     """Returns the costs of a stage of the plan."""
-    costs = _stage(config, plan.names, vocab_size, plan.bounds[stage], plan.bounds[stage + 1])
+    costs = _stage(config, plan.layers, vocab_size, plan.bounds[stage], plan.bounds[stage + 1])
     own, following = plan.rank_of(stage), plan.rank_of_stage[stage + 1 :][:1]
     return replace(
         costs,
@@ -123,10 +129,12 @@ def stage_costs(config: Config, plan: StagePlan, vocab_size: int, stage: int) ->
     )
 
 
-def _stage(config: Config, names: Sequence[str], vocab_size: int, first: int, end: int) -> StageCosts:
+def _stage(
+    config: Config, layers: Sequence[LayerDescription], vocab_size: int, first: int, end: int
+) -> StageCosts:
     """Returns the costs of the layers `first` to `end` - 1 as a stage whose neighbors are on other ranks."""
-    count = list(names[first:end]).count(TRANSFORMER_LAYER)
-    parts = _Parts.record(config, names, vocab_size, range(first, end))
+    count = sum(layer.role is Role.TRANSFORMER for layer in layers[first:end])
+    parts = _Parts.record(config, layers, vocab_size, range(first, end))
     tokens = ((config.batch.micro_batch_size, config.model.seq_length), torch.int64)
     shards = config.parallel.tensor_model_parallel_size if config.parallel.sends_parts else 1
     return StageCosts(
@@ -134,15 +142,19 @@ def _stage(config: Config, names: Sequence[str], vocab_size: int, first: int, en
         weight=_repeated(parts.model.weight, count, parts.few),
         inputs=parts.outputs_of(first - 1) if first else (tokens,),
         receives=shards if first > 0 else 0,
-        sends=shards if end < len(names) else 0,
+        sends=shards if end < len(layers) else 0,
         tables=parts.model.tables if count else 0,
         host=parts.model.host * count // parts.few,
     )
 
 
-def whole_model_costs(config: Config, names: Sequence[str], vocab_size: int) -> StageCosts:
-    """Returns the costs of all layers of the model as one stage. names: names of the layers."""
-    return _stage(config, names, vocab_size, 0, len(names))
+def whole_model_costs(config: Config, layers: Sequence[LayerDescription], vocab_size: int) -> StageCosts:
+    """Returns the costs of all layers of the model as one stage."""
+    return _stage(config, layers, vocab_size, 0, len(layers))
+
+
+_Group = tuple[LayerKind, ...]
+"""The kinds of layers that are recomputed together; without recomputation of one layer."""
 
 
 @dataclass(frozen=True)
@@ -152,7 +164,7 @@ class _Parts:
     begins: index of the first transformer layer. few: transformer layers of the recorded model. many:
     transformer layers of the run. prefetches: a layer starts collectives of the layer after the next (ZeRO-2
     and 3). stage, kinds: the groups of layers that are recomputed together, of the stage and of the recorded
-    model, as letters of --window-pattern. rest: transformer layers in the smaller group at the end of a
+    model. rest: transformer layers in the smaller group at the end of a
     stage, if its layers do not fill the last group.
     """
 
@@ -161,28 +173,29 @@ class _Parts:
     few: int
     many: int
     prefetches: bool
-    stage: tuple[str, ...]
-    kinds: tuple[str, ...]
+    stage: tuple[_Group, ...]
+    kinds: tuple[_Group, ...]
     rest: int
 
     @classmethod
-    def record(cls, config: Config, names: Sequence[str], vocab_size: int, entries: range) -> _Parts:
+    def record(
+        cls, config: Config, layers: Sequence[LayerDescription], vocab_size: int, entries: range
+    ) -> _Parts:
         """Records a model for a stage with these entries of the layer list.
 
         It has a first group of each kind, which also computes tensors that all layers of the kind share, a
         second group of each kind, and the smaller group at the end of the stage. With ZeRO-2 and 3 the
         stage's first two groups precede them, and its last group follows.
         """
-        begins, many = names.index(TRANSFORMER_LAYER), config.model.num_layers
+        transformer = transformer_layers(layers)
+        begins, many = transformer.start, len(transformer)
         per_group = config.training.checkpoint_num_layers if config.training.recomputes_layers else 1
         prefetches = config.parallel.shards_gradients
-        pattern = config.model.window_pattern or (WINDOW,)
-        letters = "".join(
-            pattern[(entry - begins) % len(pattern)] for entry in entries if begins <= entry < begins + many
-        )
-        count, rest = divmod(len(letters), per_group)
-        stage = tuple(letters[index * per_group :][:per_group] for index in range(count))
-        last = stage[-1] if stage else "".join(pattern * per_group)[:per_group]
+        every = [kind for layer in layers if (kind := layer.kind)]
+        own = [kind for entry in entries if (kind := layers[entry].kind)]
+        count, rest = divmod(len(own), per_group)
+        stage = tuple(tuple(own[index * per_group :][:per_group]) for index in range(count))
+        last = stage[-1] if stage else tuple((every * per_group)[:per_group])
         different = dict.fromkeys(stage or (last,))
         head = stage[:2] if prefetches else ()
         firsts = tuple(kind for kind in different if kind not in head)
@@ -192,10 +205,9 @@ class _Parts:
             fewest = min(many // per_group, 4 if prefetches else 2)
             kinds = (*stage, *(last,) * (fewest - count))
         few = len(kinds) * per_group + rest
-        recorded = "".join(kinds) + letters[len(letters) - rest :]
-        settings = _layers_config(config, few, tuple(recorded) if config.model.window_pattern else None)
+        settings = _layers_config(config, [*chain(*kinds), *own[len(own) - rest :]])
         recording = _RECORDINGS.get(
-            record_layers, settings, vocab_size, len(names) - many + few, run_uses_kernels(config)
+            record_layers, settings, vocab_size, len(layers) - many + few, run_uses_kernels(config)
         )
         return cls(recording.result(), begins, few, many, prefetches, stage, kinds, rest)
 
@@ -263,19 +275,18 @@ def rank_update(config: Config, plan: StagePlan, vocab_size: int, rank: int) -> 
     how many matrices the most loaded rank owns grows in steps."""
     held = [stage for stage, holder in enumerate(plan.rank_of_stage) if holder == rank]
     entries = [entry for stage in held for entry in range(plan.bounds[stage], plan.bounds[stage + 1])]
-    count = [plan.names[entry] for entry in entries].count(TRANSFORMER_LAYER)
+    inner = transformer_layers(plan.layers)
+    kinds = [kind.without_window for entry in entries if (kind := plan.layers[entry].kind)]
     parallel, last = config.parallel, max(plan.rank_of_stage)
     extrapolates = not config.optimizer.updates_matrices
     buckets: list[range] = []
     if parallel.bucket_size is not None:
-        size = plan.parameters[plan.names.index(TRANSFORMER_LAYER)]
-        buckets = divide_into_buckets([size] * count, parallel.bucket_size)
+        sizes = [plan.parameters[entry] for entry in entries if entry in inner]
+        buckets = divide_into_buckets(sizes, parallel.bucket_size)
 
-    inner = plan.names.index(TRANSFORMER_LAYER)
-
-    def record(entries: Sequence[int], layers: int, replicas: int) -> UpdateCosts:
-        place, bounds = _short_pipeline(plan.names, entries, layers, last + 1)
-        settings = _update_config(config, len(bounds) - 1, max(layers, 1), replicas, bool(buckets))
+    def record(entries: Sequence[int], kinds: Sequence[LayerKind], replicas: int) -> UpdateCosts:
+        place, bounds = _short_pipeline(plan.layers, entries, len(kinds), last + 1)
+        settings = _update_config(config, len(bounds) - 1, kinds, replicas, bool(buckets))
         first = place * parallel.tensor_model_parallel_size * replicas
         recording = _RECORDINGS.get(
             record_update, settings, vocab_size, bounds, first, run_uses_kernels(config)
@@ -284,10 +295,14 @@ def rank_update(config: Config, plan: StagePlan, vocab_size: int, rank: int) -> 
         return found
 
     def with_replicas(replicas: int) -> UpdateCosts:
-        if count <= _MANY_LAYERS or not extrapolates:
-            return record(entries, count, replicas)
-        fewer, more = (record([inner], _FEW_LAYERS + number, replicas) for number in (0, 1))
-        return record(entries, _FEW_LAYERS, replicas).plus(count - _FEW_LAYERS, fewer, more)
+        if len(kinds) <= _MANY_LAYERS or not extrapolates:
+            return record(entries, kinds, replicas)
+        few = {kind: min(number, _FEW_LAYERS) for kind, number in Counter(kinds).items()}
+        update = record(entries, [*Counter(few).elements()], replicas)
+        for kind, number in few.items():
+            fewer, more = (record([inner.start], [kind] * (number + one), replicas) for one in (0, 1))
+            update = update.plus(kinds.count(kind) - number, fewer, more)
+        return update
 
     replicas = parallel.dp_cp_size
     if replicas <= _MANY_REPLICAS or not extrapolates:
@@ -299,21 +314,20 @@ def rank_update(config: Config, plan: StagePlan, vocab_size: int, rank: int) -> 
 
 
 def _short_pipeline(
-    names: Sequence[str], entries: Sequence[int], layers: int, ranks: int
+    layers: Sequence[LayerDescription], entries: Sequence[int], count: int, ranks: int
 ) -> tuple[int, tuple[int, ...]]:
     """Makes a pipeline of at most three ranks, of which one has the `entries` of the layer list, but with
-    only `layers` transformer layers. Returns (that rank, bounds of the stages).
+    only `count` transformer layers. Returns (that rank, bounds of the stages).
 
     It stands for the run's pipeline of `ranks` ranks: the optimizer step of a rank depends neither on the
     layers of other ranks, nor on how its layers form stages.
     """
-    begins, many = names.index(TRANSFORMER_LAYER), list(names).count(TRANSFORMER_LAYER)
-    few = max(layers, 1)
-    own = [entry for entry in entries if not begins <= entry < begins + many]
-    inner = [entry if entry < begins else entry - many + few for entry in own]
-    inner += range(begins, begins + layers)
-    first, end = min(inner, default=begins), max(inner, default=begins - 1) + 1
-    total = len(names) - many + few
+    transformer, few = transformer_layers(layers), max(count, 1)
+    begins, fewer = transformer.start, len(transformer) - few
+    own = [entry if entry < begins else entry - fewer for entry in entries if entry not in transformer]
+    own += range(begins, begins + count)
+    first, end = min(own, default=begins), max(own, default=begins - 1) + 1
+    total = len(layers) - fewer
     if first == 0 and end == total:
         return 0, (0, total)
     if first > 0 and end < total:
@@ -357,9 +371,9 @@ class _Recordings:
 _RECORDINGS = _Recordings()
 
 
-def _layers_config(config: Config, num_layers: int, pattern: tuple[str, ...] | None) -> Config:
-    """Returns the configuration of a model with few layers, of the kinds of a --window-pattern. Settings on
-    which the costs of layers do not depend are reset, so that equal configurations are recorded once."""
+def _layers_config(config: Config, kinds: Sequence[LayerKind]) -> Config:
+    """Returns the configuration of a model with layers of these kinds. Settings on which the costs of layers
+    do not depend are reset, so that equal configurations are recorded once."""
     parallel = config.parallel
     shards = parallel.shards_gradients
     context = parallel.context_parallel_size
@@ -373,16 +387,18 @@ def _layers_config(config: Config, num_layers: int, pattern: tuple[str, ...] | N
         "parallel.zero_stage": parallel.zero_stage if shards else 0,
         "parallel.ddp_bucket_size": None,
         "parallel.cpu_offload": False,
-        "model.num_layers": num_layers,
-        "model.window_pattern": pattern,
+        **settings_of(kinds),
         "batch.global_batch_size": config.batch.micro_batch_size * replicas,
     }
     return _without_run(config.with_settings(settings), OptimizerConfig())
 
 
-def _update_config(config: Config, ranks: int, num_layers: int, replicas: int, has_buckets: bool) -> Config:
-    """Returns the configuration of a pipeline with these numbers of ranks, layers and replicas, and one
-    bucket per layer or none. Settings on which the optimizer step does not depend are reset."""
+def _update_config(
+    config: Config, ranks: int, kinds: Sequence[LayerKind], replicas: int, has_buckets: bool
+) -> Config:
+    """Returns the configuration of a pipeline with these numbers of ranks and replicas, layers of these
+    kinds (or one layer), and one bucket per layer or none. Settings on which the optimizer step does not
+    depend are reset."""
     parallel = config.parallel
     settings = {
         **_NEUTRAL,
@@ -392,8 +408,7 @@ def _update_config(config: Config, ranks: int, num_layers: int, replicas: int, h
         "parallel.pipeline_schedule": "1f1b",
         "parallel.virtual_pipeline_stages": 1,
         "parallel.ddp_bucket_size": 1 if has_buckets else _NO_BUCKETS,
-        "model.num_layers": num_layers,
-        "model.window_pattern": None,
+        **settings_of(kinds or [layer_kind(config.model, 0).without_window]),
         "model.hidden_dropout": 0.0,
         "model.attention_dropout": 0.0,
         "batch.micro_batch_size": 1,

@@ -15,9 +15,8 @@ from typing import Any
 
 from megatron.config.fields import setting_option
 from megatron.config.flag_parser import make_parser
+from megatron.config.foreign_flags import foreign_flags, rewrite
 from megatron.config.mistakes import Mistakes
-from megatron.config.peer_flags import IGNORED_FLAGS
-from megatron.config.peer_rewriting import rewrite
 from megatron.config.tool_parser import CollectingParser
 from megatron.errors import ConfigError
 
@@ -34,7 +33,6 @@ SET_BY_SWEEP = ("training.exit_interval", "training.eval_iters", "logging.log_in
 # Flags that a sweep does not accept, and why.
 _REFUSED = {
     "training.dry_run": "use the plan command instead",
-    "training.simulate": "use pretrain_gpt.py --dry-run --simulate instead",
     "training.no_train": "a sweep measures training steps",
     "checkpoint.save": "the runs of a sweep save nothing, so that each starts from the same weights",
 }
@@ -194,6 +192,8 @@ def _check_axis(axis: Axis, base: Mapping[str, Any]) -> str:
     """Returns the setting of the axis as 'section.field'. Raises ConfigError if the flag cannot be varied, or
     a value is not valid. base: the settings of the base command."""
     action = _actions().get(axis.flag)
+    if action is None and axis.flag in foreign_flags().ignored:
+        raise ConfigError(f"--vary {axis.flag}: the flag is ignored, so its value changes nothing")
     if action is None:
         nearest = difflib.get_close_matches(axis.flag, _actions(), n=1)
         hint = f"did you mean {nearest[0]}?" if nearest else "see pretrain_gpt.py --help"
@@ -202,8 +202,6 @@ def _check_axis(axis: Axis, base: Mapping[str, Any]) -> str:
     if name in _REFUSED or name in SET_BY_SWEEP:
         reason = _REFUSED.get(name, "the sweep sets it")
         raise ConfigError(f"--vary {axis.flag} is not possible: {reason}")
-    if any(axis.flag == flag.name for flag in IGNORED_FLAGS):
-        raise ConfigError(f"--vary {axis.flag}: the flag is ignored, so its value changes nothing")
     if not axis.values:
         raise ConfigError(f"--vary {axis.flag} has no value. Expected --vary FLAG VALUE VALUE ...")
     if len(set(axis.values)) < len(axis.values):

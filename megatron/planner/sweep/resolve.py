@@ -8,17 +8,15 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
-from megatron.checkpoint.saved_config import read_saved_config
-from megatron.config import Config, read_command_line
-from megatron.engine.deepspeed_config import read_deepspeed_config
+from megatron.arguments import read_command_line
+from megatron.config import Config
+from megatron.data.vocabulary import find_vocabulary
 from megatron.errors import UserError
 from megatron.pipeline.layer_times import needs_profiling, read_layer_times
 from megatron.pipeline.schedule import mean_bubble
 from megatron.pipeline.stages import plan_stages, stage_flops
-from megatron.planner.memory import planned_bytes
-from megatron.planner.step_time import planned_step
+from megatron.planner.plan import make_plan
 from megatron.planner.sweep.axes import Row, num_processes, run_words
-from megatron.tokenizer.vocabulary import find_vocabulary
 
 # Largest schedule (stages x micro-batches) that is simulated. It takes a second.
 _MAX_SIMULATED = 50_000
@@ -39,7 +37,6 @@ _SAME_LOSSES: dict[str, tuple[str, ...] | None] = {
         "eval_harness_tasks_path",
         "eval_harness_limit",
         "dry_run",
-        "simulate",
         "gpu",
         "device_memory",
         "exit_interval",
@@ -92,7 +89,7 @@ def _resolve_row(base: Sequence[str], row: Row, steps: int, processes: int | Non
         processes = processes or num_processes(words)
         more = ["--dry-run", "--world-size", str(processes)] if dry_run else []
         env = {"WORLD_SIZE": str(processes)}
-        config = read_command_line([*words, *more], env, read_saved_config, read_deepspeed_config).config
+        config = read_command_line([*words, *more], env).config
         _check_full_batch(config)
         predicted = predict(config)
     except UserError as error:
@@ -147,14 +144,13 @@ def predict(config: Config) -> dict[str, Any]:
     if times is None and needs_profiling(config):
         note = "--partition-method profile measures the layers at the start of the run"
         return {**_PREDICTION, "note": note}
-    plan = plan_stages(config, vocab.size, times)
-    work = stage_flops(config, plan, vocab.size)
-    ranks = plan.sum_by_rank(work)
-    step = planned_step(config, plan, vocab.size)
+    plan = make_plan(config, vocab.size, plan_stages(config, vocab.size, times))
+    work, step = stage_flops(config, plan.stages, vocab.size), plan.step
+    ranks = plan.stages.sum_by_rank(work)
     return {
         **_PREDICTION,
-        "layers": [plan.layer_range(stage) for stage in range(len(work))],
-        "memory_bytes": planned_bytes(config, vocab.size, plan),
+        "layers": [plan.stages.layer_range(stage) for stage in range(len(work))],
+        "memory_bytes": plan.bytes_by_rank,
         "bubble": _predicted_bubble(config, work) if step is None else step.bubble,
         "max_over_mean": max(ranks) * len(ranks) / sum(ranks),
         "step_s": None if step is None else step.total,

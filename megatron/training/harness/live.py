@@ -16,8 +16,8 @@ import numpy as np
 import torch
 from deepspeed.accelerator import get_accelerator
 
+from megatron.arguments.data_checks import no_harness
 from megatron.config import Config
-from megatron.config.validate import no_harness
 from megatron.engine.pipeline_engine import GPTEngine
 from megatron.model.distributed_inference import DistributedGPT, InferenceStopped
 from megatron.tokenizer import build_tokenizer
@@ -64,9 +64,7 @@ def run_tasks(
 
     config = engine.run_config
     size = config.batch.micro_batch_size
-    model = DistributedGPT(
-        engine.module, engine.layout, engine.tp_group, size, stop_requested, begin_micro_batch
-    )
+    model = DistributedGPT(engine.module, engine.mesh, size, stop_requested, begin_micro_batch)
     engine.optimizer.wait_for_params()
     engine.module.eval()
     # torch.compile would recompile for each text length.

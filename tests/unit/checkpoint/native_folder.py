@@ -15,12 +15,14 @@ import torch
 
 from megatron.checkpoint.digests import fragment_digests
 from megatron.checkpoint.files import add_checksum, describe_file
+from megatron.checkpoint.formats.registry import format_of
 from megatron.checkpoint.formats.universal_info import spec_record
 from megatron.checkpoint.record import TrainingState
 from megatron.checkpoint.saving.run_record import layout_record
+from megatron.commands import convert_checkpoint
 from megatron.config import Config, padded_vocab_size
 from megatron.model.single_process import model_specs
-from megatron.mpu.layout import TPGroup
+from megatron.mpu.mesh import Axis
 from tests.reference.shards import shard_of
 from tests.support.layouts import EOD, VOCAB
 
@@ -75,28 +77,28 @@ def write_native(
     path = folder / f"global_step{step}"
     path.mkdir(parents=True)
     parallel = config.parallel
-    tp_group = parallel.tensor_model_parallel_size
+    tp_size = parallel.tensor_model_parallel_size
     dtype = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}[config.precision.name]
     layers: dict[tuple[int, int], dict[str, torch.Tensor]] = {}
     records: dict[str, dict] = {}
-    masters: list[dict[str, torch.Tensor]] = [{} for _ in range(tp_group)]
+    masters: list[dict[str, torch.Tensor]] = [{} for _ in range(tp_size)]
     for name, spec in model_specs(config, VOCAB, EOD).items():
         whole = wholes[name]
         if spec.num_valid_rows is not None:
-            padding = padded_vocab_size(VOCAB, config.model, tp_group) - VOCAB
+            padding = padded_vocab_size(VOCAB, config.model, tp_size) - VOCAB
             whole = torch.nn.functional.pad(whole, (0, 0, 0, padding), value=PADDING)
             spec = replace(spec, global_shape=tuple(whole.shape))
         records[name] = spec_record(spec)
         layer, short = (1, name.removeprefix(EMBED)) if name.startswith(EMBED) else name.split(".", 1)
-        for rank in range(tp_group):
-            shard = shard_of(spec, whole, TPGroup(rank, tp_group))
+        for rank in range(tp_size):
+            shard = shard_of(spec, whole, [Axis("tp", rank, tp_size)])
             masters[rank][name] = shard
             layers.setdefault((int(layer), rank), {})[short] = shard.to(dtype).clone()
     for (layer, rank), state in layers.items():
         torch.save(state, path / f"layer_{layer:02d}-model_{rank:02d}-model_states.pt")
-    for rank in range(tp_group * parallel.pipeline_model_parallel_size):
+    for rank in range(tp_size * parallel.pipeline_model_parallel_size):
         replicas = parallel.dp_cp_size if parallel.zero_stage else 1
-        states = optimizer_states(masters[rank] if rank < tp_group else {}, replicas)
+        states = optimizer_states(masters[rank] if rank < tp_size else {}, replicas)
         zero = parallel.zero_stage > 0
         torch.save({} if zero else {"optimizer": states[0]}, path / f"mp_rank_{rank:02d}_model_states.pt")
         for replica, state in enumerate(states if zero else []):
@@ -104,7 +106,7 @@ def write_native(
             torch.save({"optimizer_state_dict": state}, file)
     specs = model_specs(config, VOCAB, EOD)
     digests = {
-        name: f"{fragment_digests(specs[name], TPGroup(), 0, {'': whole.reshape(-1)})['']:016x}"
+        name: f"{fragment_digests(specs[name], (), 0, {'': whole.reshape(-1)})['']:016x}"
         for name, whole in wholes.items()
     }
     run = {
@@ -122,6 +124,13 @@ def write_native(
     (path / "run.json").write_text(json.dumps(add_checksum(run)))
     (folder / "latest").write_text(path.name)
     return path
+
+
+def convert(source: Path, target: Path, name: str, *flags: str) -> Path:
+    """Runs tools/convert_checkpoint.py. name: the format."""
+    convert_checkpoint.run(["--from", str(source), "--to", str(target), "--format", name, *flags])
+    assert format_of(target) == name
+    return target
 
 
 def change_run(folder: Path, change: Callable[[dict[str, Any]], object]) -> None:

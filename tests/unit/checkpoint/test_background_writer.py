@@ -14,22 +14,24 @@ import torch
 
 from megatron.checkpoint.digests import fragment_digests
 from megatron.checkpoint.files import write_problem
-from megatron.checkpoint.formats.staged_archive import save_archive
+from megatron.checkpoint.formats.archive_writer import save_archive
+from megatron.checkpoint.formats.native_writer import NativeWriter
+from megatron.checkpoint.formats.writing import Content
 from megatron.checkpoint.saving.background import BackgroundSave
-from megatron.checkpoint.saving.formats import NativeFormat
-from megatron.checkpoint.saving.writer import BackgroundWriter, StoredFragment
-from megatron.mpu.layout import TPGroup
-from megatron.mpu.parameter_spec import ParameterSpec
+from megatron.checkpoint.saving.writer import BackgroundWriter
+from megatron.mpu.mesh import Axis
+from megatron.mpu.parameter_spec import ParameterSpec, Shard
+from megatron.mpu.pieces import Piece
 from tests.support.checkpoints import state_after
 
 ROWS, COLUMNS = 300, 70
-SPEC = ParameterSpec(global_shape=(2 * ROWS, COLUMNS), shard_dim=0)
-GROUP = TPGroup(1, 2)
+SPEC = ParameterSpec(global_shape=(2 * ROWS, COLUMNS), sharding=(Shard(0),))
+AXES = (Axis("tp", 1, 2),)
 
 
-def fragment(values: torch.Tensor, first: int, kind: str) -> StoredFragment:
+def piece(values: torch.Tensor, first: int, kind: str) -> Piece:
     """The elements of `values` as those of a parameter's shard from `first` on."""
-    return StoredFragment("weight", kind, SPEC, GROUP, first, values.data_ptr(), values.numel())
+    return Piece("weight", SPEC, AXES, first, first + values.numel(), {kind: values})
 
 
 @pytest.fixture
@@ -55,10 +57,10 @@ def test_the_files_are_those_of_torch_save_and_the_digests_those_of_the_tensors(
             "step": seed,
         }
         path = tmp_path / f"{seed}.pt"
-        fragments = [fragment(values[:5000], 0, "fp32"), fragment(values[5000:], 5000, "fp32")]
-        fragments.append(fragment(moment, 0, "exp_avg"))
-        writer.write_file(path, [(fragments, partial(torch.save, state))])
-        writer.write_file(None, [([fragment(moment, 0, "other")], partial(torch.save, moment))])
+        pieces = [piece(values[:5000], 0, "fp32"), piece(values[5000:], 5000, "fp32")]
+        pieces.append(piece(moment, 0, "exp_avg"))
+        writer.write_file(path, [Content(partial(torch.save, state), pieces)])
+        writer.write_file(None, [Content(partial(torch.save, moment), [piece(moment, 0, "other")])])
         writer.end_save()
         flat.zero_()  # training continues
         written = writer.written()
@@ -70,7 +72,7 @@ def test_the_files_are_those_of_torch_save_and_the_digests_those_of_the_tensors(
         read = torch.load(path, weights_only=True)
         assert torch.equal(read["weights"], state["weights"]) and read["step"] == seed
         assert torch.equal(read["moment"], moment)
-        expected = fragment_digests(SPEC, GROUP, 0, {"fp32": read["flat"][10:].clone(), "exp_avg": moment})
+        expected = fragment_digests(SPEC, AXES, 0, {"fp32": read["flat"][10:].clone(), "exp_avg": moment})
         assert written.digests == {"weight": {**expected, "other": expected["exp_avg"]}}
     assert len(heartbeats) >= 8
     loaded = Path(f"/proc/{writer.process.pid}/maps").read_text()
@@ -80,20 +82,19 @@ def test_the_files_are_those_of_torch_save_and_the_digests_those_of_the_tensors(
 
 def test_a_missing_folder_is_the_result_of_the_save_and_an_error_of_the_next_one(tmp_path: Path) -> None:
     writer = BackgroundWriter(1 << 16, lambda: None)
-    writer.write_file(
-        tmp_path / "folder" / "missing.pt", [([], lambda file: torch.save(torch.zeros(10), file))]
-    )
+    content = Content(partial(torch.save, torch.zeros(10)))
+    writer.write_file(tmp_path / "folder" / "missing.pt", [content])
     writer.end_save()
     written = writer.written()
     assert "missing.pt: No such file" in written.problem
     with pytest.raises(OSError, match="missing.pt"):
-        writer.write_file(tmp_path / "other.pt", [([], lambda file: torch.save(torch.zeros(10), file))])
+        writer.write_file(tmp_path / "other.pt", [content])
     writer.close()
 
 
 def test_a_failed_save_has_the_final_name_and_a_full_disk_is_called_so(tmp_path: Path) -> None:
     saving = tmp_path / "saving-global_step2.0a1b2c3d"
-    save = BackgroundSave(saving, state_after(2), {}, 0.0, NativeFormat())
+    save = BackgroundSave(state_after(2), {}, 0.0, NativeWriter(saving))
     full = OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
     outcome = save.ended(saving, write_problem(full, str(saving / "file.pt")))
     assert outcome.folder == tmp_path / "global_step2"
@@ -116,14 +117,14 @@ def test_a_writer_that_is_killed_is_named(moment: str, tmp_path: Path) -> None:
         os.kill(writer.process.pid, signal.SIGKILL)
     problem = ""
     try:
-        writer.write_file(tmp_path / "file.pt", [([], save)])
+        writer.write_file(tmp_path / "file.pt", [Content(save)])
         writer.end_save()
         written = writer.written()
         if moment == "after":
             assert not written.problem
             os.kill(writer.process.pid, signal.SIGKILL)
             while not problem:
-                writer.write_file(tmp_path / "file.pt", [([], save)])
+                writer.write_file(tmp_path / "file.pt", [Content(save)])
     except OSError as error:
         problem = str(error)
     assert problem == "the checkpoint writer has ended with exit code -9"

@@ -10,12 +10,12 @@ from typing import Any
 
 import pytest
 
+from megatron.arguments import parse_args, read_command_line
 from megatron.checkpoint.files import describe_file
 from megatron.checkpoint.lineage.start import choose_checkpoint
-from megatron.checkpoint.saved_config import read_saved_config
 from megatron.checkpoint.saving.run_record import layout_record
 from megatron.checkpoint.selection import find_checkpoint
-from megatron.config import Config, parse_args, read_command_line
+from megatron.config import Config
 from megatron.errors import UserError
 from megatron.optimizer.schedule import schedule_of
 from tests.unit.checkpoint import saved_runs
@@ -58,7 +58,7 @@ def trunk(tmp_path: Path) -> Path:
 
 def branch(trunk: Path, words: str = DECAY, at: int = 100, save: str = "b") -> Config:
     flags = ["--branch-at", str(at), "--load", str(trunk), "--save", str(trunk.parent / save)]
-    return read_command_line([*MODEL, *words.split(), *flags], {}, read_saved_config).config
+    return read_command_line([*MODEL, *words.split(), *flags], {}).config
 
 
 def test_a_branch_has_the_schedule_of_a_run_that_was_planned_so(trunk: Path) -> None:
@@ -193,7 +193,7 @@ def test_folders_that_cannot_be(trunk: Path) -> None:
     for given, missing in (("--load", "--save"), ("--save", "--load")):
         flags = ["--branch-at", "100", given, str(trunk)]
         with pytest.raises(UserError, match=f"--branch-at 100 without {missing}"):
-            read_command_line([*MODEL, *DECAY.split(), *flags], {}, read_saved_config)
+            read_command_line([*MODEL, *DECAY.split(), *flags], {})
     universal = ["--branch-at", "100", "--load", str(trunk), "--save", "b", "--universal_checkpoint"]
     with pytest.raises(UserError, match="has no file latest_universal"):
-        read_command_line([*MODEL, *DECAY.split(), *universal], {}, read_saved_config)
+        read_command_line([*MODEL, *DECAY.split(), *universal], {})

@@ -21,19 +21,19 @@ from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata
 from megatron.checkpoint.digests import fragment_digests
 from megatron.checkpoint.discovery import open_checkpoint
 from megatron.checkpoint.files import describe_file
-from megatron.checkpoint.formats import dcp
+from megatron.checkpoint.formats import dcp, dcp_writer, torch_dist_writer
 from megatron.checkpoint.formats.deepspeed_files import VALUES
-from megatron.checkpoint.formats.registry import FORMATS, CheckpointFormat, format_of, open_reader
+from megatron.checkpoint.formats.registry import FORMATS, CheckpointFormat, open_reader
 from megatron.checkpoint.formats.torch_dist_writer import TorchDistWriter
 from megatron.commands import convert_checkpoint
 from megatron.errors import UserError
 from megatron.files import HostileFileError
-from megatron.mpu.layout import TPGroup
+from megatron.mpu.mesh import Axis
 from tests.end_to_end.clone import commands_in
 from tests.support.assets import unpack
 from tests.support.layouts import Row, config_of
 from tests.unit.checkpoint import megatron_deepspeed_folder
-from tests.unit.checkpoint.native_folder import change_run, flip_a_byte, random_wholes, write_native
+from tests.unit.checkpoint.native_folder import change_run, convert, flip_a_byte, random_wholes, write_native
 from tests.unit.hostile import checked_sentence, refusal
 
 GATED = {"glu_activation": "swiglu", "group_query_attention": True, "num_query_groups": 2}
@@ -53,15 +53,10 @@ def native(request: pytest.FixtureRequest, tmp_path: Path) -> Path:
 @pytest.fixture
 def small_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
     """Tensors of several chunks and files, as large models have them."""
-    monkeypatch.setattr(dcp, "CHUNK_BYTES", 1 << 11)
+    monkeypatch.setattr(dcp_writer, "CHUNK_BYTES", 1 << 11)
+    monkeypatch.setattr(torch_dist_writer, "CHUNK_BYTES", 1 << 11)
     monkeypatch.setattr(dcp, "_BLOCK_BYTES", 1 << 10)
-    monkeypatch.setattr(dcp, "_FILE_BYTES", 1 << 14)
-
-
-def convert(source: Path, target: Path, name: str, *flags: str) -> Path:
-    convert_checkpoint.run(["--from", str(source), "--to", str(target), "--format", name, *flags])
-    assert format_of(target) == name
-    return target
+    monkeypatch.setattr(dcp_writer, "_FILE_BYTES", 1 << 14)
 
 
 def states_of(folder: Path) -> dict[tuple[str, str], torch.Tensor]:
@@ -120,7 +115,7 @@ def test_a_rank_of_any_layout_reads_its_shard_of_a_dcp_checkpoint(
     for name, spec in theirs.specs.items():
         for size in (1, 2):
             for rank in range(size):
-                args = name, "exp_avg", spec, TPGroup(rank, size)
+                args = name, "exp_avg", spec, [Axis("tp", rank, size)]
                 assert torch.equal(ours.read_shard(*args), theirs.read_shard(*args)), args
 
 
@@ -202,7 +197,7 @@ def test_states_are_compared_if_files_have_no_digests(native: Path, tmp_path: Pa
     for (name, kind), state in states_of(native).items():
         if kind != "step":
             whole = {"": state.reshape(-1)}
-            digest = fragment_digests(reader.specs[name], TPGroup(), 0, whole)[""]
+            digest = fragment_digests(reader.specs[name], (), 0, whole)[""]
             digests.setdefault(kind, {})[name] = f"{digest:016x}"
     change_run(native, lambda run: run["certificate"].update(digests=digests))
     folder = convert(native, tmp_path / "dcp", "dcp")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -11,11 +12,11 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from megatron.checkpoint.formats import dcp, native, native_writer
+from megatron.checkpoint.formats import dcp, dcp_writer, native, native_writer, torch_dist_writer
 from megatron.checkpoint.formats.registry import writer_class
 from megatron.checkpoint.formats.state import ReplicaMismatch
-from megatron.checkpoint.formats.writing import state_blocks, step_of_optimizer
 from megatron.commands.convert_checkpoint import open_source
+from megatron.mpu.pieces import Piece
 from tests.support.layouts import Row, config_of
 from tests.unit.checkpoint.native_folder import random_wholes, write_native
 
@@ -51,7 +52,8 @@ class Allocations(TorchDispatchMode):
 def small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(native, "BLOCK_BYTES", BLOCK)
     monkeypatch.setattr(dcp, "_BLOCK_BYTES", BLOCK)
-    monkeypatch.setattr(dcp, "CHUNK_BYTES", CHUNK)
+    for writer in (dcp_writer, torch_dist_writer):
+        monkeypatch.setattr(writer, "CHUNK_BYTES", CHUNK)
     monkeypatch.setattr(native_writer, "_STEP_BYTES", CHUNK)
 
 
@@ -61,10 +63,16 @@ def copied(source: Path, target: Path, format_name: str) -> tuple[int, int]:
     reader = open_source(source)
     spec = reader.specs[LARGEST]
     writer = writer_class(format_name)(target, reader)
-    blocks = state_blocks(reader, LARGEST, ReplicaMismatch(), verify=True)
-    assert len(blocks) == 3
+    states: set[str] = set()
+
+    def pieces() -> Iterator[Piece]:
+        for piece in reader.pieces(LARGEST, ReplicaMismatch(), verify=True):
+            states.update(piece.values)
+            yield piece
+
     with Allocations() as mode:
-        writer.write_parameter(LARGEST, blocks, step_of_optimizer(reader, LARGEST))
+        writer.write_parameter(LARGEST, pieces())
+    assert len(states) == 3
     return mode.largest, 4 * prod(spec.valid_shape)
 
 

@@ -24,7 +24,7 @@ from megatron.checkpoint.formats.registry import (
     open_reader,
 )
 from megatron.checkpoint.huggingface.importer import own_tokenizer
-from megatron.commands import convert_checkpoint, ds_to_universal
+from megatron.commands import ds_to_universal
 from megatron.config import DataConfig
 from megatron.tokenizer import build_tokenizer
 from megatron.tokenizer.flags import tokenizer_settings
@@ -32,6 +32,7 @@ from tests.end_to_end.command import ROOT
 from tests.support.assets import unpack
 from tests.support.layouts import Row, config_of
 from tests.unit.checkpoint import megatron_deepspeed_folder, native_folder
+from tests.unit.checkpoint.native_folder import convert
 from tests.unit.checkpoint.test_torchtitan import LLAMA
 from tests.unit.tokenizer.vocabularies import train_gpt2_vocabulary
 
@@ -76,12 +77,6 @@ OTHERS: dict[str, Callable[[Path], Path]] = {
     "`torch_dist` of Megatron-Core": megatron_core,
     "`universal` of Megatron-DeepSpeed": megatron_deepspeed,
 }
-
-
-def convert(source: Path, target: Path, name: str) -> Path:
-    convert_checkpoint.run(["--from", str(source), "--to", str(target), "--format", name])
-    assert format_of(target) == name
-    return target
 
 
 def weights(folder: Path) -> dict[str, Tensor]:

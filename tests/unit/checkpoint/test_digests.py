@@ -7,24 +7,24 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from megatron.checkpoint.digests import fragment_digests
 from megatron.checkpoint.host_digests import CHUNK
-from megatron.mpu.layout import TPGroup
+from megatron.mpu.mesh import Axis
 from megatron.mpu.mix64 import mix64, mix64_in_place
-from megatron.mpu.parameter_spec import ParameterSpec
+from megatron.mpu.parameter_spec import ParameterSpec, Shard
 from tests.reference.shards import shard_of
 
 WORD = 1 << 64
 SPECS = {
     "replicated": ParameterSpec((24, 10)),
-    "columns": ParameterSpec((24, 10), shard_dim=0),
-    "rows": ParameterSpec((10, 24), shard_dim=1),
-    "gated": ParameterSpec((24, 10), shard_dim=0, num_fused_parts=3),
-    "bias": ParameterSpec((24,), shard_dim=0),
-    "longer than a chunk": ParameterSpec((256, CHUNK // 128 + 3), shard_dim=0),
+    "columns": ParameterSpec((24, 10), sharding=(Shard(0),)),
+    "rows": ParameterSpec((10, 24), sharding=(Shard(1),)),
+    "gated": ParameterSpec((24, 10), sharding=(Shard(0, parts=3),)),
+    "bias": ParameterSpec((24,), sharding=(Shard(0),)),
+    "longer than a chunk": ParameterSpec((256, CHUNK // 128 + 3), sharding=(Shard(0),)),
 }
 
 
 def digest(spec, full):
-    return fragment_digests(spec, TPGroup(), 0, {"fp32": full.reshape(-1)})["fp32"]
+    return fragment_digests(spec, (), 0, {"fp32": full.reshape(-1)})["fp32"]
 
 
 def values(spec, seed=0):
@@ -49,14 +49,17 @@ class Launches(TorchDispatchMode):
 
 def test_the_digests_of_a_7b_model_take_few_launches_and_little_memory_on_a_device():
     width = 4096
-    layer = [ParameterSpec((rows * width, width), shard_dim=0) for rows in (3, 4)]
-    layer += [ParameterSpec((width, columns * width), shard_dim=1) for columns in (1, 4)]
+    layer = [ParameterSpec((rows * width, width), sharding=(Shard(0),)) for rows in (3, 4)]
+    layer += [ParameterSpec((width, columns * width), sharding=(Shard(1),)) for columns in (1, 4)]
     layer += [ParameterSpec((width,))] * 2
     total = count = 0
-    for spec, times in [*((spec, 32) for spec in layer), (ParameterSpec((50304, width), shard_dim=0), 1)]:
+    for spec, times in [
+        *((spec, 32) for spec in layer),
+        (ParameterSpec((50304, width), sharding=(Shard(0),)), 1),
+    ]:
         shard = torch.empty(spec.global_shape, device="meta").view(-1)
         with Launches() as launches:
-            fragment_digests(spec, TPGroup(), 0, {"fp32": shard})
+            fragment_digests(spec, (), 0, {"fp32": shard})
         total, count = total + times * shard.numel(), count + times * launches.count
         assert launches.largest <= 8 << 21
     assert total > 6.6e9 and count <= total / 100_000
@@ -68,19 +71,19 @@ def test_the_parts_of_all_ranks_sum_to_the_digest_of_the_global_tensor(spec, ran
     full = values(spec)
     expected = digest(spec, full)
     total = 0
-    for rank in range(ranks if spec.shard_dim is not None else 1):
-        tp_group = TPGroup(rank, ranks)
-        shard = shard_of(spec, full, tp_group).reshape(-1)
+    for rank in range(ranks if spec.sharding else 1):
+        axes = [Axis("tp", rank, ranks)]
+        shard = shard_of(spec, full, axes).reshape(-1)
         end = shard.numel() // 3  # as a ZeRO partition's end would
         for start, part in ((0, shard[:end]), (end, shard[end:])):
-            total += fragment_digests(spec, tp_group, start, {"fp32": part})["fp32"]
+            total += fragment_digests(spec, axes, start, {"fp32": part})["fp32"]
     assert total % WORD == expected
 
 
 @pytest.mark.parametrize("padded_rows", [104, 112, 128])
 def test_padding_of_the_vocabulary_does_not_change_the_digest(padded_rows):
-    used = ParameterSpec((101, 8), shard_dim=0, num_valid_rows=101)
-    padded = ParameterSpec((padded_rows, 8), shard_dim=0, num_valid_rows=101)
+    used = ParameterSpec((101, 8), sharding=(Shard(0),), num_valid_rows=101)
+    padded = ParameterSpec((padded_rows, 8), sharding=(Shard(0),), num_valid_rows=101)
     full = torch.full((padded_rows, 8), 7.0)
     full[:101] = values(used)
     assert digest(padded, full) == digest(used, full[:101])
@@ -90,7 +93,7 @@ def test_all_kinds_are_digested_together():
     spec = SPECS["rows"]
     weights, moments = values(spec), values(spec, seed=1)
     both = {"fp32": weights.reshape(-1), "exp_avg": moments.reshape(-1)}
-    assert fragment_digests(spec, TPGroup(), 0, both) == {
+    assert fragment_digests(spec, (), 0, both) == {
         "fp32": digest(spec, weights),
         "exp_avg": digest(spec, moments),
     }

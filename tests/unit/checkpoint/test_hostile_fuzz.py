@@ -13,6 +13,7 @@ import pytest
 import torch
 from hypothesis import strategies as st
 
+from megatron.arguments import read_command_line
 from megatron.checkpoint.conversion.source import open_source
 from megatron.checkpoint.conversion.to_universal import convert
 from megatron.checkpoint.discovery import find_latest, find_universal
@@ -23,10 +24,9 @@ from megatron.checkpoint.huggingface.importer import read_hugging_face
 from megatron.checkpoint.inspect import inspect_folder
 from megatron.checkpoint.reading import read_checkpoint
 from megatron.checkpoint.report import overview_text
-from megatron.checkpoint.saved_config import read_saved_config
-from megatron.config import read_command_line
 from megatron.model.single_process import model_specs
-from megatron.mpu.layout import TPGroup
+from megatron.mpu.mesh import Axis
+from megatron.mpu.pieces import Piece
 from tests.support.layouts import EOD, VOCAB, Row, config_of
 from tests.unit.checkpoint.hugging_face_folder import save_hf, weights_of
 from tests.unit.checkpoint.native_folder import random_wholes, write_native
@@ -113,7 +113,7 @@ def record_that_gives_a_command_its_flags(tmp_path: Path) -> Case:
         shutil.copy(saved.parent / name, folder / name)
     words = "--micro-batch-size 1 --global-batch-size 8 --lr 1e-3 --train-iters 5 --dry-run".split()
     words += ["--load", str(folder), "--use-checkpoint-args"]
-    return folder, lambda: read_command_line(words, {}, read_saved_config)
+    return folder, lambda: read_command_line(words, {})
 
 
 def source_of_a_conversion(tmp_path: Path) -> Case:
@@ -145,7 +145,7 @@ def universal_of_another_program(tmp_path: Path) -> Case:
         parameters.check_external(CONFIG, VOCAB)
         assert parameters.loss_scaler is None and parameters.moments is not None
         for name, spec in model_specs(CONFIG, VOCAB, None).items():
-            _, moments, _ = parameters.read_parameter(name, spec, TPGroup(1, 2))
+            _, moments, _ = parameters.read_parameter(Piece.of_shard(name, spec, [Axis("tp", 1, 2)]))
             for read in moments.values():
                 read(None)
 

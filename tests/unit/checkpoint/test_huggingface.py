@@ -15,7 +15,7 @@ import sys
 import pytest
 import torch
 from safetensors.torch import load_file
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from megatron.checkpoint.discovery import open_checkpoint
 from megatron.checkpoint.files import describe_file
@@ -27,8 +27,9 @@ from megatron.checkpoint.huggingface.exporter import (
 )
 from megatron.checkpoint.huggingface.family import FAMILIES, family_of
 from megatron.checkpoint.huggingface.file_digests import DIGEST_FILE
-from megatron.checkpoint.huggingface.importer import read_hugging_face
+from megatron.commands import convert_checkpoint
 from megatron.config import ModelConfig
+from megatron.config.config import SETTINGS
 from megatron.config.fields import flag, flag_of
 from megatron.config.registries import POSITION_EMBEDDINGS
 from megatron.errors import UserError
@@ -40,50 +41,17 @@ from tests.unit.checkpoint.hugging_face_folder import (
     hf_logits,
     megatron_logits,
     mistake,
-    weights_of,
 )
 from tests.unit.checkpoint.native_folder import change_run, flip_a_byte, random_wholes, write_native
 from tests.unit.tokenizer.vocabularies import TEXT, train_gpt2_vocabulary
 
 BLOOM, GPT2 = Row(positions="alibi"), Row(positions="absolute")
 NORM = {"embed_layernorm": True}
-WIDE = {"hidden_size": 48, "ffn_hidden_size": 192, "num_attention_heads": 6, "kv_channels": 8}
-MODELS = {
-    "bloom": (BLOOM, NORM),
-    "bloom, 6 heads, TP 2": (Row(positions="alibi", tp=2), NORM | WIDE),
-    "bloom, residual after the norm": (BLOOM, NORM | {"apply_residual_connection_post_layernorm": True}),
-    "bloom, another epsilon": (BLOOM, NORM | {"layernorm_epsilon": 1e-2}),
-    "gpt2": (GPT2, {}),
-    "gpt2, TP 4": (Row(positions="absolute", tp=4), {}),
-    "gpt2, wider MLP, longer table": (GPT2, {"ffn_hidden_size": 56, "max_position_embeddings": 40}),
-    "gpt2, another epsilon": (GPT2, {"layernorm_epsilon": 1e-2}),
-}
 
 
 def write(folder, row, model, **changes):
     config = config_of(row, model=model, **changes)
     return open_checkpoint(write_native(folder, config, random_wholes(config)))
-
-
-@pytest.mark.parametrize("name", MODELS)
-def test_hugging_face_gives_the_logits_of_the_checkpoint_and_its_weights_are_read_back(name, tmp_path):
-    row, model = MODELS[name]
-    config = config_of(row, model=model)
-    wholes = random_wholes(config)
-    checkpoint = open_checkpoint(write_native(tmp_path, config, wholes))
-    write_hugging_face(checkpoint, tmp_path / "hf")
-    expected = megatron_logits(checkpoint)
-    assert expected.std() > 0.1 and expected.shape == (2, SEQ, VOCAB)
-    torch.testing.assert_close(hf_logits(tmp_path / "hf"), expected, rtol=1e-5, atol=1e-5)
-    model = read_hugging_face(tmp_path / "hf")
-    weights = dict(weights_of(model))
-    assert weights.keys() == wholes.keys()
-    assert all(torch.equal(weights[name], wholes[name]) for name in wholes)
-    assert (model.rows, model.precision) == (VOCAB, "fp32")
-    before, again = vars(config.model), vars(ModelConfig(**model.fields))
-    # The padding is of a layout; a table of absolute positions may be longer than the samples were.
-    free = {"make_vocab_size_divisible_by"} | ({"seq_length"} if row is GPT2 else set())
-    assert {key for key in before if before[key] != again[key]} <= free
 
 
 @pytest.mark.parametrize("row, model", [(BLOOM, NORM), (GPT2, {})])
@@ -101,14 +69,6 @@ def test_the_exported_config_describes_the_run(row, model, tmp_path):
     else:
         assert (config["hidden_dropout"], config["attention_dropout"]) == (0.2, 0.3)
         assert config["architectures"] == ["BloomForCausalLM"] and config["seq_length"] == SEQ
-
-
-def test_a_run_without_an_end_of_document_token_exports_none(tmp_path):
-    config = config_of(GPT2)
-    path = write_native(tmp_path, config, random_wholes(config), eod=None)
-    write_hugging_face(open_checkpoint(path), tmp_path / "hf")
-    hf_config = AutoConfig.from_pretrained(tmp_path / "hf")
-    assert hf_config.bos_token_id is None and hf_config.eos_token_id is None
 
 
 @pytest.mark.parametrize(
@@ -148,6 +108,7 @@ def test_several_files_hold_the_same_weights_as_one(tmp_path):
     assert many.keys() == one.keys() and all(torch.equal(many[name], one[name]) for name in one)
     assert index["metadata"]["total_size"] == sum(weight.nbytes for weight in one.values())
     assert torch.equal(hf_logits(tmp_path / "many"), hf_logits(tmp_path / "one"))
+    assert len({path.stat().st_mode for path in (tmp_path / "many").iterdir()}) == 1
 
 
 @pytest.mark.parametrize(
@@ -164,7 +125,11 @@ def test_several_files_hold_the_same_weights_as_one(tmp_path):
             },
             "with --window-pattern W F cannot be written .*: Mistral needs no --window-pattern",
         ),
-        (BLOOM, {}, "no --embed-layernorm"),
+        (
+            BLOOM,
+            {},
+            "no --embed-layernorm.*: BLOOM needs --embed-layernorm; GPT-2 needs --position-embedding-type",
+        ),
         (GPT2, NORM, "--position-embedding-type absolute and --embed-layernorm"),
         (GPT2, {"kv_channels": 16}, "--kv-channels 16.* GPT-2 needs --kv-channels 8"),
         (BLOOM, NORM | {"ffn_hidden_size": 64}, "--ffn-hidden-size 64"),
@@ -202,19 +167,16 @@ class LaterModelConfig(ModelConfig):
 
 
 @pytest.mark.parametrize("row, model, title", [(BLOOM, NORM, "BLOOM"), (GPT2, {}, "GPT-2")])
-def test_a_new_setting_of_the_model_is_refused_by_name(row, model, title):
+def test_a_new_setting_of_the_model_is_refused_by_name(row, model, title, monkeypatch):
+    (field,) = (entry for entry in dataclasses.fields(LaterModelConfig) if entry.name == "new_variant")
+    one = dataclasses.replace(
+        SETTINGS["model.num_layers"], field=field.name, flag=flag_of(field), default=False
+    )
+    monkeypatch.setitem(SETTINGS, one.name, one)  # as a field of ModelConfig is
     settings = vars(config_of(row, model=model).model)
     assert family_of(LaterModelConfig(**settings))[1].title == title
     with pytest.raises(UserError, match=f"with --new-variant cannot .*: {title} needs no --new-variant"):
         family_of(LaterModelConfig(**settings, new_variant=True))
-
-
-def test_a_model_between_two_families_is_told_what_each_of_them_needs():
-    with pytest.raises(UserError) as caught:
-        family_of(config_of(BLOOM).model)
-    assert "BLOOM needs --embed-layernorm; GPT-2 needs --position-embedding-type absolute" in str(
-        caught.value
-    )
 
 
 def test_differences_of_the_exported_model_are_reported():
@@ -309,6 +271,18 @@ def test_without_a_tokenizer_the_model_is_written_alone(tmp_path, capsys):
     ]
     convert("--load", checkpoint.folder, "--output", tmp_path / "again", "--no-tokenizer")
     assert capsys.readouterr().err == ""
+    flags = [
+        "--from",
+        checkpoint.folder,
+        "--to",
+        tmp_path / "bf16",
+        "--format",
+        "huggingface",
+        "--no-tokenizer",
+    ]
+    convert_checkpoint.main([*map(str, flags), "--dtype", "bf16"])
+    printed = capsys.readouterr()
+    assert "GPT2LMHeadModel in bf16, iteration 5 of" in printed.out and printed.err == ""
 
 
 @pytest.mark.parametrize("change", ["bit", "setting", "missing", "hostile name"])
@@ -473,18 +447,3 @@ def test_without_locks_a_conversion_works_and_a_killed_one_has_to_be_removed(tmp
     shutil.rmtree(tmp_path / "m.tmp")
     (tmp_path / "m.tmp.lock").unlink()
     convert("--load", checkpoint.folder, "--output", output)
-
-
-def test_weights_have_the_file_mode_of_the_config(tmp_path):
-    write_hugging_face(write(tmp_path, GPT2, {}), tmp_path / "hf")
-    assert len({path.stat().st_mode for path in (tmp_path / "hf").iterdir()}) == 1
-
-
-def test_mistakes_are_one_sentence_and_code_2(tmp_path, capsys):
-    checkpoint = write(tmp_path / "run", GPT2, {})
-    output = ["--output", tmp_path / "hf"]
-    assert "--dtype" in mistake(capsys, "--load", checkpoint.folder, *output, "--dtype", "int8")
-    contradiction = ["--no-tokenizer", "--vocab-file", "x"]
-    assert "contradicts" in mistake(capsys, "--load", checkpoint.folder, *output, *contradiction)
-    other = write(tmp_path / "rotary", Row(positions="rotary"), {"rotary_interleaved": True})
-    assert "rotary" in mistake(capsys, "--load", other.folder, *output)

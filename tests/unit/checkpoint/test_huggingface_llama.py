@@ -1,5 +1,4 @@
-"""Conversions of Llama and its relatives, GPT-NeoX and Falcon: equal logits and bits; other models are
-rejected by name."""
+"""Conversions of all families in both directions: equal logits and bits. Other models are rejected."""
 
 from __future__ import annotations
 
@@ -12,12 +11,13 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 
+from megatron.arguments import read_command_line
 from megatron.checkpoint.discovery import open_checkpoint
 from megatron.checkpoint.huggingface.exporter import write_hugging_face, write_settings
 from megatron.checkpoint.huggingface.family import FAMILIES
 from megatron.checkpoint.huggingface.importer import read_hugging_face
 from megatron.checkpoint.reading import read_checkpoint
-from megatron.config import read_command_line
+from megatron.config import ModelConfig
 from megatron.errors import UserError
 from tests.distributed.test_model_variants import FALCON, GEMMA3, LLAMA, NEOX, OLMO2
 from tests.support.layouts import EOD, SEQ, VOCAB, Row, config_of
@@ -44,8 +44,15 @@ SIZES = {
 LLAMA3 = {"rope_type": "llama3", "rope_theta": 500.0, "factor": 8.0, "low_freq_factor": 1.0}
 LLAMA3 |= {"high_freq_factor": 4.0, "original_max_position_embeddings": 16}
 YARN = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0, "original_max_position_embeddings": 16}
+GPT2_NAMES = {"hidden_size": "n_embd", "intermediate_size": "n_inner", "num_hidden_layers": "n_layer"}
+GPT2_NAMES |= {"num_attention_heads": "n_head", "max_position_embeddings": "n_positions"}
 # Settings that a family names differently, or does not have.
 RENAMED = {
+    "gpt2": {**GPT2_NAMES, "num_key_value_heads": None},
+    "bloom": {
+        **{"num_hidden_layers": "n_layer", "num_attention_heads": "n_head", "intermediate_size": None},
+        **{"num_key_value_heads": None, "max_position_embeddings": None},
+    },
     "gpt_neox": {"num_key_value_heads": None},
     "falcon": {"num_key_value_heads": None, "intermediate_size": "ffn_hidden_size"},
 }
@@ -53,6 +60,10 @@ NEOX_ROPE = {"rope_parameters": {"rope_type": "default", "rope_theta": 500.0, "p
 WINDOW = {"use_sliding_window": True, "sliding_window": 5, "max_window_layers": 0}
 # Name -> model type and what differs from SIZES.
 MODELS: dict[str, tuple[str, dict[str, Any]]] = {
+    "bloom": ("bloom", {}),
+    "bloom, fp16": ("bloom", {"dtype": torch.float16}),
+    "gpt2": ("gpt2", {"n_inner": None}),
+    "gpt2, bf16, wider MLP": ("gpt2", {"dtype": torch.bfloat16}),
     "llama-2": ("llama", {"num_key_value_heads": 4}),
     "llama-3": ("llama", {"rope_parameters": {"rope_type": "default", "rope_theta": 5e5}}),
     "llama-3.1": ("llama", {"rope_parameters": LLAMA3}),
@@ -109,7 +120,7 @@ def save_hf(folder, name, max_shard_size="1GB", **sizes):
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.add_(0.15 * torch.randn(parameter.shape))
-    model.save_pretrained(folder, max_shard_size=max_shard_size)
+    model.to(changes.get("dtype", torch.float32)).save_pretrained(folder, max_shard_size=max_shard_size)
 
 
 def assert_equal_logits(found, expected):
@@ -117,29 +128,48 @@ def assert_equal_logits(found, expected):
     assert (found - expected).abs().max() <= RELATIVE_BOUND * (expected.max() - expected.min())
 
 
-@pytest.mark.gate(rows=4, also=["olmo-3", "gemma-3"])
+# Without a tokenizer special tokens are unknown; BLOOM's config has no length; n_inner is derived.
+FREE = {"_name_or_path", "bos_token_id", "eos_token_id", "seq_length", "n_inner"}
+
+
+@pytest.mark.gate(rows=4, also=["olmo-3", "gemma-3", "bloom, fp16", "gpt2, bf16, wider MLP"])
 @pytest.mark.parametrize("name", MODELS)
 def test_a_model_of_transformers_keeps_its_logits_and_every_bit(name, tmp_path):
     save_hf(tmp_path / "hf", name, max_shard_size="20KB")
-    assert len(list((tmp_path / "hf").glob("*.safetensors"))) > 3
+    assert len(list((tmp_path / "hf").glob("*.safetensors"))) > 2
     checkpoint = make_universal(tmp_path / "hf", tmp_path)
+    assert (checkpoint.state.iteration, checkpoint.vocab_size, checkpoint.eod) == (0, VOCAB, None)
     assert_equal_logits(megatron_logits(checkpoint), hf_logits(tmp_path / "hf"))
     convert("--load", tmp_path, "--output", tmp_path / "again")
     before = dict(_all_weights(tmp_path / "hf"))
     after = dict(_all_weights(tmp_path / "again"))
     assert before.keys() == after.keys()
-    assert all(torch.equal(before[key], after[key]) for key in before)
+    for key, weight in before.items():
+        assert weight.dtype == after[key].dtype and torch.equal(weight, after[key]), key
     assert_equal_logits(hf_logits(tmp_path / "again"), hf_logits(tmp_path / "hf"))
+    if MODELS[name][0] in ("bloom", "gpt2"):
+        was, now = (AutoConfig.from_pretrained(tmp_path / folder).to_dict() for folder in ("hf", "again"))
+        assert {key for key in now if now[key] != was.get(key)} <= FREE
 
 
 def _all_weights(folder):
     return [item for path in folder.glob("*.safetensors") for item in load_file(path).items()]
 
 
-@pytest.mark.gate(rows=1)
+BLOOM, GPT2, NORM = Row(positions="alibi"), Row(positions="absolute"), {"embed_layernorm": True}
+WIDE = {"hidden_size": 48, "ffn_hidden_size": 192, "num_attention_heads": 6, "kv_channels": 8}
+AFTER_NORM = {"apply_residual_connection_post_layernorm": True}
+
+
+@pytest.mark.gate(rows=5)
 @pytest.mark.parametrize(
     "model, row, architecture",
     [
+        (NORM, BLOOM, "BloomForCausalLM"),
+        (NORM | WIDE, Row(positions="alibi", tp=2), "BloomForCausalLM"),
+        (NORM | AFTER_NORM | {"layernorm_epsilon": 1e-2}, BLOOM, "BloomForCausalLM"),
+        ({"layernorm_epsilon": 1e-2}, Row(positions="absolute", tp=4), "GPT2LMHeadModel"),
+        ({"ffn_hidden_size": 56, "max_position_embeddings": 40}, GPT2, "GPT2LMHeadModel"),
         (LLAMA, Row(tp=2), "LlamaForCausalLM"),
         (LLAMA | {"num_query_groups": 1}, Row(tp=4), "LlamaForCausalLM"),
         (
@@ -164,9 +194,16 @@ def test_a_megatron_checkpoint_survives_a_round_trip(model, row, architecture, t
     write_hugging_face(open_checkpoint(native.folder), tmp_path / "hf")
     assert json.loads((tmp_path / "hf" / "config.json").read_text())["architectures"] == [architecture]
     assert_equal_logits(hf_logits(tmp_path / "hf"), megatron_logits(native))
-    weights = dict(weights_of(read_hugging_face(tmp_path / "hf")))
+    found = read_hugging_face(tmp_path / "hf")
+    weights = dict(weights_of(found))
     assert weights.keys() == wholes.keys()
     assert all(torch.equal(weights[name], wholes[name]) for name in wholes)
+    assert (found.rows, found.precision) == (VOCAB, "fp32")
+    if architecture in ("BloomForCausalLM", "GPT2LMHeadModel"):
+        before, again = vars(config.model), vars(ModelConfig(**found.fields))
+        # The padding is of a layout; a table of absolute positions may be longer than the samples were.
+        free = {"make_vocab_size_divisible_by"} | ({"seq_length"} if row is GPT2 else set())
+        assert {key for key in before if before[key] != again[key]} <= free
 
 
 # A Megatron model that is written as each type.
@@ -201,6 +238,11 @@ def test_an_exported_model_has_no_special_token_that_the_run_did_not_have(model_
 @pytest.mark.parametrize(
     "name, changes, named",
     [
+        ("gpt2", {"activation_function": "relu"}, "activation_function = relu"),
+        ("gpt2", {"scale_attn_by_inverse_layer_idx": True}, "scale_attn_by_inverse_layer_idx = True"),
+        ("gpt2", {"tie_word_embeddings": False}, "tie_word_embeddings = False"),
+        ("bloom", {"tie_word_embeddings": False}, "tie_word_embeddings = False"),
+        ("bloom", {"slow_but_exact": True}, "slow_but_exact = True"),
         (
             "qwen-2, window",
             {"layer_types": ["full_attention", "sliding_attention"]},

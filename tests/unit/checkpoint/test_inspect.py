@@ -112,74 +112,72 @@ def test_a_latest_that_names_a_missing_folder_is_a_problem(latest, problem, tmp_
 
 # --- damage ---
 
-
-@pytest.mark.parametrize(
-    "name", ["layer_04-model_01-model_states.pt", "zero_pp_rank_1_mp_rank_02_optim_states.pt"]
-)
-def test_a_truncated_file_is_named(name, tmp_path):
-    path = write(tmp_path)
-    (path / name).write_bytes((path / name).read_bytes()[:500])
-    problems = inspect_checkpoint(path).problems
-    assert f"{name} has 500 bytes and was written with" in problems[0]
-    assert all(name in problem for problem in problems)
-    (path / "run.json").unlink()
-    assert (
-        f"{name} is damaged: 500 bytes that are not a file of torch.save" in inspect_checkpoint(path).problems
-    )
+LAYER, OPTIMIZER = "layer_04-model_01-model_states.pt", "zero_pp_rank_1_mp_rank_02_optim_states.pt"
+EMBEDDING, NORM = "layer_01-model_00-model_states.pt", "layer_08-model_01-model_states.pt"
 
 
-def test_an_invalid_layer_file_is_named(tmp_path):
-    """A complete file of torch that holds numbers."""
-    path = write(tmp_path)
-    torch.save({"input_layernorm.weight": 5}, path / "layer_04-model_00-model_states.pt")
-    problems = inspect_checkpoint(path).problems
-    assert "layer_04-model_00-model_states.pt has" in problems[0]
-    assert len(problems) == 2 and "layer_04-model_00-model_states.pt holds something other" in problems[1]
+def truncate(path):
+    path.write_bytes(path.read_bytes()[:500])
 
 
-@pytest.mark.parametrize(
-    "name",
-    [
-        "layer_01-model_00-model_states.pt",
-        "layer_08-model_01-model_states.pt",
-        "mp_rank_03_model_states.pt",
-        "zero_pp_rank_0_mp_rank_02_optim_states.pt",
-    ],
-)
-def test_a_missing_file_is_named(name, tmp_path, capsys):
-    path = write(tmp_path)
-    (path / name).unlink()
-    code, printed = output(capsys, path)
-    assert code == 2 and f"problem: missing: {name}\n" in printed
+def lose_run_file(path):
+    truncate(path)
+    (path.parent / "run.json").unlink()
 
 
-def test_many_missing_files_are_counted(tmp_path):
-    path = write(tmp_path)
-    for file in path.glob("layer_*"):
-        file.unlink()
-    problems = inspect_checkpoint(path).problems
-    assert problems[0].endswith("layer_03-model_00-model_states.pt and 9 more")
-    assert "holds no layer files" in problems[1]
+def lose_layers(path):
+    for layer in path.parent.glob("layer_*"):
+        layer.unlink()
 
 
-def test_files_of_another_layout_are_named(tmp_path):
-    path = write(tmp_path, Row())
-    whole = torch.load(path / "layer_03-model_00-model_states.pt")
-    torch.save(whole, path / "layer_03-model_01-model_states.pt")
-    problems = inspect_checkpoint(path).problems
-    assert problems[0] == "left over, not part of this checkpoint: layer_03-model_01-model_states.pt"
-    assert "the 2 files of layer 3 make 3.self_attention.query_key_value.weight" in problems[-1]
+def duplicate(path):
+    """As of a layout with more TP ranks."""
+    shutil.copy(str(path).replace("model_01", "model_00"), path)
 
 
-def test_replicas_that_differ_are_named(tmp_path):
-    path = write(tmp_path)
-    file = path / "layer_05-model_01-model_states.pt"
-    state = torch.load(file)
+def change_a_replica(path):
+    state = torch.load(path)
     state["input_layernorm.bias"] += 1
-    torch.save(state, file)
-    assert inspect_checkpoint(path).problems == [
-        "the TP ranks hold different values of 5.input_layernorm.bias, which is not sharded"
-    ]
+    torch.save(state, path)
+
+
+def forget(path):
+    path.unlink()
+    change_run(path.parent, lambda run: run["files"].pop(path.name))
+
+
+# Damage, the damaged file, and what is said about it.
+DAMAGES = [
+    *((truncate, name, f"{name} has 500 bytes and was written with") for name in (LAYER, OPTIMIZER)),
+    *(
+        (lose_run_file, name, f"{name} is damaged: 500 bytes that are not a file of torch.save")
+        for name in (LAYER, OPTIMIZER)
+    ),
+    (lambda path: torch.save({"input_layernorm.weight": 5}, path), LAYER, f"{LAYER} has"),
+    (lambda path: torch.save({"input_layernorm.weight": 5}, path), LAYER, f"{LAYER} holds something other"),
+    *(
+        (lambda path: path.unlink(), name, f"problem: missing: {name}\n")
+        for name in (EMBEDDING, NORM, "mp_rank_03_model_states.pt", OPTIMIZER)
+    ),
+    (lose_layers, LAYER, "layer_03-model_00-model_states.pt and 9 more"),
+    (lose_layers, LAYER, "holds no layer files"),
+    (change_a_replica, LAYER, "the TP ranks hold different values of 4.input_layernorm.bias, which is not"),
+    (forget, LAYER, f"never written: {LAYER}"),
+    (duplicate, LAYER, f"left over, not part of this checkpoint: {LAYER}"),
+    (duplicate, LAYER, "the 2 files of layer 4 make 4.self_attention.query_key_value.weight"),
+]
+
+
+@pytest.mark.parametrize("damage, name, sentence", DAMAGES)
+def test_damage_is_named(damage, name, sentence, tmp_path, capsys):
+    path = write(tmp_path, Row() if damage is duplicate else TP2_PP2)
+    damage(path / name)
+    code, printed = output(capsys, path)
+    assert code == 2 and sentence in printed
+    problems = [line for line in printed.splitlines() if line.startswith("problem: ")]
+    if damage is truncate:
+        assert all(name in problem for problem in problems)
+    assert damage is not change_a_replica or len(problems) == 1
 
 
 @pytest.mark.parametrize("damage", ["cut", "no config", "config of another kind", "no layout"])
@@ -488,14 +486,6 @@ def test_a_mistake_is_one_sentence_and_code_2(flags, words, capsys):
 )
 def test_sizes_have_a_unit(size, text):
     assert size_text(int(size)) == text
-
-
-def test_missing_files_of_the_layout_are_a_problem(tmp_path):
-    folder = write(tmp_path)
-    lost = next(folder.glob("layer_03-model_01*"))
-    lost.unlink()
-    change_run(folder, lambda run: run["files"].pop(lost.name))
-    assert f"never written: {lost.name}" in inspect_checkpoint(folder).problems
 
 
 def test_a_hostile_run_file_prints_no_control_characters(tmp_path, capsys):

@@ -3,21 +3,18 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from math import prod
 
 import pytest
 import torch
 
+from megatron.arguments import read_command_line
 from megatron.checkpoint.discovery import open_checkpoint
 from megatron.checkpoint.formats.deepspeed_files import VALUES
 from megatron.checkpoint.formats.registry import HUGGING_FACE, format_of, open_reader
 from megatron.checkpoint.huggingface import reader as reader_module
-from megatron.checkpoint.saved_config import read_saved_config
-from megatron.config import read_command_line
 from megatron.errors import UserError
 from megatron.model.single_process import model_specs
-from megatron.mpu.layout import TPGroup
-from megatron.mpu.parameter_spec import local_shape
+from megatron.mpu.mesh import Axis
 from megatron.mpu.parameters import reshard
 from tests.unit.checkpoint.hugging_face_folder import change_config, change_weights
 from tests.unit.checkpoint.test_huggingface_import import save_tokenizer
@@ -28,7 +25,7 @@ RUN = "--seq-length 32 --micro-batch-size 1 --global-batch-size 1 --lr 1 --train
 
 def load_flags(folder, *flags):
     words = ["--load-huggingface", str(folder), *RUN, *flags]
-    return read_command_line(words, {}, read_saved_config)
+    return read_command_line(words, {})
 
 
 @pytest.mark.parametrize("name", ["llama-3", "qwen-2", "olmo-2", "pythia"])
@@ -46,18 +43,18 @@ def test_each_rank_reads_its_shards(name, ranks, tmp_path, monkeypatch):
         reader_module.HuggingFaceReader, "read", lambda _self, key, *_: read.append(key) or whole[key]
     )
     for rank in range(ranks):
-        group = TPGroup(rank, ranks)
+        axes = [Axis("tp", rank, ranks)]
         for key, spec in specs.items():
-            found = reader.read_shard(key, VALUES, spec, group)
+            found = reader.read_shard(key, VALUES, spec, axes)
             expected = whole[key]
-            if spec.shard_dim is not None:
+            if spec.sharding:
                 saved = replace(spec, global_shape=tuple(expected.shape))
                 flat = whole[key].reshape(-1)
-                stop = prod(local_shape(spec, group))
-                expected = reshard(spec, group, 0, stop, saved, 1, lambda _, first, last: flat[first:last])  # noqa: B023
+                stop = spec.local_numel(axes)
+                expected = reshard(spec, axes, 0, stop, saved, (), lambda _, first, last: flat[first:last])  # noqa: B023
             assert torch.equal(found, expected.reshape(-1)), key
     if ranks == 2:  # with 4 ranks there are more of them than groups of heads
-        sharded = {key for key in read if specs[key].shard_dim is not None}
+        sharded = {key for key in read if specs[key].sharding}
         assert all(specs[key].num_valid_rows is not None for key in sharded)
 
 

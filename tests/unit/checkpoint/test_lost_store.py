@@ -7,9 +7,9 @@ from pathlib import Path
 import pytest
 import torch.distributed as dist
 
+from megatron.checkpoint.formats.native_writer import NativeWriter
 from megatron.checkpoint.record import TrainingState
 from megatron.checkpoint.saving.background import BackgroundSave, BackgroundSaves, RankResult
-from megatron.checkpoint.saving.formats import NativeFormat
 
 
 class LostStore:
@@ -27,7 +27,7 @@ def test_a_lost_store_is_an_error_of_the_next_step_and_of_the_next_save(
     monkeypatch.setattr(dist, "get_world_size", lambda: 2)
     saves = BackgroundSaves(None, 100, LostStore(), lambda: None)
     assert list(saves.take_outcomes()) == []
-    save = BackgroundSave(tmp_path / "saving", TrainingState(iteration=2), {}, 0.0, NativeFormat())
+    save = BackgroundSave(TrainingState(iteration=2), {}, 0.0, NativeWriter(tmp_path / "saving"))
     saves.in_flight = save
     saves._finish_files(save, 1, None, RankResult({}, None, None, ""), None)
     assert save.is_reported.is_set() and save.has_ended.is_set() is (rank == 0)

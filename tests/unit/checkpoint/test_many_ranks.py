@@ -67,12 +67,12 @@ def test_a_rank_opens_the_files_that_it_needs(zero: int, name: str, saved) -> No
 
 def numbers_read(ranks: ManyRanks, rank: int, optimizer) -> torch.Tensor:
     """The numbers of the elements that a rank has read: those of its share, in all of its states."""
-    layout, found = ranks.layout(rank), []
+    mesh, found = ranks.mesh(rank), []
     for flat, group in zip(optimizer.flat, optimizer.param_groups, strict=True):
-        fragments = LoadedGroup(flat, {}, group, False, optimizer.groups).fragments()
+        fragments = LoadedGroup(flat, {}, group, False).fragments()
         for parameter, start, length in fragments:
             first = flat.first_element(parameter, start)
-            shard = ranks.shard(optimizer.names[parameter], layout.tp_rank).reshape(-1)
+            shard = ranks.shard(optimizer.names[parameter], mesh.tp.rank).reshape(-1)
             expected = shard[first : first + length]
             for state, factor in FACTORS.items():
                 values = flat.master if state == "fp32" else optimizer.optimizer.state[flat.master][state]
@@ -85,7 +85,7 @@ def test_the_replicas_of_a_run_without_zero_read_equal_shares(saved) -> None:
     ranks = ranks_of(LAYOUTS["its layout without ZeRO"])
     checkpoint = find_latest(saved[1][0])
     assert checkpoint is not None
-    ranks_of_stage = [rank for rank in range(32) if ranks.layout(rank).tp_rank == 1]
+    ranks_of_stage = [rank for rank in range(32) if ranks.mesh(rank).tp.rank == 1]
     shares = []
     for rank in ranks_of_stage:
         optimizer = ranks.optimizer(rank)

@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
+from megatron.arguments import read_command_line
 from megatron.checkpoint.selection import planned_length
 from megatron.commands.verify_dataset import sample_report, sampled_run
-from megatron.config import read_command_line
 from megatron.config.mistakes import Mistakes
 from megatron.errors import UserError
 from tests.unit.config.command_lines import SMALL

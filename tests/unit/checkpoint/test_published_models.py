@@ -12,8 +12,9 @@ from pathlib import Path
 
 import pytest
 
+from megatron.arguments import parse_args
 from megatron.checkpoint.huggingface.importer import read_settings
-from megatron.config import ModelConfig, parse_args
+from megatron.config import ModelConfig
 from megatron.pipeline.stages import plan_stages
 from tests.end_to_end.command import ROOT
 

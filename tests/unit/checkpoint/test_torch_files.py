@@ -13,7 +13,8 @@ import numpy as np
 import pytest
 import torch
 
-from megatron.checkpoint.formats.torch_archive import Stub, read_file, write_plain, write_tensor
+from megatron.checkpoint.formats.archive_writer import write_archive
+from megatron.checkpoint.formats.torch_archive import Stub, read_file
 from megatron.errors import UserError
 
 
@@ -126,14 +127,14 @@ def test_a_pickle_cannot_change_what_it_is_given(tmp_path):
 
 def pickled_tensor(path, build, on):
     """The file of a tensor of 4 elements into which BUILD puts other attributes; on: 'tensor', 'storage'."""
-    write_tensor(path, (4,), [np.ones(4, np.float32)])
+    write_archive(path, torch.empty(4, device="meta"), [np.ones(4, np.float32)])
     with zipfile.ZipFile(path) as archive:
         members = {name: archive.read(name) for name in archive.namelist()}
     (name,) = (name for name in members if name.endswith("data.pkl"))
     state = pickle.dumps(build, protocol=2)[2:-1] + b"b"
     content = members[name]
     # Q ends the storage, R the call that makes the tensor.
-    end = content.rindex(b"R.") + 1 if on == "tensor" else content.index(b"tQ") + 2
+    end = content.rindex(b"R") + 1 if on == "tensor" else content.index(b"Q") + 1
     members[name] = content[:end] + state + content[end:]
     with zipfile.ZipFile(path, "w") as archive:
         for member, data in members.items():
@@ -174,7 +175,7 @@ def test_a_compressed_or_huge_pickle_is_not_unpacked(tmp_path, monkeypatch):
         archive.writestr("a/data.pkl", b"\x80\x02N." + bytes(1 << 20))
     with pytest.raises(UserError, match="data.pkl is compressed"):
         read_file(tmp_path / "f")
-    write_plain(tmp_path / "f", list(range(1000)))
+    write_archive(tmp_path / "f", list(range(1000)))
     monkeypatch.setattr("megatron.checkpoint.formats.torch_archive._MAX_PICKLE_BYTES", 1000)
     with pytest.raises(UserError, match="its data.pkl has .* bytes, expected 1,000 at most"):
         read_file(tmp_path / "f")
@@ -193,15 +194,16 @@ def test_a_truncated_file_is_named(keep, tmp_path):
 def test_what_is_written_is_read_by_torch_and_by_unzip(mmap, tmp_path):
     values = torch.randn(7, 5)
     path = tmp_path / "fp32.pt"
-    write_tensor(path, (7, 5), [values[:3].numpy(), values[3:].numpy()], {"cat_dim": 1, "vocab_tensor": True})
+    content = {"cat_dim": 1, "vocab_tensor": True, "param": torch.empty(7, 5, device="meta")}
+    write_archive(path, content, [values[:3].numpy(), values[3:].numpy()])
     read = torch.load(path, weights_only=True, mmap=mmap)
     assert torch.equal(read.pop("param"), values) and read == {"cat_dim": 1, "vocab_tensor": True}
     assert read_file(path)["param"].data_ptr() % 64 == 0
     with zipfile.ZipFile(path) as archive:
         assert archive.testzip() is None
-    write_tensor(tmp_path / "step.pt", (), [np.float32(5)])
+    write_archive(tmp_path / "step.pt", torch.empty((), device="meta"), [np.float32(5)])
     assert torch.equal(torch.load(tmp_path / "step.pt", weights_only=True, mmap=mmap), torch.tensor(5.0))
     plain = {"a": [1, 2.5, None, ("x",)], "b": OrderedDict(c=True)}
-    write_plain(tmp_path / "plain.pt", plain)
+    write_archive(tmp_path / "plain.pt", plain)
     assert torch.load(tmp_path / "plain.pt", weights_only=True) == plain
     assert read_file(tmp_path / "plain.pt") == plain

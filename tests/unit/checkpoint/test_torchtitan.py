@@ -13,14 +13,13 @@ from megatron.checkpoint.discovery import open_checkpoint
 from megatron.checkpoint.formats.dcp_storage import DcpFolder
 from megatron.checkpoint.formats.deepspeed_files import VALUES
 from megatron.checkpoint.formats.registry import TORCHTITAN, format_of, open_reader
-from megatron.commands import convert_checkpoint
 from megatron.errors import UserError
 from megatron.model.single_process import model_specs
-from megatron.mpu.layout import TPGroup
+from megatron.mpu.mesh import Axis
 from tests.support.assets import unpack
 from tests.support.layouts import Row, config_of
 from tests.unit.checkpoint.hugging_face_folder import megatron_logits
-from tests.unit.checkpoint.native_folder import random_wholes, write_native
+from tests.unit.checkpoint.native_folder import convert, random_wholes, write_native
 from tests.unit.checkpoint.test_load_huggingface import load_flags
 
 LLAMA = {
@@ -40,11 +39,6 @@ def titan(tmp_path: Path) -> Path:
     return unpack("torchtitan_llama", tmp_path)
 
 
-def convert(source: Path, target: Path, name: str) -> Path:
-    convert_checkpoint.run(["--from", str(source), "--to", str(target), "--format", name])
-    return target
-
-
 def test_the_logits_of_an_imported_model_are_those_of_torchtitan(titan: Path, tmp_path: Path) -> None:
     assert format_of(titan) == TORCHTITAN
     folder = convert(titan, tmp_path / "global_step0_universal", "universal")
@@ -61,11 +55,11 @@ def test_a_run_on_any_layout_starts_from_the_folder(titan: Path) -> None:
     reader = open_reader(checkpoint)
     reader.check_external(config, 64)
     for name, spec in model_specs(config, 64, None).items():
-        whole = reader.read_shard(name, VALUES, spec, TPGroup())
-        shards = [reader.read_shard(name, VALUES, spec, TPGroup(rank, 2)) for rank in range(2)]
-        numels = {whole.numel() // 2} if spec.shard_dim is not None else {whole.numel()}
+        whole = reader.read_shard(name, VALUES, spec, ())
+        shards = [reader.read_shard(name, VALUES, spec, [Axis("tp", rank, 2)]) for rank in range(2)]
+        numels = {whole.numel() // 2} if spec.sharding else {whole.numel()}
         assert {shard.numel() for shard in shards} == numels
-        assert sorted(torch.cat(shards).tolist() if spec.shard_dim is not None else shards[0].tolist()) == (
+        assert sorted(torch.cat(shards).tolist() if spec.sharding else shards[0].tolist()) == (
             sorted(whole.tolist())
         )
 

@@ -1,5 +1,6 @@
 """Merge patterns: each parameter matches one pattern, and each pattern a parameter."""
 
+import json
 import re
 from pathlib import Path
 
@@ -23,7 +24,7 @@ from megatron.checkpoint.formats.universal_info import (
 )
 from megatron.errors import UserError
 from megatron.model.single_process import model_specs
-from megatron.mpu.parameter_spec import ParameterSpec
+from megatron.mpu.parameter_spec import ParameterSpec, Shard
 from tests.support.layouts import EOD, VOCAB, Row, config_of
 
 VARIANTS = {
@@ -48,9 +49,9 @@ def test_every_parameter_has_the_rule_of_its_spec(variant):
         is_replicated = any(re.match(p, name) for p in info["pipeline_replicated_parameter_patterns"])
         assert is_replicated == name.startswith("tied_modules.")
         assert (key == VOCABULARY) == name.endswith("word_embeddings.weight")
-        assert SHARDING[key] == (spec.shard_dim, spec.num_fused_parts), name
+        assert SHARDING[key] == spec.sharding, name
         saved = recorded_spec(spec_record(spec))
-        assert (saved.shard_dim, saved.num_fused_parts) == SHARDING[key]
+        assert saved.sharding == SHARDING[key]
         assert saved.valid_shape == spec.valid_shape and saved.global_shape == spec.global_shape
 
 
@@ -93,8 +94,8 @@ def test_rules_that_do_not_match_are_refused_by_name(change, words):
 
 
 def test_a_parameter_that_no_rule_can_merge_is_refused_by_name():
-    spec = ParameterSpec((12, 8), shard_dim=0, num_fused_parts=3)
-    with pytest.raises(ValueError, match=r"^3\.x\.weight is sharded along dimension 0 with 3 fused parts"):
+    spec = ParameterSpec((12, 8), sharding=(Shard(0, parts=3),))
+    with pytest.raises(ValueError, match=r"^3\.x\.weight is sharded as .Shard.dim=0, axis=.tp., parts=3"):
         derive_info({"3.x.weight": spec}, VOCAB)
 
 
@@ -106,10 +107,10 @@ def test_other_programs_list_no_columns_and_no_anchors():
         "tp_replicated_parameter_patterns": [r"\d+.input_layernorm.weight"],
     }
     info["original_vocab_size"] = 100
-    assert external_spec(info, "3.mlp.dense_h_to_4h.weight", (8, 4), 2) == ParameterSpec((16, 4), 0)
+    assert external_spec(info, "3.mlp.dense_h_to_4h.weight", (8, 4), 2) == ParameterSpec((16, 4), (Shard(0),))
     words = external_spec(info, "tied_modules.embed.word_embeddings.weight", (64, 4), 2)
-    assert words == ParameterSpec((128, 4), 0, num_valid_rows=100)
-    assert external_spec(info, "3.mlp.dense_4h_to_h.weight", (8, 4), 2) == ParameterSpec((8, 8), 1)
+    assert words == ParameterSpec((128, 4), (Shard(0),), num_valid_rows=100)
+    assert external_spec(info, "3.mlp.dense_4h_to_h.weight", (8, 4), 2) == ParameterSpec((8, 8), (Shard(1),))
     assert external_spec(info, "3.input_layernorm.weight", (8,), 2) == ParameterSpec((8,))
     info["parameter_with_row_parallelism_patterns"].append(r"\d+.input_layernorm")
     with pytest.raises(UserError, match="3.input_layernorm.weight more than one rule"):
@@ -122,3 +123,12 @@ def test_other_programs_list_no_columns_and_no_anchors():
 def test_a_pattern_that_is_no_regular_expression_is_named(pattern):
     with pytest.raises(UserError, match="^f has the pattern .*, expected a regular expression"):
         check_info({VOCABULARY: [pattern]}, Path("f"))
+
+
+def test_a_sharding_over_other_axes_is_recorded():
+    spec = ParameterSpec((12, 8), (Shard(0, "cp"), Shard(1, parts=2)))
+    record = json.loads(json.dumps(spec_record(spec)))
+    assert (
+        record["sharding"] == [[0, "cp", 1], [1, "tp", 2]] and recorded_spec(record).sharding == spec.sharding
+    )
+    assert "sharding" not in spec_record(ParameterSpec((12, 8), (Shard(1, parts=2),)))

@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 import torch
 
+from megatron.arguments import parse_args
 from megatron.cluster.devices import (
     H100_80GB,
     TF32_VARIABLES,
@@ -28,7 +29,6 @@ from megatron.cluster.devices import (
 )
 from megatron.cluster.processes import _check_backend, _use_deterministic_algorithms, use_exact_products
 from megatron.config import ParallelConfig
-from megatron.config.cli import parse_args
 from megatron.config.registries import GPUS
 from megatron.errors import UserError
 from megatron.training.build import config_of_layout

@@ -9,6 +9,7 @@ import sys
 
 import pytest
 
+from megatron.cluster import launch
 from megatron.cluster.launch import (
     first_host,
     init_from_slurm_env,
@@ -51,7 +52,9 @@ LAUNCHERS_TASK = {**TASK, "SLURM_NTASKS": "2", "SLURM_PROCID": "1", "SLURM_LOCAL
 
 
 def variables(env: dict[str, str]) -> dict[str, str]:
-    return torch_variables(env, address_of=lambda node: f"address of {node}")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(launch, "node_address", "address of {}".format)
+        return torch_variables(env)
 
 
 @pytest.mark.parametrize(

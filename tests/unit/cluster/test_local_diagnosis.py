@@ -16,7 +16,8 @@ from pathlib import Path
 import pytest
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
 
-from megatron.cluster.node_diagnosis import _prints_errors_of_all, finish_rank_reports, print_diagnosis
+from megatron.cluster.diagnosis import print_diagnosis
+from megatron.cluster.exit_codes import finish_rank_reports
 from megatron.cluster.rank_reports import ExitStatus, RankReport
 from megatron.errors import print_error
 from tests.end_to_end.command import ROOT
@@ -234,16 +235,10 @@ def test_folder_that_others_can_write_to_is_not_used(tmp_path: Path, monkeypatch
     assert not RankReport.from_environment({"RANK": "0", "WORLD_SIZE": "2"}).is_enabled
 
 
-@pytest.mark.parametrize("processes", [0, 2], ids=["by hand", "launcher"])
-def test_error_of_all_ranks_is_printed_without_a_report_of_rank_0(processes, tmp_path: Path, capsys) -> None:
-    """A launcher may end rank 0 before it has opened its report."""
-    report = RankReport(str(tmp_path / "r"), "1", "n1")
-    report.end(ExitStatus.USER_ERROR, "error: --lr is 0", on_all_ranks=True)
-    print_diagnosis(tmp_path / "r", processes)
-    assert capsys.readouterr().err == "error: --lr is 0\n"
-
-
 LAUNCHED = {"TORCHELASTIC_RUN_ID": "none", "LOCAL_WORLD_SIZE": "4"}
+ONE_NODE = {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"}
+SECOND_NODE = {**LAUNCHED, "WORLD_SIZE": "8", "GROUP_RANK": "1"}
+BY_HAND = {"RANK": "1", "WORLD_SIZE": "8"}
 
 
 @pytest.mark.parametrize(
@@ -251,15 +246,20 @@ LAUNCHED = {"TORCHELASTIC_RUN_ID": "none", "LOCAL_WORLD_SIZE": "4"}
     [
         ({**LAUNCHED, "WORLD_SIZE": "4", "GROUP_RANK": "0"}, True),
         ({**LAUNCHED, "WORLD_SIZE": "8", "GROUP_RANK": "0"}, True),
-        ({**LAUNCHED, "WORLD_SIZE": "8", "GROUP_RANK": "1"}, False),
+        (SECOND_NODE, False),
         ({"SLURM_STEP_ID": "0", "SLURM_NTASKS": "8", "SLURM_NODEID": "1"}, False),
         ({"SLURM_STEP_ID": "0", "SLURM_NTASKS": "8", "SLURM_NODEID": "0"}, True),
-        ({"RANK": "1", "WORLD_SIZE": "8"}, True),
+        (BY_HAND, True),
     ],
     ids=str,
 )
-def test_error_of_all_ranks_is_printed_by_the_first_node(env, expected) -> None:
-    assert _prints_errors_of_all(env) is expected
+def test_error_of_all_ranks_is_printed_by_the_first_node(env, expected, tmp_path: Path, capsys) -> None:
+    """Without a report of rank 0, too: a launcher may end rank 0 before it has opened its report."""
+    RankReport(str(tmp_path / "r"), "1", "n1").end(
+        ExitStatus.USER_ERROR, "error: --lr is 0", on_all_ranks=True
+    )
+    print_diagnosis(tmp_path / "r", env)
+    assert capsys.readouterr().err == ("error: --lr is 0\n" if expected else "")
 
 
 @pytest.mark.parametrize(
@@ -279,25 +279,23 @@ def test_another_node_prints_only_its_own_causes(facts, printed, tmp_path: Path,
         RankReport(str(tmp_path / "r"), str(rank), "n2").end(
             ExitStatus.FAILED, "error: x: KeyError: 1", **facts
         )
-    print_diagnosis(tmp_path / "r", 0, prints_errors_of_all=False)
+    print_diagnosis(tmp_path / "r", SECOND_NODE)
     assert bool(capsys.readouterr().err) is printed
     assert "KeyError: 1" in (tmp_path / "error.json").read_text()
 
 
 @pytest.mark.parametrize(
-    ("processes", "expected"),
-    [(0, "may be on another node"), (2, "Traceback")],
+    ("env", "expected"),
+    [(BY_HAND, "may be on another node"), (ONE_NODE, "Traceback")],
     ids=["several nodes", "one node"],
 )
-def test_lost_connection_on_one_of_several_nodes_has_no_traceback(
-    processes, expected, tmp_path, capsys
-) -> None:
+def test_lost_connection_on_one_of_several_nodes_has_no_traceback(env, expected, tmp_path, capsys) -> None:
     for rank in (0, 1):
         text = f"Traceback\nerror: rank {rank} on n1: RuntimeError: Connection closed by peer [127.0.0.1]"
         RankReport(str(tmp_path / "r"), str(rank), "n1").end(ExitStatus.FAILED, text)
-    print_diagnosis(tmp_path / "r", processes)
+    print_diagnosis(tmp_path / "r", env)
     stderr = capsys.readouterr().err
-    assert expected in stderr and ("Traceback" in stderr) is (processes == 2)
+    assert expected in stderr and ("Traceback" in stderr) is (env is ONE_NODE)
 
 
 @pytest.mark.parametrize("answers", [False, True])
@@ -306,14 +304,14 @@ def test_a_rank_that_notes_no_signal_is_the_cause_of_a_hang(answers: bool, tmp_p
     for rank in (0, 2):
         RankReport(str(tmp_path / "r"), str(rank), "n1").end(ExitStatus.HANG, "", place="x.py:1 all_reduce")
     RankReport(str(tmp_path / "r"), "1", "n1").note(**({"signal": "SIGTERM"} if answers else {}))
-    print_diagnosis(tmp_path / "r", 3)
+    print_diagnosis(tmp_path / "r", {"WORLD_SIZE": "3", "LOCAL_WORLD_SIZE": "3"})
     assert bool(re.search("rank 1 .*does not answer", capsys.readouterr().err)) is not answers
 
 
 def test_sigterm_makes_a_rank_print_without_waiting_for_others(start: Start, tmp_path: Path) -> None:
     """Slurm ends the ranks that are left when a task of another node has failed. Rank 1 stands still, and
     without the signal rank 0 would wait for it longer than this test does."""
-    module = "megatron.cluster.node_diagnosis"
+    module = "megatron.cluster.exit_codes"
     wait = f"import {module} as module; module._MAX_WAIT_FOR_RANKS_S = {2 * HANG_TIMEOUT_S}"
     first, second = start(0, before=wait), start(1)
     second.send_signal(signal.SIGSTOP)

@@ -16,7 +16,7 @@ from tests.support import HANG_TIMEOUT_S
 # All ranks write to one pipe: a line is one write, which print does not promise.
 FIRST = """
 import os, sys, time
-from megatron.cluster.tool_ranks import start_other_ranks
+from megatron.cluster.processes import start_other_ranks
 with start_other_ranks(sys.argv[1:], 3):
     os.write(1, " ".join(os.environ[name] for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK")).encode() + b"\\n")
     time.sleep(float(sys.argv[2]))

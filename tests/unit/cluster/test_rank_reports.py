@@ -13,9 +13,9 @@ from pathlib import Path
 
 import pytest
 
+from megatron.child_processes import is_running
 from megatron.cluster import rank_reports
 from megatron.cluster.exit_status import ExitStatus
-from megatron.cluster.node_processes import is_running
 from megatron.cluster.rank_reports import RankReport, read_reports
 
 

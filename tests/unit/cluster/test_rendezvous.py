@@ -16,8 +16,7 @@ import torch.distributed as dist
 
 from megatron.cluster import rendezvous
 from megatron.cluster.exit_codes import RunStopped, SharedUserError
-from megatron.cluster.preparation import Preparation
-from megatron.cluster.rendezvous import Address, connect_processes
+from megatron.cluster.rendezvous import Address, Preparation, connect_processes
 from megatron.config import BatchConfig, Config, ModelConfig, ParallelConfig, ScheduleConfig, TrainingConfig
 from megatron.errors import UserError
 from tests.support import HANG_TIMEOUT_S

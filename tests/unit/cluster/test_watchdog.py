@@ -184,9 +184,34 @@ class Process:
         return hangs
 
 
-def test_step_without_progress_hangs_after_the_timeout() -> None:
-    assert not Process().hangs_in(Phase.STEP, TIMEOUT_S - 5)
-    assert Process().hangs_in(Phase.STEP, TIMEOUT_S + 5)
+@pytest.mark.parametrize(
+    ("before", "phase", "seconds", "bytes_per_s", "expected"),
+    [
+        ([], Phase.STEP, TIMEOUT_S - 5, 0, False),
+        ([], Phase.STEP, TIMEOUT_S + 5, 0, True),
+        # The median of earlier steps raises the limit, also of the first evaluation; one long step does not.
+        ([(Phase.STEP, 700)] * 3, Phase.STEP, 2000, 0, False),
+        ([(Phase.STEP, 700)] * 3, Phase.STEP, 2200, 0, True),
+        ([(Phase.STEP, 700)] * 3, Phase.EVALUATION, 2000, 0, False),
+        ([(Phase.STEP, seconds) for seconds in (20, 20, 500, 20, 20)], Phase.STEP, TIMEOUT_S + 5, 0, True),
+        # Slow saves raise only the limit of saves.
+        ([(Phase.SAVE, 1800)] * 3, Phase.SAVE, 5000, 0, False),
+        ([(Phase.SAVE, 1800)] * 3, Phase.STEP, TIMEOUT_S + 5, 0, True),
+        # Bytes are progress while saving, but not in a step. 100 per second are the watchdog's own reads.
+        ([], Phase.SAVE, 20_000, 10_000, False),
+        ([], Phase.SAVE, 20_000, 100, True),
+        ([], Phase.STEP, 20_000, 10_000_000, True),
+        # BigScience measured 586 to 706 s per step for 104B parameters on 32 nodes.
+        ([(Phase.STEP, seconds) for seconds in (706, 586, 650) * 3], Phase.STEP, TIMEOUT_S - 5, 0, False),
+    ],
+)
+def test_time_without_progress_is_compared_with_the_limit(
+    before: list[tuple[Phase, float]], phase: Phase, seconds: float, bytes_per_s: int, expected: bool
+) -> None:
+    """before: earlier phases and their durations, in which micro-batches are progress."""
+    process = Process()
+    assert not any([process.hangs_in(earlier, duration, heartbeat_every=8) for earlier, duration in before])
+    assert process.hangs_in(phase, seconds, bytes_per_s=bytes_per_s) is expected
 
 
 @pytest.mark.parametrize("phase", [Phase.STEP, Phase.EVALUATION])
@@ -198,28 +223,6 @@ def test_a_cold_compilation_is_not_a_hang(phase: Phase) -> None:
     assert process.hangs_in(phase, 10 * TIMEOUT_S + 5)
     process.detector = HangDetector(TIMEOUT_S, compiles=True)
     assert not process.hangs_in(phase, 1) and process.hangs_in(phase, TIMEOUT_S + 5)
-
-
-def test_long_steps_with_micro_batches_do_not_hang() -> None:
-    """BigScience measured 586 to 706 s per step for 104B parameters on 32 nodes."""
-    process = Process()
-    for seconds in (706, 586, 650) * 3:
-        assert not process.hangs_in(Phase.STEP, seconds, heartbeat_every=8)
-
-
-def test_limit_of_a_step_grows_with_the_median_step() -> None:
-    process = Process()
-    for _ in range(3):
-        process.hangs_in(Phase.STEP, 700, heartbeat_every=8)
-    assert not process.hangs_in(Phase.STEP, 2000)
-    assert process.hangs_in(Phase.STEP, 2200)
-
-
-def test_one_long_step_does_not_change_the_limit() -> None:
-    process = Process()
-    for seconds in (20, 20, 500, 20, 20):
-        process.hangs_in(Phase.STEP, seconds)
-    assert process.hangs_in(Phase.STEP, TIMEOUT_S + 5)
 
 
 @pytest.mark.parametrize(
@@ -239,27 +242,6 @@ def test_each_phase_has_its_limit(phase: Phase, limit_s: float) -> None:
     assert process.detector.limit_s() == limit_s and process.detector.phase is phase
     process.detector.leave(0.0)
     assert process.detector.phase is Phase.START
-
-
-def test_slow_saves_raise_the_limit_of_saves_only() -> None:
-    process = Process()
-    for _ in range(3):
-        process.hangs_in(Phase.SAVE, 1800)
-    assert not process.hangs_in(Phase.SAVE, 5000)
-    assert process.hangs_in(Phase.STEP, TIMEOUT_S + 5)
-
-
-def test_bytes_are_progress_while_saving_but_not_in_a_step() -> None:
-    assert not Process().hangs_in(Phase.SAVE, 20_000, bytes_per_s=10_000)
-    assert Process().hangs_in(Phase.SAVE, 20_000, bytes_per_s=100)  # the watchdog's own reads
-    assert Process().hangs_in(Phase.STEP, 20_000, bytes_per_s=10_000_000)
-
-
-def test_first_evaluation_is_compared_with_steps() -> None:
-    process = Process()
-    for _ in range(3):
-        process.hangs_in(Phase.STEP, 700, heartbeat_every=8)
-    assert not process.hangs_in(Phase.EVALUATION, 2000)
 
 
 def test_save_inside_a_step_has_its_own_limit_and_the_step_continues_afterwards() -> None:

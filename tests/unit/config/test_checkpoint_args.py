@@ -2,12 +2,13 @@
 
 import dataclasses
 from pathlib import Path
+from unittest import mock
 
 import pytest
 
-from megatron.checkpoint.saved_config import read_saved_config
-from megatron.config import Config, parse_args, read_command_line
-from megatron.config.checkpoint_args import SavedConfig
+from megatron.arguments import parse_args, read_command_line
+from megatron.checkpoint.saved_config import SavedConfig
+from megatron.config import Config
 from megatron.errors import UserError
 from tests.unit.checkpoint.native_folder import random_wholes, write_native
 from tests.unit.config.command_lines import SMALL
@@ -27,11 +28,9 @@ def saved() -> Config:
 
 def read_with(saved: Config, *words: str) -> Config:
     """Returns the config of a command line with --use-checkpoint-args and a checkpoint of `config`."""
-    return read_command_line(
-        [*RUN, "--load", "folder", "--use-checkpoint-args", *words],
-        {},
-        lambda options: SavedConfig(f"{options.load}/global_step5", saved),
-    ).config
+    found = SavedConfig("folder/global_step5", saved)
+    with mock.patch("megatron.arguments.checkpoint_args.read_saved_config", return_value=found):
+        return read_command_line([*RUN, "--load", "folder", "--use-checkpoint-args", *words], {}).config
 
 
 def test_no_flag_of_the_model_or_the_tokenizer_is_needed(saved: Config) -> None:
@@ -89,14 +88,14 @@ def test_the_checkpoint_is_that_of_load_or_what_the_run_has_saved_since(tmp_path
     base = write_native(tmp_path / "base", config, random_wholes(config))
     words = [*RUN, "--use-checkpoint-args", "--save", str(tmp_path / "own"), "--load"]
     for load in (base.parent, base):
-        command = read_command_line([*words, str(load)], {}, read_saved_config)
+        command = read_command_line([*words, str(load)], {})
         assert command.config.model == config.model and str(base) in command.notes[0]
     with pytest.raises(UserError, match="--use-checkpoint-args: .*holds no checkpoint"):
-        read_command_line([*words, str(tmp_path / "none")], {}, read_saved_config)
+        read_command_line([*words, str(tmp_path / "none")], {})
     (base.parent / "latest").unlink()  # as after a power failure
-    read_command_line([*words, str(base.parent)], {}, read_saved_config)
+    read_command_line([*words, str(base.parent)], {})
     base.parent.rename(tmp_path / "own")
-    read_command_line([*words, str(base.parent)], {}, read_saved_config)
+    read_command_line([*words, str(base.parent)], {})
 
 
 def test_other_flags_are_refused_with_their_remedy(tmp_path: Path) -> None:

@@ -12,178 +12,70 @@ from pathlib import Path
 
 import pytest
 
-from megatron.config import Config, ConfigError, parse_args, read_command_line
-from megatron.config.config import SECTIONS
-from megatron.config.fields import flag_of, option_name
+from megatron.arguments import parse_args, read_command_line
+from megatron.config import Config, ConfigError
+from megatron.config.config import SETTINGS, Setting
 from megatron.config.flag_parser import HELP_GROUPS, make_parser
-from megatron.config.peer_flags import IGNORED_FLAGS, UNSUPPORTED_FAMILIES, UNSUPPORTED_FLAGS
-from megatron.config.peer_rewriting import REWRITTEN_FLAGS, rewrite, unsupported
-from tests.unit.config.command_lines import BLOOM, GPT_104B, RUN, SMALL
+from megatron.config.foreign_flags import foreign_flags, rewrite
+from tests.unit.config.command_lines import RUN, SMALL, check_refused, refusal
 
-# Every flag of the published scripts, with a value that one of them gives, and the field that it sets.
-SETTINGS = [
-    ("--tensor-model-parallel-size 1", "parallel.tensor_model_parallel_size", 1),
-    ("--pipeline-model-parallel-size 1", "parallel.pipeline_model_parallel_size", 1),
-    ("--num-layers 24", "model.num_layers", 24),
+# Ways to write a value, and values that are derived: flags, field, value.
+WRITTEN = [
     ("--hidden-size 2_048", "model.hidden_size", 2048),
-    ("--num-attention-heads 16", "model.num_attention_heads", 16),
-    ("--seq-length 16", "model.seq_length", 16),
-    ("--micro-batch-size 2", "batch.micro_batch_size", 2),
-    ("--global-batch-size 512", "batch.global_batch_size", 512),
-    ("--train-samples 146_484_375", "training.train_samples", 146_484_375),
-    ("--optimizer sgd", "optimizer.optimizer", "sgd"),
     ("--adam-beta1 .8", "optimizer.adam_beta1", 0.8),
-    ("--adam-beta2 0.95", "optimizer.adam_beta2", 0.95),
-    ("--adam-eps 1e-6", "optimizer.adam_eps", 1e-6),
-    ("--lr 2e-4", "schedule.lr", 2e-4),
-    ("--min-lr 1e-5", "schedule.min_lr", 1e-5),
-    ("--min-lr .0005", "schedule.min_lr", 0.0005),
-    ("--lr-decay-style cosine", "schedule.lr_decay_style", "cosine"),
-    ("--lr-warmup-samples 183", "schedule.lr_warmup_samples", 183),
-    ("--clip-grad 0.5", "optimizer.clip_grad", 0.5),
     ("--weight-decay 1e-1", "optimizer.weight_decay", 0.1),
-    ("--exit-duration-in-mins 1190", "training.exit_duration_in_mins", 1190),
-    ("--log-interval 200", "logging.log_interval", 200),
-    ("--save-interval 1500 --save /nowhere", "checkpoint.save_interval", 1500),
-    ("--eval-interval 150", "training.eval_interval", 150),
-    ("--eval-iters 5", "training.eval_iters", 5),
-    ("--tensorboard-dir /tmp/tensorboard", "logging.tensorboard_dir", "/tmp/tensorboard"),
-    ("--tensorboard-queue-size 5", "logging.tensorboard_queue_size", 5),
-    ("--log-timers-to-tensorboard", "logging.log_timers_to_tensorboard", True),
-    ("--log-batch-size-to-tensorboard", "logging.log_batch_size_to_tensorboard", True),
-    ("--log-validation-ppl-to-tensorboard", "logging.log_validation_ppl_to_tensorboard", True),
-    ("--save /nowhere", "checkpoint.save", "/nowhere"),
-    ("--load /nowhere", "checkpoint.load", "/nowhere"),
-    ("--split 949,50,1", "data.split", "949,50,1"),
-    ("--distributed-backend gloo", "parallel.distributed_backend", "gloo"),
-    ("--deepspeed_config ds.json", "training.deepspeed_config", "ds.json"),
-    ("--deepspeed-config=ds.json", "training.deepspeed_config", "ds.json"),
-    ("--zero-stage 1", "parallel.zero_stage", 1),
-    ("--zero-stage 3 --cpu-offload", "parallel.cpu_offload", True),
-    ("--fp16", "precision.fp16", True),
-    ("--bf16", "precision.bf16", True),
-    ("--max-position-embeddings 64", "model.max_position_embeddings", 64),
-    ("--lr-decay-samples 73_242_187", "schedule.lr_decay_samples", 73_242_187),
-    ("--checkpoint-activations", "training.checkpoint_activations", True),
     ("--rampup-batch-size 2 2 9_765_625", "batch.rampup_batch_size", (2, 2, 9_765_625)),
-    ("--fp16 --loss-scale 12", "precision.loss_scale", 12.0),
-    ("--data-path /nowhere/text_document", "data.data_path", ("/nowhere/text_document",)),
+    ("--deepspeed-config=ds.json", "training.deepspeed_config", "ds.json"),
+    ("--local_rank=3", "parallel.local_rank", 3),
     ("--data-path 0.3 A 0.7 B", "data.data_path", ("0.3", "A", "0.7", "B")),
-    ("--ffn-hidden-size 100", "model.ffn_hidden_size", 100),
-    ("--vocab-file v.json --merge-file m.txt", "data.vocab_file", "v.json"),
-    ("--vocab-file v.json --merge-file m.txt", "data.merge_file", "m.txt"),
     ("--vocab-file v.json --merge-file m.txt", "data.tokenizer_type", "GPT2BPETokenizer"),
-    (
-        "--tokenizer-type PretrainedFromHF --tokenizer-name-or-path t5-small",
-        "data.tokenizer_type",
-        "PretrainedFromHF",
-    ),
-    (
-        "--tokenizer-type PretrainedFromHF --tokenizer-name-or-path t5-small",
-        "data.tokenizer_name_or_path",
-        "t5-small",
-    ),
     ("--tokenizer-name-or-path t5-small", "data.tokenizer_type", "PretrainedFromHF"),
     ("--tokenizer-model m", "data.tokenizer_type", "SentencePieceTokenizer"),
-    ("--seed 43", "training.seed", 43),
-    ("--position-embedding-type absolute", "model.position_embedding_type", "absolute"),
-    ("--position-embedding-type rotary", "model.position_embedding_type", "rotary"),
-    ("--position-embedding-type alibi", "model.position_embedding_type", "alibi"),
-    ("--init-method-std 0.006", "model.init_method_std", 0.006),
-    ("--embed-layernorm", "model.embed_layernorm", True),
-    ("--pp-partition-method type:transformer", "parallel.partition_method", "type:transformer"),
     (
         "--pp-partition-method 'type:transformer|embedding'",
         "parallel.partition_method",
         "type:transformer|embedding",
     ),
     ('--partition-method "parameters"', "parallel.partition_method", "parameters"),
-    ("--pad-vocab-size-to 250880", "model.pad_vocab_size_to", 250880),
-    ("--glu-activation geglu", "model.glu_activation", "geglu"),
-    ("--glu-activation liglu", "model.glu_activation", "liglu"),
-    ("--glu-activation reglu", "model.glu_activation", "reglu"),
-    ("--glu-activation swiglu", "model.glu_activation", "swiglu"),
-    ("--log-level info", "logging.log_level", "info"),
-    ("--log-level-replica critical", "logging.log_level_replica", "critical"),
-    ("--train-tokens 300_000_000_000", "training.train_tokens", 300_000_000_000),
-    ("--lr-decay-tokens 260_000_000_000", "schedule.lr_decay_tokens", 260_000_000_000),
-    ("--kill-switch-path /tmp/kill", "training.kill_switch_path", "/tmp/kill"),
     ("--exit-signal usr1 SIGTERM", "training.exit_signal", ("SIGUSR1", "SIGTERM")),
     ("--exit-signal", "training.exit_signal", ()),
-    ("--num-workers 2", "data.num_workers", 2),
     ("--num-workers 2", "data.valid_num_workers", 2),
     ("--num-workers 2 --valid-num-workers 0", "data.valid_num_workers", 0),
-    ("--no-train --load x", "training.no_train", True),
     ("--no-train 1 --load x", "training.no_train", True),
     ("--eval-only 1 --load x", "training.no_train", True),
+    ("--fp16 --loss-scale 12", "precision.loss_scale", 12.0),
     ("--fp16 --loss-scale 0", "precision.loss_scale", None),
-    ("--load x --allow-drift", "checkpoint.allow_replica_mismatch", True),
-    ("--hidden-dropout 0", "model.hidden_dropout", 0.0),
-    ("--attention-dropout 0.0", "model.attention_dropout", 0.0),
-    ("--local_rank 3", "parallel.local_rank", 3),
-    ("--local_rank=3", "parallel.local_rank", 3),
-    ("--local-rank=3", "parallel.local_rank", 3),
-    ("--local-rank 3", "parallel.local_rank", 3),
 ]
 
 
-def value_at(config: Config, path: str) -> object:
-    section, name = path.split(".")
-    return getattr(getattr(config, section), name)
+def sample(setting: Setting) -> tuple[list[str], object]:
+    """Returns words of a value of a flag, and the value."""
+    if setting.kind is bool:
+        return [], True
+    word = {int: "7", float: "0.5", str: "word"}[setting.kind]
+    word = word if setting.flag.choices is None else list(setting.flag.choices)[-1]
+    count = {None: 1, "+": 2, "*": 2}.get(setting.flag.nargs, setting.flag.nargs)
+    value = setting.kind(word)
+    return [word] * count, value if setting.flag.nargs is None else (value,) * count
 
 
-def refusal(*words: str, env: dict[str, str] | None = None) -> str:
-    """Returns the error of SMALL with these words."""
-    with pytest.raises(ConfigError) as caught:
-        parse_args([*SMALL, *words], env or {})
-    sentence = str(caught.value)
-    assert "\n" not in sentence
-    return sentence
+def test_every_flag_sets_its_field_under_each_of_its_names() -> None:
+    parser = make_parser()
+    for name, setting in SETTINGS.items():
+        words, value = sample(setting)
+        for option in setting.options:
+            found = vars(parser.parse_args([option, *words]))[name]
+            assert (found, type(found)) == (value, type(value)), option
 
 
-@pytest.mark.parametrize(("words", "path", "value"), SETTINGS)
-def test_every_flag_of_published_scripts_sets_its_field(words: str, path: str, value: object) -> None:
-    found = value_at(parse_args([*SMALL, *words.split()], {}), path)
-    assert found == value
-    assert type(found) is type(value)
+@pytest.mark.parametrize(("words", "path", "value"), WRITTEN)
+def test_a_value_can_be_written_in_several_ways_or_be_derived(words: str, path: str, value: object) -> None:
+    found = parse_args([*SMALL, *words.split()], {}).value(path)
+    assert (found, type(found)) == (value, type(value))
 
 
 def test_a_value_with_spaces_is_not_split() -> None:
     assert parse_args([*SMALL, "--split", "969, 30, 1"], {}).data.split == "969, 30, 1"
-
-
-def test_a_published_176b_command_line_parses() -> None:
-    command = read_command_line([*BLOOM, "--dry-run", "--world-size", "384"], {})
-    config = command.config
-    assert config.parallel.partition_method == "type:transformer|embedding"
-    assert config.parallel.data_parallel_size == 8
-    assert config.batch.rampup_batch_size == (192, 16, 9_765_625)
-    assert config.model.ffn_hidden_size == 4 * 14336
-    assert config.model.kv_channels == 128
-    assert config.precision.name == "bf16"
-    assert config.schedule.lr_warmup_samples == 183_105
-    reported = " ".join(command.notes)
-    for flag in ("--deepspeed ", "--deepspeed-activation-checkpointing ", "--abort-on-unmet-fused-kernel"):
-        assert flag in reported
-    assert "--data-impl " in reported
-    assert len(command.notes) == 4
-
-
-def test_a_published_104b_command_line_parses() -> None:
-    command = read_command_line([*GPT_104B, "--dry-run", "--world-size", "256"], {})
-    config = command.config
-    assert config.data.tokenizer_type == "GPT2BPETokenizer"
-    assert config.precision.name == "fp16"
-    assert config.precision.loss_scale == 12.0
-    assert config.parallel.data_parallel_size == 2
-    assert config.parallel.local_rank == 3
-    assert config.training.train_tokens == 300_000_000_000
-    assert [note.split()[0] for note in command.notes] == [
-        "--deepspeed",
-        "--deepspeed-activation-checkpointing",
-        "--data-impl",
-        "--codecarbon-dir",
-    ]
 
 
 def test_defaults_are_megatrons() -> None:
@@ -262,14 +154,12 @@ def test_a_flag_that_resembles_none_gets_no_hint(typed: str) -> None:
     assert refusal(typed, "4") == f"unknown flag {typed}: see --help"
 
 
-UNSUPPORTED = [
-    *UNSUPPORTED_FLAGS.items(),
-    *((begin, answer) for answer, begins in UNSUPPORTED_FAMILIES.items() for begin in begins),
-]
+UNSUPPORTED = foreign_flags().unsupported
 
 
-@pytest.mark.parametrize(("typed", "answer"), UNSUPPORTED)
-def test_an_unsupported_flag_of_another_framework_gets_what_to_do_instead(typed: str, answer: str) -> None:
+@pytest.mark.parametrize("name", UNSUPPORTED)
+def test_an_unsupported_flag_of_another_framework_gets_what_to_do_instead(name: str) -> None:
+    typed, answer = name.removesuffix("*"), UNSUPPORTED[name]
     known = make_parser()._option_string_actions
     assert typed not in known
     for spelling in (typed, "--" + typed[2:].replace("-", "_"), f"{typed}=4"):
@@ -283,13 +173,23 @@ def test_every_flag_of_another_framework_has_an_answer(framework: str) -> None:
     """The files list the flags in the frameworks' argument files (BigScience 8387ae17, Microsoft 4efb479d,
     Megatron-LM d98e8a64), and flags that at least three of Megatron-LM's launch scripts give."""
     flags = (Path(__file__).parent / "peer_flags" / f"{framework}.txt").read_text().split()
-    known = make_parser()._option_string_actions.keys() | REWRITTEN_FLAGS.keys()
-    assert [flag for flag in flags if flag not in known and unsupported(flag) is None] == []
+    foreign = foreign_flags()
+    known = make_parser()._option_string_actions.keys() | foreign.rewritten.keys() | foreign.ignored.keys()
+    assert [flag for flag in flags if flag not in known and foreign.alternative(flag) is None] == []
 
 
 def test_flags_that_few_published_scripts_give_are_accepted() -> None:
-    known = make_parser()._option_string_actions.keys()
+    known = make_parser()._option_string_actions.keys() | foreign_flags().ignored.keys()
     assert {"--deepspeed_config", "--glu-activation", "--no-bias-gelu-fusion"} <= known
+
+
+def test_the_file_of_foreign_flags_is_read_only_for_an_unknown_flag() -> None:
+    foreign_flags.cache_clear()
+    parse_args([*SMALL, "--normalization", "rmsnorm", "--bf16"], {})
+    refusal("--seed", "-1")
+    assert foreign_flags.cache_info().currsize == 0
+    parse_args([*SMALL, "--use-flash-attn"], {})
+    assert foreign_flags.cache_info().currsize == 1
 
 
 def test_all_unsupported_flags_are_listed_at_once() -> None:
@@ -309,10 +209,10 @@ def test_surplus_values_of_an_unsupported_flag_are_no_error_of_their_own(words: 
     assert refusal(*words.split()).startswith(f"--num-experts is '{value}': expected 1; mixture-of-experts")
 
 
-@pytest.mark.parametrize("name", REWRITTEN_FLAGS)
+@pytest.mark.parametrize("name", foreign_flags().rewritten)
 def test_a_flag_of_another_framework_is_read_as_flags_of_this_program(name: str) -> None:
     parser = make_parser()
-    words = REWRITTEN_FLAGS[name]
+    words = foreign_flags().rewritten[name]
     value = []
     if words[-1].startswith("--") and parser._option_string_actions[words[-1]].nargs in (None, "+"):
         value = ["2"]
@@ -372,9 +272,7 @@ def test_a_rewritten_flag_gives_way_to_the_flag_that_it_stands_for() -> None:
     ],
 )
 def test_an_invalid_value_is_refused_with_what_was_expected(words: str, parts: tuple[str, ...]) -> None:
-    sentence = refusal(*words.split())
-    for part in parts:
-        assert part in sentence
+    check_refused(words.split(), parts)
 
 
 def test_an_empty_value_is_refused() -> None:
@@ -402,11 +300,12 @@ def test_a_repeated_flag_takes_the_last_value_and_is_reported() -> None:
     assert command.notes == ("--seed is given more than once: the last value, 2, is used",)
 
 
-@pytest.mark.parametrize("old", IGNORED_FLAGS, ids=lambda old: old.name)
+@pytest.mark.parametrize("old", foreign_flags().ignored.values(), ids=lambda old: old.name)
 def test_an_ignored_flag_is_reported_once_with_the_reason(old) -> None:
     value = old.values[0] if old.values else "value"
     words = [old.name] if old.nargs == 0 else [old.name, value]
-    expected = (f"{old.name} is ignored: {old.reason}",)
+    how = "deprecated and ignored" if old.name == "--simulate" else "ignored"
+    expected = (f"{old.name} is {how}: {old.reason}",)
     assert read_command_line([*SMALL, *words, *words], {}).notes == expected
 
 
@@ -447,19 +346,22 @@ def test_help_is_grouped_as_megatrons_and_has_every_field_once(capsys: pytest.Ca
     )
     flags = [line.split()[0].rstrip(",") for line in lines if line.startswith("  --")]
     assert len(flags) == len(set(flags))
-    for kind in SECTIONS.values():
-        for field in dataclasses.fields(kind):
-            assert flags.count(option_name(field.name)) == 1 and flag_of(field).help
+    for setting in SETTINGS.values():
+        assert flags.count(setting.option) == 1 and setting.flag.help
     ignored = " ".join(text.partition("(accepted and ignored):")[2].split())
-    for old in IGNORED_FLAGS:
+    for old in foreign_flags().ignored.values():
         assert old.name in re.split("[ ,:]+", ignored) and f": {old.reason}" in ignored
 
 
-def test_importing_the_config_imports_neither_torch_nor_deepspeed() -> None:
-    program = (
-        "import sys, megatron.config, megatron.engine.deepspeed_config;"
-        "print([name for name in ('torch', 'deepspeed', 'numpy') if name in sys.modules])"
-    )
+@pytest.mark.parametrize(
+    ("module", "heavy"),
+    [
+        ("megatron.config", ("torch", "deepspeed", "numpy")),
+        ("megatron.arguments", ("torch", "deepspeed", "transformers")),
+    ],
+)
+def test_importing_the_flags_imports_no_large_package(module: str, heavy: tuple[str, ...]) -> None:
+    program = f"import sys, {module}; print([name for name in {heavy} if name in sys.modules])"
     result = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
     assert result.stdout.strip() == "[]"
 
@@ -469,6 +371,7 @@ def test_the_config_of_an_older_checkpoint_has_its_values_under_the_new_names() 
     settings["trouble"] = settings.pop("stability")
     del settings["checkpoint"]["allow_replica_mismatch"]
     settings["checkpoint"]["allow_drift"] = True
+    settings["training"]["simulate"] = False  # removed
     config = Config.from_dict(settings)
     assert config.stability.spike_window == 9
     assert config.checkpoint.allow_replica_mismatch is True

@@ -7,9 +7,11 @@ from pathlib import Path
 
 import pytest
 
-from megatron.config import BatchSchedule, Config, ConfigError, TrainingConfig, read_command_line
-from megatron.config.curriculum import LengthCurriculum, read_curriculum
-from megatron.engine.deepspeed_config import read_deepspeed_config
+from megatron.arguments import read_command_line
+from megatron.config import Config, ConfigError, TrainingConfig
+from megatron.config.sections.curriculum import LengthCurriculum
+from megatron.engine.deepspeed_config import read_curriculum
+from megatron.optimizer.batch_schedule import BatchSchedule
 from tests.unit.config.command_lines import SMALL
 
 TR8B = {
@@ -91,7 +93,7 @@ def read(folder: Path, section, *flags: str) -> tuple[Config, tuple[str, ...]]:
     path = folder / "deepspeed.json"
     path.write_text(json.dumps({"curriculum_learning": section}))
     words = [*SMALL, *flags, "--deepspeed_config", str(path)]
-    command = read_command_line(words, {}, read_deepspeed_config=read_deepspeed_config)
+    command = read_command_line(words, {})
     return command.config, command.notes
 
 

@@ -10,8 +10,10 @@ from typing import Any
 
 import pytest
 
-from megatron.config import CommandLine, ConfigError, parse_args, read_command_line
-from megatron.engine.deepspeed_config import deepspeed_dict, read_deepspeed_config
+from megatron.arguments import CommandLine, parse_args, read_command_line
+from megatron.config import ConfigError
+from megatron.config.foreign_flags import foreign_flags
+from megatron.engine.deepspeed_config import deepspeed_dict
 from megatron.errors import UserError
 from tests.unit.config.command_lines import SMALL, rows
 from tests.unit.hostile import HOSTILE_VALUES, refusal
@@ -43,13 +45,13 @@ def read(tmp_path: Path):
         file = tmp_path / "ds_config.json"
         file.write_text(settings if isinstance(settings, str) else json.dumps(settings))
         words = (*SMALL, *words, "--deepspeed_config", str(file))
-        return read_command_line(words, {}, read_deepspeed_config=read_deepspeed_config)
+        return read_command_line(words, {})
 
     return read_settings
 
 
 def test_without_a_file_nothing_changes() -> None:
-    command = read_command_line(SMALL, {}, read_deepspeed_config=read_deepspeed_config)
+    command = read_command_line(SMALL, {})
     assert command == CommandLine(parse_args(SMALL, {}), ())
 
 
@@ -67,24 +69,15 @@ def test_a_published_file_agrees_and_its_loss_scale_wins(read) -> None:
     assert any("steps_per_print 2000 is not used" in note for note in settings.notes)
 
 
-def test_a_static_loss_scale_in_the_file_wins_too(read) -> None:
-    settings = read({"fp16": {"enabled": True, "loss_scale": 128}}, "--fp16")
-    assert settings.config.precision.loss_scale == 128.0
-    assert len(settings.notes) == 1
-    assert (
-        "a static scale of 128 from the file overrides a dynamic scale from --loss-scale" in settings.notes[0]
-    )
-
-
-def test_a_file_without_loss_scale_leaves_the_flag_alone(read) -> None:
-    settings = read({"fp16": {"enabled": True}}, "--fp16", "--loss-scale", "12")
-    assert settings.config.precision.loss_scale == 12.0
-    assert settings.notes == ()
-
-
-def test_a_loss_scale_in_a_file_for_bf16_changes_nothing(read) -> None:
-    settings = read({"fp16": {"enabled": False, "loss_scale": 5}, "bf16": {"enabled": True}}, "--bf16")
-    assert settings.config.precision.loss_scale is None
+def test_only_a_loss_scale_for_fp16_in_the_file_replaces_the_flag(read) -> None:
+    fixed = read({"fp16": {"enabled": True, "loss_scale": 128}}, "--fp16")
+    assert fixed.config.precision.loss_scale == 128.0
+    (note,) = fixed.notes
+    assert "a static scale of 128 from the file overrides a dynamic scale from --loss-scale" in note
+    without = read({"fp16": {"enabled": True}}, "--fp16", "--loss-scale", "12")
+    assert (without.config.precision.loss_scale, without.notes) == (12.0, ())
+    bf16 = read({"fp16": {"enabled": False, "loss_scale": 5}, "bf16": {"enabled": True}}, "--bf16")
+    assert bf16.config.precision.loss_scale is None
 
 
 def test_auto_and_null_leave_the_decision_to_the_flags(read) -> None:
@@ -103,7 +96,7 @@ def test_auto_and_null_leave_the_decision_to_the_flags(read) -> None:
     assert deepspeed_dict(settings.config, 8)["zero_optimization"] == {"stage": 0}
 
 
-CONTRADICTIONS = """
+REFUSED = """
 {"train_micro_batch_size_per_gpu": 2} => train_micro_batch_size_per_gpu is 2; --micro-batch-size is 1
 {"train_batch_size": 16} => train_batch_size is 16; --global-batch-size is 8
 {"gradient_accumulation_steps": 4} => gradient_accumulation_steps is 4; --global-batch-size; is 8
@@ -117,51 +110,46 @@ CONTRADICTIONS = """
 {"fp16": {"enabled": false}} --fp16 => fp16.enabled is false; --fp16 is true
 {"bf16": {"enabled": true}} => bf16.enabled is true; --bf16 is false
 {"bfloat16": {"enabled": true}} => bfloat16.enabled is true; --bf16 is false
+{"data_types": {"grad_accum_dtype": "bf16"}} => data_types.grad_accum_dtype is bf16; fp32; remove it from
+{"zero_optimization": {"offload_optimizer": {"device": "nvme"}}}
+    => offload_optimizer to nvme; not supported; remove it from; --cpu-offload
+{"zero_optimization": {"offload_param": {"device": "cpu"}}} => offload_param; not supported; remove it from
+{"fp16": {"auto_cast": true}} => fp16.auto_cast is not supported; remove it from the file
+{"zero_force_ds_cpu_optimizer": true} => has zero_force_ds_cpu_optimizer; remove it from the file
+{"managed_gradient_accumulation": false} => has managed_gradient_accumulation; remove it from the file
+{"tensor_parallel": {"autotp_size": 2}} => has tensor_parallel; remove it from the file
+{"train_batchsize": 8} => has train_batchsize; did you mean train_batch_size; remove it from the file
+{"checkpoint": {"load_universal": true}} => checkpoint.load_universal is not supported; remove it from
+{"checkpoint": {"use_node_local_storage": true}} => checkpoint.use_node_local_storage; remove it from
+{"checkpoint": {"writer": {"type": "fast"}}} => checkpoint.writer is not supported; remove it from the file
+{"fp16": 5} => fp16 is 5; braces
+{"tensorboard": true} => tensorboard is True: expected an object
+{"memory_breakdown": "yes"} => memory_breakdown is "yes": expected true or false
+{"fp16": {"enabled": true, "loss_scale": "high"}} --fp16 => fp16.loss_scale is "high": expected a number
+{"fp16": {"enabled": true, "initial_scale_power": 128}} --fp16 => fp16.initial_scale_power is 128; 0 to 127
+{"fp16": {"enabled": true, "hysteresis": 0}} --fp16 => --hysteresis is 0: expected at least 1
+[1] => expected a JSON object
+{"fp16" => not valid JSON
 """
 
 
-@pytest.mark.parametrize(("words", "parts"), rows(CONTRADICTIONS))
-def test_a_contradiction_names_the_key_and_the_flag(read, words: str, parts: list[str]) -> None:
-    file, end = json.JSONDecoder().raw_decode(words)
-    with pytest.raises(ConfigError) as caught:
-        read(file, *words[end:].split())
-    for part in parts:
-        assert part in str(caught.value)
-
-
-@pytest.mark.parametrize(
-    ("file", "parts"),
-    [
-        ({"optimizer": {"type": "Adam"}}, ("optimizer", "--optimizer")),
-        ({"scheduler": {"type": "WarmupLR"}}, ("scheduler", "--lr")),
-        ({"amp": {"enabled": True}}, ("amp", "--fp16")),
-        ({"activation_checkpointing": {"partition_activations": True}}, ("--checkpoint-activations",)),
-        ({"data_types": {"grad_accum_dtype": "bf16"}}, ("data_types.grad_accum_dtype is bf16", "fp32")),
-        (
-            {"zero_optimization": {"offload_optimizer": {"device": "nvme"}}},
-            ("offload_optimizer to nvme", "not supported", "--cpu-offload"),
-        ),
-        ({"zero_optimization": {"offload_param": {"device": "cpu"}}}, ("offload_param", "not supported")),
-        ({"fp16": {"auto_cast": True}}, ("fp16.auto_cast", "not supported")),
-        ({"communication_data_type": "fp16"}, ("communication_data_type", "fp32")),
-        ({"fp16": 5}, ("fp16 is 5", "braces")),
-        ([1], ("expected a JSON object",)),
-        ("{", ("not valid JSON",)),
-    ],
-)
-def test_keys_that_flags_own_and_unsupported_keys_are_refused(
-    read, file: Any, parts: tuple[str, ...]
+@pytest.mark.parametrize(("words", "parts"), rows(REFUSED), ids=lambda v: v if isinstance(v, str) else "")
+def test_a_contradiction_or_another_key_is_refused_with_the_key_and_the_remedy(
+    read, words: str, parts: list[str]
 ) -> None:
+    content, dashes, flags = words.partition(" --")
     with pytest.raises(ConfigError) as caught:
-        read(file)
+        read(content, *(dashes + flags).split())
     for part in parts:
         assert part in str(caught.value)
 
 
-@pytest.mark.parametrize(("key", "value"), [("loss_scale", "high"), ("initial_scale_power", 128)])
-def test_an_invalid_loss_scale_is_refused(read, key: str, value: Any) -> None:
-    with pytest.raises(ConfigError, match=f"fp16.{key}"):
-        read({"fp16": {"enabled": True, key: value}}, "--fp16")
+@pytest.mark.parametrize("key", foreign_flags().deepspeed_keys)
+def test_a_key_that_flags_own_is_refused_with_the_alternative(read, key: str) -> None:
+    for value in (True, {"enabled": True}, {"type": "Adam"}):
+        with pytest.raises(ConfigError) as caught:
+            read({key: value})
+        assert f"the DeepSpeed config has {key}: {foreign_flags().deepspeed_keys[key]}" in str(caught.value)
 
 
 def test_a_disabled_section_has_no_effect(read) -> None:
@@ -182,12 +170,12 @@ def test_an_absent_file_is_refused_by_a_run_and_noted_by_a_plan(tmp_path: Path) 
         (tmp_path / f"text{ending}").touch()
     absent = str(tmp_path / "none.json")
     words = [*SMALL, "--vocab-size", "9", "--data-path", str(tmp_path / "text"), "--deepspeed_config", absent]
-    plan = read_command_line(words, {}, read_deepspeed_config=read_deepspeed_config)
+    plan = read_command_line(words, {})
     assert absent in plan.notes[0]
     assert deepspeed_dict(plan.config, 8)["train_batch_size"] == 8
     run = [word for word in words if word != "--dry-run"]
     with pytest.raises(ConfigError, match="--deepspeed_config .*none.json"):
-        read_command_line(run, {}, read_deepspeed_config=read_deepspeed_config)
+        read_command_line(run, {})
 
 
 def test_deepspeed_is_configured_for_fp32_without_clipping() -> None:
@@ -241,38 +229,6 @@ def test_all_zero_settings_except_the_stage_are_ignored_with_a_note(read) -> Non
     assert "zero_optimization (allgather_bucket_size, overlap_comm) is deprecated and ignored: " in note
 
 
-@pytest.mark.parametrize(
-    ("file", "key"),
-    [
-        ({"pipeline": {"use_reentrant": True}}, "pipeline"),
-        ({"pipeline": {"activation_checkpoint_interval": 1}}, "pipeline"),
-        ({"torch_autocast": {"enabled": True}}, "torch_autocast"),
-        ({"flops_profiler": {"enabled": True}}, "flops_profiler"),
-        ({"comms_logger": {"enabled": True}}, "comms_logger"),
-        ({"wall_clock_breakdown": True}, "wall_clock_breakdown"),
-        ({"dump_state": True}, "dump_state"),
-        ({"zero_force_ds_cpu_optimizer": True}, "zero_force_ds_cpu_optimizer"),
-        ({"managed_gradient_accumulation": False}, "managed_gradient_accumulation"),
-        ({"tensor_parallel": {"autotp_size": 2}}, "tensor_parallel"),
-        ({"train_batchsize": 8}, "train_batchsize"),
-        ({"checkpoint": {"load_universal": True}}, "checkpoint.load_universal"),
-        ({"checkpoint": {"use_node_local_storage": True}}, "checkpoint.use_node_local_storage"),
-        ({"checkpoint": {"writer": {"type": "fast"}}}, "checkpoint.writer"),
-    ],
-)
-def test_every_other_key_is_refused_with_what_to_do(read, file: dict[str, Any], key: str) -> None:
-    with pytest.raises(ConfigError, match=rf"has {key}\b|{key} is not supported") as caught:
-        read(file)
-    assert "remove it from the file" in str(caught.value)
-
-
-@pytest.mark.parametrize("file", [{"memory_breakdown": "yes"}, {"tensorboard": True}])
-def test_a_passed_on_key_with_a_value_of_the_wrong_type_is_refused(read, file: dict[str, Any]) -> None:
-    (key,) = file
-    with pytest.raises(ConfigError, match=rf"{key} is .*: expected"):
-        read(file)
-
-
 @pytest.mark.parametrize("content", ["[" * 100_000, '{"fp16":' * 5000, '{"fp16": "\\ud800"}', "\x00", "1"])
 def test_a_hostile_file_is_one_sentence(content: str, read) -> None:
     assert "ds_config.json" in refusal(lambda: read(content))
@@ -282,9 +238,7 @@ def test_a_hostile_pipe_or_device_does_not_block(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "pipe")
     for file in (tmp_path / "pipe", Path("/dev/zero")):
         words = [*SMALL, "--deepspeed_config", str(file)]
-        assert str(file) in refusal(
-            lambda words=words: read_command_line(words, {}, read_deepspeed_config=read_deepspeed_config)
-        )
+        assert str(file) in refusal(lambda words=words: read_command_line(words, {}))
 
 
 @pytest.mark.parametrize(

@@ -8,7 +8,7 @@ import signal
 
 import pytest
 
-from megatron.cluster import node_processes
+from megatron.cluster import launch
 from megatron.config import ConfigError
 from megatron.config.tool_parser import exit_on_interrupt
 from megatron.errors import UserError, exit_on_user_error
@@ -52,10 +52,10 @@ def test_a_file_that_cannot_be_accessed_ends_a_tool_with_code_2_and_one_line_on_
 
 def set_limits(patch: pytest.MonkeyPatch, files: tuple[int, int], space: int) -> list[tuple[int, int]]:
     """Sets the limits that the start of a program finds. Returns the limits of open files that it sets."""
-    given = {node_processes.resource.RLIMIT_NOFILE: files, node_processes.resource.RLIMIT_AS: (space, space)}
+    given = {launch.resource.RLIMIT_NOFILE: files, launch.resource.RLIMIT_AS: (space, space)}
     changes: list[tuple[int, int]] = []
-    patch.setattr(node_processes.resource, "getrlimit", given.__getitem__)
-    patch.setattr(node_processes.resource, "setrlimit", lambda kind, new: changes.append(new))
+    patch.setattr(launch.resource, "getrlimit", given.__getitem__)
+    patch.setattr(launch.resource, "setrlimit", lambda kind, new: changes.append(new))
     return changes
 
 
@@ -65,7 +65,7 @@ def test_too_few_open_files_are_a_hostile_start(limit: int, monkeypatch: pytest.
     with pytest.raises(
         UserError, match=f"ulimit -Hn {limit}: .* Expected at least 256: start the run in a shell"
     ):
-        node_processes.check_limits()
+        launch.check_limits()
 
 
 @pytest.mark.parametrize(
@@ -76,14 +76,14 @@ def test_a_low_soft_limit_of_open_files_becomes_the_hard_one(
     given: tuple[int, int], changes: list[tuple[int, int]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     found = set_limits(monkeypatch, given, 2 << 30)
-    node_processes.check_limits()
+    launch.check_limits()
     assert found == changes
 
 
 def test_too_little_virtual_memory_is_a_hostile_start(monkeypatch: pytest.MonkeyPatch) -> None:
     set_limits(monkeypatch, (1024, 1024), 1 << 30)
     with pytest.raises(UserError, match="ulimit -v 1048576: .* 1.0 GiB .* Expected at least 2 GiB: raise"):
-        node_processes.check_limits()
+        launch.check_limits()
 
 
 def test_other_errors_pass() -> None:

@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from megatron.config import ConfigError, parse_args
-from megatron.config.introduction import INTRODUCTION, require_flags
+from megatron.arguments import INTRODUCTION, parse_args, require_flags
+from megatron.config import ConfigError
 
 PROGRAM = Path(__file__).parents[3] / "pretrain_gpt.py"
 

@@ -7,15 +7,15 @@ from pathlib import Path
 
 import pytest
 
-from megatron.commands import convert_checkpoint, plan, preprocess_data
-from megatron.config import ConfigError, read_command_line
-from megatron.engine.deepspeed_config import read_deepspeed_config
+from megatron.arguments import read_command_line
+from megatron.commands import convert_checkpoint, convert_huggingface, plan, preprocess_data
+from megatron.config import ConfigError
 from tests.unit.config.command_lines import RUN, SMALL
 
 
 def lines_of(words: list[str]) -> list[str]:
     with pytest.raises(ConfigError) as caught:
-        read_command_line(words, {}, read_deepspeed_config=read_deepspeed_config)
+        read_command_line(words, {})
     return [line.strip() for line in str(caught.value).splitlines()]
 
 
@@ -184,6 +184,22 @@ def test_one_round_has_the_own_checks_of_a_tool(capsys: pytest.CaptureFixture[st
             convert_checkpoint,
             "--from none --workers 0",
             ("the following arguments are required: --to", "--workers is 0", "--from none: there is no"),
+        ),
+        (
+            convert_checkpoint,
+            "--from . --to none --format dcp --dtype bf16 --no-tokenizer",
+            (
+                f"{flag} acts only on --format huggingface: remove it"
+                for flag in ("--dtype", "--no-tokenizer")
+            ),
+        ),
+        (
+            convert_huggingface,
+            "--load . --to none --dtype int8 --vocab-size 5 --universal-chekpoint",
+            (
+                *("argument --dtype: invalid choice", "unknown flag --universal-chekpoint: did you mean"),
+                "--vocab-size acts only on a Hugging Face model, and . is a checkpoint",
+            ),
         ),
     ):
         with pytest.raises(SystemExit, match="2"):

@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from megatron.config import Config, ConfigError, parse_args, read_command_line
-from megatron.config.peer_rewriting import rewrite
-from megatron.engine.deepspeed_config import read_deepspeed_config
+from megatron.arguments import parse_args, read_command_line
+from megatron.config import Config, ConfigError
+from megatron.config.foreign_flags import rewrite
 from tests.unit.config.command_lines import RUN, SMALL
 
 # examples_deepspeed/pretrain_llama2_distributed.sh (Microsoft, b644fba3), 8 GPUs.
@@ -57,7 +57,7 @@ REAL = "--data-path text_document --tokenizer-type HuggingFaceTokenizer --tokeni
 
 def dry_run(words: str) -> Config:
     argv = [*words.split(), "--dry-run", "--world-size", "8"]
-    return read_command_line(argv, {}, read_deepspeed_config=read_deepspeed_config).config
+    return read_command_line(argv, {}).config
 
 
 def test_a_note_names_only_a_flag_that_was_given() -> None:
@@ -88,10 +88,16 @@ def test_megatron_lms_llama_3_script_passes_a_dry_run(data: str) -> None:
     assert (config.data.tokenizer_name_or_path == "folder") is (data == REAL)
 
 
-def test_a_run_rejects_a_learning_rate_that_it_does_not_have() -> None:
-    words = ["--mock-data", "--vocab-size", "9", "--decoupled-lr", "1e-3"]
-    with pytest.raises(ConfigError, match="--decoupled-lr is not supported: all parameters have one"):
-        parse_args([*RUN, *words], {})
+@pytest.mark.parametrize(
+    ("flag", "reason"),
+    [
+        ("--decoupled-lr 1e-3", "--decoupled-lr is not supported: all parameters have one"),
+        ("--simulate", "--simulate is not supported: .* which only a dry run accepts"),
+    ],
+)
+def test_a_run_rejects_what_only_a_dry_run_ignores(flag: str, reason: str) -> None:
+    with pytest.raises(ConfigError, match=reason):
+        parse_args([*RUN, "--mock-data", "--vocab-size", "9", *flag.split()], {})
 
 
 def test_the_mean_over_tokens_is_rejected_where_it_is_not_the_mean_over_micro_batches() -> None:

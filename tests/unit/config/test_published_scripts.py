@@ -12,10 +12,10 @@ from pathlib import Path
 
 import pytest
 
-from megatron.config import ConfigError, read_command_line
-from megatron.config.batch import check_remaining_batches, first_supported_sample
-from megatron.engine.deepspeed_config import read_deepspeed_config
-from tests.unit.config.published_scripts import SCRIPTS, Script
+from megatron.arguments import read_command_line
+from megatron.config import ConfigError
+from megatron.optimizer.batch_schedule import check_remaining_batches, first_supported_sample
+from tests.unit.config.published_scripts import SCRIPTS, Script, published
 
 
 @pytest.mark.parametrize("script", SCRIPTS, ids=lambda script: script.name)
@@ -31,9 +31,48 @@ def test_a_published_command_line_is_accepted_or_refused_for_its_own_fault(
             read_command_line(words, {})
         assert script.fault in str(caught.value)
         return
-    config = read_command_line(words, {}, read_deepspeed_config=read_deepspeed_config).config
+    config = read_command_line(words, {}).config
     assert config.parallel.world_size == script.processes
     assert config.precision.loss_scale is None  # dynamic, as the file says and --loss-scale does not
+
+
+@pytest.mark.parametrize(
+    ("name", "values", "ignored"),
+    [
+        (
+            "tr11-176B-ml",
+            {
+                "parallel.partition_method": "type:transformer|embedding",  # from Slurm: with its quotes
+                "batch.rampup_batch_size": (192, 16, 9_765_625),
+                "model.ffn_hidden_size": 4 * 14336,
+                "model.kv_channels": 128,
+                "precision.bf16": True,
+                "schedule.lr_warmup_samples": 183_105,
+                "data.tokenizer_type": "PretrainedFromHF",
+            },
+            {"--abort-on-unmet-fused-kernel-constraints"},
+        ),
+        (
+            "tr8b-104B-cl",
+            {
+                "parallel.pipeline_model_parallel_size": 32,
+                "data.tokenizer_type": "GPT2BPETokenizer",
+                "precision.fp16": True,
+                "precision.loss_scale": 12.0,
+                "training.train_tokens": 300_000_000_000,
+            },
+            set(),
+        ),
+    ],
+)
+def test_a_published_command_line_sets_its_fields(
+    name: str, values: dict[str, object], ignored: set[str]
+) -> None:
+    script = published(name)
+    command = read_command_line([*script.words(), "--dry-run", "--world-size", str(script.processes)], {})
+    assert {path: command.config.value(path) for path in values} == values
+    notes = {note.split()[0] for note in command.notes if "is ignored" in note}
+    assert notes == ignored | {"--deepspeed", "--deepspeed-activation-checkpointing", "--data-impl"}
 
 
 RESUMED = [script for script in SCRIPTS if script.first_supported_sample is not None]

@@ -6,9 +6,9 @@ import dataclasses
 
 import pytest
 
-from megatron.config import Config, ConfigError, ModelConfig, parse_args, registries
-from megatron.config.config import SECTIONS
-from megatron.config.fields import changes_model, flag_of
+from megatron.arguments import parse_args
+from megatron.config import Config, ConfigError, registries
+from megatron.config.config import SECTIONS, settings_of
 from megatron.config.flag_parser import make_parser
 from megatron.config.model import model_summary
 from megatron.config.registries import OPTIMIZERS, TOKENIZERS
@@ -68,8 +68,7 @@ def config(*words: str) -> Config:
 
 
 def test_a_model_field_changes_the_model_unless_it_says_otherwise() -> None:
-    fields = dataclasses.fields(ModelConfig)
-    exempt = {field.name for field in fields if not changes_model(ModelConfig, field)}
+    exempt = {setting.field for setting in settings_of("model") if not setting.changes_model}
     assert exempt >= {
         *("seq_length", "vocab_size", "make_vocab_size_divisible_by", "pad_vocab_size_to"),
         *("init_method_std", "hidden_dropout", "attention_dropout"),
@@ -78,8 +77,8 @@ def test_a_model_field_changes_the_model_unless_it_says_otherwise() -> None:
 
 
 def test_fields_without_an_effect_on_the_time_of_a_layer() -> None:
-    fields = dataclasses.fields(ModelConfig)
-    assert {field.name for field in fields if not flag_of(field).changes_layer_time} >= {
+    without = {setting.field for setting in settings_of("model") if not setting.flag.changes_layer_time}
+    assert without >= {
         *("num_layers", "max_position_embeddings", "layernorm_epsilon", "init_method_std"),
         *("vocab_size", "make_vocab_size_divisible_by", "pad_vocab_size_to"),  # the padded size counts
         *("softmax_scale", "rotary_base", "rope_scaling_type", "rope_scaling_factor"),
@@ -87,7 +86,7 @@ def test_fields_without_an_effect_on_the_time_of_a_layer() -> None:
         *("rope_beta_slow", "rope_beta_fast", "window_rotary_base"),
         "window_pattern",  # layers with and without a window are measured separately
     }
-    assert flag_of(ModelConfig.__dataclass_fields__["hidden_size"]).changes_layer_time
+    assert "hidden_size" not in without
 
 
 def test_the_settings_of_the_model_are_those_that_change_what_it_computes() -> None:

@@ -11,9 +11,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatron.config import Config, read_command_line
-from megatron.config.batch import BEGIN, BatchSchedule, Progress, RunLength
-from megatron.config.curriculum import LengthCurriculum
+from megatron.arguments import read_command_line
+from megatron.config import Config
+from megatron.config.sections.curriculum import LengthCurriculum
+from megatron.optimizer.batch_schedule import BEGIN, BatchSchedule, Progress, RunLength
 from megatron.optimizer.schedule import schedule_of
 
 FIXED = ("--global-batch-size 4", "--global-batch-size 8")

@@ -10,8 +10,9 @@ from pathlib import Path
 
 import pytest
 
-from megatron.config import Config, ConfigError, parse_args, read_command_line
-from megatron.config.data import (
+from megatron.arguments import parse_args, read_command_line
+from megatron.config import Config, ConfigError
+from megatron.data.flags import (
     PathGroup,
     WeightedPath,
     available_eval_splits,
@@ -21,16 +22,9 @@ from megatron.config.data import (
     split_groups,
     token_file_prefixes,
 )
-from tests.unit.config.command_lines import SMALL
+from tests.unit.config.command_lines import RUN, SMALL, check_refused, refusal
 
 TRAIN, VALID, TEST = (f"--{name}-weighted-split-paths" for name in ("train", "valid", "test"))
-
-
-def refusal(*words: str, dry_run: bool = True) -> str:
-    with pytest.raises(ConfigError) as caught:
-        parse_args([*(word for word in SMALL if dry_run or word != "--dry-run"), *words], {})
-    assert "\n" not in str(caught.value)
-    return str(caught.value)
 
 
 def test_a_data_path_is_one_prefix_or_a_blend() -> None:
@@ -110,10 +104,7 @@ def test_groups_come_from_flags_or_from_one_line_files(tmp_path: Path) -> None:
     ],
 )
 def test_a_group_of_another_form_is_quoted_with_what_was_expected(text: str, parts: tuple[str, ...]) -> None:
-    sentence = refusal(TRAIN, text)
-    assert sentence.startswith(f"{TRAIN} ")
-    for part in parts:
-        assert part in sentence
+    check_refused([TRAIN, text], [f"{TRAIN} ", *parts])
 
 
 @pytest.mark.parametrize(
@@ -142,15 +133,13 @@ def test_a_group_of_another_form_is_quoted_with_what_was_expected(text: str, par
     ],
 )
 def test_contradictions_are_refused(words: list[str], parts: tuple[str, ...]) -> None:
-    sentence = refusal(*words)
-    for part in parts:
-        assert part in sentence
+    check_refused(words, parts)
 
 
 def test_a_bad_file_is_named(tmp_path: Path) -> None:
     file = tmp_path / "train.txt"
     option = f"{TRAIN}-path"
-    assert f"{option}: there is no file {file}" in refusal(option, str(file), dry_run=False)
+    assert f"{option}: there is no file {file}" in refusal(option, str(file), base=RUN)
     parse_args([*SMALL, option, str(file)], {})  # a dry run reads no data
     for text in ("", '"T: 1 0:1 a'):
         file.write_text(text)
@@ -186,7 +175,7 @@ def test_a_run_needs_the_files_of_every_group(tmp_path: Path) -> None:
     for ending in (".bin", ".idx"):
         (tmp_path / f"a{ending}").touch()
     words = ["--vocab-size", "100", TRAIN, f"T: 1 0:1 {tmp_path}/a", VALID, f"V: 1 0:1 {tmp_path}/b"]
-    assert f"{VALID}: there is no file {tmp_path}/b.bin" in refusal(*words, dry_run=False)
+    assert f"{VALID}: there is no file {tmp_path}/b.bin" in refusal(*words, base=RUN)
 
 
 def test_evaluation_flags_without_groups_to_evaluate_are_noted() -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from megatron.config import read_command_line
+from megatron.arguments import read_command_line
 from megatron.config.model import model_summary
 from megatron.errors import ConfigError
 

@@ -14,10 +14,10 @@ import pytest
 
 from megatron.commands import merge_datasets, prepare_indices, verify_dataset
 from megatron.config import ConfigError
-from megatron.config.batch import RunLength
-from megatron.config.checkpoint_args import TOKENIZER_FIELDS
 from megatron.config.mistakes import Mistakes
+from megatron.config.sections.data import TOKENIZER_FIELDS
 from megatron.data.indexed_dataset import HEADER, IndexedDataset
+from megatron.optimizer.batch_schedule import RunLength
 from megatron.planner.command import without_settings
 from megatron.tokenizer.vocabulary_record import read_record, record_path, write_record
 from tests.end_to_end.flags import ABSOLUTE, MODEL

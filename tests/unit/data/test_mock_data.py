@@ -5,12 +5,13 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from megatron.config import ConfigError, parse_args, read_command_line
-from megatron.config.batch import BEGIN, RunLength
+from megatron.arguments import parse_args, read_command_line
+from megatron.config import ConfigError
 from megatron.data.mock_dataset import MockDataset
+from megatron.data.vocabulary import find_vocabulary
 from megatron.errors import UserError
+from megatron.optimizer.batch_schedule import BEGIN, RunLength
 from megatron.tokenizer.null import NullTokenizer
-from megatron.tokenizer.vocabulary import find_vocabulary
 from megatron.training.data import data_report, run_fingerprint
 from tests.unit.config.command_lines import RUN
 

@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
-from megatron.config import ConfigError, DataConfig, parse_args
-from megatron.config.batch import BEGIN, RunLength
+from megatron.arguments import parse_args
+from megatron.config import ConfigError, DataConfig
 from megatron.data.gpt_dataset import (
     build_gpt_datasets,
     data_fingerprint,
@@ -21,6 +21,7 @@ from megatron.data.index_stamp import IndexStamp
 from megatron.data.indexed_dataset import IndexedDataset
 from megatron.data.splits import verify_token_files
 from megatron.errors import UserError
+from megatron.optimizer.batch_schedule import BEGIN, RunLength
 from megatron.training import data as run_data
 from megatron.training.data import DatasetUsage, empty_split_notes, index_notes, usage_table
 from tests.support.layouts import Row, config_of

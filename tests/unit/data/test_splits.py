@@ -6,8 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megatron.config import parse_split
 from megatron.config.registries import DATA_ORDERS
+from megatron.data.flags import parse_split
 from megatron.data.splits import split_documents
 from megatron.errors import UserError
 

@@ -14,7 +14,7 @@ from tests.support.layouts import EOD, VOCAB, Row, build_model, config_of
 
 def model_with_weights(row: Row, weights: dict[str, torch.Tensor], **changes) -> GPTModelPipe:
     """Returns the tiny model in evaluation mode, with those of `weights` that it has."""
-    _, _, model = build_model(config_of(row, **changes))
+    _, model = build_model(config_of(row, **changes))
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             if name in weights:
@@ -27,7 +27,7 @@ def random_weights(row: Row, **changes) -> dict[str, torch.Tensor]:
 
     Padding rows of the vocabulary stay zero.
     """
-    _, _, model = build_model(config_of(row, **changes))
+    _, model = build_model(config_of(row, **changes))
     generator = torch.Generator().manual_seed(11)
     weights = {}
     for name, parameter in model.named_parameters():

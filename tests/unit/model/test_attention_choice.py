@@ -9,7 +9,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from megatron.config.cli import parse_args
+from megatron.arguments import parse_args
 from megatron.model import attention_choice, core_attention
 from megatron.model.attention_choice import (
     AttentionRequirements,
@@ -22,7 +22,7 @@ from megatron.model.layer_context import LayerContext
 from megatron.model.position import AttentionMasks, document_ids_of
 from megatron.mpu.compilation import compile_in_place
 from megatron.mpu.context_parallel import positions_of
-from megatron.mpu.layout import CPGroup, TPGroup
+from megatron.mpu.mesh import ONE_RANK, Axis
 from megatron.mpu.random import DropoutRNG
 
 BOTH = (False, True)
@@ -60,7 +60,7 @@ def test_keys_and_values_of_a_group_are_kept_once_and_give_what_copies_give(dtyp
         "--seq-length 32 --max-position-embeddings 32 --micro-batch-size 1 --global-batch-size 1 "
         "--lr 1 --train-iters 1 --group-query-attention --num-query-groups 8 --attention-dropout 0"
     )
-    core = CoreAttention(LayerContext(parse_args(flags.split(), {}), TPGroup(), DropoutRNG(1)), 3)
+    core = CoreAttention(LayerContext(parse_args(flags.split(), {}), ONE_RANK, DropoutRNG(1)), 3)
     torch.manual_seed(1)
     query, key, value, grad = (torch.randn(32, 2, n, 8).to(dtype) for n in (64, 8, 8, 64))
     kept, results = [], []
@@ -132,10 +132,8 @@ def training_attention(flags, cp_group=None):
         f"--vocab-size 100 {flags}".split(),
         {},
     )
-    context = LayerContext(
-        config, TPGroup(rank=1, size=2), DropoutRNG(3, (5, 9)), cp_group=cp_group or CPGroup()
-    )
-    return CoreAttention(context, 4)
+    mesh = SimpleNamespace(tp=Axis("tp", 1, 2), cp=cp_group or Axis("cp"))
+    return CoreAttention(LayerContext(config, mesh, DropoutRNG(3, (5, 9))), 4)
 
 
 def outputs_and_gradients(attention, document_ids, key_heads):
@@ -189,7 +187,7 @@ class Ranks:
     """The ranks of a context-parallel group, one after the other in one process."""
 
     def __init__(self, flags, size, monkeypatch):
-        self.all = [training_attention(flags, CPGroup(rank, size)) for rank in range(size)]
+        self.all = [training_attention(flags, Axis("cp", rank, size)) for rank in range(size)]
         # A rank gets the keys and values of the whole sequence, and keeps its own queries.
         monkeypatch.setattr(core_attention, "gather_keys_and_values", lambda key, value, _: (key, value))
 

@@ -196,23 +196,23 @@ def test_palms_formula_leaves_out_tables_and_counts_windows(flags: str, lookups:
     ("flags", "calls"),
     [
         ("", []),
-        ("--recompute-granularity selective", [False]),
-        ("--recompute-granularity selective --window-size 8 --window-pattern WF", [False, True]),
+        ("--recompute-granularity selective", [None]),
+        ("--recompute-granularity selective --window-size 8 --window-pattern WF", [8, None]),
     ],
 )
 def test_the_attention_is_chosen_once_per_kind_of_layer(
-    flags: str, calls: list[bool], monkeypatch: pytest.MonkeyPatch
+    flags: str, calls: list[int | None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     config = config_of(
         "--num-layers 96 --hidden-size 64 --num-attention-heads 4 --seq-length 64 --micro-batch-size 1 "
         f"--position-embedding-type rotary {flags}"
     )
-    chosen: list[bool] = []
+    chosen: list[int | None] = []
     choose = module.training_attention
 
-    def count(config, has_window, on_cpu):
-        chosen.append(has_window)
-        return choose(config, has_window, on_cpu)
+    def count(config, window, on_cpu):
+        chosen.append(window)
+        return choose(config, window, on_cpu)
 
     monkeypatch.setattr(module, "training_attention", count)
     iteration_flops(config, 100)

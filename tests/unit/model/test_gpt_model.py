@@ -7,7 +7,7 @@ from megatron.data.loader import MicroBatch
 from megatron.model.gpt_model import ParallelTransformerLayerPipe
 from megatron.model.loss import CrossEntropy
 from megatron.model.norm import MixedFusedLayerNorm
-from megatron.mpu.layout import TPGroup
+from megatron.mpu.mesh import Axis
 from tests.reference import plain_gpt
 from tests.support.layouts import (
     EOD,
@@ -172,10 +172,10 @@ def losses_with_masks(row, masked=True):
     engine = build_engine(config_of(row))
     tokens, labels = samples_with_unequal_masks()
     mask = (tokens != EOD).float() if masked else torch.ones_like(tokens, dtype=torch.float32)
-    size, layout = row.micro_batch, engine.layout
+    size, mesh = row.micro_batch, engine.mesh
 
     def batches():
-        starts = range(layout.dp_rank * size, GLOBAL_BATCH, layout.dp_size * size)
+        starts = range(mesh.dp.rank * size, GLOBAL_BATCH, mesh.dp_size * size)
         rows = (slice(i, i + size) for i in starts)
         return (MicroBatch(range(size), tokens[i], labels[i], mask[i].contiguous()) for i in rows)
 
@@ -229,7 +229,7 @@ def test_the_loss_is_the_mean_over_samples_and_a_sample_without_labels_counts_as
     logits = torch.randn(3, 5, 104, generator=generator)
     labels = torch.randint(0, VOCAB, (3, 5), generator=generator)
     mask = torch.tensor([[1.0, 1, 1, 1, 1], [0, 1, 0, 1, 0], [0, 0, 0, 0, 0]])
-    cross_entropy = CrossEntropy(TPGroup(), VOCAB)
+    cross_entropy = CrossEntropy(Axis("tp"), VOCAB)
     loss = cross_entropy(logits.clone(), (labels, mask))
     per_sample = []
     for sample in range(3):

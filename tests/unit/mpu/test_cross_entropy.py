@@ -3,9 +3,9 @@ import torch
 import torch.nn.functional as F
 
 from megatron.mpu.cross_entropy import vocab_parallel_cross_entropy
-from megatron.mpu.layout import TPGroup
+from megatron.mpu.mesh import Axis
 
-ONE = TPGroup()
+ONE = Axis("tp")
 
 
 def reference(logits, labels, vocab_size, upstream):

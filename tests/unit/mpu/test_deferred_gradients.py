@@ -9,15 +9,15 @@ from torch.utils.checkpoint import checkpoint
 
 from megatron.mpu.deferred_gradients import DeferredGradients, accumulate
 from megatron.mpu.layers import ColumnParallelLinear, RowParallelLinear, linear
-from megatron.mpu.layout import TPGroup
+from megatron.mpu.mesh import Axis
 
 
 def two_layers(deferred, dtype=torch.float32):
     torch.manual_seed(0)
     layers = torch.nn.Sequential(
-        ColumnParallelLinear(6, 8, TPGroup(), init_std=1.0, deferred=deferred),
+        ColumnParallelLinear(6, 8, Axis("tp"), init_std=1.0, deferred=deferred),
         torch.nn.GELU(),
-        RowParallelLinear(8, 6, TPGroup(), init_std=1.0, deferred=deferred, bias=False),
+        RowParallelLinear(8, 6, Axis("tp"), init_std=1.0, deferred=deferred, bias=False),
     )
     for parameter in layers.parameters():
         torch.nn.init.normal_(parameter)

@@ -4,10 +4,10 @@ import pytest
 import torch
 
 from megatron.mpu import random
-from megatron.mpu.layout import TPGroup
+from megatron.mpu.mesh import Axis
 from megatron.mpu.random import DropoutRNG, dropout
 
-ONE = TPGroup()
+ONE = Axis("tp")
 
 
 def rng(*samples, seed=1234):
@@ -101,7 +101,7 @@ def test_the_masks_of_the_shards_make_the_mask_of_the_full_activation(size, shar
             "a",
             batch_dim=0,
             shard_dim=shard_dim,
-            tp_group=TPGroup(rank=rank, size=size),
+            tp_group=Axis("tp", rank=rank, size=size),
         )
         for rank, part in enumerate(x.chunk(size, shard_dim))
     ]
@@ -111,7 +111,8 @@ def test_the_masks_of_the_shards_make_the_mask_of_the_full_activation(size, shar
 def test_a_replicated_activation_has_the_same_mask_on_all_ranks():
     x = torch.rand(2, 8, 12) + 1
     first, second = (
-        dropout(x, 0.4, rng(3, 4), "a", batch_dim=0, tp_group=TPGroup(rank=rank, size=2)) for rank in (0, 1)
+        dropout(x, 0.4, rng(3, 4), "a", batch_dim=0, tp_group=Axis("tp", rank=rank, size=2))
+        for rank in (0, 1)
     )
     assert torch.equal(first, second)
 

@@ -10,10 +10,10 @@ from benchmarks.memory import FULL, MIB, TARGET_MIB, make_steps, peak_mib
 from megatron.config.registries import GPUS
 from megatron.mpu import logit_chunks, weight_gradient
 from megatron.mpu.cross_entropy import vocab_parallel_cross_entropy, vocab_parallel_linear_cross_entropy
-from megatron.mpu.layout import TPGroup
+from megatron.mpu.mesh import Axis
 from tests.support.tracked_memory import TrackedMemory
 
-ONE = TPGroup()
+ONE = Axis("tp")
 BATCH, SEQ, HIDDEN, ROWS = 3, 17, 24, 96
 GENERATOR = torch.Generator().manual_seed(8)
 # Relative errors of losses and gradients, as norms.

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from megatron.config import ConfigError, OptimizerConfig
-from megatron.mpu.parameter_spec import ParameterSpec
+from megatron.mpu.parameter_spec import ParameterSpec, Shard
 from megatron.optimizer.parameter_groups import make_optimizer, parameter_groups
 from megatron.optimizer.quantized import kernels
 
@@ -92,7 +92,7 @@ def test_with_8_bits_large_matrices_are_a_group_before_the_others():
 
 def test_bits_depend_on_the_size_of_the_full_parameter_not_of_the_shard():
     made = nn.Parameter(torch.ones(16, 64))
-    made.spec = ParameterSpec(global_shape=(64, 64), shard_dim=0)
+    made.spec = ParameterSpec(global_shape=(64, 64), sharding=(Shard(0),))
     quantized, *_ = parameter_groups([("3.dense.weight", made)], 0.1, eight_bit=True)
     assert quantized["names"] == ["3.dense.weight"]
 

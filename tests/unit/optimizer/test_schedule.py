@@ -7,7 +7,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatron.config import BatchSchedule, ConfigError, ScheduleConfig, TrainingConfig, parse_args
+from megatron.arguments import parse_args
+from megatron.config import ConfigError, ScheduleConfig, TrainingConfig
+from megatron.optimizer.batch_schedule import BatchSchedule
 from megatron.optimizer.schedule import LearningRateSchedule, Progress, schedule_of
 
 SEQ = 2048

@@ -3,29 +3,31 @@
 from __future__ import annotations
 
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from threading import Barrier
+from typing import Any
 from unittest import mock
 
 import pytest
 import torch
 from torch import Tensor
 
-from megatron.mpu.layout import TPGroup
-from megatron.mpu.parameter_spec import ParameterSpec, local_slices
+from megatron.mpu.mesh import Mesh
+from megatron.mpu.parameter_spec import ParameterSpec, Shard
 from megatron.mpu.parameters import new_parameter
 from megatron.optimizer import whole_matrices
 from megatron.optimizer.flat_group import FlatGroup
 from megatron.optimizer.matrix_optimizer import MatrixUpdate
 from megatron.optimizer.whole_matrices import WholeMatrices
-from megatron.optimizer.zero import OptimizerProcessGroups
+from tests.reference.shards import shard_of
 from tests.support import HANG_TIMEOUT_S
 
 # Fused and plain matrices, sharded along rows, along columns, and replicated.
 LAYER = {
-    "query_key_value": ParameterSpec((8 * 4 * 2, 16), 0, matrix_rows=(4, 2, 2)),
-    "dense": ParameterSpec((16, 32), 1, matrix_rows=(16,)),
-    "gated": ParameterSpec((2 * 24, 16), 0, 2, matrix_rows=(24, 24)),
-    "replicated": ParameterSpec((8, 16), None, matrix_rows=(8,)),
+    "query_key_value": ParameterSpec((8 * 4 * 2, 16), (Shard(0),), matrix_rows=(4, 2, 2)),
+    "dense": ParameterSpec((16, 32), (Shard(1),), matrix_rows=(16,)),
+    "gated": ParameterSpec((2 * 24, 16), (Shard(0, parts=2),), matrix_rows=(24, 24)),
+    "replicated": ParameterSpec((8, 16), matrix_rows=(8,)),
 }
 SPECS = {f"{layer}.{name}": spec for layer in range(5) for name, spec in LAYER.items()}
 
@@ -61,31 +63,28 @@ def momentum(name: str) -> Tensor:
     return torch.randn(SPECS[name].global_shape, generator=torch.Generator().manual_seed(seed))
 
 
-def shard(full: Tensor, spec: ParameterSpec, tp_group: TPGroup) -> Tensor:
-    dim = spec.shard_dim or 0
-    return torch.cat([full.narrow(dim, s.start, s.stop - s.start) for s in local_slices(spec, tp_group)], dim)
-
-
 class Rank:
     """A rank of the stage, whose gradients are the momentum of two groups of matrices."""
 
     def __init__(self, rank: int, tp_size: int, dp_size: int, zero: int) -> None:
-        self.tp_group = TPGroup(rank % tp_size, tp_size)
-        replica = rank // tp_size
+        mesh = Mesh(tp_size, 1, dp_size, rank)
+        # The process group of a thread is its rank.
+        along = (("tp",), ("dp",), ("dp", "cp", "tp"))
+        sets = {mesh.ranks_along(names, other) for names in along for other in range(tp_size * dp_size)}
+        groups: Any = {ranks: rank for ranks in sets if len(ranks) > 1}
+        self.mesh = replace(mesh, groups=groups)
         self.names = [list(SPECS)[:9], list(SPECS)[9:]]
         self.flats = []
         for names in self.names:
             group = {
-                "params": [new_parameter(SPECS[name], self.tp_group) for name in names],
+                "params": [new_parameter(SPECS[name], self.mesh.tp) for name in names],
                 "matrices": True,
             }
-            own = (dp_size, replica, object()) if zero else (1, 0)
-            self.flats.append(FlatGroup(group, *own))  # type: ignore[arg-type]
+            self.flats.append(FlatGroup(group, self.mesh.dp_cp, bool(zero)))
             for parameter, name in zip(self.flats[-1].parameters, names, strict=True):
-                values = shard(momentum(name), SPECS[name], self.tp_group).reshape(-1)
+                values = shard_of(SPECS[name], momentum(name), self.mesh.axes).reshape(-1)
                 self.flats[-1].full_grad(parameter).copy_(values)
-        groups = OptimizerProcessGroups(None, dp_size, replica, None, "", rank)  # type: ignore[arg-type]
-        self.matrices = WholeMatrices(self.flats, groups, self.tp_group, UPDATE)
+        self.matrices = WholeMatrices(self.flats, self.mesh, UPDATE)
 
     def owned(self) -> dict[str, tuple[int, Tensor]]:
         """Returns the first element of each matrix in this rank's partition, and the elements."""
@@ -111,12 +110,11 @@ def test_each_rank_gets_the_updates_of_its_elements(tp_size: int, dp_size: int, 
     for rank in ranks:
         for name, (first, elements) in rank.owned().items():
             expected = UPDATE.apply(momentum(name), SPECS[name].matrix_rows)
-            expected = shard(expected, SPECS[name], rank.tp_group).reshape(-1)
+            expected = shard_of(SPECS[name], expected, rank.mesh.axes).reshape(-1)
             assert torch.equal(elements, expected[first : first + elements.numel()])
             found[name] += elements.numel()
     copies = {
-        name: (1 if zero else dp_size) * (1 if spec.shard_dim is not None else tp_size)
-        for name, spec in SPECS.items()
+        name: (1 if zero else dp_size) * (1 if spec.sharding else tp_size) for name, spec in SPECS.items()
     }
     assert found == {
         name: copies[name] * spec.global_shape[0] * spec.global_shape[1] for name, spec in SPECS.items()
@@ -124,7 +122,7 @@ def test_each_rank_gets_the_updates_of_its_elements(tp_size: int, dp_size: int, 
 
 
 def test_the_owners_have_about_equal_work_and_rank_0_the_most() -> None:
-    specs = [ParameterSpec((rows, 64), 0, matrix_rows=(rows,)) for rows in (64, 192, 256, 256) * 12]
+    specs = [ParameterSpec((rows, 64), (Shard(0),), matrix_rows=(rows,)) for rows in (64, 192, 256, 256) * 12]
     cost = [spec.global_shape[0] * 64 * 64 for spec in specs]
     work = [0] * 16
     for owner, of_matrix in zip(whole_matrices._owners(specs, 16), cost, strict=True):

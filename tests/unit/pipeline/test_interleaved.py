@@ -14,8 +14,8 @@ from megatron.pipeline.schedule_actions import (
     interleaved,
     zero_bubble,
 )
-from megatron.planner.simulation.matching import find_deadlock
-from megatron.planner.simulation.record import CollectiveCall
+from megatron.planner.simulation.device import CollectiveCall
+from tests.support.simulation.matching import find_deadlock
 
 # (ranks, micro-batches, chunks per rank)
 LOOP_SIZES = [(p, m, v) for p in (1, 2, 3, 4, 8) for m in (p, 2 * p, 3 * p, 5 * p) for v in (1, 2, 3, 5)]

@@ -6,30 +6,22 @@ from itertools import combinations, pairwise
 import pytest
 
 from megatron.config import ConfigError
-from megatron.config.partition_method import parse_partition_method
 from megatron.pipeline.methods import LayerTable, MemoryCosts, PipelineShape, partition_layers
-
-LAYER = "ParallelTransformerLayerPipe"
-
-
-def names(layers, casts=False):
-    ends = ["to_batch_first", "MixedFusedLayerNorm", "EmbeddingPipe"] + ["float16_to_fp32"] * casts
-    return ["_to_float16", "EmbeddingPipe", "to_sequence_first", *[LAYER] * layers, *ends]
+from megatron.pipeline.partition_method import parse_partition_method
+from tests.support.layer_lists import LAYER, layer_list
 
 
 def table(layers, casts=False, seconds=None, in_flight=()):
     """Embedding and head have 100 parameters, a layer 40; the head costs as much as two layers."""
-    listed = names(layers, casts)
 
     def column(embedding, layer, norm, head):
         inner = [0, embedding, 0, *[layer] * layers, 0, norm, head]
         return inner + [0] * casts
 
     return LayerTable(
-        listed,
+        layer_list(layers, casts),
         parameters=column(100, 40, 2, 100),
         flops=column(0, 1e9, 0, 2e9),
-        types=listed,
         seconds=column(0.5, 1.0, 0.1, 2.0) if seconds else None,
         memory=MemoryCosts(
             state_bytes=column(1600, 640, 32, 1600),
@@ -131,10 +123,9 @@ def test_an_explicit_layout_gives_these_stages(method, expected):
 @pytest.mark.parametrize("casts", [False, True])
 def test_neither_tokens_nor_logits_travel_between_stages(stages, casts):
     """Tokens have no gradient and logits differ between TP ranks: the ends stay with the embeddings."""
-    listed = names(4, casts)
     found = bounds("uniform", 4, stages, casts=casts)
     assert found[1] >= 2
-    assert found[-2] <= len(listed) - 1 - casts
+    assert found[-2] <= len(layer_list(4, casts)) - 1 - casts
     assert all(first < last for first, last in pairwise(found))
 
 
@@ -161,7 +152,7 @@ def test_a_method_that_cannot_be_used_is_named_with_what_there_is(method, stages
 def test_a_v_balances_the_ranks_and_keeps_the_rule_of_weightless_layers():
     found = partitioned("type:transformer|embed:2", 12, 4, is_v_schedule=True)
     assert [a + b for a, b in zip(found.weights, found.weights[::-1], strict=True)] == [4] * 8
-    assert found.bounds[-1] == len(names(12)) and found.bounds[1] == 2
+    assert found.bounds[-1] == len(layer_list(12)) and found.bounds[1] == 2
 
 
 @pytest.mark.parametrize("kind", ["typo", "Uniform", ""])

@@ -2,7 +2,9 @@
 
 import pytest
 
-from megatron.config import ConfigError, read_command_line
+from megatron.arguments import read_command_line
+from megatron.config import ConfigError
+from megatron.model.layer_kinds import layer_kinds, period, settings_of
 from megatron.pipeline.stages import plan_stages
 
 FLAGS = (
@@ -84,4 +86,16 @@ def test_a_large_vocabulary_moves_layers_away_from_the_head():
     words = pipeline(4) + "--partition-method time --num-layers 9"
     small, large = plan(words, vocab=100), plan(words, vocab=100_000)
     assert small.bounds[-2] < large.bounds[-2]
-    assert large.names[large.bounds[-2]] == "to_batch_first"
+    assert large.layers[large.bounds[-2]].name == "to_batch_first"
+
+
+@pytest.mark.parametrize(
+    ("words", "length"),
+    [("", 1), ("--window-size 8", 1), ("--window-size 8 --window-pattern W W F --num-layers 7", 3)],
+)
+def test_the_settings_of_kinds_make_a_model_with_layers_of_these_kinds(words, length):
+    config = read_command_line([*FLAGS.split(), *words.split()], {}).config
+    kinds = layer_kinds(config.model)
+    assert period(kinds) == length
+    for part in (kinds, kinds[1:], kinds[-2:]):
+        assert layer_kinds(config.with_settings(settings_of(part)).model) == part

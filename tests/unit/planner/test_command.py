@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron.cluster.node_processes import is_running
+from megatron.child_processes import is_running
 from megatron.errors import UserError
 from megatron.planner import command
 from megatron.planner.command import read_script, script_environment

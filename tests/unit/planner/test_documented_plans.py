@@ -5,16 +5,14 @@ from __future__ import annotations
 import re
 import shlex
 from dataclasses import dataclass
-from itertools import pairwise
 
 import pytest
 
-from megatron.config import read_command_line
-from megatron.pipeline.methods import TRANSFORMER_LAYER
+from megatron.arguments import read_command_line
+from megatron.data.vocabulary import find_vocabulary
 from megatron.pipeline.schedule import simulate_schedule
 from megatron.pipeline.stages import StagePlan, plan_stages
 from megatron.planner.plan import Plan, make_plan
-from megatron.tokenizer.vocabulary import find_vocabulary
 from megatron.units import GIB
 from tests.end_to_end.command import ROOT
 
@@ -238,7 +236,7 @@ def test_the_stages_of_the_partition_methods() -> None:
         if method == "profile":  # measured when a run starts
             continue
         plan = partition_of(f"{command} --partition-method '{method.replace(chr(92), '')}'")
-        layers = [plan.names[a:b].count(TRANSFORMER_LAYER) for a, b in pairwise(plan.bounds)]
+        layers = list(map(plan.num_transformer_layers, range(len(plan.rank_of_stage))))
         found = [f"{count}" for count in layers]
         found[0], found[-1] = f"E+{found[0]}", f"{found[-1]}+L".removeprefix("0+")
         assert ", ".join(found) == printed, method

@@ -6,18 +6,10 @@ import re
 
 import pytest
 
-from megatron.config.cli import parse_args
-from megatron.pipeline.stages import plan_stages
+from megatron.arguments import parse_args
 from megatron.planner.dry_run import memory_table, planned_run_report
 from megatron.planner.fit import free_saving, remedies, with_verdict
-from megatron.planner.memory import (
-    COMMUNICATOR_BYTES,
-    CONTEXT_BYTES,
-    FRAGMENTATION,
-    plan_memory,
-    planned_bytes,
-    reserve_bytes,
-)
+from megatron.planner.memory import COMMUNICATOR_BYTES, CONTEXT_BYTES, FRAGMENTATION
 from megatron.planner.plan import Plan, make_plan
 from megatron.training.out_of_memory import UNPREDICTED
 from megatron.units import GIB
@@ -30,13 +22,7 @@ SIZES = (
 MODEL = [*SIZES, *"--micro-batch-size 4 --world-size 4 --pipeline-model-parallel-size 2".split()]
 
 
-def planned(flags: str = ""):
-    config = parse_args([*MODEL, *flags.split()], {})
-    plan = plan_stages(config, VOCAB)
-    return config, plan, plan_memory(config, VOCAB, plan)
-
-
-def plan_of(flags: str) -> Plan:
+def plan_of(flags: str = "") -> Plan:
     return make_plan(parse_args([*MODEL, *flags.split()], {}), VOCAB)
 
 
@@ -50,11 +36,11 @@ def test_without_a_device_there_is_no_verdict():
 
 
 def test_what_is_to_spare_is_the_device_less_the_plan_and_the_reserve():
-    config, _, memory = planned()
-    largest = max(part.total for part in memory)
-    # Groups: all ranks, data parallel, pipeline parallel, model parallel, tied embedding.
-    reserve = CONTEXT_BYTES + 5 * COMMUNICATOR_BYTES + FRAGMENTATION * largest
-    assert reserve_bytes(config, largest) == reserve
+    plan = plan_of()
+    largest = max(part.total for part in plan.memory)
+    # Sets: all ranks; data parallel; pipeline parallel, which are the stages of the tied weight, too.
+    reserve = CONTEXT_BYTES + 3 * COMMUNICATOR_BYTES + FRAGMENTATION * largest
+    assert plan.reserve_bytes == reserve
     fits, sentence = summary_of("--device-memory 64")
     assert fits and sentence.startswith(
         f"fits with {64 - (largest + reserve) / GIB:.2f} GiB to spare: stage 0 "
@@ -63,9 +49,8 @@ def test_what_is_to_spare_is_the_device_less_the_plan_and_the_reserve():
 
 
 def test_a_plan_fits_to_the_byte():
-    config, _, memory = planned()
-    largest = max(part.total for part in memory)
-    need = (largest + reserve_bytes(config, largest)) / GIB
+    plan = plan_of()
+    need = (plan.peak_bytes + plan.reserve_bytes) / GIB
     assert summary_of(f"--device-memory {need + 1e-6}")[0]
     assert not summary_of(f"--device-memory {need - 1e-6}")[0]
 
@@ -77,8 +62,7 @@ def test_an_overflow_names_the_stages_and_flags_with_their_new_totals(monkeypatc
     found = re.findall(r"[ ,](--[\w -]+) \(([\d.]+) GiB, fits\)", sentence)
     assert found
     for flags, size in found:
-        config, plan, _ = planned(flags)
-        assert float(size) == pytest.approx(max(planned_bytes(config, VOCAB, plan)) / GIB, abs=0.006)
+        assert float(size) == pytest.approx(plan_of(flags).peak_bytes / GIB, abs=0.006)
 
 
 def flag_sets(flags: str) -> list[str]:
@@ -162,10 +146,10 @@ def test_a_plan_that_fits_says_that_zero_1_is_free() -> None:
 
 
 def test_the_table_has_a_row_per_stage_whose_parts_add_up():
-    config, plan, memory = planned()
-    header, *rows = (line.split() for line in memory_table(config, plan, VOCAB, memory).splitlines())
+    plan = plan_of()
+    header, *rows = (line.split() for line in memory_table(plan).splitlines())
     assert header == "stage state activations head temporaries tables total host work".split()
-    for row, part in zip(rows, memory, strict=True):
+    for row, part in zip(rows, plan.memory, strict=True):
         *parts, total, _ = map(float, row[1:8])
         assert sum(parts) == pytest.approx(total, abs=0.003) and total == pytest.approx(
             part.total / GIB, abs=6e-4
@@ -174,41 +158,28 @@ def test_the_table_has_a_row_per_stage_whose_parts_add_up():
 
 
 def test_offloaded_state_is_in_host_memory():
-    on_device, offloaded = planned()[2][0], planned("--cpu-offload")[2][0]
+    on_device, offloaded = plan_of().memory[0], plan_of("--cpu-offload").memory[0]
     assert on_device.host == 0
     # Master weights and moments move (12 bytes); fp32 gradients and 16-bit weights have a copy on the host.
     assert offloaded.host == pytest.approx(18 / 12 * (on_device.state - offloaded.state), rel=1e-3)
 
 
 def test_a_ramp_up_has_its_steps_and_efficiency():
-    config, plan, memory = planned("--rampup-batch-size 16 16 960")
-    text = planned_run_report(config, plan, VOCAB, [], "", memory)
+    text = planned_run_report(plan_of("--rampup-batch-size 16 16 960"))
     # 320 samples at each of 16, 32 and 48: 20, 10 and 7 steps of 2, 4 and 6 micro-batches on 2 stages.
     assert "37 steps at batches of 16 to 48, pipeline efficiency 0.667 in the first step" in text
     assert f"{(20 * 2 + 10 * 4 + 7 * 6) / (20 * 3 + 10 * 5 + 7 * 7):.3f} on average" in text
 
 
-def test_what_a_layer_has_kept_are_activations_and_what_it_needs_besides_are_temporaries() -> None:
-    sizes = "--dry-run --num-layers 8 --hidden-size 1024 --num-attention-heads 8 --seq-length 1024 --bf16 "
-    sizes += (
-        "--max-position-embeddings 1024 --micro-batch-size 1 --global-batch-size 8 --train-iters 9 --lr 1e-3"
-    )
-    config = parse_args([*sizes.split(), "--vocab-size", "1000"], {})
-    (part,) = plan_memory(config, 1000, plan_stages(config, 1000))
-    # Each of the 8 layers keeps 34 bytes per element, less without attention scores (arXiv 2205.05198).
-    assert 8 * 14 < part.activations / (1024 * 1024) < 8 * 38
-    assert part.head + part.temporaries < part.activations
-
-
 def test_the_copy_of_a_background_save_is_planned_in_host_memory() -> None:
     """Each of 2 replicas saves half of a stage's fp32 values and moments, and half of its bf16 weights to
     within a layer."""
-    _, plan, before = planned("--zero-stage 1")
-    _, _, memory = planned("--zero-stage 1 --async-save --save-interval 9 --save checkpoints")
-    for stage, (with_copy, without) in enumerate(zip(memory, before, strict=True)):
-        layers = plan.parameters[plan.bounds[stage] : plan.bounds[stage + 1]]
+    before = plan_of("--zero-stage 1")
+    plan, stages = plan_of("--zero-stage 1 --async-save --save-interval 9 --save checkpoints"), before.stages
+    for stage, (with_copy, without) in enumerate(zip(plan.memory, before.memory, strict=True)):
+        layers = stages.parameters[stages.bounds[stage] : stages.bounds[stage + 1]]
         copy = with_copy.host - without.host - (1 << 24)
         assert 0 <= copy - (12 + 2) * sum(layers) / 2 <= 2 * max(layers)
         assert (with_copy.total, without.host) == (without.total, 0)
-    limited = planned("--async-save --save-interval 9 --save checkpoints --async-save-memory-gb 0.1")[2]
+    limited = plan_of("--async-save --save-interval 9 --save checkpoints --async-save-memory-gb 0.1").memory
     assert [part.host for part in limited] == [1e8, 1e8]

@@ -1,13 +1,12 @@
-"""Files of --partition-profile that no run wrote, and an impossible number of simulated ranks."""
+"""Files of --partition-profile that no run wrote."""
 
 from __future__ import annotations
 
 import os
 from pathlib import Path
 
-from megatron.config import parse_args
+from megatron.arguments import parse_args
 from megatron.pipeline.layer_times import read_layer_times
-from megatron.planner.simulation.stages import simulate_stages
 from tests.unit.config.command_lines import SMALL
 from tests.unit.hostile import refusal
 
@@ -25,9 +24,3 @@ def test_a_hostile_pipe_device_or_deep_file_is_one_sentence(tmp_path: Path) -> N
         assert f"--partition-profile {tmp_path / name} cannot be read" in refusal(
             lambda n=name: read(tmp_path / n)
         )
-
-
-def test_a_hostile_number_of_simulated_ranks_is_refused_at_once() -> None:
-    words = "--simulate --world-size 1000000 --global-batch-size 1000000 --train-samples 1000000".split()
-    config = parse_args([*SMALL, *words], {})
-    assert "--world-size 1000000: expected 16,384 at most" in refusal(lambda: simulate_stages(config))

@@ -1,6 +1,6 @@
 """The micro-batches in flight of each stage."""
 
-from megatron.config import parse_args
+from megatron.arguments import parse_args
 from megatron.planner.in_flight import InFlight, in_flight_micro_batches, in_flight_on_rank
 from tests.unit.config.command_lines import SMALL
 

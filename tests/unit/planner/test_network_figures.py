@@ -8,18 +8,18 @@ from typing import Any
 
 import pytest
 
+from megatron.arguments import parse_args
+from megatron.arguments.notes import unused_setting_notes
 from megatron.cluster.preflight import (
     NetworkFigures,
     read_network_figures,
     write_network_figures,
 )
-from megatron.config.cli import parse_args
-from megatron.config.rules import unused_setting_notes
 from megatron.errors import UserError
 from megatron.pipeline.stages import plan_stages
 from megatron.planner.dry_run import planned_run_report
-from megatron.planner.memory import plan_memory
 from megatron.planner.network import Network, find_network
+from megatron.planner.plan import make_plan
 from megatron.planner.step_time import StepTime, planned_step
 from tests.unit.planner.test_step_time import VOCAB, config_of
 
@@ -85,9 +85,7 @@ def test_a_slower_network_makes_a_slower_step(tmp_path: Path) -> None:
 def test_the_plan_says_what_was_measured(tmp_path: Path) -> None:
     path = tmp_path / "network.json"
     write_network_figures(str(path), FIGURES)
-    config = config_of(f"--network-figures {path}")
-    plan = plan_stages(config, VOCAB)
-    report = planned_run_report(config, plan, VOCAB, [], "", plan_memory(config, VOCAB, plan))
+    report = planned_run_report(make_plan(config_of(f"--network-figures {path}"), VOCAB))
     assert (
         "network    200.00 GB/s per device within a node, 20.00 GB/s per node, measured with nccl on "
         f"4 node(s) of 8 x NVIDIA A100-SXM4-80GB ({path})\n"

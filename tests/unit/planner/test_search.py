@@ -7,15 +7,13 @@ from functools import cache
 
 import pytest
 
-from megatron.config import parse_args, read_command_line
+from megatron.arguments import parse_args, read_command_line
 from megatron.errors import UserError
 from megatron.pipeline.stages import plan_stages
 from megatron.planner.command import PROGRAM, replaced, run_flags, with_defaults
-from megatron.planner.memory import plan_memory
 from megatron.planner.plan import make_plan
 from megatron.planner.plan_tool import explain, plan_report, recipe_report, search_report, what_if
 from megatron.planner.search import SearchResult, changed, combinations, evaluate, search
-from megatron.planner.step_time import find_cluster, predict_step
 from tests.end_to_end.command import ROOT
 
 EXAMPLES = ROOT / "examples" / "slurm"
@@ -39,23 +37,17 @@ def found() -> SearchResult:
     return search(parse_args(words(), {}), VOCAB, planned=4)
 
 
-def test_the_layouts_fit_and_are_sorted() -> None:
+def test_the_layouts_fit_and_are_sorted_and_their_flags_plan_them_again() -> None:
     result = found()
     rates = [one.tokens_per_second for one in result.candidates]
     assert len(rates) >= 4 and rates == sorted(rates, reverse=True)
     assert all(one.fits for one in result.candidates) and not any(one.fits for one in result.too_large)
     assert result.combinations > 100
-
-
-def test_the_flags_of_a_layout_plan_the_same_layout_again() -> None:
-    for one in found().candidates[:3]:
-        config = read_command_line(replaced(words(), one.change), {}).config
-        assert config == one.config
-        plan = plan_stages(config, VOCAB)
-        cluster = find_cluster(config)
-        assert cluster is not None
-        assert predict_step(config, plan, VOCAB, cluster) == one.step
-        assert tuple(plan_memory(config, VOCAB, plan)) == one.memory
+    for one in result.candidates[:3]:
+        again = make_plan(read_command_line(replaced(words(), one.change), {}).config, VOCAB)
+        assert (again.config, again.step, again.memory) == (one.config, one.step, one.memory)
+    text = explain(1, result.candidates[0], result, words())
+    assert "to spare" in text and "matrix products" in text and f"flags      {PROGRAM} --dry-run" in text
 
 
 @pytest.mark.full
@@ -83,29 +75,26 @@ def test_long_sequences_are_searched_with_context_parallelism() -> None:
             assert config.with_settings(change).parallel.data_parallel_size >= 1
 
 
-def test_an_explanation_has_the_memory_the_time_and_the_flags() -> None:
-    result = found()
-    text = explain(1, result.candidates[0], result, words())
-    assert "to spare" in text and "matrix products" in text and f"flags      {PROGRAM} --dry-run" in text
-
-
-def test_tensor_parallelism_stays_in_a_node() -> None:
+def test_tensor_parallelism_stays_in_a_node_and_divides_the_query_groups() -> None:
     config = parse_args(words(), {})
-    sizes = {change["parallel.tensor_model_parallel_size"] for change in combinations(config, 4)}
-    assert sizes == {1, 2, 4}
+    grouped = config.with_settings({"model.num_query_groups": 5, "model.group_query_attention": True})
+    for model, node_size, sizes in ((config, 4, {1, 2, 4}), (config, 8, {1, 2, 4, 8}), (grouped, 8, {1})):
+        found = combinations(model, node_size)
+        assert {change["parallel.tensor_model_parallel_size"] for change in found} == sizes
 
 
-def test_a_model_that_fits_nowhere_is_a_sentence() -> None:
-    large = MODEL.replace("--num-layers 40", "--num-layers 400").replace("a100-80gb", "v100-16gb")
-    flags = with_defaults(run_flags(large.split(), None, 2))[0]
-    with pytest.raises(UserError, match=r"no layout of 2 devices of kind v100-16gb fits"):
-        search_report(parse_args(flags, {}), flags, 3)
-
-
-def test_without_a_gpu_the_search_says_what_is_missing() -> None:
-    flags = with_defaults(run_flags(MODEL.replace("--gpu a100-80gb", "").split(), None, 8))[0]
-    with pytest.raises(UserError, match="--gpu"):
-        search(parse_args(flags, {}), VOCAB)
+def test_a_search_without_a_layout_that_fits_or_without_a_gpu_is_a_sentence() -> None:
+    for model, gpus, sentence in (
+        (
+            MODEL.replace("-layers 40", "-layers 400").replace("a100-80gb", "v100-16gb"),
+            2,
+            "no layout of 2 dev",
+        ),
+        (MODEL.replace("--gpu a100-80gb", ""), 8, "--gpu"),
+    ):
+        flags = with_defaults(run_flags(model.split(), None, gpus))[0]
+        with pytest.raises(UserError, match=sentence):
+            search_report(parse_args(flags, {}), flags, 3)
 
 
 def test_a_plan_is_plain_data() -> None:
@@ -181,16 +170,6 @@ def test_given_flags_override_those_of_a_script() -> None:
     config = parse_args([*flags, "--vocab-size", "250680"], {})
     assert (config.batch.micro_batch_size, config.parallel.data_parallel_size) == (4, 4)
     assert config.parallel.node_size == 8
-
-
-def test_layouts_that_do_not_divide_the_query_groups_are_left_out():
-    flags = (
-        "--num-layers 4 --hidden-size 96 --ffn-hidden-size 384 --num-attention-heads 12 --seq-length 32 "
-        "--group-query-attention --num-query-groups 4 --position-embedding-type rotary --vocab-size 100 "
-        "--micro-batch-size 1 --global-batch-size 48 --lr 1 --train-iters 1 --world-size 12 --dry-run"
-    )
-    found = combinations(parse_args(flags.split(), {}), 12)
-    assert {change["parallel.tensor_model_parallel_size"] for change in found} == {1, 2, 4}
 
 
 def test_a_search_without_a_batch_size_has_a_micro_batch_on_each_device() -> None:

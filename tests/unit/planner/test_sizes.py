@@ -7,15 +7,14 @@ import typing
 
 import pytest
 
-from megatron.config import read_command_line
-from megatron.config.batch import BEGIN, Progress, RunLength
+from megatron.arguments import read_command_line
+from megatron.arguments.data_checks import check_index_memory
 from megatron.config.config import SECTIONS
-from megatron.config.data import check_index_memory
 from megatron.config.fields import flag_of, option_name
 from megatron.errors import UserError
-from megatron.pipeline.stages import plan_stages
+from megatron.optimizer.batch_schedule import BEGIN, Progress, RunLength
 from megatron.planner.dry_run import planned_run_report
-from megatron.planner.memory import plan_memory
+from megatron.planner.plan import make_plan
 from tests.unit.config.command_lines import SMALL
 
 HUGE = 10**13
@@ -23,8 +22,7 @@ HUGE = 10**13
 
 def plan(words: str) -> str:
     config = read_command_line([*SMALL, "--vocab-size", "1000", *words.split()], {}).config
-    stages = plan_stages(config, config.model.vocab_size or 0)
-    return planned_run_report(config, stages, 1000, (), "", plan_memory(config, 1000, stages))
+    return planned_run_report(make_plan(config, 1000))
 
 
 LARGEST = (

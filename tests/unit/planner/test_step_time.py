@@ -6,12 +6,11 @@ from collections import Counter
 
 import pytest
 
+from megatron.arguments import parse_args
 from megatron.config import Config
-from megatron.config.batch import BEGIN, Progress
-from megatron.config.cli import parse_args
 from megatron.config.sections.parallel import ParallelConfig
-from megatron.mpu.layout import ParallelLayout
-from megatron.pipeline.methods import TRANSFORMER_LAYER
+from megatron.mpu.mesh import Mesh
+from megatron.optimizer.batch_schedule import BEGIN, Progress
 from megatron.pipeline.schedule import simulate_schedule
 from megatron.pipeline.stages import plan_stages
 from megatron.planner.network import ACHIEVED, ALL_REDUCE, ALL_TO_ALL, LATENCY_S, Network, find_network
@@ -55,36 +54,42 @@ def predicted(flags: str = "", start: Progress = BEGIN) -> StepTime:
     return predict_step(config, plan_stages(config, VOCAB), VOCAB, cluster, start)
 
 
-def test_collectives_within_a_node_and_between_nodes() -> None:
-    network = Network.of_links(node_size=4, intra_node_gbps=800, inter_node_gbps=400)  # 100 and 50 GB/s
-    layout = ParallelLayout.create(16, tp_size=4, pp_size=1)
-    size = 10**9
-    inside = network.seconds(Collective("tensor", ALL_REDUCE, size), layout)
-    assert inside == pytest.approx(2 * 3 / 4 * size / (ACHIEVED * 100e9) + 4 * LATENCY_S["intra"])
-    # 4 data-parallel rings, one per tensor rank, share the node's 50 GB/s.
-    outside = network.seconds(Collective("data", ALL_REDUCE, size), layout)
-    assert outside == pytest.approx(2 * 3 / 4 * size / (ACHIEVED * 50e9 / 4) + 4 * LATENCY_S["inter"])
-    gather = network.seconds(Collective("data", "_allgather_base_", size), layout)
-    assert gather == pytest.approx(3 / 4 * size / (ACHIEVED * 50e9 / 4) + 4 * LATENCY_S["inter"])
-    # With 2 members of a ring per node, half as many rings leave the node.
-    pairs = ParallelLayout.create(16, tp_size=2, pp_size=1)
-    assert network.seconds(Collective("data", "_allgather_base_", size), pairs) == pytest.approx(
-        7 / 8 * size / (ACHIEVED * 50e9 / 2) + 6 * LATENCY_S["inter"]
-    )
-    alone = ParallelLayout.create(1, tp_size=1, pp_size=1)
-    assert network.seconds(Collective("data", ALL_REDUCE, size), alone) == 0
+SIZE = 10**9
+NEAR, FAR = ACHIEVED * 100e9, ACHIEVED * 50e9
+"""Bytes per second within a node of 4 devices, and of a node to the others."""
 
 
-def test_an_all_to_all_within_a_node_and_between_nodes() -> None:
+@pytest.mark.parametrize(
+    ("group", "operation", "sizes", "seconds", "near_steps", "far_steps"),
+    [
+        ("tensor", ALL_REDUCE, (16, 4, 1), 2 * 3 / 4 * SIZE / NEAR, 4, 0),
+        # 4 data-parallel rings, one per tensor rank, share the node's 50 GB/s.
+        ("data", ALL_REDUCE, (16, 4, 1), 2 * 3 / 4 * SIZE / (FAR / 4), 0, 4),
+        ("data", "_allgather_base_", (16, 4, 1), 3 / 4 * SIZE / (FAR / 4), 0, 4),
+        # With 2 members of a ring per node, half as many rings leave the node.
+        ("data", "_allgather_base_", (16, 2, 1), 7 / 8 * SIZE / (FAR / 2), 0, 6),
+        ("data", ALL_REDUCE, (1, 1, 1), 0, 0, 0),
+        ("data", ALL_TO_ALL, (4, 1, 1), 3 / 4 * SIZE / NEAR, 3, 0),
+        # 12 of 16 parts of each of a node's 4 devices go to other nodes.
+        ("stage", ALL_TO_ALL, (16, 2, 1), 12 / 16 * 4 * SIZE / FAR, 0, 15),
+        ("data", ALL_TO_ALL, (1, 1, 1), 0, 0, 0),
+    ],
+)
+def test_collectives_within_a_node_and_between_nodes(
+    group: Group, operation: str, sizes: tuple[int, int, int], seconds: float, near_steps: int, far_steps: int
+) -> None:
+    """sizes: world, TP, PP."""
     network = Network.of_links(node_size=4, intra_node_gbps=800, inter_node_gbps=400)  # 100 and 50 GB/s
-    size = 10**9
-    inside = network.seconds(Collective("data", ALL_TO_ALL, size), ParallelLayout.create(4, 1, 1))
-    assert inside == pytest.approx(3 / 4 * size / (ACHIEVED * 100e9) + 3 * LATENCY_S["intra"])
-    # 12 of 16 parts of each of a node's 4 devices go to other nodes.
-    outside = network.seconds(Collective("stage", ALL_TO_ALL, size), ParallelLayout.create(16, 2, 1))
-    assert outside == pytest.approx(12 / 16 * 4 * size / (ACHIEVED * 50e9) + 15 * LATENCY_S["inter"])
-    alone = ParallelLayout.create(1, tp_size=1, pp_size=1)
-    assert network.seconds(Collective("data", ALL_TO_ALL, size), alone) == 0
+    found = network.seconds(Collective(group, operation, SIZE), Mesh.create(*sizes))
+    latency = near_steps * LATENCY_S["intra"] + far_steps * LATENCY_S["inter"]
+    assert found == pytest.approx(seconds + latency)
+
+
+def test_messages_between_stages() -> None:
+    network = Network.of_links(node_size=4, intra_node_gbps=800, inter_node_gbps=400)
+    near, far = Mesh.create(4, tp_size=1, pp_size=4), Mesh.create(8, tp_size=4, pp_size=2)
+    assert network.message_seconds(SIZE, 0, 1, near) == pytest.approx(SIZE / NEAR + LATENCY_S["intra"])
+    assert network.message_seconds(SIZE, 0, 4, far) == pytest.approx(SIZE / (FAR / 4) + LATENCY_S["inter"])
 
 
 def test_muon_adds_at_most_4_percent_to_the_step_of_a_7b_on_64_gpus() -> None:
@@ -118,31 +123,19 @@ def test_a_pass_takes_at_least_the_measured_host_time_of_its_kernels() -> None:
     assert usual == predicted(flags).stages[0]
 
 
-def test_messages_between_stages() -> None:
-    network = Network.of_links(node_size=4, intra_node_gbps=800, inter_node_gbps=400)
-    near = ParallelLayout.create(4, tp_size=1, pp_size=4)
-    assert network.message_seconds(10**9, 0, 1, near) == pytest.approx(
-        1 / (ACHIEVED * 100) + LATENCY_S["intra"]
-    )
-    far = ParallelLayout.create(8, tp_size=4, pp_size=2)
-    assert network.message_seconds(10**9, 0, 4, far) == pytest.approx(
-        4 / (ACHIEVED * 50) + LATENCY_S["inter"]
-    )
-
-
 @pytest.mark.parametrize("group", ["tensor", "data", "pipeline", "model", "stage", "world", (0, 3)])
 @pytest.mark.parametrize("sizes", [(1, 4, 2), (2, 4, 2), (8, 4, 4), (2, 4, 16)])
 def test_a_group_takes_as_long_as_its_ranks_say(group: Group, sizes: tuple[int, int, int]) -> None:
     """The network computes the sizes of groups without a list of their ranks, so both are compared."""
     tp_size, pp_size, dp_size = sizes
-    layout = ParallelLayout.create(tp_size * pp_size * dp_size, tp_size, pp_size)
+    mesh = Mesh.create(tp_size * pp_size * dp_size, tp_size, pp_size)
     network, size = Network.of_links(8, 1200, 400), 10**8
-    ranks = layout.topology.filter_match(**SHARED_COORDINATES.get(group, {"data": 0, "model": 0}))
+    ranks = mesh.topology.filter_match(**SHARED_COORDINATES.get(group, {"data": 0, "model": 0}))
     if not isinstance(group, str):
         ranks = [ranks[index] for index in group]
     in_node = max(Counter(rank // 8 for rank in ranks).values())
-    expected = network.collective_seconds(True, size, len(ranks), in_node, layout.world_size)
-    assert network.seconds(Collective(group, ALL_REDUCE, size), layout) == pytest.approx(expected)
+    expected = network.collective_seconds(True, size, len(ranks), in_node, mesh.world_size)
+    assert network.seconds(Collective(group, ALL_REDUCE, size), mesh) == pytest.approx(expected)
 
 
 def test_flags_override_the_usual_network() -> None:
@@ -305,7 +298,7 @@ def test_only_a_first_stage_with_one_hardware_queue_chains_the_gathers(
     updates = [rank_update(config, plan, VOCAB, rank) for rank in range(2)]
     assert [update.chained for update in updates] == chained
     for rank, update in enumerate(updates):
-        layers = plan.names[plan.bounds[rank] : plan.bounds[rank + 1]].count(TRANSFORMER_LAYER)
+        layers = plan.num_transformer_layers(rank)
         assert len(update.gathers) == layers
 
 
@@ -363,7 +356,7 @@ def test_layers_with_and_without_a_window_have_their_own_times_and_weights() -> 
 
     def layers_of_stage_0(method: str) -> int:
         plan = plan_stages(config_of(f"{long} {method} {pattern}"), VOCAB)
-        return plan.names[: plan.bounds[1]].count(TRANSFORMER_LAYER)
+        return plan.num_transformer_layers(0)
 
     assert layers_of_stage_0("type:transformer") == 4
     assert layers_of_stage_0("time") == 5

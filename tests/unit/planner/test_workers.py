@@ -9,8 +9,7 @@ import sys
 import pytest
 
 from megatron.errors import UserError
-from megatron.planner.simulation.processes import Worker
-from megatron.planner.simulation.record import SimulationError
+from megatron.planner.simulation.processes import SimulationError, Worker
 
 
 def refuse(text: str) -> None:

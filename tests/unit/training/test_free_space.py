@@ -9,8 +9,8 @@ from types import SimpleNamespace
 import pytest
 import torch.distributed as dist
 
+from megatron.arguments import read_command_line
 from megatron.checkpoint.record import TrainingState
-from megatron.config import read_command_line
 from megatron.training import free_space
 from tests.unit.config.command_lines import SMALL
 

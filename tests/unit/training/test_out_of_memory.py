@@ -7,9 +7,10 @@ import re
 import pytest
 import torch
 
+from megatron.arguments import parse_args
 from megatron.cluster.devices import allocator_settings
 from megatron.cluster.exit_codes import RankStopped
-from megatron.config import Config, parse_args
+from megatron.config import Config
 from megatron.training.out_of_memory import (
     _fragmentation_hint,
     explained_out_of_memory,

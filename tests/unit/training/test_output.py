@@ -9,7 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from megatron.config import LoggingConfig, parse_args
+from megatron.arguments import parse_args
+from megatron.config import LoggingConfig
 from megatron.errors import UserError
 from megatron.training.metrics import MetricsLogger
 from megatron.training.run import make_output_folders

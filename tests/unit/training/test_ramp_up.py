@@ -7,8 +7,9 @@ from pathlib import Path
 
 import pytest
 
+from megatron.arguments import read_command_line
 from megatron.checkpoint import selection
-from megatron.config import Config, read_command_line
+from megatron.config import Config
 from megatron.errors import UserError
 from megatron.planner import dry_run
 from tests.support.layouts import VOCAB

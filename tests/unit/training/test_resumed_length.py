@@ -9,12 +9,13 @@ from typing import Any
 
 import pytest
 
+from megatron.arguments import parse_args
+from megatron.arguments.checkpoint_args import add_branch_settings
 from megatron.checkpoint.compatibility import check_data, check_schedule, resumed_schedule
 from megatron.checkpoint.record import Checkpoint, TrainingState
-from megatron.config import BatchSchedule, parse_args
-from megatron.config.batch import Progress, RunLength
-from megatron.config.checkpoint_args import SavedConfig, add_branch_settings
+from megatron.checkpoint.saved_config import SavedConfig
 from megatron.errors import UserError
+from megatron.optimizer.batch_schedule import BatchSchedule, Progress, RunLength
 from megatron.training.stability import StabilityMonitor
 from tests.support.trainers import Log, NoWatchdog
 from tests.unit.config.command_lines import SMALL, WITHOUT_LENGTH

@@ -3,20 +3,20 @@
 from __future__ import annotations
 
 import re
-from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
 
+from megatron.arguments import parse_args, read_command_line
 from megatron.checkpoint.compatibility import resumed_schedule
 from megatron.checkpoint.record import Checkpoint, TrainingState
-from megatron.config import Config, parse_args, read_command_line
+from megatron.config import Config
 from megatron.data.indexed_dataset import IndexedDatasetBuilder
+from megatron.data.vocabulary import find_vocabulary
 from megatron.errors import UserError
 from megatron.pipeline.methods import Partition
-from megatron.pipeline.stages import StagePlan
-from megatron.tokenizer.vocabulary import find_vocabulary
+from megatron.pipeline.stages import StagePlan, plan_stages
 from megatron.training.run_report import (
     heaviest_line,
     pipeline_efficiency,
@@ -26,20 +26,18 @@ from megatron.training.run_report import (
 )
 from megatron.training.startup_report import format_memory_row
 from megatron.units import GIB
+from tests.support.layer_lists import layer_list
 from tests.support.layouts import VOCAB
 from tests.unit.checkpoint.native_folder import random_wholes, write_native
 from tests.unit.config.command_lines import SMALL, WITHOUT_LENGTH
 
-LAYER = "ParallelTransformerLayerPipe"
-NAMES = ["_to_float16", "EmbeddingPipe", "to_sequence_first", *[LAYER] * 6, "to_batch_first"]
-NAMES += ["MixedFusedLayerNorm", "EmbeddingPipe"]
 # The embedding has 1,000 parameters, a transformer layer 400 and the norm 8.
 PARAMETERS = [0, 1_000, 0, *[400] * 6, 0, 8, 1_000]
 
 
 def plan(bounds, weights, unit="ms", rank_of_stage=None, method="profile"):
     ranks = rank_of_stage or tuple(range(len(weights)))
-    return StagePlan(method, NAMES, PARAMETERS, Partition(bounds, weights, unit), ranks, 3_408)
+    return StagePlan(method, layer_list(6), PARAMETERS, Partition(bounds, weights, unit), ranks, 3_408)
 
 
 def columns(stages):
@@ -73,10 +71,10 @@ def test_the_content_of_a_stage_names_layers_and_no_functions(bounds, contents):
     assert [row[-1] for row in columns(stages)[1:]] == contents
 
 
-@pytest.mark.parametrize("norm", ["MixedFusedLayerNorm", "RMSNorm"])
+@pytest.mark.parametrize("norm", ["LayerNorm", "RMSNorm"])
 def test_every_kind_of_norm_is_shown_as_the_final_norm(norm):
-    names = [norm if name == "MixedFusedLayerNorm" else name for name in NAMES]
-    titles = replace(TWO_STAGES, names=names).layer_titles()
+    config = parse_args([*SMALL, "--num-layers", "6", "--normalization", norm], {})
+    titles = [layer.title for layer in plan_stages(config, VOCAB).layers]
     assert titles == ["", "embedding", "", *["transformer layer"] * 6, "", "final norm", "LM head"]
 
 

@@ -8,9 +8,11 @@ from dataclasses import asdict
 
 import pytest
 
+from megatron.arguments import parse_args
 from megatron.checkpoint.record import TrainingState
-from megatron.config import BatchSchedule, StabilityConfig, parse_args
-from megatron.config.curriculum import LengthCurriculum
+from megatron.config import StabilityConfig
+from megatron.config.sections.curriculum import LengthCurriculum
+from megatron.optimizer.batch_schedule import BatchSchedule
 from megatron.training.stability import SpikeDetector, advance_state, range_to_skip
 from tests.unit.config.command_lines import SMALL
 

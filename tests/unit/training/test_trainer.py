@@ -13,10 +13,11 @@ from typing import Any
 import pytest
 import torch
 
+from megatron.arguments import parse_args
 from megatron.checkpoint.manager import SaveError
 from megatron.checkpoint.record import TrainingState
 from megatron.cluster.exit_codes import RunStopped
-from megatron.config import CheckpointConfig, parse_args
+from megatron.config import CheckpointConfig
 from megatron.errors import UserError
 from megatron.training.trainer import Trainer, UpdateCount, after_failed_save, evaluate
 from tests.unit.config.command_lines import SMALL, WITHOUT_LENGTH

@@ -37,13 +37,7 @@ def make_record(*rows: Row, repeat: int = 2, **changes: Any) -> Record:
 
 def make_result(row: Row, repeat: int, seconds: float, losses: list[float], **changes: Any) -> dict[str, Any]:
     memory = [
-        {
-            "stage": stage,
-            "name": name,
-            "least_bytes": 1.0,
-            "most_bytes": (stage + 1) * factor * GIB,
-            "rank": stage,
-        }
+        dict(stage=stage, name=name, least_bytes=1.0, most_bytes=(stage + 1) * factor * GIB, rank=stage)
         for stage in (0, 1)
         for name, factor in (("resident", 1), ("peak resident", 2))
     ]

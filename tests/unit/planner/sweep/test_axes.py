@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import product
+
 import pytest
 
 from megatron.commands.sweep import build_parser
@@ -17,30 +19,18 @@ def test_a_command_is_split_into_words_axes_and_base() -> None:
     assert words == ["run", "--steps", "5"]
     assert axes == [Axis("--partition-method", ("type:a|b", "memory")), Axis("--zero-stage", ("0", "1"))]
     assert base == ["--lr", "1", "--", "--x"]
-
-
-def test_a_negative_number_is_a_value() -> None:
+    # A negative number is a value, not a flag.
     assert split_command(["--vary", "--lr", "-1", "2"])[1] == [Axis("--lr", ("-1", "2"))]
+    with pytest.raises(UserError, match="--vary without a flag"):
+        split_command(["run", "--vary", "memory", "--", "--lr", "1"])
 
 
 def test_the_rows_are_the_product_and_the_last_axis_varies_fastest() -> None:
     axes = [Axis("--partition-method", ("memory", "time")), Axis("--micro-batch-size", ("1", "2", "4"))]
     rows = make_rows(axes, BASE)
-    assert [tuple(row.settings.values()) for row in rows] == [
-        ("memory", "1"),
-        ("memory", "2"),
-        ("memory", "4"),
-        ("time", "1"),
-        ("time", "2"),
-        ("time", "4"),
-    ]
+    assert [tuple(row.settings.values()) for row in rows] == [*product(("memory", "time"), "124")]
     assert rows[4].words == ["--partition-method", "time", "--micro-batch-size", "2"]
     assert run_words(BASE, rows[4].words, 5)[: len(BASE) + 4] == [*BASE, *rows[4].words]
-
-
-def test_without_an_axis_the_base_command_is_the_only_row() -> None:
-    (row,) = make_rows([], BASE)
-    assert row.words == [] and row.label == "the base command"
 
 
 def test_switches_omitted_flags_and_flags_with_several_values() -> None:
@@ -59,6 +49,8 @@ def test_switches_omitted_flags_and_flags_with_several_values() -> None:
 def test_a_label_can_be_typed() -> None:
     (row,) = make_rows([Axis("--partition-method", ("type:a|b",)), Axis("--fp16", ("on",))], [])
     assert row.label == "--partition-method 'type:a|b' --fp16 on"
+    (row,) = make_rows([], BASE)
+    assert row.words == [] and row.label == "the base command"
 
 
 @pytest.mark.parametrize(
@@ -110,8 +102,3 @@ def test_all_mistakes_of_a_sweep_are_in_one_error() -> None:
         assert sum(line.startswith(part) for line in lines) == 1, (part, lines)
     rows = make_rows([Axis("--tensor-model-parallel-size", ("1", "2"))], ["--global-batch-size", "8"])
     assert len(rows) == 2
-
-
-def test_vary_needs_a_flag() -> None:
-    with pytest.raises(UserError, match="--vary without a flag"):
-        split_command(["run", "--vary", "memory", "--", "--lr", "1"])

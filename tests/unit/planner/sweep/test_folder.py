@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import fcntl
-import json
 import os
 from pathlib import Path
 
@@ -76,8 +75,6 @@ def test_another_sweep_in_the_folder_is_refused(changes: dict, expected: str, tm
     ("content", "expected"),
     [
         (None, "has no sweep.json"),
-        ("{", "cannot be read"),
-        ("[]", "not laid out"),
         ('{"format": 9}', "format 9"),
     ],
 )
@@ -88,14 +85,6 @@ def test_a_folder_without_a_readable_record_is_refused(
         (tmp_path / "sweep.json").write_text(content)
     with pytest.raises(UserError, match=expected):
         SweepFolder(tmp_path).read()
-
-
-def test_a_damaged_result_is_named(tmp_path: Path) -> None:
-    folder = SweepFolder(tmp_path)
-    folder.begin(make_record(A))
-    folder.result_file(0, 1).write_text(json.dumps({"row": 0}))
-    with pytest.raises(UserError, match="000-1.json"):
-        folder.results()
 
 
 def test_two_sweeps_do_not_share_a_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -8,13 +8,11 @@ from pathlib import Path
 
 import pytest
 
+from megatron.arguments import read_command_line
 from megatron.commands import sweep
-from megatron.config import read_command_line
 from megatron.config.config import SECTIONS
 from megatron.errors import UserError
-from megatron.pipeline.stages import plan_stages
-from megatron.planner.memory import planned_bytes
-from megatron.planner.step_time import find_cluster, predict_step
+from megatron.planner.plan import make_plan
 from megatron.planner.sweep.axes import Axis, Row, make_rows
 from megatron.planner.sweep.resolve import _SAME_LOSSES, loss_settings_digest, resolve_rows
 
@@ -46,20 +44,11 @@ def test_the_number_of_processes_follows_from_the_flags() -> None:
 
 
 def test_a_prediction_is_that_of_the_planner() -> None:
-    (row,) = resolve(base=[*BASE, "--pipeline-model-parallel-size", "2", "--partition-method", "stages:1,3"])
-    words = [
-        *BASE,
-        "--pipeline-model-parallel-size",
-        "2",
-        "--partition-method",
-        "stages:1,3",
-        "--world-size",
-        "2",
-    ]
-    config = read_command_line([*words, "--dry-run"], {}).config
-    plan = plan_stages(config, 1000)
-    assert row.predicted["memory_bytes"] == planned_bytes(config, 1000, plan)
-    assert row.predicted["layers"] == [plan.layer_range(0), plan.layer_range(1)]
+    words = [*BASE, *"--pipeline-model-parallel-size 2 --partition-method stages:1,3".split()]
+    (row,) = resolve(base=words)
+    plan = make_plan(read_command_line([*words, "--world-size", "2", "--dry-run"], {}).config, 1000)
+    assert row.predicted["memory_bytes"] == plan.bytes_by_rank
+    assert row.predicted["layers"] == [plan.stages.layer_range(0), plan.stages.layer_range(1)]
     assert row.tokens_per_step == 32 * 32
 
 
@@ -80,9 +69,7 @@ def test_with_a_gpu_the_step_is_predicted() -> None:
     base += ["--gpu", "a100-80gb"]
     (found,) = resolve(base=base)
     config = read_command_line([*base, "--train-iters", "5", "--world-size", "2", "--dry-run"], {}).config
-    cluster = find_cluster(config)
-    assert cluster is not None
-    step = predict_step(config, plan_stages(config, 1000), 1000, cluster)
+    step = make_plan(config, 1000).prediction
     assert (found.predicted["step_s"], found.predicted["bubble"]) == (step.total, step.bubble)
     assert found.numbers == without.numbers
 

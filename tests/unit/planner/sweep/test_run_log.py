@@ -95,14 +95,12 @@ def test_the_bubble_is_the_mean_of_the_ranks_in_the_second_half() -> None:
     assert parse_bubble("other", 3) is None
 
 
-def test_a_run_that_ends_early_without_an_error_is_not_measured() -> None:
-    result = read_result(ROW, 1, "\n".join([line(1, 1.0), line(2, 1.0)]), 0, 4)
-    assert result["status"] == "failed" and result["step_s"] is None
-    assert result["reason"] == "the run ended after 2 of 4 steps: see its log"
-
-
-def test_a_run_that_worked_has_times_and_losses() -> None:
-    result = read_result(ROW, 2, "\n".join(line(i, 0.5 * i, loss=1.0 * i) for i in (1, 2, 3, 4)), 0, 4)
+def test_a_run_that_worked_has_times_and_losses_and_one_that_ends_early_is_not_measured() -> None:
+    log = [line(i, 0.5 * i, loss=1.0 * i) for i in (1, 2, 3, 4)]
+    result = read_result(ROW, 2, "\n".join(log), 0, 4)
     assert (result["row"], result["repeat"], result["status"]) == (0, 2, "ok")
     assert result["step_s"] == pytest.approx(1.75) and result["tokens_per_s"] == pytest.approx(1000 / 1.75)
     assert [step["loss"] for step in result["steps"]] == [1.0, 2.0, 3.0, 4.0]
+    early = read_result(ROW, 1, "\n".join(log[:2]), 0, 4)
+    assert early["status"] == "failed" and early["step_s"] is None
+    assert early["reason"] == "the run ended after 2 of 4 steps: see its log"

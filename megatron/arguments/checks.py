@@ -1,0 +1,361 @@
+"""Checks of settings against each other, before any process group is created.
+
+Each check is a generator of sentences, so that one error can report all mistakes. Rules between two flags are
+part of their fields, see `config.rules`.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator
+from importlib.util import find_spec
+from pathlib import Path
+from shutil import which
+
+from megatron.arguments.data_checks import (
+    data_mistakes,
+    evaluation_mistakes,
+    harness_mistakes,
+    harness_package_mistakes,
+    missing_file_mistakes,
+    tokenizer_mistakes,
+)
+from megatron.arguments.schedule_checks import length_mistakes, schedule_mistakes
+from megatron.config.config import Config
+from megatron.config.fields import option_name
+from megatron.config.mistakes import raise_first
+from megatron.config.model import check_vocab_divides, padded_vocab_size
+from megatron.config.rules import rule_mistakes
+from megatron.config.sections.curriculum import SOURCE
+from megatron.config.sections.model import ModelConfig
+from megatron.config.sections.parallel import ParallelConfig
+from megatron.config.sections.window_pattern import WINDOW
+from megatron.errors import ConfigError
+from megatron.object_urls import is_url
+from megatron.optimizer.batch_schedule import batch_mistakes
+from megatron.pipeline.partition_method import parse_partition_method
+from megatron.text_table import counted
+
+_MOST_STAGES = 200_000
+
+
+def validate(config: Config) -> None:
+    """Raises ConfigError for the first combination of settings that cannot be run."""
+    raise_first(mistakes_of(config))
+
+
+def mistakes_of(config: Config) -> Iterator[str]:
+    """Yields a sentence for each combination of settings that cannot be run."""
+    checks: list[Callable[[Config], Iterator[str]]] = [
+        *(rule_mistakes, layout_mistakes, model_mistakes, pipeline_mistakes, batch_mistakes, length_mistakes),
+        *(schedule_mistakes, optimizer_mistakes, precision_mistakes, finetuning_mistakes, stability_mistakes),
+        *(
+            local_save_mistakes,
+            object_store_mistakes,
+            curriculum_mistakes,
+            harness_mistakes,
+            tokenizer_mistakes,
+        ),
+        *(data_mistakes, evaluation_mistakes),
+    ]
+    if not config.training.dry_run:
+        checks += [missing_file_mistakes, dependency_mistakes, harness_package_mistakes]
+    for check in checks:
+        try:
+            yield from check(config)
+        except ConfigError as error:  # of a value that cannot be parsed
+            yield str(error)
+
+
+def layout_mistakes(config: Config) -> Iterator[str]:
+    """Yields a sentence for sizes that the parallel sizes do not divide, and for ZeRO with pipelines."""
+    parallel = config.parallel
+    tensor, pipeline = parallel.tensor_model_parallel_size, parallel.pipeline_model_parallel_size
+    context = parallel.context_parallel_size
+    if parallel.world_size % parallel.ranks_per_replica:
+        by_context = f"--context-parallel-size {context} x " if context > 1 else ""
+        number = "three" if context > 1 else "two"
+        yield (
+            f"{counted(parallel.world_size, 'process')} cannot be divided by --tensor-model-parallel-size "
+            f"{tensor} x {by_context}--pipeline-model-parallel-size {pipeline} = "
+            f"{parallel.ranks_per_replica}: start a multiple of that (--world-size with --dry-run), or "
+            f"change one of the {number}"
+        )
+    if context > 1 and config.model.seq_length % parallel.length_multiple:
+        yield (
+            f"--context-parallel-size {context}: --seq-length {config.model.seq_length} is not divisible by "
+            f"{parallel.length_multiple} ({parallel.length_multiple_terms}): change one of them"
+        )
+    if parallel.sequence_parallel and config.model.seq_length % tensor:
+        yield (
+            f"--sequence-parallel: --seq-length {config.model.seq_length} is not divisible by "
+            f"--tensor-model-parallel-size {tensor}: change one of them"
+        )
+    if parallel.tp_comm_overlap and parallel.schedule.splits_backward:
+        yield (
+            f"--tp-comm-overlap with --pipeline-schedule {parallel.pipeline_schedule}: weight "
+            "gradients have separate passes, which do not divide the sequence; remove one of the two flags"
+        )
+    elements = config.batch.micro_batch_size * config.seq_length_per_rank * config.model.hidden_size
+    if config.training.partition_activations and elements % tensor:
+        length = "--seq-length / --context-parallel-size" if context > 1 else "--seq-length"
+        yield (
+            f"--partition-activations: the {elements} elements of a layer's input (--micro-batch-size x "
+            f"{length} x --hidden-size) are not divisible by --tensor-model-parallel-size {tensor}: "
+            "change one of them"
+        )
+    if parallel.zero_stage >= 2 and pipeline > 1:
+        yield (
+            f"--zero-stage {parallel.zero_stage} with --pipeline-model-parallel-size {pipeline}: pipeline "
+            "parallelism accumulates gradients over micro-batches and cannot shard them; use --zero-stage 1"
+        )
+
+
+def pipeline_mistakes(config: Config) -> Iterator[str]:
+    """Yields a sentence for partition methods and pipeline schedules that cannot be run."""
+    parallel = config.parallel
+    yield from _stage_mistakes(parallel)
+    method = parse_partition_method(parallel.partition_method)
+    if parallel.partition_profile is not None and method.kind != "profile":
+        yield (
+            f"--partition-profile {parallel.partition_profile} with --partition-method {method.text}: only "
+            "the method profile uses it; change the method or remove --partition-profile"
+        )
+
+
+def _stage_mistakes(parallel: ParallelConfig) -> Iterator[str]:
+    virtual, name = parallel.virtual_pipeline_stages, parallel.pipeline_schedule
+    if parallel.num_stages > _MOST_STAGES:
+        yield (
+            f"--virtual-pipeline-stages {virtual} x --pipeline-model-parallel-size "
+            f"{parallel.pipeline_model_parallel_size} are {parallel.num_stages:,} stages: expected at most "
+            f"{_MOST_STAGES:,}; reduce one of the two"
+        )
+    elif virtual > 1 and parallel.schedule.stages_per_rank > 0:
+        yield (
+            f"--virtual-pipeline-stages {virtual} with --pipeline-schedule {name}, which fixes the stages at "
+            f"{parallel.stages_per_rank} per rank: remove --virtual-pipeline-stages, or set "
+            "--pipeline-schedule interleaved"
+        )
+    elif virtual == 1 and parallel.schedule.stages_per_rank == 0:
+        yield (
+            f"--pipeline-schedule {name} with --virtual-pipeline-stages 1: expected 2 or more stages per "
+            "pipeline rank, or the schedule 1f1b"
+        )
+    if name != "1f1b" and parallel.pipeline_model_parallel_size == 1:
+        given = f"--virtual-pipeline-stages {virtual}" if virtual > 1 else f"--pipeline-schedule {name}"
+        yield (
+            f"{given} with --pipeline-model-parallel-size 1: expected 2 or more, or the schedule 1f1b "
+            "with one stage per rank"
+        )
+
+
+def optimizer_mistakes(config: Config) -> Iterator[str]:
+    """Yields a sentence for an optimizer of whole matrices whose state is kept in host memory."""
+    if config.optimizer.updates_matrices and config.parallel.cpu_offload:
+        yield (
+            f"--optimizer {config.optimizer.optimizer} with --cpu-offload: matrices are updated on the "
+            "device. Remove --cpu-offload, or set --optimizer adam."
+        )
+
+
+def precision_mistakes(config: Config) -> Iterator[str]:
+    """Yields a sentence for fp32 residual connections in fp32, and for contradictory loss scales."""
+    precision = config.precision
+    if precision.fp32_residual_connection and precision.name == "fp32":
+        yield (
+            "--fp32-residual-connection without --fp16 or --bf16: the whole model is in fp32; remove "
+            "--fp32-residual-connection"
+        )
+    if precision.min_loss_scale > precision.initial_loss_scale:
+        yield (
+            f"--min-loss-scale {precision.min_loss_scale:g} is larger than --initial-loss-scale "
+            f"{precision.initial_loss_scale:g}: reduce --min-loss-scale"
+        )
+
+
+def finetuning_mistakes(config: Config) -> Iterator[str]:
+    """Yields a sentence for a --save folder from which a repeated fine-tuning command could not resume."""
+    checkpoint = config.checkpoint
+    option = "--finetune" if checkpoint.finetune else "--no-load-optim"
+    applies = (checkpoint.finetune or checkpoint.no_load_optim) and not config.training.no_train
+    if applies and checkpoint.save_is_load_folder and not checkpoint.universal_checkpoint:
+        yield (
+            f"{option} with --load {checkpoint.load} and --save {checkpoint.save}: set another --save, or "
+            f"remove {option} to resume. With one folder, each restart of the job would apply {option} again"
+        )
+
+
+def local_save_mistakes(config: Config) -> Iterator[str]:
+    """Yields a sentence if --save-local is --save or lies inside it."""
+    checkpoint = config.checkpoint
+    if checkpoint.save is None or checkpoint.save_local is None:
+        return
+    save, local = Path(os.path.realpath(checkpoint.save)), Path(os.path.realpath(checkpoint.save_local))
+    if save in (local, *local.parents):
+        yield (
+            f"--save-local {checkpoint.save_local} is {'' if local == save else 'inside '}--save "
+            f"{checkpoint.save}: set a folder outside it, on the disk of each node"
+        )
+
+
+def object_store_mistakes(config: Config) -> Iterator[str]:
+    """Yields a sentence for a URL with credentials, which are not shown, and for flags that need --save or
+    --load in a file system, if it is a URL."""
+    checkpoint = config.checkpoint
+    for option, url in (("--save", checkpoint.save), ("--load", checkpoint.load)):
+        scheme, _, rest = (url or "").partition("://")
+        if url and is_url(url) and "@" in rest and {":", "@"} & {*rest.partition("/")[0]}:
+            shown = f"{scheme}://...@{rest.rpartition('@')[2]}"
+            yield (
+                f"{option} {shown}: expected a URL without credentials; set AWS_ACCESS_KEY_ID and "
+                "AWS_SECRET_ACCESS_KEY in the environment"
+            )
+    needs = (
+        ("--save-local", checkpoint.save_local, checkpoint.save),
+        ("--save-local", checkpoint.save_local, checkpoint.load),
+        ("--save-hf-interval", checkpoint.save_hf_interval, checkpoint.save),
+        ("--save-hf-at-end", checkpoint.save_hf_at_end, checkpoint.save),
+        ("--universal_checkpoint", checkpoint.universal_checkpoint, checkpoint.load),
+    )
+    for option, value, folder in needs:
+        if value and folder and is_url(folder):
+            yield (f"{option} with {folder}: expected a folder of a file system; set one, or remove {option}")
+
+
+def stability_mistakes(config: Config) -> Iterator[str]:
+    """Yields a sentence for rollbacks without checkpoints. Raises ConfigError for invalid ranges of
+    iterations."""
+    stability, checkpoint = config.stability, config.checkpoint
+    if stability.spike_policy == "rollback" and (checkpoint.save is None or checkpoint.save_interval is None):
+        yield (
+            "--spike-policy rollback without --save and --save-interval: there is no checkpoint to roll back "
+            "to; set both, or set --spike-policy skip"
+        )
+    _ = stability.skipped_ranges
+
+
+def dependency_mistakes(config: Config) -> Iterator[str]:
+    """Yields a sentence if a package or program that the flags need is not installed."""
+    if config.optimizer.use_apex:
+        yield from _apex_mistakes()
+    if config.optimizer.use_bnb_optimizer:
+        yield from _bitsandbytes_mistakes()
+    if config.training.compile:
+        yield from _compiler_mistakes()
+
+
+def _apex_mistakes() -> Iterator[str]:
+    spec = find_spec("apex")
+    folders = [Path(folder) for folder in (spec.submodule_search_locations or ())] if spec else []
+    if not any(
+        (folder / "optimizers").is_dir() and (folder / "normalization").is_dir() for folder in folders
+    ):
+        found = "another package with that name is" if spec else "it is not"
+        yield (
+            f"--use-apex needs NVIDIA apex, and {found} installed: install NVIDIA apex, or remove the flag"
+        )
+
+
+def _bitsandbytes_mistakes() -> Iterator[str]:
+    # Not imported, because the import takes seconds.
+    if find_spec("bitsandbytes") is None:
+        yield (
+            "--use-bnb-optimizer needs bitsandbytes, which is not installed: pip install bitsandbytes, or "
+            "remove the flag"
+        )
+
+
+def _compiler_mistakes() -> Iterator[str]:
+    compilers = [name for name in (os.environ.get("CXX"), "g++", "clang++") if name]
+    if not any(which(name) for name in compilers):
+        yield (
+            f"--compile needs a C++ compiler: none of {', '.join(compilers)} is installed: install g++, "
+            "or remove the flag"
+        )
+
+
+def model_mistakes(config: Config) -> Iterator[str]:
+    """Yields a sentence for sizes that do not fit each other or the tensor-parallel size."""
+    model, tensor = config.model, config.parallel.tensor_model_parallel_size
+    if problem := model.heads_problem(tensor):
+        yield problem
+    if model.ffn_hidden_size % tensor:
+        yield (
+            f"--ffn-hidden-size {model.ffn_hidden_size} is not divisible by --tensor-model-parallel-size "
+            f"{tensor}: change one of them"
+        )
+    if model.qk_layernorm_scope == "projection" and model.normalization != "RMSNorm":
+        yield (
+            f"--qk-layernorm-scope projection with --normalization {model.normalization}: expected RMSNorm; "
+            "change one of them"
+        )
+    if model.window_pattern is not None and len(model.window_pattern) == 1:
+        which, flags = (
+            ("all", "") if model.window_pattern == (WINDOW,) else ("none of the", " and --window-size")
+        )
+        yield (
+            f"--window-pattern gives {which} {model.num_layers} layers the window of --window-size: expected "
+            f"layers with and without it; remove --window-pattern{flags}, or change the pattern"
+        )
+    if model.seq_length > model.max_position_embeddings:
+        yield (
+            f"--seq-length {model.seq_length} is larger than --max-position-embeddings "
+            f"{model.max_position_embeddings}: increase --max-position-embeddings, or reduce --seq-length"
+        )
+    if model.position_embedding_type == "rotary":
+        yield from _rotary_mistakes(model)
+    if model.position_embedding_type == "alibi" and config.data.reset_position_ids:
+        yield (
+            "--reset-position-ids has no effect with --position-embedding-type alibi, whose positions are "
+            "relative: remove --reset-position-ids (--reset-attention-mask separates documents)"
+        )
+    if model.vocab_size is not None:
+        padded_vocab_size(model.vocab_size, model, tensor)
+    elif model.pad_vocab_size_to is not None:
+        check_vocab_divides(model.pad_vocab_size_to, tensor)
+
+
+def _rotary_mistakes(model: ModelConfig) -> Iterator[str]:
+    if model.kv_channels % 2:
+        yield (
+            f"--position-embedding-type rotary needs an even head dimension, but it is {model.kv_channels}: "
+            "change --kv-channels (default: hidden size / heads)"
+        )
+    elif model.rotary_dim % 2 or not model.rotary_dim:
+        yield (
+            f"--rotary-percent {model.rotary_percent:g} rotates {model.rotary_dim} of {model.kv_channels} "
+            "elements of each head: expected an even number above 0; change --rotary-percent"
+        )
+    for low, high in (
+        ("rope_low_freq_factor", "rope_high_freq_factor"),
+        ("rope_beta_slow", "rope_beta_fast"),
+    ):
+        if getattr(model, low) >= getattr(model, high):
+            yield (
+                f"{option_name(low)} {getattr(model, low):g} is not below {option_name(high)} "
+                f"{getattr(model, high):g}: change one of them"
+            )
+
+
+def curriculum_mistakes(config: Config) -> Iterator[str]:
+    """Yields a sentence for sequence lengths of a curriculum that the run does not support."""
+    curriculum, model, parallel = config.curriculum, config.model, config.parallel
+    if curriculum is None:
+        return
+    if curriculum.max_length > model.seq_length:
+        yield (
+            f"{SOURCE} reaches {curriculum.max_length} tokens, --seq-length is {model.seq_length}: reduce "
+            "max_difficulty, or increase --seq-length"
+        )
+    multiple = parallel.length_multiple
+    if odd := [n for n in curriculum.all_lengths() if n % multiple]:
+        yield (
+            f"{SOURCE} has sequences of {odd[0]} tokens, which must be divisible by "
+            f"{parallel.length_multiple_terms}: choose multiples of it (difficulty_step)"
+        )
+    if config.training.compile:
+        yield (
+            "--compile with a curriculum of sequence lengths: layers would be recompiled for each length; "
+            "remove --compile until the curriculum is complete"
+        )

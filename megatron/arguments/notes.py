@@ -1,0 +1,72 @@
+"""Sentences for the log about settings without effect, and about combinations that have failed."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator
+
+from megatron.config.config import Config
+from megatron.config.fields import setting_option
+from megatron.config.rules import is_default, unused_by_choices, unused_by_rules
+from megatron.data.flags import available_eval_splits
+
+
+def unused_setting_notes(config: Config, typed: Collection[str] = ()) -> tuple[str, ...]:
+    """Returns a sentence for each setting that has no effect with the other settings, and that was typed or
+    is not at its default. typed: 'section.field' of the flags on the command line."""
+    reasons: dict[str, str] = {}
+    for setting, reason in (*unused_by_rules(config), *unused_by_choices(config), *_by_several(config)):
+        if setting in typed or not is_default(config, setting):
+            reasons.setdefault(setting, reason)
+    return tuple(f"{setting_option(setting)} has no effect {reason}" for setting, reason in reasons.items())
+
+
+def risk_notes(config: Config) -> tuple[str, ...]:
+    """Returns a sentence for each combination of settings with which published runs have failed."""
+    if config.optimizer.use_bnb_optimizer and not config.model.embed_layernorm:
+        return (
+            "--use-bnb-optimizer without --embed-layernorm: BigScience's 104B run stagnated with 8-bit Adam "
+            "and no norm after the word embeddings; add --embed-layernorm to a new run",
+        )
+    return ()
+
+
+def _by_several(config: Config) -> Iterator[tuple[str, str]]:
+    """Yields (setting, reason) of settings whose use depends on several other settings."""
+    training, parallel, precision = config.training, config.parallel, config.precision
+    if training.gpu is None or not training.dry_run:
+        for name in ("node_size", "intra_node_gbps", "inter_node_gbps", "host_us_per_kernel"):
+            yield f"parallel.{name}", "without --dry-run and --gpu"
+    if training.dry_run and training.gpu is None:
+        yield "parallel.network_figures", "with --dry-run and without --gpu"
+    elif not training.dry_run and (training.no_preflight or parallel.world_size == 1):
+        reason = "with --no-preflight" if training.no_preflight else "with one process"
+        yield "parallel.network_figures", reason
+    if training.recomputes_attention and config.model.attention_dropout == 0:
+        yield (
+            "training.recompute_granularity",
+            "with --attention-dropout 0: fused attention stores no attention scores to recompute (full "
+            "reduces memory)",
+        )
+    if precision.fp16 and precision.loss_scale is not None and training.deepspeed_config is None:
+        for name in ("initial_loss_scale", "min_loss_scale", "loss_scale_window", "hysteresis"):
+            yield f"precision.{name}", f"with the static --loss-scale {precision.loss_scale:g}"
+    valid, test, reason = available_eval_splits(config.data)
+    if not valid:
+        yield "training.eval_interval", reason
+        if not test:
+            yield "training.eval_iters", reason
+    yield from _unused_with_replicas(config)
+
+
+def _unused_with_replicas(config: Config) -> Iterator[tuple[str, str]]:
+    parallel = config.parallel
+    if parallel.dp_cp_size == 1:
+        yield "parallel.zero_stage", "with data-parallel size 1"
+    replicas = "and a data-parallel size above 1"
+    stage = parallel.zero_stage if parallel.dp_cp_size > 1 else 0
+    if stage != 1:
+        yield "parallel.ddp_bucket_size", f"without --zero-stage 1 {replicas}"
+    if stage not in (1, 3):
+        yield "parallel.no_overlap_param_gather", f"without --zero-stage 1 or 3 {replicas}"
+    if stage == 0:
+        yield "parallel.no_overlap_grad_reduce", f"without --zero-stage 1 to 3 {replicas}"

@@ -1,0 +1,239 @@
+"""Writes archives of `torch.save`, for runs and conversions.
+
+`save_archive` writes without checksums, and without a second copy of a device's tensors in host memory.
+torch.save writes everything except the bytes of tensors (`torch.serialization.skip_data`). Where a storage's
+bytes belong, it calls `seek` of the file, and this module writes them. Bytes in host memory are passed to the
+file as they are. Bytes on a device are copied in pieces through two pinned buffers: torch.save would copy a
+whole storage, which may be the state of all parameters, to a pinned buffer of its size. The bytes of fake
+tensors are left out: the caller writes them later.
+
+`write_archive` writes a value with at most one tensor, whose bytes may arrive in blocks, with checksums.
+"""
+
+from __future__ import annotations
+
+import os
+import pickle
+import struct
+import threading
+import zipfile
+from collections import OrderedDict, deque
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import cache
+from io import BytesIO
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.serialization import skip_data
+from torch.utils.serialization import config as serialization
+
+# Size of each of the two pinned buffers.
+PIECE_BYTES = 1 << 26
+# torch aligns storages in an archive to this many bytes.
+ALIGNMENT = 64
+
+
+def is_staged(device: torch.device) -> bool:
+    """Returns whether the bytes of tensors on this device are copied before they are written."""
+    return device.type != "cpu"
+
+
+def save_archive(value: Any, file: Any) -> Callable[[Tensor], int]:
+    """Writes the archive of torch.save, without checksums, to a file-like object. Returns a function: fake
+    tensor in the value -> where its bytes belong, from the begin of the archive."""
+    pickling = _Pickling()
+    archive: Any = _ArchiveFile(file, pickling.storages)  # torch uses few methods of its file
+    try:
+        no_checksums = serialization.patch({"save.compute_crc32": False})  # type: ignore[attr-defined]
+        with skip_data(materialize_fake_tensors=True), no_checksums:
+            torch.save(value, archive, pickle_module=pickling)
+    except RuntimeError as error:  # torch's writer replaces an error of the file by one of its own
+        raise archive.error or error from None
+    if archive.num_written != len(pickling.storages):
+        raise RuntimeError(f"torch.save wrote {archive.num_written} of {len(pickling.storages)} storages")
+    offsets: Mapping[int, int] = archive.offsets
+    return lambda tensor: offsets[tensor.untyped_storage()._cdata]
+
+
+class _Pickling:
+    """Stands for the module `pickle` in torch.save. storages: the storages of all pickled tensors, in the
+    order in which torch writes them, and whether they are fake."""
+
+    __name__ = "pickle"
+
+    def __init__(self) -> None:
+        self.storages: list[tuple[torch.UntypedStorage, bool]] = []
+        seen = set[int]()  # as in torch.save, by the address of the storage in C++
+
+        def note_storage(_: pickle.Pickler, value: Any) -> Any:
+            if isinstance(value, Tensor):
+                storage = value.untyped_storage()
+                if storage.nbytes() and storage._cdata not in seen:
+                    seen.add(storage._cdata)
+                    self.storages.append((storage, isinstance(value, FakeTensor)))
+            return NotImplemented  # pickled as usual
+
+        self.Pickler = type("Pickler", (pickle.Pickler,), {"reducer_override": note_storage})
+
+
+class _ArchiveFile:
+    """The file-like object that torch.save writes to."""
+
+    def __init__(self, file: Any, storages: Sequence[tuple[torch.UntypedStorage, bool]]) -> None:
+        """storages: filled by torch.save before it writes the first of them."""
+        self._file, self._storages = file, storages
+        self.offsets: dict[int, int] = {}
+        """Where the bytes of each storage begin in the archive."""
+        self._position = 0
+        self.flush: Callable[[], None] = file.flush
+        self.num_written = 0
+        self.error: Exception | None = None
+        """The first error of `write` or `seek`."""
+
+    def write(self, data: Any) -> int:
+        with self._keep_error():
+            written: int = self._file.write(data)
+        self._position += written
+        return written
+
+    def seek(self, num_bytes: int, _: int) -> None:
+        """Writes the bytes of the next storage; called by torch to leave room for them."""
+        with self._keep_error():
+            storage, is_fake = self._storages[self.num_written]
+            if storage.nbytes() != num_bytes:
+                raise RuntimeError(f"torch.save writes {num_bytes:,} bytes, expected {storage.nbytes():,}")
+            self.offsets[storage._cdata] = self._position
+            if is_fake:
+                self._file.seek(num_bytes, os.SEEK_CUR)
+            else:
+                self._write_storage(storage)
+        self.num_written += 1
+        self._position += num_bytes
+
+    @contextmanager
+    def _keep_error(self) -> Iterator[None]:
+        try:
+            yield
+        except Exception as error:
+            self.error = self.error or error
+            raise
+
+    def _write_storage(self, storage: torch.UntypedStorage) -> None:
+        content = torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
+        pieces = _buffers().pieces(content) if is_staged(storage.device) else [content]
+        for piece in pieces:
+            self._file.write(piece.numpy().data)
+
+
+class StagingBuffers:
+    """Two buffers in pinned host memory. While the host takes a piece from one, the device copies the next
+    piece to the other."""
+
+    def __init__(self, piece_bytes: int) -> None:
+        # Tools need no device, and the import takes seconds.
+        from deepspeed.accelerator import get_accelerator
+
+        self._accelerator = get_accelerator()
+        pin = self._accelerator.pin_memory
+        self._buffers = [pin(torch.empty(piece_bytes, dtype=torch.uint8)) for _ in range(2)]
+        self._lock = threading.Lock()
+
+    def pieces(self, content: Tensor) -> Iterator[Tensor]:
+        """Yields the bytes of a flat tensor in host memory, in order. A piece is valid until the next one."""
+        accelerator, copying = self._accelerator, deque[tuple[Tensor, Any]]()
+        stream = None if accelerator.Stream is None else accelerator.Stream()
+        if stream is not None:
+            stream.wait_stream(accelerator.current_stream())
+
+        def oldest() -> Tensor:
+            piece, event = copying.popleft()
+            if event is not None:
+                event.synchronize()
+            return piece
+
+        with self._lock:
+            try:
+                for index, source in enumerate(content.split(len(self._buffers[0]))):
+                    target = self._buffers[index % 2][: len(source)]
+                    with accelerator.stream(stream):
+                        target.copy_(source, non_blocking=True)
+                        event = None if stream is None else accelerator.Event()
+                        if event is not None:
+                            event.record()
+                    copying.append((target, event))
+                    if len(copying) == 2:
+                        yield oldest()
+                yield oldest()
+            finally:
+                while copying:  # after an error: the next copies must not meet these
+                    oldest()
+
+
+@cache
+def _buffers() -> StagingBuffers:
+    """Returns the buffers of all saves: the host's allocator would not return them to the system."""
+    return StagingBuffers(PIECE_BYTES)
+
+
+# --- with checksums ---
+
+
+class _ValuePickler(pickle.Pickler):
+    """Pickles a tensor on the meta device as torch.save pickles a contiguous tensor in the archive's storage
+    '0'. num_bytes: of the tensor."""
+
+    num_bytes = 0
+
+    def reducer_override(self, value: Any) -> Any:
+        """See `pickle.Pickler`."""
+        if not isinstance(value, Tensor) or value.device.type != "meta":
+            return NotImplemented  # a tensor with values is pickled with them
+        self.num_bytes = value.nbytes
+        hooks: OrderedDict[str, Any] = OrderedDict()
+        place = (_Storage(value.numel()), 0, tuple(value.shape), value.stride(), False, hooks)
+        return torch._utils._rebuild_tensor_v2, place
+
+    def persistent_id(self, value: Any) -> Any:
+        """See `pickle.Pickler`."""
+        if not isinstance(value, _Storage):
+            return None
+        return "storage", torch.FloatStorage, "0", "cpu", value.num_elements
+
+
+@dataclass(frozen=True)
+class _Storage:
+    """Stands for the bytes of the tensor."""
+
+    num_elements: int
+
+
+def write_archive(path: Path, value: Any, blocks: Iterable[Any] = ()) -> None:
+    """Writes a value with the member names, order and alignment of torch.save. Equal contents give equal
+    files. The value may have one tensor, on the meta device, fp32. blocks: the bytes of the tensor, in order.
+    """
+    pickled = BytesIO()
+    pickler = _ValuePickler(pickled, protocol=2)
+    pickler.dump(value)
+    with open(path, "wb") as file, zipfile.ZipFile(file, "w") as archive:
+
+        def member(name: str) -> zipfile.ZipInfo:
+            return zipfile.ZipInfo(f"{path.stem}/{name}")  # dated 1980
+
+        archive.writestr(member("data.pkl"), pickled.getbuffer())
+        archive.writestr(member("byteorder"), b"little")
+        if pickler.num_bytes:
+            info = member("data/0")
+            info.file_size = pickler.num_bytes
+            zip64 = pickler.num_bytes >= zipfile.ZIP64_LIMIT
+            header_bytes = 30 + len(info.filename) + 4 + (20 if zip64 else 0)
+            padding = -(file.tell() + header_bytes) % ALIGNMENT
+            info.extra = struct.pack("<2sH", b"FB", padding) + bytes(padding)
+            with archive.open(info, "w", force_zip64=zip64) as storage:
+                for block in blocks:
+                    storage.write(block)
+        archive.writestr(member("version"), b"3\n")

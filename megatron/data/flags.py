@@ -1,0 +1,283 @@
+"""The data that the flags name: the value of --split, blends of token files, and files with these values.
+
+Blends are given by --data-path, by --train-data-path and its siblings, by the groups of the
+--*-weighted-split-paths flags, and by files with the values of these flags.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import operator
+import re
+import shlex
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from fractions import Fraction
+from functools import reduce
+from pathlib import Path
+
+from megatron.config.fields import option_name
+from megatron.config.registries import TOKENIZERS
+from megatron.config.sections.data import DataConfig, data_option
+from megatron.errors import ConfigError
+
+SPLIT_NAMES = ("train", "valid", "test")
+
+
+def parse_split(split: str) -> tuple[float, float, float]:
+    """Returns the fractions of train, valid and test, which add up to 1, for '969, 30, 1', '949/50/1' or '1'.
+
+    Missing weights are 0. Raises ConfigError for other values.
+    """
+    try:
+        weights = [float(part) for part in split.split("," if "," in split else "/")]
+    except ValueError:
+        weights = []
+    # One addition after the other, as in Megatron: from Python 3.12 on, sum() corrects the rounding.
+    total = reduce(operator.add, weights, 0.0)
+    if len(weights) > 3 or not all(weight >= 0 for weight in weights) or not 0 < total < math.inf:
+        raise ConfigError(
+            f"--split is '{split}': expected up to three weights for training, validation and test, none "
+            "negative and not all 0, such as 969,30,1"
+        )
+    train, valid, test = weights + [0.0] * (3 - len(weights))
+    return train / total, valid / total, test / total
+
+
+GROUP_FORM = "'NAME: WEIGHT START:END PREFIX, WEIGHT START:END PREFIX, ...'"
+_MAX_FILE_BYTES = 1 << 23
+
+
+@dataclass(frozen=True)
+class WeightedPath:
+    """The documents of one prefix between the fractions `start` and `end`, with their weight in a blend
+    (None: no weight was given)."""
+
+    weight: Fraction | None
+    prefix: str
+    start: float = 0.0
+    end: float = 1.0
+
+
+@dataclass(frozen=True)
+class PathGroup:
+    """A blend, and the name under which it is logged."""
+
+    name: str
+    paths: tuple[WeightedPath, ...]
+
+    @property
+    def is_by_size(self) -> bool:
+        """Whether the data sets are read in proportion to their sizes, because they have no weights."""
+        return len(self.paths) > 1 and self.paths[0].weight is None
+
+
+def parse_data_path(words: Sequence[str], option: str = "--data-path") -> tuple[WeightedPath, ...]:
+    """Parses prefixes, or alternating weights and prefixes: ('0.3', 'A', '0.7', 'B'). Raises ConfigError.
+
+    Without weights, no word is a number.
+    """
+    if len(words) == 1 or not any(map(_is_number, words)):
+        return tuple(WeightedPath(None, prefix) for prefix in words)
+    form = "expected prefixes, or alternating weights and prefixes, such as 0.3 A 0.7 B"
+    if len(words) % 2:
+        raise ConfigError(f"{option} has {len(words)} values: {form}")
+    where = f"{option} {shortened(' '.join(words))}"
+    return tuple(
+        WeightedPath(_weight(weight, where, form), prefix)
+        for weight, prefix in zip(words[::2], words[1::2], strict=True)
+    )
+
+
+def _is_number(word: str) -> bool:
+    try:
+        float(word)
+    except ValueError:
+        return False
+    return True
+
+
+def parse_groups(option: str, texts: Sequence[str]) -> tuple[PathGroup, ...]:
+    """Parses the groups of one flag, each in the form GROUP_FORM. Raises ConfigError for an invalid group."""
+    groups = tuple(_parse_group(option, text) for text in texts)
+    names = [group.name for group in groups]
+    for name in names:
+        if names.count(name) > 1:
+            raise ConfigError(
+                f"{option} has {names.count(name)} groups named '{name}': give each its own name"
+            )
+    return groups
+
+
+def read_groups_file(option: str, file: str) -> tuple[str, ...]:
+    """Returns the groups in a file, each in double quotes, unparsed. Raises ConfigError for an unreadable
+    file."""
+    text = _read_text(option, file)
+    try:
+        groups = tuple(shlex.split(text))
+    except ValueError:
+        groups = ()  # unbalanced quotes
+    if not groups:
+        raise ConfigError(
+            f"{option}: {file} contains {shortened(text.strip())}: expected groups, each in double "
+            f"quotes, in the form {GROUP_FORM[1:-1]}"
+        )
+    return groups
+
+
+def read_data_args(option: str, file: str) -> tuple[str, ...]:
+    """Returns the words of --data-path in a file. Raises ConfigError for an empty or unreadable file."""
+    words = tuple(_read_text(option, file).split())
+    if not words:
+        raise ConfigError(f"{option}: {file} is empty: expected weights and prefixes, such as 0.3 A 0.7 B")
+    return words
+
+
+def read_per_split_data_args(option: str, file: str) -> dict[str, tuple[str, ...]]:
+    """Returns split -> words of its --*-data-path, for the splits with data in a JSON file. Raises
+    ConfigError for a file of another form."""
+    form = 'expected JSON such as {"train": ["0.3", "A", "0.7", "B"], "valid": ["C"], "test": null}'
+    try:
+        content = json.loads(_read_text(option, file))
+    except (ValueError, RecursionError) as error:
+        raise ConfigError(f"{option}: {file} is not JSON ({error}): {form}") from None
+    if not isinstance(content, dict) or not content.keys() <= set(SPLIT_NAMES):
+        raise ConfigError(f"{option}: {file} has other keys than train, valid and test: {form}")
+    splits = {}
+    for name, value in content.items():
+        words = value.split() if isinstance(value, str) else value or []
+        if not isinstance(words, list) or not {type(word) for word in words} <= {str, int, float}:
+            raise ConfigError(f"{option}: {file}: the value of '{name}' is no list of words: {form}")
+        if words:
+            splits[name] = tuple(str(word).strip() for word in words)
+    if "train" not in splits:
+        raise ConfigError(f"{option}: {file} names no training data: {form}")
+    return splits
+
+
+def _read_text(option: str, file: str) -> str:
+    path = Path(file)
+    try:
+        if path.exists() and not (path.is_file() and path.stat().st_size <= _MAX_FILE_BYTES):
+            raise ConfigError(
+                f"{option}: {file} is not a regular file of {_MAX_FILE_BYTES:,} bytes at most: correct it"
+            )
+        return path.read_text(encoding="utf-8")
+    except FileNotFoundError:
+        raise ConfigError(f"{option}: there is no file {file}: correct the path") from None
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{option}: {file} cannot be read ({error})") from None
+
+
+def _parse_group(option: str, text: str) -> PathGroup:
+    where = f"{option} {shortened(text)}"
+    name, colon, paths = text.partition(":")
+    name = name.strip()
+    if not colon or not re.fullmatch(r"[\w.-]+", name):
+        raise ConfigError(
+            f"{where}: expected {GROUP_FORM}, with a name of letters, digits, '_', '-' and '.', in one "
+            "pair of quotes"
+        )
+    return PathGroup(name, tuple(_parse_path(where, path.strip()) for path in paths.split(",")))
+
+
+def _parse_path(where: str, text: str) -> WeightedPath:
+    words = text.split()
+    form = "expected WEIGHT START:END PREFIX, separated by commas"
+    if len(words) != 3:
+        raise ConfigError(f"{where}: '{text}' has {len(words)} words, {form}")
+    weight = _weight(words[0], f"{where}: '{text}'", form)
+    try:
+        start, end = (float(bound) for bound in words[1].split(":"))
+    except ValueError:
+        start, end = 0.0, 0.0
+    if not 0 <= start < end <= 1:
+        raise ConfigError(
+            f"{where}: the range '{words[1]}' of {words[2]}: expected START:END, fractions of its documents "
+            "from 0 to 1 with START below END, such as 0:0.95"
+        )
+    return WeightedPath(weight, words[2], start, end)
+
+
+def _weight(word: str, where: str, form: str) -> Fraction:
+    try:
+        weight = Fraction(word)
+    except (ValueError, ZeroDivisionError):
+        raise ConfigError(f"{where}: the weight '{word}' is not a number, {form}") from None
+    if weight <= 0:
+        raise ConfigError(f"{where}: the weight {word} is not above 0: remove data that is not used")
+    return weight
+
+
+def shortened(text: str) -> str:
+    """Returns the text in quotes, truncated if it is long (a blend of 50 languages)."""
+    return f"'{text}'" if len(text) <= 120 else f"'{text[:117]}...'"
+
+
+NO_EVALUATION_DATA = "no validation or test documents; change --split, or set --valid-data-path"
+
+
+def available_eval_splits(data: DataConfig) -> tuple[bool, bool, str]:
+    """Returns (has validation data, has test data, why validation settings have no effect without data)."""
+    if given := splits_with_own_data(data):
+        circumstance = f"without {option_name(_words_field(data, 'valid'))}"
+        return "valid" in given, "test" in given, circumstance
+    _, valid, test = parse_split(data.split)
+    return valid > 0, test > 0, f"with --split {data.split}"
+
+
+def splits_with_own_data(data: DataConfig) -> list[str]:
+    """Returns the splits whose data a flag of their own names, or a file (which may be missing in a dry run);
+    [] with --data-path, of which every split is a part."""
+    if data.per_split_data_args_path is not None and not data.train_data_path:
+        return list(SPLIT_NAMES)
+    return [
+        name
+        for name in SPLIT_NAMES
+        if getattr(data, f"{name}_data_path")
+        or getattr(data, f"{name}_weighted_split_paths")
+        or getattr(data, f"{name}_weighted_split_paths_path") is not None
+    ]
+
+
+def split_groups(data: DataConfig, split_name: str) -> tuple[PathGroup, ...]:
+    """Returns the data of the split 'train', 'valid' or 'test': the weighted groups, or one group with the
+    name of the split; () if the flags name none. Raises ConfigError for flags that cannot be parsed."""
+    option = data_option(data, split_name)
+    if texts := getattr(data, f"{split_name}_weighted_split_paths"):
+        return parse_groups(option, texts)
+    words = getattr(data, f"{split_name}_data_path") if splits_with_own_data(data) else data.data_path
+    return (PathGroup(split_name, parse_data_path(words, option)),) if words else ()
+
+
+def _words_field(data: DataConfig, split_name: str) -> str:
+    """Returns the field for the data of a split, in a run whose splits have their own data."""
+    per_split = data.train_data_path or data.per_split_data_args_path is not None
+    return f"{split_name}_data_path" if per_split else f"{split_name}_weighted_split_paths"
+
+
+def token_file_prefixes(data: DataConfig) -> list[tuple[str, str]]:
+    """Returns (flag, prefix) of all pairs of token files."""
+    # With --data-path, all splits have one group.
+    return [
+        (data_option(data, name), path.prefix)
+        for name in splits_with_own_data(data) or ["train"]
+        for group in split_groups(data, name)
+        for path in group.paths
+    ]
+
+
+def token_files(data: DataConfig) -> list[tuple[str, str, str]]:
+    """Returns (flag, prefix, file) of all token files."""
+    prefixes = token_file_prefixes(data)
+    return [(option, prefix, prefix + ending) for option, prefix in prefixes for ending in (".bin", ".idx")]
+
+
+def missing_tokenizer_files(data: DataConfig) -> Iterator[str]:
+    """Yields a sentence for each missing file of the tokenizer."""
+    used = () if data.tokenizer_type is None else TOKENIZERS[data.tokenizer_type].settings
+    for name in used:
+        file = getattr(data, name)
+        if file is not None and name != "tokenizer_name_or_path" and not Path(file).is_file():
+            yield f"{option_name(name)}: there is no file {file}: correct the path"

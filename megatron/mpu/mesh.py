@@ -1,0 +1,287 @@
+"""The ranks of a run as named axes, and the process groups of the axes.
+
+The ranks have two views. The axis that a view names last varies fastest with the rank, as in Megatron-LM:
+
+    DENSE    pp, dp, cp, tp    of all parameters but those of experts
+    EXPERT   pp, edp, ep       of parameters that are sharded over `ep`; edp: replicas of one expert
+
+The ranks of a pipeline rank are consecutive. `ep` spans consecutive ranks of them, over tp, then cp, then dp
+(Megatron-LM's order tp-cp-ep-dp-pp, with one tensor-parallel rank per expert).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from typing import TYPE_CHECKING
+
+from megatron.config import ConfigError, ParallelConfig
+from megatron.text_table import counted
+
+if TYPE_CHECKING:
+    from deepspeed.runtime.pipe.topology import PipeModelDataParallelTopology
+    from torch.distributed import ProcessGroup
+
+    from megatron.mpu.parameter_spec import ParameterSpec
+
+DENSE = ("pp", "dp", "cp", "tp")
+EXPERT = ("pp", "edp", "ep")
+DATA_AXES = ("dp", "cp", "edp", "ep")
+"""The axes whose ranks read different tokens."""
+_STAGE = ("dp", "cp", "tp")
+_WITH_GROUPS = (("tp",), ("cp",), ("dp",), ("dp", "cp"), ("pp", "tp"), ("pp",), _STAGE, ("ep",), ("edp",))
+"""Axes, and combinations of axes, with process groups."""
+
+
+def chunks_of_rank(rank_of_chunk: Sequence[int], rank: int) -> list[int]:
+    """Returns a pipeline rank's model chunks (stages). A chunk's index in the list is its model_chunk_id."""
+    return [chunk for chunk, holder in enumerate(rank_of_chunk) if holder == rank]
+
+
+@dataclass(frozen=True)
+class Axis:
+    """One axis of the mesh, or several axes as one: this rank's place on it, its size, its process group.
+
+    `group` is None if `size` is 1, and before the processes have connected: then nothing communicates.
+    """
+
+    name: str
+    rank: int = 0
+    size: int = 1
+    group: ProcessGroup | None = field(default=None, compare=False)
+
+    @property
+    def place(self) -> Axis:
+        """The axis without its process group, which other processes do not have."""
+        return replace(self, group=None)
+
+
+def place_on(axes: Sequence[Axis], name: str) -> Axis:
+    """Returns the place on an axis; on an axis that is not given, there is one rank."""
+    return next((axis for axis in axes if axis.name == name), Axis(name))
+
+
+@dataclass(frozen=True)
+class Mesh:
+    """The sizes of the axes, and the coordinates of `rank`.
+
+    The ranks of a context-parallel group read equal samples and hold equal parameters, so gradients are
+    reduced, and ZeRO shards, over the data- and context-parallel ranks together (`dp_cp`). They are the axis
+    `data` of DeepSpeed's topology.
+    """
+
+    tp_size: int
+    pp_size: int
+    dp_size: int
+    rank: int = 0
+    cp_size: int = 1
+    ep_size: int = 1
+    groups: Mapping[tuple[int, ...], ProcessGroup] = field(default_factory=dict, compare=False, repr=False)
+    """The process group of each set of ranks that one of `_WITH_GROUPS` has; empty before `connect`."""
+
+    @classmethod
+    def create(cls, world_size: int, tp_size: int, pp_size: int, rank: int = 0, cp_size: int = 1) -> Mesh:
+        """Derives the data-parallel size. Raises ConfigError if TP x CP x PP does not divide `world_size`."""
+        for flag, degree in (
+            ("--tensor-model-parallel-size", tp_size),
+            ("--context-parallel-size", cp_size),
+            ("--pipeline-model-parallel-size", pp_size),
+            ("--world-size", world_size),
+        ):
+            if degree < 1:
+                raise ConfigError(f"{flag} is {degree}: expected at least 1")
+        per_replica = tp_size * cp_size * pp_size
+        if world_size % per_replica != 0:
+            context = f" x --context-parallel-size ({cp_size})" if cp_size > 1 else ""
+            raise ConfigError(
+                f"{counted(world_size, 'process')} cannot be divided into groups of {per_replica}: the "
+                f"number of processes must be a multiple of --tensor-model-parallel-size ({tp_size})"
+                f"{context} x --pipeline-model-parallel-size ({pp_size})"
+            )
+        if not 0 <= rank < world_size:
+            raise ConfigError(
+                f"rank {rank} is outside a job of {counted(world_size, 'process')}: check RANK, WORLD_SIZE"
+            )
+        return cls(tp_size, pp_size, world_size // per_replica, rank, cp_size)
+
+    @classmethod
+    def from_config(cls, parallel: ParallelConfig, rank: int) -> Mesh:
+        """Returns the mesh of the config's sizes, for `rank`."""
+        return cls.create(
+            parallel.world_size,
+            parallel.tensor_model_parallel_size,
+            parallel.pipeline_model_parallel_size,
+            rank,
+            parallel.context_parallel_size,
+        )
+
+    @property
+    def world_size(self) -> int:
+        return self.ranks_per_stage * self.pp_size
+
+    @property
+    def ranks_per_stage(self) -> int:
+        """Number of ranks of each pipeline rank."""
+        return self.tp_size * self.cp_size * self.dp_size
+
+    @cached_property
+    def sizes(self) -> dict[str, int]:
+        """The size of each axis, in both views."""
+        if self.ranks_per_stage % self.ep_size:
+            raise ValueError(f"{self.ranks_per_stage} ranks are not divisible into groups of {self.ep_size}")
+        dense = {"pp": self.pp_size, "dp": self.dp_size, "cp": self.cp_size, "tp": self.tp_size}
+        return dense | {"edp": self.ranks_per_stage // self.ep_size, "ep": self.ep_size}
+
+    def coordinates_of(self, rank: int, view: Sequence[str] = DENSE) -> dict[str, int]:
+        """Returns the coordinates of a rank on the axes of a view, in its order."""
+        coordinates = {}
+        for name in reversed(view):
+            rank, coordinates[name] = divmod(rank, self.sizes[name])
+        return {name: coordinates[name] for name in view}
+
+    def rank_at(self, coordinates: Mapping[str, int], view: Sequence[str] = DENSE) -> int:
+        """Inverts `coordinates_of`."""
+        rank = 0
+        for name in view:
+            rank = rank * self.sizes[name] + coordinates[name]
+        return rank
+
+    def ranks_along(self, names: Sequence[str], rank: int) -> tuple[int, ...]:
+        """Returns the ranks that differ from `rank` at most on the axes `names` of one view, ascending."""
+        view = _view_of(names)
+        coordinates = self.coordinates_of(rank, view)
+        ranks = [0]
+        for name in view:
+            places = range(self.sizes[name]) if name in names else (coordinates[name],)
+            ranks = [base * self.sizes[name] + place for base in ranks for place in places]
+        return tuple(ranks)
+
+    @cached_property
+    def _known_axes(self) -> dict[tuple[str, ...], Axis]:
+        return {}
+
+    def axis(self, *names: str) -> Axis:
+        """Returns one axis, or several axes of one view, slowest first, as one."""
+        if names not in self._known_axes:
+            ranks = self.ranks_along(names, self.rank)
+            if self.groups and len(ranks) > 1 and ranks not in self.groups:
+                raise ValueError(f"the mesh has no process group of the axes {' x '.join(names)}")
+            axis = Axis("_".join(names), ranks.index(self.rank), len(ranks), self.groups.get(ranks))
+            self._known_axes[names] = axis
+        return self._known_axes[names]
+
+    @cached_property
+    def pp(self) -> Axis:
+        """The pipeline ranks."""
+        return self.axis("pp")
+
+    @cached_property
+    def dp(self) -> Axis:
+        """The ranks that read different samples."""
+        return self.axis("dp")
+
+    @cached_property
+    def cp(self) -> Axis:
+        """The ranks that share sequences."""
+        return self.axis("cp")
+
+    @cached_property
+    def tp(self) -> Axis:
+        """The tensor-parallel ranks."""
+        return self.axis("tp")
+
+    @cached_property
+    def dp_cp(self) -> Axis:
+        """The ranks with equal dense parameters."""
+        return self.axis("dp", "cp")
+
+    @cached_property
+    def stage(self) -> Axis:
+        """All ranks of this rank's pipeline rank, the tensor-parallel rank varying fastest."""
+        return self.axis(*_STAGE)
+
+    @cached_property
+    def model(self) -> Axis:
+        """All stages and tensor-parallel ranks of one replica of the dense parameters."""
+        return self.axis("pp", "tp")
+
+    @cached_property
+    def axes(self) -> tuple[Axis, ...]:
+        """All axes, of both views."""
+        return tuple(self.axis(name) for name in self.sizes)
+
+    @property
+    def place(self) -> str:
+        """The coordinates of `rank`, for messages."""
+        context = f"CP rank {self.cp.rank}, " if self.cp_size > 1 else ""
+        return f"stage {self.pp.rank}, TP rank {self.tp.rank}, {context}DP rank {self.dp.rank}"
+
+    # --- what follows from the sharding of a parameter ---
+
+    def reduced_over(self, spec: ParameterSpec) -> Axis:
+        """Returns the ranks along `ParameterSpec.reduced_axes`, as one axis."""
+        return self.axis(*spec.reduced_axes)
+
+    def axes_of(self, spec: ParameterSpec) -> tuple[Axis, ...]:
+        """Returns this rank's place on the axes that shard a parameter, without process groups."""
+        return tuple(self.axis(name).place for name in spec.axis_names)
+
+    def replica_of(self, spec: ParameterSpec, is_partitioned: bool) -> tuple[int, ...]:
+        """Returns which replica of a parameter this rank holds a part of: its pipeline rank, and its
+        coordinates on the replica axes. is_partitioned: the ranks of `reduced_over` hold parts of one replica
+        (ZeRO)."""
+        names = [name for name in spec.replica_axes if not (is_partitioned and name in spec.reduced_axes)]
+        return (self.pp.rank, *(self.axis(name).rank for name in names))
+
+    def counts(self, spec: ParameterSpec, is_partitioned: bool = True) -> bool:
+        """Returns whether this rank counts its elements of a parameter in sums over all ranks. Of several
+        replicas the first counts. is_partitioned: see `replica_of`."""
+        return not any(self.replica_of(spec, is_partitioned)[1:])
+
+    # --- process groups ---
+
+    def connect(self) -> Mesh:
+        """Returns the mesh with all process groups. Equal sets of ranks share one group.
+
+        Collective: every rank of the job must call it, since torch requires all ranks to create a group. The
+        default process group must exist, unless the run has one rank.
+        """
+        groups: dict[tuple[int, ...], ProcessGroup] = {}
+        if self.world_size > 1:
+            import torch.distributed as dist
+        for names in _WITH_GROUPS:
+            for ranks in self._sets_along(names):
+                if len(ranks) == 1 or ranks in groups:
+                    continue
+                world = dist.group.WORLD if names == _STAGE and len(ranks) == self.world_size else None
+                groups[ranks] = world or dist.new_group(list(ranks))
+        return replace(self, groups=groups)
+
+    def _sets_along(self, names: Sequence[str]) -> Iterator[tuple[int, ...]]:
+        """Yields the sets of `ranks_along` of all ranks, each once, by their first rank."""
+        seen: set[int] = set()
+        for rank in range(self.world_size):
+            if rank not in seen:
+                ranks = self.ranks_along(names, rank)
+                seen.update(ranks)
+                yield ranks
+
+    @cached_property
+    def topology(self) -> PipeModelDataParallelTopology:
+        """This mesh as DeepSpeed's topology, with the axes pipe, data, model (model fastest)."""
+        # Imported on use: the import takes seconds, and commands that only check flags do not need DeepSpeed.
+        from deepspeed.runtime.pipe.topology import PipeModelDataParallelTopology
+
+        return PipeModelDataParallelTopology(
+            num_pp=self.pp_size, num_mp=self.tp_size, num_dp=self.dp_size * self.cp_size
+        )
+
+
+ONE_RANK = Mesh(1, 1, 1)
+"""The mesh of a single process."""
+
+
+def _view_of(names: Sequence[str]) -> tuple[str, ...]:
+    """Returns the view that has the axes `names`."""
+    return EXPERT if {"ep", "edp"} & set(names) else DENSE
