@@ -9,6 +9,7 @@ srun --ntasks 4 python pretrain_gpt.py --tensor-model-parallel-size 2 ...
 
 import sys
 from contextlib import ExitStack
+from typing import TYPE_CHECKING
 
 from megatron.arguments import complete_command_line, read_command_line, require_flags
 from megatron.cluster.devices import (
@@ -21,6 +22,17 @@ from megatron.cluster.exit_codes import exit_code, exit_on_error
 from megatron.cluster.launch import check_limits, init_from_slurm_env
 from megatron.cluster.rank_reports import RankReport
 from megatron.cluster.watchdog import Watchdog
+from megatron.config import Config
+
+if TYPE_CHECKING:
+    from megatron.pipeline.methods import MemoryCosts
+
+
+def predict_memory(config: Config, vocab_size: int) -> "MemoryCosts":
+    """Returns the memory of the layers. Only a run with --partition-method memory imports the planner."""
+    from megatron.planner.layer_memory import memory_costs
+
+    return memory_costs(config, vocab_size)
 
 
 def main() -> None:
@@ -54,7 +66,7 @@ def main() -> None:
         else:
             from megatron.training.run import run
 
-            status = run(config, notes, watchdog, on_exit, preparation)
+            status = run(config, notes, watchdog, on_exit, preparation, predict_memory)
     sys.exit(exit_code(report, status))
 
 

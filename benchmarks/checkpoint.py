@@ -29,6 +29,19 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from benchmarks.machine import benchmark_parser, describe_machine, times_in_turns
+from megatron.checkpoint.discovery import find_latest
+from megatron.checkpoint.formats.registry import open_reader
+from megatron.checkpoint.record import TrainingState
+from megatron.child_processes import status_bytes
+from tests.support.measured_worlds import (
+    World,
+    begin_worker,
+    config_of,
+    connect,
+    make_engine,
+    micro_batches,
+    serve,
+)
 
 if TYPE_CHECKING:
     from megatron.config import Config
@@ -66,7 +79,6 @@ def main() -> None:
 
 def print_saves(layers: int, rounds: int) -> None:
     """Prints how long a save of two ranks stops training, and what it reads and writes."""
-    from tests.support.measured_worlds import World
 
     with tempfile.TemporaryDirectory(prefix="checkpoint-", dir=os.environ.get("TMPDIR")) as folder:
         world = World(__file__, f"{layers},tp2", TENSOR, {FOLDER: folder})
@@ -136,10 +148,11 @@ class Saver:
         import torch
         from torch.distributed.distributed_c10d import _get_default_store
 
+        # Late: torch and DeepSpeed take seconds to import.
         from megatron.checkpoint.manager import CheckpointManager
 
         self.engine, self.folder, self.iteration = engine, folder, 0
-        self.manager = CheckpointManager(engine, folder, VOCAB, 0, {}, store=_get_default_store())
+        self.manager = CheckpointManager(engine, folder, store=_get_default_store())
         weights = {f"weight {i}": p.detach() for i, p in enumerate(engine.module.parameters())}
         moments = engine.optimizer.optimizer.state
         kept = {
@@ -153,8 +166,6 @@ class Saver:
 
     def do(self, work: str) -> float | None:
         """Does the work 'save', 'start', 'finish', 'copy', 'dcp', 'step' or 'bytes'."""
-        from megatron.checkpoint.record import TrainingState
-        from tests.support.measured_worlds import micro_batches
 
         if work in ("save", "start"):
             self.iteration += 1
@@ -171,7 +182,7 @@ class Saver:
 
             dcp.save(self.state, checkpoint_id=str(self.folder / "dcp"))
         elif work == "step":
-            batches = micro_batches(self.tokens, self.engine.layout, 1)
+            batches = micro_batches(self.tokens, self.engine.mesh, 1)
             self.engine.train_step(batches, 2, 0.0)
         elif work == "bytes":  # of the rank and its writer so far, read and written
             writer = self.manager.background.writer
@@ -191,7 +202,6 @@ def io_bytes_of(pid: int) -> int:
 
 def direct_load(sizes: list[int], rounds: int) -> None:
     """Prints the table of loads on a layout different from the saved one."""
-    from tests.support.measured_worlds import World
 
     print(
         f"\ndirect load, saved with TP=2 ZeRO-1, loaded with PP=2, seconds of the slower rank, median of "
@@ -226,7 +236,6 @@ def direct_load(sizes: list[int], rounds: int) -> None:
 
 def make_checkpoint(folder: Path, layers: int) -> Path:
     """Writes a native checkpoint with two processes (TP=2, ZeRO-1); returns its folder."""
-    from tests.support.measured_worlds import World
 
     world = World(__file__, f"{layers},tp2", TENSOR, {FOLDER: str(folder)})
     world.run("save")
@@ -236,11 +245,11 @@ def make_checkpoint(folder: Path, layers: int) -> Path:
 
 def run_worker(layers: int, layout_name: str) -> None:
     """Runs one rank: layout 'tp2' saves a checkpoint on request, layout 'pp2' reads and loads it."""
-    from tests.support.measured_worlds import begin_worker, connect, make_engine, serve
 
     answers = begin_worker()
     import torch
 
+    # Late: torch takes seconds to import.
     from megatron.cluster.processes import destroy_distributed
 
     config = make_config(layers, layout_name)
@@ -259,7 +268,6 @@ class Loader:
     """One rank that loads the checkpoint in a folder."""
 
     def __init__(self, engine: "GPTEngine", folder: Path) -> None:
-        from megatron.checkpoint.discovery import find_latest
 
         self.engine = engine
         self.folder = folder
@@ -268,7 +276,7 @@ class Loader:
 
     def do(self, work: str) -> None:
         """Does the work 'read', 'load', 'verify' or 'check'."""
-        from megatron.checkpoint.formats.registry import open_reader
+        # Late: torch and DeepSpeed take seconds to import.
         from megatron.checkpoint.integrity import verify_loaded_state
         from megatron.checkpoint.ranks import first_problem
 
@@ -297,7 +305,6 @@ class Loader:
 
     def load(self) -> None:
         """Restores values and moments, and records the growth of memory."""
-        from megatron.checkpoint.formats.registry import open_reader
 
         optimizer = self.engine.optimizer
         optimizer.optimizer.state.clear()
@@ -334,13 +341,11 @@ class AnonymousMemory:
 
     @staticmethod
     def now() -> int:
-        from megatron.child_processes import status_bytes
 
         return status_bytes("RssAnon")
 
 
 def make_config(layers: int, layout_name: str) -> "Config":
-    from tests.support.measured_worlds import config_of
 
     layout = (
         f"--tensor-model-parallel-size {TENSOR}"

@@ -40,10 +40,11 @@ BLOCK_BYTES = 1 << 23
 
 
 def convert(source: Path, target: Path, name: str, workers: int, verify: bool) -> None:
+    from megatron.checkpoint.conversion.pipeline import convert as run
+    from megatron.checkpoint.conversion.source import open_any
     from megatron.checkpoint.formats.registry import writer_class
-    from megatron.commands.convert_checkpoint import open_source
 
-    for _ in writer_class(name).write_checkpoint(open_source(source), target, workers, verify):
+    for _ in run(open_any(source), writer_class(name), target, workers, verify):
         pass
 
 

@@ -34,6 +34,20 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from megatron.child_processes import status_bytes
+from megatron.cluster.devices import GPU
+from megatron.planner.simulation.passes import Kernel
+from megatron.text_table import format_table
+from tests.support.measured_worlds import (
+    ON_CPU,
+    World,
+    begin_worker,
+    config_of,
+    connect,
+    make_engine,
+    micro_batches,
+)
+
 if TYPE_CHECKING:
     from megatron.config import Config
     from megatron.engine.pipeline_engine import GPTEngine
@@ -107,7 +121,6 @@ def compare() -> None:
 
 def run_row(index: int) -> list[Measured]:
     """Runs ROWS[index]; returns the measurements of its processes, by rank."""
-    from tests.support.measured_worlds import ON_CPU, World
 
     world = World(__file__, str(index), ROWS[index].processes, ON_CPU)
     answers = world.answers()
@@ -116,7 +129,6 @@ def run_row(index: int) -> list[Measured]:
 
 
 def make_config(row: Row, hidden: int = HIDDEN, seq: int = SEQ, vocab: int = VOCAB) -> Config:
-    from tests.support.measured_worlds import config_of
 
     return config_of(
         f"--hidden-size {hidden} --num-attention-heads {hidden // 64} --seq-length {seq} "
@@ -131,16 +143,16 @@ def make_config(row: Row, hidden: int = HIDDEN, seq: int = SEQ, vocab: int = VOC
 
 def memory_report(measured: Sequence[Sequence[Measured]]) -> str:
     """Returns a line per row and pipeline rank."""
-    from megatron.pipeline.stages import plan_stages
+    # Late: torch and DeepSpeed take seconds to import.
+    from megatron.planner.layer_memory import planned_run
     from megatron.planner.memory import plan_memory
-    from megatron.text_table import format_table
     from tests.support.simulation.stages import simulate_stages
 
     table = [["layout", "rank", "measured MiB", "simulated", "error %", "planned", "error %"]]
     errors: list[float] = []
     for row, processes in zip(ROWS, measured, strict=True):
         config = make_config(row)
-        planned = plan_memory(config, VOCAB, plan_stages(config, VOCAB))
+        planned = plan_memory(planned_run(config, VOCAB))
         for record, plan in zip(simulate_stages(config), planned, strict=True):
             peak = max(one.peak for one in processes if one.pipeline_rank == record.stage)
             errors.append(record.peak.total / peak - 1)
@@ -153,7 +165,6 @@ def memory_report(measured: Sequence[Sequence[Measured]]) -> str:
 
 def time_report(measured: Sequence[Sequence[Measured]], rates: Sequence[Rates]) -> str:
     """Returns a line per row and pipeline rank."""
-    from megatron.text_table import format_table
 
     machine = {name: statistics.median(rate[name] for rate in rates) for name in rates[0]}
     fitted = [(row, found) for row, found in zip(ROWS, measured, strict=True) if row.fits]
@@ -225,10 +236,9 @@ def _mean_error(
 def predicted_seconds(row: Row, machine: Rates, achieved: Mapping[str, float]) -> list[tuple[float, float]]:
     """Returns the predicted seconds of a micro-batch per pipeline rank: (GEMMs, other operations). achieved:
     fractions of the rates for 'products' and 'memory'."""
-    from megatron.cluster.devices import GPU
-    from megatron.pipeline.stages import plan_stages
+    # Late: torch and DeepSpeed take seconds to import.
+    from megatron.planner.layer_memory import planned_run
     from megatron.planner.network import Network
-    from megatron.planner.simulation.passes import Kernel
     from megatron.planner.simulation.stage_costs import stage_costs
     from megatron.planner.step_time import Cluster, stage_times
 
@@ -242,11 +252,11 @@ def predicted_seconds(row: Row, machine: Rates, achieved: Mapping[str, float]) -
             return products + kernel.bytes / (achieved["memory"] * machine["memory"])
 
     config = make_config(row)
-    plan = plan_stages(config, VOCAB)
+    run = planned_run(config, VOCAB)
     # Collectives are not counted, so any network is valid.
     device = Processor("", GPU(0, {}, 0.0), Network(1, 1, 1), launch_s=0.0)
-    costs = [stage_costs(config, plan, VOCAB, stage) for stage in range(config.parallel.num_stages)]
-    times = stage_times(config, plan, costs, device)
+    costs = [stage_costs(run, stage) for stage in range(config.parallel.num_stages)]
+    times = stage_times(run, costs, device)
     by_rank = [
         [time for time in times if time.rank == rank] for rank in sorted({time.rank for time in times})
     ]
@@ -281,10 +291,9 @@ def _least_time(work: Callable[[], object], calls: int = 20) -> float:
 
 def run_worker(row: Row) -> None:
     """Runs one process of the row: trains, and prints a `Measured` as JSON."""
-    from tests.support.measured_worlds import begin_worker, connect
 
     answers = begin_worker()
-    from megatron.child_processes import status_bytes
+    # Late: torch and DeepSpeed take seconds to import.
     from megatron.cluster.processes import destroy_distributed
     from megatron.engine.pass_times import PassTimes
 
@@ -327,8 +336,6 @@ def make_step(config: Config, mesh: Mesh, vocab_size: int) -> tuple[GPTEngine, C
     """Returns the engine of this rank, and its training step on random tokens."""
     import torch
 
-    from tests.support.measured_worlds import make_engine, micro_batches
-
     engine = make_engine(config, mesh, vocab_size)
     samples, size = config.batch.global_batch_size, config.batch.micro_batch_size
     tokens = torch.randint(
@@ -339,7 +346,6 @@ def make_step(config: Config, mesh: Mesh, vocab_size: int) -> tuple[GPTEngine, C
 
 def trimmed_resident_bytes() -> int:
     """Returns the resident memory of this process, after glibc has returned free memory. Resets the peak."""
-    from megatron.child_processes import status_bytes
 
     gc.collect()
     ctypes.CDLL(None).malloc_trim(0)
@@ -353,4 +359,6 @@ def _mallopt(parameter: int, value: int) -> None:
 
 
 if __name__ == "__main__":  # a process of `World`
+    if not sys.argv[1:] or not sys.argv[1].startswith("--worker="):
+        sys.exit("cpu_steps.py is a part of planner_accuracy.py: run planner_accuracy.py --cpu")
     run_worker(ROWS[int(sys.argv[1].removeprefix("--worker="))])

@@ -31,6 +31,12 @@ from typing import TYPE_CHECKING, Any
 
 from benchmarks.machine import add_row, benchmark_parser, device_is_lost, read_rows
 from benchmarks.plain_model import Model, plain_step
+from megatron.cluster.devices import GPU_NAMES, gpu_of_process, set_library_defaults
+from megatron.cluster.launch import temporary_environment
+from megatron.cluster.processes import configure_logging
+from megatron.config import LoggingConfig
+from megatron.mpu.mesh import Mesh
+from tests.support.measured_worlds import connect, make_engine, micro_batches
 
 if TYPE_CHECKING:
     import torch
@@ -175,10 +181,6 @@ def main() -> None:
 
 def run_rows(rows: list[Row], arguments: argparse.Namespace) -> int:
     """Runs the rows that the folder does not have. Returns 1 if rows failed, 3 if the device failed."""
-    from megatron.cluster.devices import set_library_defaults
-    from megatron.cluster.processes import configure_logging
-    from megatron.config import LoggingConfig
-    from tests.support.measured_worlds import connect
 
     deadline, failed = time.monotonic() + arguments.seconds, False
     set_library_defaults()
@@ -215,6 +217,7 @@ def measure(row: Row, folder: Path) -> dict[str, Any]:
     import torch
     from deepspeed.accelerator import get_accelerator
 
+    # Late: DeepSpeed takes seconds to import.
     from megatron.training.startup_report import local_memory
 
     accelerator = get_accelerator()
@@ -251,7 +254,7 @@ def begin_of(error: Exception) -> str:
 
 def figures(row: Row, seconds: float) -> dict[str, Any]:
     """Returns speed, MFU (None if the peak of the device is not known), and targets."""
-    from megatron.cluster.devices import gpu_of_process
+    # Late: DeepSpeed takes seconds to import.
     from megatron.model.flops import iteration_flops, palm_flops
     from megatron.pipeline.stages import plan_stages
 
@@ -293,9 +296,8 @@ def make_plain_step(row: Row, model: Model) -> Callable[[], float]:
 
 
 def own_step(row: Row) -> Callable[[], float]:
+    # Late: DeepSpeed takes seconds to import.
     from megatron.kernels.selection import forget_decisions
-    from megatron.mpu.mesh import Mesh
-    from tests.support.measured_worlds import make_engine, micro_batches
 
     os.environ.pop("MEGATRON_KERNELS", None)
     if row.implementation == "ours-pytorch-kernels":
@@ -365,9 +367,8 @@ def busy_and_gaps(spans: Iterable[tuple[float, float]]) -> tuple[float, list[flo
 
 def add_plans(rows: list[Row], arguments: argparse.Namespace) -> None:
     """Adds a row for each measurement that the planner can predict, which does not model --compile."""
-    from megatron.cluster.devices import GPU_NAMES
-    from megatron.cluster.launch import temporary_environment
-    from megatron.pipeline.stages import plan_stages
+    # Late: DeepSpeed takes seconds to import.
+    from megatron.planner.layer_memory import planned_run
     from megatron.planner.memory import plan_memory
     from megatron.planner.step_time import planned_step
 
@@ -378,9 +379,8 @@ def add_plans(rows: list[Row], arguments: argparse.Namespace) -> None:
         config, vocab = row.config(f"--gpu {card}"), row.model.vocab
         kernels = "pytorch" if row.implementation == "ours-pytorch-kernels" else ""
         with temporary_environment({"MEGATRON_KERNELS": kernels}):
-            plan = plan_stages(config, vocab)
-            (memory,) = plan_memory(config, vocab, plan)
-            step = planned_step(config, plan, vocab)
+            run = planned_run(config, vocab)
+            (memory,), step = plan_memory(run), planned_step(run)
         assert step is not None
         add_row(
             arguments.out,

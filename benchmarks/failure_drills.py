@@ -26,6 +26,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from benchmarks.machine import benchmark_parser, describe_machine
+from megatron.data.indexed_dataset import IndexedDatasetBuilder
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -160,8 +161,6 @@ def mount(folder: Path) -> bool:
 def write_data(prefix: Path) -> None:
     """Writes the bytes of README.md as a token file."""
     import numpy as np
-
-    from megatron.data.indexed_dataset import IndexedDatasetBuilder
 
     text = np.fromfile(ROOT / "README.md", np.uint8).astype(np.uint16)
     with IndexedDatasetBuilder(str(prefix), np.uint16) as builder:

@@ -21,7 +21,9 @@ import torch
 from benchmarks.machine import add_row, benchmark_parser, describe_machine
 from megatron.cluster.devices import set_library_defaults
 from megatron.cluster.processes import use_exact_products
+from megatron.kernels.selection import reason_against_kernels
 from megatron.model.attention_canary import AttentionCase, sdpa_backend
+from megatron.mpu.weight_gradient import supports_fused_accumulation
 
 PACKAGES = ("triton", "transformers", "numpy", "bitsandbytes")
 # Name -> sequence length, query heads, key heads, head size.
@@ -63,9 +65,6 @@ def main() -> None:
 def settings() -> dict[str, object]:
     """Returns settings that change results or speed, and what the Triton launcher needs."""
     from deepspeed.accelerator import get_accelerator
-
-    from megatron.kernels.selection import reason_against_kernels
-    from megatron.mpu.weight_gradient import supports_fused_accumulation
 
     accelerator = get_accelerator()
     device, matmul = accelerator.current_device_name(), torch.backends.cuda.matmul

@@ -14,6 +14,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from tests.support.measured_worlds import config_of
+
 if TYPE_CHECKING:
     from megatron.config import Config
 
@@ -44,7 +46,6 @@ class Model:
 
     def config(self, flags: str, processes: int = 1) -> Config:
         """Returns the configuration of a run of this model, without dropout unless `flags` sets it."""
-        from tests.support.measured_worlds import config_of
 
         llama = (
             f"--position-embedding-type rotary --rotary-base {ROTARY_BASE} --normalization RMSNorm "

@@ -32,7 +32,7 @@ from benchmarks.published_runs import (
     IN_USE,
     Constants,
     Row,
-    plan_of,
+    planned_of,
     read_rows,
     read_stages,
     stage_memory,
@@ -191,7 +191,7 @@ def stage_report() -> str:
     for row, config in read_stages():
         stage, program = int(row["stage"]), IN_USE.programs[row["program"]]
         allocated, peak = float(row["allocated_mib"]), float(row["peak_mib"])
-        parameters = plan_of(config).stage_parameters(stage)
+        parameters = planned_of(config).stages.stage_parameters(stage)
         predicted = stage_memory(config, program)[stage]
         static_errors.append(predicted.static / MIB / allocated - 1)
         peak_errors.append(predicted.peak / MIB / peak - 1)

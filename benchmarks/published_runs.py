@@ -18,14 +18,14 @@ from typing import Any
 from megatron.arguments import parse_args
 from megatron.cluster.devices import find_gpu
 from megatron.config import Config
-from megatron.config.model import padded_vocab_size
 from megatron.mpu.mesh import Mesh
-from megatron.pipeline.stages import StagePlan, plan_stages
+from megatron.planner.layer_memory import planned_run
 from megatron.planner.memory import plan_memory
 from megatron.planner.network import Network, find_network
 from megatron.planner.rates import NO_TENSOR_CORES, RATES, Rates, is_attention, kernel_seconds
 from megatron.planner.simulation.passes import Collective, Kernel
 from megatron.planner.step_time import Cluster, predict_step
+from megatron.run import Run
 
 FOLDER = Path(__file__).resolve().parent / "published"
 # Memory that nvidia-smi shows in addition to PyTorch's allocations (CUDA context, NCCL's and DeepSpeed's
@@ -225,8 +225,8 @@ class Row:
         cluster = PublishedCluster(
             self.gpu_kind, gpu, slower, 1e-6 * program.launch_us, rates=rates, program=program
         )
-        config = self.config.with_settings(_WITH_KERNELS)
-        return predict_step(config, plan_of(self.config), _vocab_size(config), cluster).total
+        run = planned_of(self.config)
+        return predict_step(replace(run, config=self.config.with_settings(_WITH_KERNELS)), cluster).total
 
     def peak_gb(self) -> float:
         """Returns the predicted memory of the most loaded GPU, as nvidia-smi shows it."""
@@ -256,14 +256,10 @@ def _config(values: Mapping[str, str]) -> Config:
     return parse_args(flags.split(), {})
 
 
-def _vocab_size(config: Config) -> int:
-    assert config.model.vocab_size is not None
-    return config.model.vocab_size
-
-
 @cache
-def plan_of(config: Config) -> StagePlan:
-    return plan_stages(config, _vocab_size(config))
+def planned_of(config: Config) -> Run:
+    assert config.model.vocab_size is not None
+    return planned_run(config, config.model.vocab_size)
 
 
 @dataclass(frozen=True)
@@ -278,18 +274,15 @@ class StageMemory:
 def stage_memory(config: Config, program: Program) -> list[StageMemory]:
     """Returns the memory of one rank of each stage: the activations and temporaries that are planned for this
     program, with the bytes per parameter of the published program."""
-    vocab_size, plan, parallel = _vocab_size(config), plan_of(config), config.parallel
+    run, parallel = planned_of(config), config.parallel
     found = []
     kernels = _WITHOUT_KERNELS if "unfused" in program.attention else _WITH_KERNELS
-    for stage, planned in enumerate(plan_memory(config.with_settings(kernels), vocab_size, plan)):
-        parameters = plan.stage_parameters(stage)
+    for stage, planned in enumerate(plan_memory(replace(run, config=config.with_settings(kernels)))):
+        parameters = run.stages.stage_parameters(stage)
         static = parameters * (program.replicated + program.sharded / parallel.data_parallel_size)
         if stage == parallel.num_stages - 1:
-            tp_size = parallel.tensor_model_parallel_size
             tokens = config.batch.micro_batch_size * config.model.seq_length
-            static += (
-                program.kept_logit * tokens * padded_vocab_size(vocab_size, config.model, tp_size) / tp_size
-            )
+            static += program.kept_logit * tokens * run.padded_vocab_size / run.mesh.tp_size
         in_passes = planned.total - planned.state + parameters * program.in_passes
         found.append(StageMemory(static, static + max(in_passes, parameters * program.in_update)))
     return found

@@ -22,7 +22,7 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import chain
 
@@ -33,14 +33,14 @@ from megatron.config import Config
 from megatron.config.registries import LAYER_ARRANGEMENTS, POSITION_EMBEDDINGS
 from megatron.errors import UserError
 from megatron.model.layer_kinds import layer_kinds
-from megatron.mpu.mesh import Mesh
 from megatron.pipeline.schedule import simulate_schedule
-from megatron.pipeline.stages import StagePlan, plan_stages
+from megatron.planner.layer_memory import planned_run
 from megatron.planner.network import ALL_REDUCE
 from megatron.planner.simulation.costs import UpdateCosts
 from megatron.planner.simulation.passes import Collective, Kernel
 from megatron.planner.simulation.stage_costs import StageCosts, rank_update, stage_costs
 from megatron.planner.step_time import Cluster, find_cluster, planned_step, predict_step
+from megatron.run import Run
 from megatron.text_table import format_table
 from tests.support.simulation.stages import simulate_ranks, syncs_per_micro_batch
 
@@ -95,31 +95,29 @@ class LayerCost:
 class Step:
     """The costs of a step on a rank in the middle of the pipeline, as the planner records them."""
 
-    config: Config
-    vocab_size: int
-    plan: StagePlan
+    run: Run
 
     @classmethod
     def of(cls, config: Config) -> Step:
         assert config.model.vocab_size is not None
-        return cls(config, config.model.vocab_size, plan_stages(config, config.model.vocab_size))
+        return cls(planned_run(config, config.model.vocab_size))
 
     @property
     def rank(self) -> int:
         """The middle pipeline rank."""
-        return self.config.parallel.pipeline_model_parallel_size // 2
+        return self.run.config.parallel.pipeline_model_parallel_size // 2
 
     @property
     def stages(self) -> list[int]:
         """The stages of the middle rank."""
-        return [stage for stage, rank in enumerate(self.plan.rank_of_stage) if rank == self.rank]
+        return [stage for stage, rank in enumerate(self.run.stages.rank_of_stage) if rank == self.rank]
 
     def stage_costs(self) -> list[StageCosts]:
-        return [stage_costs(self.config, self.plan, self.vocab_size, stage) for stage in self.stages]
+        return [stage_costs(self.run, stage) for stage in self.stages]
 
     @cached_property
     def update(self) -> UpdateCosts:
-        return rank_update(self.config, self.plan, self.vocab_size, self.rank)
+        return rank_update(self.run, self.rank)
 
     def kernels(self, name: str) -> list[Kernel]:
         """Returns the kernels of a pass of a micro-batch: 'forward', 'backward' or 'weight'."""
@@ -128,7 +126,7 @@ class Step:
 
     def collectives(self, group: str) -> list[tuple[Collective, int]]:
         """Returns the collectives of a group, and how often each is called in a step."""
-        update, count = self.update, self.config.micro_batches_per_step
+        update, count = self.update, self.run.config.micro_batches_per_step
         passes = chain.from_iterable(chain(*cost.passes.values()) for cost in self.stage_costs())
         once = chain(*update.reductions, update.reduce, update.step, *update.gathers)
         return [
@@ -141,15 +139,15 @@ class Step:
     def layer(self, settings: Mapping[str, object]) -> LayerCost:
         """Returns the cost of a layer with other settings. It is not the first layer of its stage, which also
         makes the dropout keys."""
-        config = self.config.with_settings(settings)
-        forward = stage_costs(config, self.plan, self.vocab_size, self.stages[0]).layers[-1].forward
+        run = replace(self.run, config=self.run.config.with_settings(settings))
+        forward = stage_costs(run, self.stages[0]).layers[-1].forward
         kernels = [action for action in forward.actions if isinstance(action, Kernel)]
         return LayerCost(len(kernels), sum(kernel.bytes for kernel in kernels), forward.change)
 
 
 def layer_rows(step: Step) -> list[Row]:
     """Rows of a transformer layer: launches, bytes of dropout, and memory that attention keeps."""
-    config = step.config
+    config = step.run.config
     costs = {variant: step.layer(settings) for variant, settings in VARIANTS.items()}
     batch, model, parallel = config.batch, config.model, config.parallel
     shards = parallel.tensor_model_parallel_size if parallel.sequence_parallel else 1
@@ -219,9 +217,9 @@ def least_layer_bytes(config: Config) -> float:
 
 def synchronization_rows(step: Step) -> list[Row]:
     """Rows of host synchronizations in a simulated step: per micro-batch, and in the rest of the step."""
-    parallel = step.config.parallel
+    parallel = step.run.config.parallel
     first = step.rank * parallel.world_size // parallel.pipeline_model_parallel_size
-    (record,) = simulate_ranks(step.config, [first])
+    (record,) = simulate_ranks(step.run.config, [first])
     often = sum(syncs_per_micro_batch(record).values())
     in_step = len(record.outside.syncs)
     for works in (record.first, record.last):
@@ -235,10 +233,10 @@ def synchronization_rows(step: Step) -> list[Row]:
 
 def data_parallel_rows(step: Step) -> list[Row]:
     """Rows of the bytes that a rank sends to its data-parallel group, and of the predicted exposed time."""
-    config = step.config
+    config = step.run.config
     size, zero_stage = config.parallel.data_parallel_size, config.parallel.zero_stage
     sent = sum(times * wire_bytes(call, size) for call, times in step.collectives("data"))
-    parameters = sum(step.plan.stage_parameters(stage) for stage in step.stages)
+    parameters = sum(step.run.stages.stage_parameters(stage) for stage in step.stages)
     goal = parameters * (4 + (4 if config.precision.name == "fp32" else 2)) * (size - 1) / size
     rows = [
         Row(
@@ -248,11 +246,11 @@ def data_parallel_rows(step: Step) -> list[Row]:
             sent <= 1.01 * goal,
         )
     ]
-    predicted = planned_step(config, step.plan, step.vocab_size)
+    predicted = planned_step(step.run)
     if predicted is not None:
         share = (predicted.reduction + predicted.gather) / predicted.total
         tensor = predicted.exposed_communication - predicted.reduction - predicted.gather
-        gather = _gather_seconds(config, step.plan, step.vocab_size)
+        gather = _gather_seconds(step.run)
         rows += [
             Row(
                 "exposed weight gather (predicted)",
@@ -282,11 +280,11 @@ def wire_bytes(call: Collective, ranks: int) -> float:
     return call.bytes * (2 if call.operation == ALL_REDUCE else 1) * (ranks - 1) / ranks
 
 
-def _gather_seconds(config: Config, plan: StagePlan, vocab_size: int) -> float:
+def _gather_seconds(run: Run) -> float:
     """Returns the predicted seconds of all all-gathers of the first pipeline rank's weights."""
-    cluster, update = find_cluster(config), rank_update(config, plan, vocab_size, 0)
+    cluster, update = find_cluster(run.config), rank_update(run, 0)
     assert cluster is not None
-    mesh = Mesh.from_config(config.parallel, 0)
+    mesh = run.mesh
     calls = [action for action in chain(update.step, *update.gathers) if isinstance(action, Collective)]
     return sum(cluster.network.seconds(call, mesh) for call in calls if call.operation == "_allgather_base_")
 
@@ -302,13 +300,11 @@ class Roofline(Cluster):
 
 def utilisation_rows(step: Step) -> list[Row]:
     """Returns the two estimates of MFU (see the module's docstring)."""
-    cluster = find_cluster(step.config)
+    cluster = find_cluster(step.run.config)
     if cluster is None:
         return []
     roofline = Roofline(cluster.kind, cluster.gpu, cluster.network, launch_s=0.0)
-    bound, predicted = (
-        predict_step(step.config, step.plan, step.vocab_size, rates).mfu for rates in (roofline, cluster)
-    )
+    bound, predicted = (predict_step(step.run, rates).mfu for rates in (roofline, cluster))
     return [
         Row("MFU by roofline", f"{100 * bound:.0f} %", ">= 50 %", bound >= 0.5),
         Row("MFU with fitted rates", f"{100 * predicted:.0f} %", "", None),
@@ -318,7 +314,7 @@ def utilisation_rows(step: Step) -> list[Row]:
 def operations_table(step: Step, gpu: GPU) -> str:
     """Returns the table of the middle rank's operations in a micro-batch, the longest first. Operations below
     1 % of the time share one line."""
-    dtype = step.config.precision.name
+    dtype = step.run.config.precision.name
     cells: list[tuple[str, ...]] = [("pass", "operation", "calls", "GFLOP", "MB", "us", "bound by")]
     operations: dict[tuple[str, str], list[Kernel]] = {}
     for kind in PASSES:

@@ -21,6 +21,15 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 from benchmarks.machine import benchmark_parser, describe_machine, times_in_turns
+from tests.support.measured_worlds import (
+    ON_CPU,
+    World,
+    begin_worker,
+    connect,
+    make_engine,
+    micro_batches,
+    serve,
+)
 
 if TYPE_CHECKING:
     from benchmarks.plain_model import Model
@@ -73,6 +82,7 @@ def main() -> None:
 
 
 def measured_model() -> "Model":
+    # Late: torch takes seconds to import.
     from benchmarks.plain_model import Model
 
     return Model(layers=4, hidden=256, heads=8, seq=512, vocab=8192)
@@ -87,7 +97,6 @@ def measured_rows() -> list[Row]:
 
 def measure(rows: list[Row], rounds: int) -> dict[str, float]:
     """Returns the median seconds per step of each row, and of 'plain'."""
-    from tests.support.measured_worlds import ON_CPU, World
 
     worlds = {"plain": World(__file__, "plain", 1, {**MALLOC, **ON_CPU})}
     worlds |= {row.name: World(__file__, row.name, row.processes, {**MALLOC, **ON_CPU}) for row in rows}
@@ -110,11 +119,11 @@ def print_rows(rows: list[Row], measured: dict[str, float]) -> None:
 
 def run_worker(row: Row | None) -> None:
     """Runs a step for each line of the input, and prints its seconds. row: None for the plain loop."""
-    from tests.support.measured_worlds import begin_worker, connect, make_engine, micro_batches, serve
 
     answers = begin_worker()
     import torch
 
+    # Late: torch takes seconds to import.
     from benchmarks.plain_model import plain_step
     from megatron.cluster.processes import destroy_distributed
 

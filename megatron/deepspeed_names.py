@@ -45,7 +45,7 @@ _INSTEAD = {
     ),
 }
 """What to do instead -> the unsupported methods, also of `nn.Module`."""
-_GENERAL = "this program does not use what it returns or changes; run_config has the settings of the run"
+_GENERAL = "this program does not use what it returns or changes; run.config has the settings of the run"
 
 
 def restrict(supported: str, answers: Mapping[str, Callable[[Any], Any]]) -> Callable[[T], T]:

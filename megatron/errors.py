@@ -13,7 +13,6 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import NoReturn
 
-from megatron.object_urls import as_urls
 from megatron.torch_versions import missing_name
 
 USER_ERROR_EXIT_CODE = 2
@@ -46,9 +45,7 @@ class ConfigError(UserError):
 
 def printable(text: str) -> str:
     """Returns the text with escapes such as \\x1b for characters that could move a terminal's cursor or hide
-    other text. Line breaks and tabs stay. Use it for names from files, hosts or the environment. A path in
-    the mirror of an object store becomes its URL."""
-    text = as_urls(text)
+    other text. Line breaks and tabs stay. Use it for names from files, hosts or the environment."""
     return "".join(
         character
         if character.isprintable() or character in "\n\t"

@@ -62,6 +62,7 @@ def _open_regular(path: Path | str, flags: int) -> int:
             return _open_regular(path, flags)
         if error.errno == errno.ELOOP and flags & os.O_NOFOLLOW:
             raise OSError(errno.ELOOP, "it is a symbolic link", str(path)) from None
+        error.filename = str(path)  # of an object its URL, not its file on the node's disk
         raise
     if not stat.S_ISREG(os.fstat(descriptor).st_mode):
         os.close(descriptor)

@@ -31,7 +31,7 @@ from megatron.config.sections.model import ModelConfig
 from megatron.config.sections.parallel import ParallelConfig
 from megatron.config.sections.window_pattern import WINDOW
 from megatron.errors import ConfigError
-from megatron.object_urls import is_url
+from megatron.object_store.store import is_url
 from megatron.optimizer.batch_schedule import batch_mistakes
 from megatron.pipeline.partition_method import parse_partition_method
 from megatron.text_table import counted

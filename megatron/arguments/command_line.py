@@ -18,7 +18,7 @@ from megatron.arguments.checkpoint_args import (
 )
 from megatron.arguments.checks import mistakes_of
 from megatron.arguments.notes import risk_notes, unused_setting_notes
-from megatron.config.config import SECTIONS, SETTINGS, Config, Setting, settings_of
+from megatron.config.config import SECTIONS, SETTINGS, Config, Setting, settings_of_section
 from megatron.config.fields import InvalidSettings, option_name, setting_option
 from megatron.config.flag_parser import NOTES, make_parser
 from megatron.config.mistakes import Mistakes
@@ -71,7 +71,7 @@ def read_command_line(
     _read_data_files(settings, mistakes)
     with mistakes.collect():
         use_hugging_face(settings)
-    of_model = [setting.option for setting in settings_of("model")]
+    of_model = [setting.option for setting in settings_of_section("model")]
     with mistakes.collect(of_model):
         notes += use_checkpoint_args(settings, reads_files)
     with mistakes.collect(["--train-iters", "--train-samples", "--lr"]):
@@ -98,7 +98,7 @@ _LAYOUT = (
 
 def _section(name: str, settings: Mapping[str, Any], mistakes: Mistakes) -> Any:
     """Returns a section. A setting with an invalid value has its default, or the smallest valid value."""
-    values, own = section_settings(settings, name), settings_of(name)
+    values, own = section_settings(settings, name), settings_of_section(name)
     while True:
         unknown = [setting for setting in own if setting.option in mistakes.unknown]
         if any(setting.flag.choices is None for setting in unknown):  # what is derived from it is unknown

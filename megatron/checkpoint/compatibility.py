@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, fields
-from typing import Any
+from dataclasses import asdict, fields, replace
+from typing import TYPE_CHECKING, Any
 
 from megatron.checkpoint.record import Checkpoint
 from megatron.config import Config
 from megatron.data.gpt_dataset import ORDER_KEY, VOCABULARY_KEY, fingerprint_differences, same_data
 from megatron.errors import UserError
 from megatron.optimizer.batch_schedule import BEGIN, Progress, RunLength
-from megatron.optimizer.schedule import LearningRateSchedule, schedule_of
+from megatron.optimizer.schedule import schedule_of
+
+if TYPE_CHECKING:  # it loads DeepSpeed, and tools that read checkpoints start without it
+    from megatron.run import Run
 
 
 def start_of(checkpoint: Checkpoint | None) -> Progress:
@@ -156,14 +159,12 @@ def check_schedule(checkpoint: Checkpoint, config: Config) -> None:
         )
 
 
-def resumed_schedule(checkpoint: Checkpoint | None, config: Config) -> LearningRateSchedule:
-    """Returns the schedule of a run that resumes from `checkpoint` (None: of a new run). Raises ConfigError
-    if the flags have none, also if the checkpoint's schedule replaces it."""
-    own = schedule_of(config, start_of(checkpoint))
-    use_checkpoint = config.schedule.use_checkpoint_lr_scheduler
+def starting_from(checkpoint: Checkpoint | None, run: Run) -> Run:
+    """Returns a run as it starts from `checkpoint` (None: from scratch)."""
+    schedule, use_checkpoint = None, run.config.schedule.use_checkpoint_lr_scheduler
     if checkpoint is not None and use_checkpoint and _has_schedule(checkpoint):
-        return schedule_of(checkpoint.config, checkpoint.state)
-    return own
+        schedule = schedule_of(checkpoint.config, checkpoint.state)
+    return replace(run, start=start_of(checkpoint), checkpoint_schedule=schedule)
 
 
 def schedule_line(checkpoint: Checkpoint, config: Config) -> str:

@@ -8,6 +8,7 @@ from pathlib import Path
 
 from megatron.checkpoint.files import (
     RETRY_DELAYS_S,
+    as_path,
     first_size_mismatch,
     has_valid_checksum,
     read_with_retries,
@@ -63,7 +64,7 @@ def find_latest(folder: str | Path, damaged: Mapping[str, str] | None = None) ->
     but no complete one, if a user set `latest` to a name that does not exist, or if it is ambiguous which of
     several runs to resume. Raises OSError if a file of a checkpoint to resume from cannot be read now.
     """
-    folder, damaged = Path(folder), damaged or {}
+    folder, damaged = as_path(folder), damaged or {}
     check_program(folder)
     external = _named_by_megatron(folder)
     folder = external or folder
@@ -267,7 +268,7 @@ def _readable_checkpoints(folder: Path, names: Mapping[str, Path]) -> dict[str, 
 def find_universal(folder: str | Path, with_files: bool = True) -> Checkpoint:
     """Returns the universal checkpoint that `latest_universal` in `folder` names, or `folder` itself if it is
     one. Raises UserError if there is none, or if it cannot be read. with_files: see `open_checkpoint`."""
-    folder = Path(folder)
+    folder = as_path(folder)
     if format_of(folder) != UNIVERSAL:
         name = read_latest_universal(folder)
         if name is None:
@@ -298,7 +299,7 @@ def open_checkpoint(
 
     with_files: compare the sizes of all files with those in `run.json`. Contents are not read.
     """
-    path = Path(folder) / RUN_FILE
+    path = as_path(folder) / RUN_FILE
     name = format_of(path.parent)
     is_native = name == NATIVE
     if not path.is_file() and not is_native:
@@ -326,7 +327,7 @@ def open_checkpoint(
         ) from error
     if problem:
         raise UserError(f"checkpoint {path.parent}: {problem}")
-    if unneeded and (absent := sorted(unneeded.difference(os.listdir(path.parent)))):
+    if unneeded and (absent := sorted(unneeded - {found.name for found in path.parent.iterdir()})):
         note = f"missing, but not needed to resume: {first_few(absent)}"
         checkpoint = replace(checkpoint, unverified_note=note)
     return checkpoint

@@ -19,7 +19,8 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from megatron.errors import is_access_error
-from megatron.files import HostileFileError, open_own, open_regular, read_json
+from megatron.files import HostileFileError, open_own, open_regular, read_json, write_atomically
+from megatron.object_store.path import ObjectPath
 
 # Delays between attempts: a network file system may take seconds to recover or to show a new file.
 RETRY_DELAYS_S = (0.1, 0.4, 1.0, 3.0, 6.0)
@@ -27,6 +28,19 @@ RETRY_DELAYS_S = (0.1, 0.4, 1.0, 3.0, 6.0)
 MAY_BE_INTACT = ": the checkpoint may be intact, so no older one is used; repair the access, then start again"
 
 T = TypeVar("T")
+
+
+def as_path(folder: str | Path) -> Path:
+    """Returns a folder's path. A path that is an `ObjectPath` stays one."""
+    return Path(folder) if isinstance(folder, str) else folder
+
+
+def write_small(path: Path, content: str) -> None:
+    """Writes a small file or object: it is complete, or unchanged."""
+    if isinstance(path, ObjectPath):
+        path.write_bytes(content.encode())
+    else:
+        write_atomically(path, content)
 
 
 def read_with_retries(
@@ -201,13 +215,19 @@ class HashedFile:
 
     def close(self) -> dict[str, Any]:
         """Writes the file to the disk and closes it. Returns its size and digest, as `describe_file`."""
-        self._thread.shutdown()
         try:
             os.fsync(self._descriptor)
         finally:
-            os.close(self._descriptor)
+            self.abandon()
         digest = {} if self._digest is None else {"sha256": self._digest.hexdigest()}
         return {"bytes": self._num_bytes, **digest}
+
+    def abandon(self) -> None:
+        """Closes the file, unless it is closed."""
+        self._thread.shutdown()
+        if self._descriptor >= 0:
+            os.close(self._descriptor)
+        self._descriptor = -1
 
 
 def describe_file(path: Path) -> dict[str, Any]:

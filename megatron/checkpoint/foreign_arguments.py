@@ -18,7 +18,7 @@ from megatron.checkpoint.formats.megatron_deepspeed import NEWER_ARGUMENT, has_m
 from megatron.checkpoint.formats.torch_archive import Stub
 from megatron.checkpoint.names import is_plain, shown
 from megatron.config import Config, ConfigError, ModelConfig
-from megatron.config.config import SETTINGS, settings_of
+from megatron.config.config import SETTINGS, settings_of_section
 from megatron.config.fields import option_name, value_text
 from megatron.config.foreign_flags import foreign_flags
 from megatron.config.registries import NORMALIZATIONS
@@ -32,7 +32,7 @@ _CHANGES_MODEL = {setting.field: setting.changes_model for setting in SETTINGS.v
 # Settings of the model that are neither required nor derived from others.
 _DEFAULTS = {
     setting.field: setting.default
-    for setting in settings_of("model")
+    for setting in settings_of_section("model")
     if setting.changes_model and not (setting.is_required or setting.flag.derived)
 }
 TRAINING_ARGUMENTS = {

@@ -13,7 +13,7 @@ from math import prod
 from pathlib import Path
 from typing import Any
 
-from megatron.checkpoint.conversion.to_universal import SOURCE_FILE
+from megatron.checkpoint.conversion.pipeline import PARTIAL, SOURCE_FILE
 from megatron.checkpoint.discovery import open_checkpoint, read_latest_universal
 from megatron.checkpoint.files import Files, file_sizes, first_size_mismatch
 from megatron.checkpoint.formats.deepspeed_files import missing_files
@@ -27,7 +27,6 @@ from megatron.checkpoint.formats.registry import (
     open_reader,
 )
 from megatron.checkpoint.formats.state import ParameterRecord, StateReader
-from megatron.checkpoint.formats.writing import PARTIAL
 from megatron.checkpoint.latest import MissingCheckpointError
 from megatron.checkpoint.lineage.identity import CHECKPOINT_NAME, LATEST_FILE, read_latest
 from megatron.checkpoint.record import REPLACED, RUN_FILE, SAVING, Checkpoint, step_of

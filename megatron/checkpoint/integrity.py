@@ -41,10 +41,10 @@ class Check:
     result: str
 
 
-def make_integrity_record(engine: GPTEngine, vocab_size: int) -> dict[str, Any]:
+def make_integrity_record(engine: GPTEngine) -> dict[str, Any]:
     """Returns the integrity record for `run.json`: digests and the canary loss. Collective."""
     state = digest_state(engine.optimizer, engine.mesh)
-    return integrity_record(state, canary_loss(engine, vocab_size), engine.run_config)
+    return integrity_record(state, canary_loss(engine), engine.run.config)
 
 
 def integrity_record(state: StateDigests, loss: float, config: Config) -> dict[str, Any]:
@@ -122,15 +122,15 @@ def why_new_moments(reader: StateReader, optimizer: OptimizerConfig) -> str:
 def _check_canary(engine: GPTEngine, checkpoint: Checkpoint, saved: dict[str, Any] | None) -> Check:
     if saved is None:
         return Check("canary loss", "not compared: the checkpoint has none")
-    precision = engine.run_config.precision.name
+    precision = engine.run.config.precision.name
     length = saved["seq_length"]  # older versions saved the loss of a sequence of --seq-length tokens
-    config = engine.run_config
+    config = engine.run.config
     if length > config.model.seq_length or length % config.parallel.length_multiple:
         return Check("canary loss", f"not compared: this run cannot compute the loss of {length} tokens")
-    before, now = checkpoint.config.model_settings(), engine.run_config.model_settings()
+    before, now = checkpoint.config.model_settings(), engine.run.config.model_settings()
     if changed := [option_name(name) for name in before if before[name] != now.get(name)]:
         return Check("canary loss", f"not compared: {', '.join(changed)} differ from the checkpoint's")
-    loss = canary_loss(engine, checkpoint.vocab_size, length)
+    loss = canary_loss(engine, length)
     bound = max(CANARY_TOLERANCE[precision], CANARY_TOLERANCE[checkpoint.config.precision.name])
     if not math.isclose(loss, saved["loss"], rel_tol=bound):
         raise UserError(
@@ -142,19 +142,20 @@ def _check_canary(engine: GPTEngine, checkpoint: Checkpoint, saved: dict[str, An
     return Check("canary loss", f"{saved['loss']:.6f} saved, {loss:.6f} now")
 
 
-def canary_loss(engine: GPTEngine, vocab_size: int, length: int | None = None) -> float:
+def canary_loss(engine: GPTEngine, length: int | None = None) -> float:
     """Returns the loss of a fixed random sequence, equal on every layout up to rounding. Collective.
 
     The sequence fills every row of every micro-batch on every data-parallel rank, so the loss depends neither
     on the micro-batch size nor on DP. length: its number of tokens; if None, as many as a new record has.
     """
-    config = engine.run_config
+    config = engine.run.config
     length = length or _canary_length(config)
     count = config.parallel.min_micro_batches
-    text = np.random.Generator(np.random.Philox(key=0)).integers(vocab_size, size=length + 1)
+    text = np.random.Generator(np.random.Philox(key=0)).integers(engine.run.vocab.size, size=length + 1)
     rows = torch.from_numpy(text).repeat(config.batch.micro_batch_size, 1)
     batches = repeat(MicroBatch.from_rows(rows, 0), count)
-    return float(engine.evaluate(batches, count, seq_length=length))
+    losses, tokens = engine.evaluate_totals(batches, count, seq_length=length)
+    return float(losses / tokens)
 
 
 def _canary_length(config: Config) -> int:

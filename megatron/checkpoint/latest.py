@@ -17,7 +17,6 @@ from megatron.checkpoint.files import read_with_retries
 from megatron.checkpoint.names import is_plain, shown
 from megatron.errors import UserError, is_access_error
 from megatron.files import HostileFileError, read_small
-from megatron.object_urls import as_urls
 
 # Size limit of a file that holds one name.
 _MAX_BYTES = 4096
@@ -92,7 +91,7 @@ def _name_inside(folder: Path, text: str) -> str | None:
         return None
     own, absolute = os.path.realpath(folder), os.path.abspath(folder)
     if not parent or is_url:
-        return name if not parent or parent == as_urls(absolute) else None
+        return name if not parent or parent == str(folder) else None
     if own in (os.path.realpath(parent), os.path.realpath(folder / parent)):
         return name
     end = os.sep + parent

@@ -7,7 +7,6 @@ global sample numbers, and the learning rate is a function of the iteration.
 """
 
 import logging
-import shutil
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -21,13 +20,12 @@ import torch.distributed as dist
 from megatron.checkpoint.compatibility import data_line, mismatched_replicas, schedule_line
 from megatron.checkpoint.digests import PartDigests, combined, piece_digests
 from megatron.checkpoint.files import (
-    DISK_IS_FULL,
     MAY_BE_INTACT,
     Files,
     add_checksum,
-    first_size_mismatch,
     write_problem,
 )
+from megatron.checkpoint.folders.of_run import FILE_SYSTEM, Folders
 from megatron.checkpoint.formats.native_writer import NativeWriter
 from megatron.checkpoint.formats.registry import open_reader
 from megatron.checkpoint.formats.writing import CheckpointWriter
@@ -44,9 +42,8 @@ from megatron.checkpoint.lineage.owner import FolderOwner
 from megatron.checkpoint.lineage.start import may_replace, start_identity
 from megatron.checkpoint.local.saves import LocalCheckpoints
 from megatron.checkpoint.local.start import fetch_files
-from megatron.checkpoint.object_store.checkpoints import ObjectCheckpoints
 from megatron.checkpoint.ranks import FolderTakenError, errors_of_all_ranks, errors_of_rank_0, no_heartbeat
-from megatron.checkpoint.record import RUN_FILE, SAVING, Checkpoint, TrainingState, describe_start
+from megatron.checkpoint.record import RUN_FILE, Checkpoint, TrainingState, describe_start
 from megatron.checkpoint.saving.background import (
     BackgroundSave,
     BackgroundSaves,
@@ -56,10 +53,7 @@ from megatron.checkpoint.saving.background import (
 )
 from megatron.checkpoint.saving.files import DirectFiles
 from megatron.checkpoint.saving.publishing import (
-    clean_leftovers,
-    delete_old_checkpoints,
     is_same_checkpoint,
-    publish,
     saving_name,
     with_final_names,
 )
@@ -84,45 +78,37 @@ class SaveError(OSError):
 class CheckpointManager:
     """Starts a run from a checkpoint, saves its checkpoints to --save, and rolls it back to them.
 
-    folder: --save, or any folder if the run does not save. vocab_size: without padding. eod: id of the
-    end-of-document token, if known. fingerprint: identifies the data. owner: the ownership of the folder, on
-    rank 0; None if no other job can write there. heartbeat: called after each file that is read or synced.
-    store: the store of the ranks, for saves in the background; None for a single process. local: the local
-    checkpoints; None without --save-local. objects: the checkpoints in object stores, if any.
+    folder: --save, or any folder if the run does not save. owner: the ownership of the folder, on rank 0;
+    None if no other job can write there. heartbeat: called after each file that is read or synced. store:
+    the store of the ranks, for saves in the background; None for a single process. local: the local
+    checkpoints; None without --save-local. folders: of the run.
     """
 
     def __init__(
         self,
         engine: GPTEngine,
         folder: str | Path,
-        vocab_size: int,
-        eod: int | None,
-        fingerprint: dict[str, Any],
         owner: FolderOwner | None = None,
         heartbeat: Callable[[], None] = no_heartbeat,
         store: dist.Store | None = None,
         local: LocalCheckpoints | None = None,
-        objects: ObjectCheckpoints | None = None,
+        folders: Folders = FILE_SYSTEM,
     ) -> None:
         self.engine = engine
-        self.folder = Path(folder)
-        self.vocab_size = vocab_size
-        self.eod = eod
-        self.fingerprint = fingerprint
+        self.folders = folders
+        self.save_folder = folders.folder(str(folder))
+        self.folder = self.save_folder.path
         self.owner = owner
         self.heartbeat = heartbeat
         # The run that the next checkpoint belongs to; on rank 0 only, once the run has started or saved.
         self.identity: RunIdentity | None = None
         store = dist.HashStore() if store is None else dist.PrefixStore("checkpoints", store)
-        self.background = BackgroundSaves(engine, vocab_size, store, heartbeat)
+        self.background = BackgroundSaves(engine, store, heartbeat)
         self.local = local
-        self.objects = objects
-        # --save in an object store; `folder` is then its mirror.
-        self._remote = objects.folder_of(self.folder) if objects is not None else None
         # Whether the newest checkpoint of the run is not in --save, because the run started from a local one.
         self.started_from_local = False
         self._deletion: threading.Thread | None = None
-        self._writer: type[CheckpointWriter] = SAVE_FORMATS.load(engine.run_config.checkpoint.save_format)
+        self._writer: type[CheckpointWriter] = SAVE_FORMATS.load(engine.run.config.checkpoint.save_format)
 
     def ownership_lost_reason(self) -> str | None:
         """Returns why this run lost --save, as found by the last heartbeat; None while it owns the folder."""
@@ -132,7 +118,7 @@ class CheckpointManager:
         self, checkpoint: Checkpoint | None, print_fn: Callable[[str], object]
     ) -> TrainingState:
         """Loads the checkpoint, or keeps the initial weights. Returns the training state. Collective."""
-        options = self.engine.run_config.checkpoint
+        options = self.engine.run.config.checkpoint
         if checkpoint is not None and checkpoint.is_local and self.local is not None:
             self.started_from_local = True
             copied = fetch_files(checkpoint, self.local, self.engine, self.heartbeat)
@@ -140,10 +126,10 @@ class CheckpointManager:
         print_fn(describe_start(checkpoint, options.load))
         with errors_of_rank_0(f"--save {options.save}"):
             if self.engine.global_rank == 0:
-                self.identity = start_identity(checkpoint, options)
+                self.identity = start_identity(checkpoint, options, self.folders.at)
         if self.owner is not None and self.identity is not None:
             self.owner.set_run_id(self.identity.run_id)
-        if (options.async_save or self.local is not None) and not self.engine.run_config.training.no_train:
+        if (options.async_save or self.local is not None) and not self.engine.run.config.training.no_train:
             # Its memory is taken now, not in the first save, which reports a failure.
             self.background.start_writer()
         if checkpoint is None:
@@ -153,15 +139,13 @@ class CheckpointManager:
 
     def _load(self, checkpoint: Checkpoint) -> list[Check]:
         """Loads a checkpoint. Returns the lines of the checkpoint verification. Collective."""
-        if self.objects is None:
-            return load_checkpoint(self.engine, checkpoint, self.fingerprint)
-        with self.objects.fetched(checkpoint, self.engine, self.heartbeat) as fetched:
-            return load_checkpoint(self.engine, fetched, self.fingerprint)
+        with self.folders.fetched(checkpoint, self.engine, self.heartbeat) as fetched:
+            return load_checkpoint(self.engine, fetched, self.engine.run.fingerprint)
 
     def rollback(self) -> Checkpoint | None:
         """Loads and returns the run's newest valid checkpoint; None if there is none yet. Collective."""
         self.finish_save()
-        checkpoint = self.newest_valid(self.engine.run_config.checkpoint.allow_replica_mismatch)
+        checkpoint = self.newest_valid(self.engine.run.config.checkpoint.allow_replica_mismatch)
         if checkpoint is not None:
             with errors_of_rank_0():
                 if self.local is not None and self.engine.global_rank == 0:
@@ -193,18 +177,16 @@ class CheckpointManager:
             self.identity = RunIdentity()
         run = self._run_record(state)
         try:
-            writer = self._writer(folder / self._begin_save(name))
+            writer = self._writer(self.save_folder.staging(self._begin_save(name)))
             if in_background:
-                upload = self._upload if self._remote is not None else None
-                save = BackgroundSave(state, run, started, writer, before_report=upload)
+                save = BackgroundSave(state, run, started, writer, folder / name, before_report=self._upload)
                 self.background.start(save, self._complete)
                 return None
             files = DirectFiles(self.heartbeat)
             table = writer.write(engine, run, files)
-            if self._remote is not None:
-                self._remote.upload(writer.folder, files.files, lambda count: self.heartbeat())
+            self.save_folder.upload(writer.folder, files.files, lambda count: self.heartbeat())
             of_ranks = gather_from_all_ranks((files.files, table))
-            run["certificate"] = make_integrity_record(engine, self.vocab_size)
+            run["certificate"] = make_integrity_record(engine)
             # If another job has taken over the folder during the save, this job must not rename.
             with errors_of_rank_0():
                 self.check_owner()
@@ -213,9 +195,7 @@ class CheckpointManager:
             if not _is_write_error(error):
                 raise  # a failed collective: another rank may have died
             why = with_final_names(write_problem(error))
-            if self._remote is not None or DISK_IS_FULL not in why:
-                disk = "" if self._remote is None else "the mirror's disk: "
-                why += f"; {disk}{_free_space_text(folder)}"
+            why += self.save_folder.note_on_space(why)
             raise SaveError(f"checkpoint {folder / name} cannot be written ({why})") from error
         self._delete_old(name, run["certificate"]["unequal_copies"])
         dist.barrier()
@@ -223,8 +203,7 @@ class CheckpointManager:
 
     def _run_record(self, state: TrainingState) -> dict[str, Any]:
         """See `run_record`. Collective at the first call."""
-        facts = (self.vocab_size, self.eod, self.fingerprint)
-        return run_record(self.engine, self._specs, *facts, state)
+        return run_record(self.engine, self._specs, state)
 
     @cached_property
     def _specs(self) -> dict[str, ParameterSpec]:
@@ -244,27 +223,21 @@ class CheckpointManager:
         saving = writer.folder
         run, files = self._with_files(writer, run, of_ranks)
         if self.identity is not None:
-            if self._remote is not None:
-                of_rank_0 = files.keys() - {name for own, _ in of_ranks for name in own}
-                self._remote.upload(saving, of_rank_0, lambda count: None)
-                self._remote.show_uploaded(saving, files)
-            if problem := first_size_mismatch(saving, files):
+            of_rank_0 = files.keys() - {name for own, _ in of_ranks for name in own}
+            self.save_folder.upload(saving, of_rank_0, lambda count: None)
+            if problem := self.save_folder.size_mismatch(saving, files):
                 raise OSError(f"{problem}, after all ranks have written")
             write_json(saving / RUN_FILE, run)
             name = f"global_step{state.iteration}"
             entry = LineageEntry(name, state.iteration, self.identity.run_id, run["sha256"])
-            if self._remote is None:
-                self.identity = publish(saving, entry, self.identity)
-            else:
-                self.identity = self._remote.publish(saving, entry, self.identity, self.check_owner)
+            self.identity = self.save_folder.publish(saving, entry, self.identity, self.check_owner)
         return files
 
     def _upload(self, save: BackgroundSave, files: Files, problem: str) -> str:
         """Uploads the files that this rank has written. Returns the first problem. Runs in a thread."""
-        assert self._remote is not None
         try:
             if not problem:
-                self._remote.upload(save.saving, files, save.count_bytes)
+                self.save_folder.upload(save.saving, files, save.count_bytes)
         except OSError as error:
             problem = str(error)
         return problem
@@ -298,22 +271,20 @@ class CheckpointManager:
 
     def _complete(self, save: BackgroundSave, results: list[RankResult]) -> SaveOutcome:
         """Completes the checkpoint on rank 0. A failure is an outcome, since the other ranks train."""
-        name = f"global_step{save.state.iteration}"
-        folder = self.folder / name
         if problem := problem_in(results):
-            return save.ended(folder, problem)
-        record = _record_of(save, results, self.engine.run_config)
+            return save.ended(problem)
+        record = _record_of(save, results, self.engine.run.config)
         try:
             self.check_owner()
             run = {**save.run, "certificate": record}
             of_ranks = [(result.files, result.table) for result in results]
             files = self._publish(save.writer, save.state, run, of_ranks)
         except (OSError, UserError, FolderTakenError) as error:
-            return save.ended(folder, str(error))
+            return save.ended(str(error))
         mismatched = tuple(record["unequal_copies"])
         if not mismatched:  # else `finish_save` finds the checkpoint that must be kept, with all ranks
             self._delete_in_background(None)
-        return save.ended(folder, "", files, mismatched)
+        return save.ended("", files, mismatched)
 
     def save_local(self, state: TrainingState) -> bool:
         """Begins to save to --save-local, always in the background. Returns false if the save is left out,
@@ -327,16 +298,18 @@ class CheckpointManager:
                 self.local.num_left_out += 1
                 return False
             self.finish_save(waits_for_deletion=False)
-        started, name = time.monotonic(), ""
+        name = f"global_step{state.iteration}"
+        started, saving = time.monotonic(), ""
         if self.engine.global_rank == 0:
             self.identity = self.identity or RunIdentity()
-            name = saving_name(f"global_step{state.iteration}")
+            saving = saving_name(name)
         run = self._run_record(state)
         save = BackgroundSave(
             state,
             run,
             started,
-            NativeWriter(self.local.begin(name)),
+            NativeWriter(self.local.begin(saving)),
+            self.local.folder / name,
             is_local=True,
             before_report=self.local.mirror,
             after_report=self.local.follow,
@@ -355,7 +328,7 @@ class CheckpointManager:
                 self.check_owner()
                 run, files = self._with_files(
                     save.writer,
-                    {**save.run, "certificate": _record_of(save, results, self.engine.run_config)},
+                    {**save.run, "certificate": _record_of(save, results, self.engine.run.config)},
                     [(result.files, result.table) for result in results],
                 )
                 if unequal := run["certificate"]["unequal_copies"]:
@@ -366,7 +339,7 @@ class CheckpointManager:
             failed = self.local.commit(save.saving, run)
         except OSError as error:
             failed = str(error)
-        return save.ended(save.saving, problem or failed, files)
+        return save.ended(problem or failed, files)
 
     def newest_valid(self, allow_replica_mismatch: bool) -> Checkpoint | None:
         """Returns the newest checkpoint of this run that a resume would accept; None if there is none.
@@ -383,10 +356,10 @@ class CheckpointManager:
                     if not names:
                         raise UserError(f"checkpoint {entry.name} cannot be read now ({error})") from error
         for name in broadcast_from_rank_0(names):  # rank 0 keeps the identity
-            checkpoint = open_on_all_ranks(self.folder / name, self.objects)
+            checkpoint = open_on_all_ranks(self.folder / name, self.folders)
             if checkpoint is None or (mismatched_replicas(checkpoint) and not allow_replica_mismatch):
                 continue
-            if find_damage(checkpoint, self.heartbeat, self.objects) is None:
+            if find_damage(checkpoint, self.heartbeat, self.folders) is None:
                 return checkpoint
         return None
 
@@ -397,23 +370,15 @@ class CheckpointManager:
         with errors_of_rank_0():
             if self.identity is not None:
                 self.check_owner()
-                options = self.engine.run_config.checkpoint
+                options = self.engine.run.config.checkpoint
                 if not (options.overwrite_checkpoints or may_replace(self.folder, name, self.identity)):
                     raise FolderTakenError(
                         f"{self.folder / name} belongs to another run, or cannot be read: it is not "
                         "overwritten without --overwrite-checkpoints. Move it away, or give another --save"
                     )
-                if self.folder.is_dir():
-                    clean_leftovers(self.folder)
                 saving = saving_name(name)
-                if self._remote is not None:
-                    self._remote.begin(saving)
-        saving = broadcast_from_rank_0(saving)
-        if self.objects is not None and self._remote is not None and self.objects.nodes.leads:
-            for path in self.folder.glob(f"{SAVING}*"):  # of a save that has failed on another rank
-                if path.name != saving:
-                    shutil.rmtree(path, ignore_errors=True)
-        return saving
+                self.save_folder.begin(saving)
+        return broadcast_from_rank_0(saving)
 
     def check_owner(self) -> None:
         """Raises FolderTakenError if another job has taken over the folder."""
@@ -432,7 +397,7 @@ class CheckpointManager:
             if self.engine.global_rank == 0:
                 facts = (self.folder / name, "; ".join(mismatched))
                 _LOG.warning("%s: replicas on several ranks are not equal: %s", *facts)
-            if self.engine.run_config.checkpoint.keep_last is not None:
+            if self.engine.run.config.checkpoint.keep_last is not None:
                 protected = self.newest_valid(allow_replica_mismatch=False)
                 if protected is None:
                     return
@@ -440,11 +405,10 @@ class CheckpointManager:
 
     def _delete_in_background(self, protected: str | None) -> None:
         """Starts to delete old checkpoints, on rank 0: terabytes take minutes. protected: is kept."""
-        if self.identity is not None and self.engine.run_config.checkpoint.keep_last is not None:
-            remove = self._remote.remove if self._remote is not None else None
-            facts = (self.folder, self.identity, self.engine.run_config.checkpoint, protected, remove)
+        if self.identity is not None and self.engine.run.config.checkpoint.keep_last is not None:
+            facts = (self.identity, self.engine.run.config.checkpoint, protected)
             self._deletion = threading.Thread(
-                target=delete_old_checkpoints, args=facts, name="deletion of checkpoints"
+                target=self.save_folder.delete_old, args=facts, name="deletion of checkpoints"
             )
             self._deletion.start()
 
@@ -460,15 +424,6 @@ def _is_write_error(error: OSError | RuntimeError) -> bool:
     return isinstance(error, OSError) or "inline_container" in str(error) or "PytorchStream" in str(error)
 
 
-def _free_space_text(folder: Path) -> str:
-    """Describes the free space on a folder's disk."""
-    try:
-        free = shutil.disk_usage(folder).free
-        return f"{free / 1e6:,.1f} MB are free there" if free else DISK_IS_FULL
-    except OSError as error:
-        return f"its file system does not answer: {error.strerror}"
-
-
 @stop_at_access_error(MAY_BE_INTACT)
 def load_checkpoint(engine: GPTEngine, checkpoint: Checkpoint, fingerprint: dict[str, Any]) -> list[Check]:
     """Restores weights, master weights, moments, step and loss scale from a checkpoint of any layout,
@@ -477,7 +432,7 @@ def load_checkpoint(engine: GPTEngine, checkpoint: Checkpoint, fingerprint: dict
 
     Raises UserError on every rank if a restored tensor differs from the saved one.
     """
-    now = engine.run_config
+    now = engine.run.config
     reader = open_reader(checkpoint)
     same_precision = not checkpoint.is_external and checkpoint.config.precision.name == now.precision.name
     new_moments = why_new_moments(reader, now.optimizer)

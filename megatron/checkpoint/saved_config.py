@@ -17,7 +17,7 @@ from megatron.checkpoint.record import RUN_FILE, Checkpoint
 from megatron.config import CheckpointConfig, Config
 from megatron.errors import UserError, is_access_error, one_line, stop_at_access_error
 from megatron.files import HostileFileError
-from megatron.object_urls import is_url
+from megatron.object_store.store import is_url
 from megatron.optimizer.batch_schedule import BEGIN, Progress
 
 RUN_PARTS = ("config", "layout", "stages", "vocab_size", "eod")

@@ -1,10 +1,12 @@
 """Which checkpoint a run starts from: the newest valid one that fits the flags."""
 
+from __future__ import annotations
+
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING
 
 import torch.distributed as dist
 
@@ -19,28 +21,28 @@ from megatron.checkpoint.compatibility import (
 )
 from megatron.checkpoint.discovery import open_checkpoint
 from megatron.checkpoint.files import MAY_BE_INTACT
+from megatron.checkpoint.folders.of_run import FILE_SYSTEM, Folders
 from megatron.checkpoint.formats.registry import open_reader
-from megatron.checkpoint.lineage.start import check_save_folder, choose_checkpoint, share_checkpoint
-from megatron.checkpoint.object_store.checkpoints import ObjectCheckpoints
+from megatron.checkpoint.lineage.start import PathOf, check_save_folder, choose_checkpoint, share_checkpoint
 from megatron.checkpoint.ranks import errors_of_rank_0, first_problem, no_heartbeat
 from megatron.checkpoint.record import Checkpoint, describe_start
 from megatron.config import Config
 from megatron.errors import UserError, stop_at_access_error
-from megatron.mpu.world import broadcast_from_rank_0
-from megatron.object_urls import is_url
-from megatron.optimizer.batch_schedule import Progress, RunLength, check_remaining_batches
+from megatron.object_store.store import is_url
+from megatron.optimizer.batch_schedule import RunLength, check_remaining_batches
 
-FingerprintAt = Callable[[Progress], dict[str, Any]]
-"""Returns the fingerprint of the data of the run that continues from a progress: the length of the run, and
-with it the order of the samples, depends on what its checkpoint has consumed."""
+if TYPE_CHECKING:  # it loads DeepSpeed, and tools that read checkpoints start without it
+    from megatron.run import Run
 
 
-def planned_checkpoint(config: Config, damaged: Mapping[str, str] | None = None) -> Checkpoint | None:
+def planned_checkpoint(
+    config: Config, damaged: Mapping[str, str] | None = None, path_of: PathOf = Path
+) -> Checkpoint | None:
     """Returns the checkpoint that --load names; None if there is none. It is not compared with the run.
     damaged: see `find_checkpoint`."""
     # An evaluation uses the checkpoint in --load, not a newer one in --save.
     options = replace(config.checkpoint, save=None) if config.training.no_train else config.checkpoint
-    checkpoint = choose_checkpoint(options, damaged)
+    checkpoint = choose_checkpoint(options, damaged, path_of)
     return None if checkpoint is None else _with_tokens(checkpoint, config)
 
 
@@ -61,10 +63,7 @@ def planned_length(config: Config) -> tuple[RunLength, Checkpoint | None, str]:
 
 @stop_at_access_error(MAY_BE_INTACT)
 def find_checkpoint(
-    config: Config,
-    vocab_size: int,
-    fingerprint_at: FingerprintAt,
-    damaged: Mapping[str, str] | None = None,
+    run: Run, damaged: Mapping[str, str] | None = None, path_of: PathOf = Path
 ) -> Checkpoint | None:
     """Returns the checkpoint that --load resumes from; None if the run initializes from scratch.
 
@@ -72,7 +71,8 @@ def find_checkpoint(
     from this run's and no flag allows it, if --save belongs to another run, or if a file cannot be read now.
     damaged: path of each checkpoint to skip -> the reason.
     """
-    checkpoint = planned_checkpoint(config, damaged)
+    config = run.config
+    checkpoint = planned_checkpoint(config, damaged, path_of)
     if checkpoint is None and config.checkpoint.load and config.training.no_train:
         raise UserError(
             f"--load {config.checkpoint.load} holds no checkpoint: --eval-only needs one to evaluate"
@@ -81,12 +81,12 @@ def find_checkpoint(
         raise UserError(
             f"--load {config.checkpoint.load} holds no checkpoint: --finetune needs one to start from"
         )
-    check_save_folder(checkpoint, config)
+    check_save_folder(checkpoint, config, path_of)
     if not config.training.no_train:
         check_first_sample(checkpoint, config)
         check_remaining_batches(config, start_of(checkpoint).consumed_samples)
     if checkpoint is not None:
-        check_fits(checkpoint, config, vocab_size, fingerprint_at)
+        check_fits(checkpoint, run)
     return checkpoint
 
 
@@ -100,16 +100,15 @@ def _with_tokens(checkpoint: Checkpoint, config: Config) -> Checkpoint:
     return replace(checkpoint, state=replace(state, consumed_tokens=tokens))
 
 
-def check_fits(
-    checkpoint: Checkpoint, config: Config, vocab_size: int, fingerprint_at: FingerprintAt
-) -> None:
+def check_fits(checkpoint: Checkpoint, run: Run) -> None:
     """Raises UserError if the run cannot start from a checkpoint because of its model, data or schedule."""
+    config, vocab_size = run.config, run.vocab.size
     check_replicas(checkpoint, config)
     if checkpoint.is_external:
         open_reader(checkpoint).check_external(config, vocab_size)
     else:
         check_model(checkpoint, config, vocab_size)
-        fingerprint = fingerprint_at(checkpoint.start_state)
+        fingerprint = run.fingerprint_at(checkpoint.start_state)
         check_vocabulary(checkpoint, fingerprint)
         check_data(checkpoint, config, fingerprint)
     check_schedule(checkpoint, config)
@@ -117,39 +116,34 @@ def check_fits(
 
 def select_valid_checkpoint(
     checkpoint: Checkpoint | None,
-    config: Config,
-    vocab_size: int,
-    fingerprint_at: FingerprintAt,
+    run: Run,
     heartbeat: Callable[[], None] = no_heartbeat,
-    objects: ObjectCheckpoints | None = None,
+    folders: Folders = FILE_SYSTEM,
 ) -> Checkpoint | None:
     """Returns rank 0's checkpoint on all ranks. If its files are damaged, returns the newest valid checkpoint
     before it. Other ranks may pass None. The ranks share the work of reading all files once. heartbeat:
-    called after each file. objects: the checkpoints in object stores, if any. Collective."""
+    called after each file. folders: of the run. Collective."""
     damaged: dict[str, str] = {}
-    share = broadcast_from_rank_0 if objects is None else objects.share
     while True:
-        checkpoint = share_checkpoint(checkpoint, leads_node=config.parallel.local_rank == 0, share=share)
-        problem = None if checkpoint is None else find_damage(checkpoint, heartbeat, objects)
+        checkpoint = share_checkpoint(checkpoint, run.config.parallel.local_rank == 0, folders.share)
+        problem = None if checkpoint is None else find_damage(checkpoint, heartbeat, folders)
         if checkpoint is None or problem is None:
             return checkpoint
         damaged[str(checkpoint.folder)] = problem
-        with errors_of_rank_0(f"--load {config.checkpoint.load}"):
+        with errors_of_rank_0(f"--load {run.config.checkpoint.load}"):
             if dist.get_rank() == 0:
-                checkpoint = find_checkpoint(config, vocab_size, fingerprint_at, damaged)
+                checkpoint = find_checkpoint(run, damaged, folders.at)
 
 
 @stop_at_access_error(MAY_BE_INTACT)
 def find_damage(
-    checkpoint: Checkpoint, heartbeat: Callable[[], None], objects: ObjectCheckpoints | None = None
+    checkpoint: Checkpoint, heartbeat: Callable[[], None], folders: Folders = FILE_SYSTEM
 ) -> str | None:
-    """Reads the files that must be intact, which `objects` downloads first. Returns the first problem.
-    Collective."""
+    """Reads the files that must be intact. Returns the first problem. folders: of the run. Collective."""
     reader = open_reader(checkpoint)
 
     def find_problem(name: str) -> str | None:
-        missing = objects.fetch(checkpoint, name, heartbeat) if objects is not None else None
-        return missing or reader.file_problem(name)
+        return folders.fetch(checkpoint, name, heartbeat) or reader.file_problem(name)
 
     names: list[str] = []
     with errors_of_rank_0():
@@ -160,11 +154,11 @@ def find_damage(
     return first_problem(names, find_problem, heartbeat)
 
 
-def open_on_all_ranks(folder: Path, objects: ObjectCheckpoints | None = None) -> Checkpoint | None:
+def open_on_all_ranks(folder: Path, folders: Folders) -> Checkpoint | None:
     """Returns the checkpoint in a folder as rank 0 sees it; None if a file is missing or of the wrong size.
     Raises UserError on every rank if rank 0 cannot read it now. Collective."""
     checkpoint = None
     with errors_of_rank_0(f"checkpoint {folder}"), suppress(UserError):
         if dist.get_rank() == 0:
             checkpoint = open_checkpoint(folder)
-    return broadcast_from_rank_0(checkpoint) if objects is None else objects.share(checkpoint)
+    return folders.share(checkpoint)

@@ -36,7 +36,7 @@ from megatron.files import is_count, is_text, read_json, write_json
 from megatron.kernels.selection import reason_against_kernels, use_pytorch
 from megatron.model.attention_canary import AttentionCase, attention_case, attention_problem, sdpa_backend
 from megatron.mpu.world import broadcast_from_rank_0, gather_from_all_ranks
-from megatron.object_urls import is_mirrored
+from megatron.object_store.store import is_url
 from megatron.text_table import counted, format_table
 
 # A network file system may show a new file to other nodes late.
@@ -232,7 +232,7 @@ def check_shared_folders(
 
 def _folders(config: Config) -> dict[str, str]:
     folders = {"--save": config.checkpoint.save, FOLDER_VARIABLE: os.environ.get(FOLDER_VARIABLE)}
-    return {name: folder for name, folder in folders.items() if folder and not is_mirrored(folder)}
+    return {name: folder for name, folder in folders.items() if folder and not is_url(folder)}
 
 
 def _versions() -> dict[str, str]:

@@ -27,7 +27,6 @@ from megatron.cluster.launch import temporary_environment
 from megatron.cluster.rendezvous import Address, connect_processes
 from megatron.config import Config, LoggingConfig, ParallelConfig
 from megatron.errors import UserError, print_error
-from megatron.object_urls import as_urls
 
 # DeepSpeed logs this in every process without a GPU; the run report already names the device.
 _ACCELERATOR_NOTICE = "Setting accelerator to CPU"
@@ -49,19 +48,13 @@ def is_main_process() -> bool:
     return os.environ.get("RANK", "0") == "0"
 
 
-class _Formatter(logging.Formatter):
-    def format(self, record: logging.LogRecord) -> str:
-        """Returns the line of a record. A path in the mirror of an object store becomes its URL."""
-        return as_urls(super().format(record))
-
-
 def configure_logging(logging_config: LoggingConfig) -> None:
     """Applies --log-level (on global rank 0) and --log-level-replica (on other ranks). Must be called before
     the import of DeepSpeed, which logs."""
     name = logging_config.log_level if is_main_process() else logging_config.log_level_replica
     level = getattr(logging, name.upper())
     handler = logging.StreamHandler()
-    handler.setFormatter(_Formatter("%(asctime)s %(levelname)s %(name)s: %(message)s"))
+    handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(name)s: %(message)s"))
     logging.basicConfig(level=level, handlers=[handler])
 
     def wanted(record: logging.LogRecord) -> bool:
@@ -118,6 +111,7 @@ def init_distributed(config: Config, store: dist.Store | None = None) -> int:
     import deepspeed
     from deepspeed.accelerator import get_accelerator
 
+    # Late: DeepSpeed takes seconds to import.
     from megatron.engine.workarounds import disable_shm_comm_jit, set_default_group_timeout
 
     store = connect(config) if store is None else store

@@ -41,7 +41,6 @@ from megatron.config import Config
 from megatron.config.config import SECTIONS
 from megatron.config.fields import option_name
 from megatron.errors import UserError, one_line
-from megatron.object_urls import settings_with_urls
 from megatron.text_table import first_few
 
 # Time between two lines about missing ranks.
@@ -430,7 +429,7 @@ def _settings(config: Config) -> dict[str, dict[str, Any]]:
         section: {
             name: value for name, value in settings.items() if (section, name) not in _PER_PROCESS_SETTINGS
         }
-        for section, settings in settings_with_urls(config.to_dict()).items()
+        for section, settings in config.to_dict().items()
     }
 
 

@@ -6,7 +6,7 @@
 The format of --from is recognized. Weights, moments and the optimizer's step are copied without loss, in
 blocks: the memory does not grow with the model, and no model is built. docs/conversion.md lists what each
 format holds. A run needs no conversion: --load opens these formats on any layout. The tasks of one command
-under srun share a conversion from native to universal, and the same command continues one that was killed.
+under srun share a conversion to universal, and the same command continues one that was killed.
 tools/ds_to_universal.py and tools/convert_huggingface.py are this command with other flags.
 """
 
@@ -16,7 +16,7 @@ import argparse
 import os
 import shlex
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -42,18 +42,26 @@ from megatron.config.tool_parser import (
     check_folder,
     exit_on_interrupt,
 )
-from megatron.errors import UserError, exit_on_user_error, printable
+from megatron.errors import (
+    USER_ERROR_EXIT_CODE,
+    ConfigError,
+    UserError,
+    exit_on_user_error,
+    exit_with_error,
+    printable,
+)
 from megatron.tokenizer.flags import add_tokenizer_flags, tokenizer_flags, tokenizer_settings
 
 if TYPE_CHECKING:
-    from megatron.checkpoint.formats.native import NativeReader
     from megatron.checkpoint.formats.state import StateReader
+    from megatron.checkpoint.formats.writing import CheckpointWriter
     from megatron.checkpoint.record import Checkpoint
     from megatron.tokenizer import TokenizerFlags
 
 # The largest share of rows of the word embeddings without a token. Above it, the tokenizer belongs to another
 # model.
 MAX_DROPPED_SHARE = 0.05
+WORKERS = 4
 ONLY_TO_UNIVERSAL = (
     f"--allow-replica-mismatch acts only from {NATIVE} to --format {UNIVERSAL}: remove the flag"
 )
@@ -69,7 +77,7 @@ def build_parser() -> ToolParser:
         help="checkpoint to convert, or a folder whose `latest` or `latest_universal` names it",
     )
     parser.add_argument("--to", dest="target", required=True, metavar="FOLDER", help="folder to write")
-    written = {name: entry for name, entry in FORMATS.items() if entry.writer or name == HUGGING_FACE}
+    written = {name: entry for name, entry in FORMATS.items() if entry.writer}
     parser.add_argument(
         "--format",
         default=NATIVE,
@@ -79,7 +87,11 @@ def build_parser() -> ToolParser:
         + " (default: %(default)s)",
     )
     parser.add_argument(
-        "--workers", type=int, default=4, metavar="N", help="number of threads (default: %(default)s)"
+        "--workers",
+        type=int,
+        metavar="N",
+        help="number of threads; a thread holds a parameter of a Hugging Face model as a whole (default: "
+        f"{WORKERS}; 1 from a Hugging Face model)",
     )
     parser.add_argument(
         "--allow-replica-mismatch",
@@ -109,86 +121,34 @@ def add_flags_of_models(parser: ToolParser) -> None:
     group.add_argument("--no-tokenizer", action="store_true", help="write the model without its tokenizer")
     group = add_tokenizer_flags(
         parser,
-        "vocabulary of a model or a checkpoint of Megatron-Core (default: the tokenizer of the checkpoint or "
-        "in the model's folder)",
+        "tokenizer and vocabulary (default: the tokenizer of the checkpoint or in the model's folder)",
     )
     group.add_argument(
         "--vocab-size",
         type=int,
         metavar="TOKENS",
-        help="number of tokens without padding, if there is no tokenizer (default: all rows of the word "
-        "embeddings); a training run also needs this flag",
+        help="number of tokens without padding of a model that is read, if it has no tokenizer (default: all "
+        "rows of the word embeddings); a training run also needs this flag",
     )
-
-
-def open_source(
-    folder: Path,
-    universal: bool = False,
-    tokenizer: Mapping[str, Any] | None = None,
-    vocab_size: int | None = None,
-) -> StateReader:
-    """Returns the reader of a checkpoint to convert, with the specs of its parameters.
-
-    tokenizer, vocab_size: of a checkpoint of another framework, if they are given. Raises UserError if there
-    is no checkpoint, or if another framework made it and it does not describe its model.
-    """
-    from megatron.checkpoint.conversion import source as native_source
-    from megatron.checkpoint.formats.universal_info import recorded_spec
-    from megatron.checkpoint.reading import read_checkpoint
-    from megatron.checkpoint.record import RUN_FILE
-    from megatron.files import expect_layout
-
-    checkpoint = read_checkpoint(folder, universal, allow_external=True)
-    if checkpoint.is_external:
-        # Imported only here: it loads torch and DeepSpeed, which takes seconds.
-        from megatron.checkpoint.conversion.external import open_external
-
-        return open_external(open_reader(checkpoint), tokenizer or {}, vocab_size)
-    if tokenizer or vocab_size is not None:
-        raise UserError(
-            f"--from {folder} records its vocabulary: remove --vocab-size and the flags of the tokenizer"
-        )
-    if format_of(checkpoint.folder) == NATIVE:
-        return native_source.open_source(checkpoint.folder, derive_patterns=True)
-    reader = open_reader(checkpoint)
-    with expect_layout(checkpoint.folder / RUN_FILE, "the record of a checkpoint of this program"):
-        records = checkpoint.run["parameters"]
-        reader.specs = {name: recorded_spec(record) for name, record in records.items()}
-    reader.check_complete()
-    return reader
 
 
 def convert(arguments: argparse.Namespace) -> None:
     """Writes the checkpoint --to. Raises UserError for a user's mistake."""
+    from megatron.checkpoint.conversion.source import open_any
     from megatron.checkpoint.formats.native import NativeReader
 
-    source, target = Path(arguments.source), Path(arguments.target)
-    vocabulary = tokenizer_settings(arguments), arguments.vocab_size
-    reader = open_source(source, arguments.universal_checkpoint, *vocabulary)
-    verify = not arguments.no_verify_digests
-    lines = [f"{target}: {len(reader.specs)} parameters of {reader.folder}, format {arguments.format}"]
-    if arguments.format == UNIVERSAL and isinstance(reader, NativeReader):
-        options = arguments.workers, arguments.allow_replica_mismatch, verify
-        found = convert_in_tasks(reader, target, *options)
-        lines = [*found[:-1], *lines] if found else []
-    elif arguments.allow_replica_mismatch:
-        raise UserError(ONLY_TO_UNIVERSAL)
-    else:
-        writer = writer_class(arguments.format)
-        show(writer.write_checkpoint(reader, target, arguments.workers, verify), len(reader.specs))
-    for line in lines:
+    target, vocabulary = Path(arguments.target), (tokenizer_settings(arguments), arguments.vocab_size)
+    reader = open_any(Path(arguments.source), arguments.universal_checkpoint, *vocabulary)
+    options = {}
+    if arguments.allow_replica_mismatch:
+        if arguments.format != UNIVERSAL or not isinstance(reader, NativeReader):
+            raise UserError(ONLY_TO_UNIVERSAL)
+        options["allow_replica_mismatch"] = True
+    writer, workers = writer_class(arguments.format), arguments.workers or WORKERS
+    found = convert_in_tasks(reader, writer, target, workers, not arguments.no_verify_digests, **options)
+    count = f"{target}: {len(reader.specs)} parameters of {reader.folder}, format {arguments.format}"
+    for line in [*found[:-1], count] if found else []:
         print(printable(line))
-
-
-def show(names: Iterator[str], total: int, without_bar: bool | None = None) -> None:
-    """Shows the progress of a conversion. names: the parameters, as they are written."""
-    with tqdm(total=total, unit="parameter", disable=without_bar) as bar:
-        for name in names:
-            bar.set_postfix_str(name)
-            bar.update()
-
-
-# --- from native to universal ---
 
 
 def task_of(env: Mapping[str, str]) -> tuple[int, int]:
@@ -197,29 +157,38 @@ def task_of(env: Mapping[str, str]) -> tuple[int, int]:
 
 
 def convert_in_tasks(
-    source: NativeReader, target: Path, workers: int, allow_replica_mismatch: bool, verify: bool
+    reader: StateReader,
+    writer_class: type[CheckpointWriter],
+    target: Path,
+    workers: int,
+    verify: bool,
+    **options: Any,
 ) -> list[str]:
-    """Writes a universal checkpoint together with the other tasks of the command. Returns the lines of the
-    result in the task that publishes it; none in the others, or if an earlier command has converted it. The
-    arguments are those of `to_universal.convert`."""
-    from megatron.checkpoint.conversion.shared_work import SharedWork
-    from megatron.checkpoint.conversion.to_universal import convert as convert_native
-    from megatron.checkpoint.conversion.to_universal import is_published
-    from megatron.checkpoint.formats.writing import PARTIAL
+    """Writes a checkpoint, together with the other tasks of the command if the writer allows it, and shows
+    the progress. Returns the lines of the result in the task that publishes it; none in the others, or if an
+    earlier command has converted it. For the arguments see `pipeline.convert`."""
+    from megatron.checkpoint.conversion import pipeline
 
-    rank, num_tasks = task_of(os.environ)
+    task = task_of(os.environ)
+    rank, num_tasks = task
+    keeps = writer_class.keeps_parameters
+    if rank > 0 and not keeps:
+        return []
+    # Its error is of all tasks.
+    if pipeline.is_published(target, pipeline.identity_of(reader) if keeps else None) and rank == 0:
+        print(printable(f"{target}: an earlier command has converted {reader.folder}"))
     lines: list[str] = []
+    facts = workers, verify, task if keeps else (0, 1), lines.append
+    names = pipeline.convert(reader, writer_class, target, *facts, **options)
     try:
-        if is_published(source, target) and rank == 0:
-            print(f"{target}: an earlier command has converted {source.folder}")
-        target.parent.mkdir(parents=True, exist_ok=True)
-        with SharedWork(target.with_name(f"{target.name}{PARTIAL}.locks"), rank, num_tasks) as shared:
-            options = workers, allow_replica_mismatch, shared, lines.append, verify
-            show(convert_native(source, target, *options), len(source.specs), True if rank > 0 else None)
-    except OSError as error:
-        raise UserError(
-            f"the conversion stopped ({error}): fix the cause, then the same command continues it"
-        ) from error
+        with tqdm(total=len(reader.specs), unit="parameter", disable=True if rank > 0 else None) as bar:
+            for name in names:
+                bar.set_postfix_str(name)
+                bar.update()
+    except UserError as error:
+        if num_tasks == 1:
+            raise
+        exit_with_error(str(error), USER_ERROR_EXIT_CODE, {})  # other tasks may not have it: this one prints
     return lines
 
 
@@ -232,36 +201,45 @@ def exported_tokenizer(arguments: argparse.Namespace, checkpoint: Checkpoint) ->
     from megatron.config.sections.data import fitting_tokenizer_types
 
     flags = tokenizer_flags(arguments, checkpoint.config.data)
-    if arguments.no_tokenizer:
-        if flags is arguments:
-            raise UserError("--no-tokenizer contradicts the tokenizer's flags: remove one of them")
-        return None
-    if not fitting_tokenizer_types(flags):
+    if arguments.no_tokenizer or not fitting_tokenizer_types(flags):
         return None
     find_tokenizer(flags, checkpoint)  # compares it with the checkpoint's
     return flags
 
 
+def check_tokenizer_flags(arguments: argparse.Namespace) -> None:
+    """Raises ConfigError if --no-tokenizer contradicts the flags of a tokenizer."""
+    if arguments.no_tokenizer and tokenizer_settings(arguments):
+        raise ConfigError("--no-tokenizer contradicts the tokenizer's flags: remove one of them")
+
+
 def write_model(arguments: argparse.Namespace) -> None:
     """Writes a Hugging Face model of a checkpoint."""
-    from megatron.checkpoint.huggingface.exporter import format_differences, write_hugging_face
+    from megatron.checkpoint.huggingface.exporter import (
+        HuggingFaceWriter,
+        format_differences,
+        takes_fp32_values,
+    )
     from megatron.checkpoint.huggingface.family import family_of
     from megatron.checkpoint.reading import read_checkpoint
 
     checkpoint = read_checkpoint(arguments.source, arguments.universal_checkpoint)
-    _, family = family_of(checkpoint.config.model)
+    config = checkpoint.config
+    _, family = family_of(config.model)
     notes = [f"not the newest checkpoint: {checkpoint.skip_reason}"] if checkpoint.skip_reason else []
-    notes += format_differences(checkpoint.config)
+    notes += format_differences(config)
     tokenizer = exported_tokenizer(arguments, checkpoint)
     if tokenizer is None and not arguments.no_tokenizer:
         notes.append("no tokenizer is written, since the run had none: set the tokenizer flags to write one")
-    verify, target = not arguments.no_verify_digests, Path(arguments.target)
-    compared = write_hugging_face(checkpoint, target, arguments.dtype, tokenizer, verify=verify)
-    precision = arguments.dtype or checkpoint.config.precision.name
+    verify, target, reader = not arguments.no_verify_digests, Path(arguments.target), open_reader(checkpoint)
+    options = {"precision": arguments.dtype, "tokenizer": tokenizer}
+    if not convert_in_tasks(reader, HuggingFaceWriter, target, 1, verify, **options):
+        return
     print(
-        f"wrote {target}: {family.architecture} in {precision}, iteration {checkpoint.state.iteration} of "
-        f"{checkpoint.folder}"
+        f"wrote {target}: {family.architecture} in {arguments.dtype or config.precision.name}, iteration "
+        f"{checkpoint.state.iteration} of {checkpoint.folder}"
     )
+    compared = reader.weights_verification(takes_fp32_values(config, arguments.dtype))
     print(f"verified: {compared if verify else 'file sizes only (--no-verify-digests)'}")
     _print_notes(notes)
 
@@ -304,8 +282,9 @@ def read_model(arguments: argparse.Namespace) -> None:
         )
     if not given:  # the ids are of the folder's own tokenizer
         reader.checkpoint.run[TOKEN_IDS_KEY] = token_ids(source)
-    # One thread: a weight is in memory as a whole. Its files were compared with their digests above.
-    show(UniversalWriter.write_checkpoint(reader, target, workers=1, verify=False), len(reader.specs))
+    # A weight is in memory as a whole. The files were compared with their digests above.
+    if not convert_in_tasks(reader, UniversalWriter, target, getattr(arguments, "workers", None) or 1, False):
+        return
     print(f"wrote {target}: {reader.model.family.architecture} of {source}, {num_tokens:,} tokens")
     print(f"start from it with: {shlex.join(start_flags(reader.checkpoint.config, target))}")
     if dropped := rows - num_tokens:
@@ -334,8 +313,17 @@ def run(argv: Sequence[str] | None) -> None:
         mistakes.extend(
             f"{flag} acts only on --format {HUGGING_FACE}: remove it" for flag in given if given[flag]
         )
-    elif arguments.vocab_size is not None:
-        mistakes.add(f"--vocab-size acts on models that are read, not on --format {HUGGING_FACE}: remove it")
+    else:
+        if arguments.vocab_size is not None:
+            mistakes.add(
+                f"--vocab-size acts on models that are read, not on --format {HUGGING_FACE}: remove it"
+            )
+        if arguments.workers is not None:
+            mistakes.add(
+                f"--workers acts on all formats but {HUGGING_FACE}, whose files one thread writes: remove it"
+            )
+    with mistakes.collect():
+        check_tokenizer_flags(arguments)
     if arguments.allow_replica_mismatch and (is_model or arguments.format == HUGGING_FACE):
         mistakes.add(ONLY_TO_UNIVERSAL)
     if is_model and arguments.universal_checkpoint:
@@ -362,7 +350,7 @@ def run(argv: Sequence[str] | None) -> None:
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    with exit_on_interrupt(), exit_on_user_error():
+    with exit_on_interrupt(), exit_on_user_error({"RANK": str(task_of(os.environ)[0])}):
         run(argv)
 
 

@@ -18,7 +18,13 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from megatron.commands.convert_checkpoint import add_flags_of_models, read_model, write_model
+from megatron.commands.convert_checkpoint import (
+    add_flags_of_models,
+    check_tokenizer_flags,
+    read_model,
+    task_of,
+    write_model,
+)
 from megatron.config import LoggingConfig
 from megatron.config.mistakes import Mistakes
 from megatron.config.tool_parser import ToolParser, check_folder, exit_on_interrupt
@@ -27,7 +33,7 @@ from megatron.errors import exit_on_user_error
 # Flags that act only on one kind of input.
 CHECKPOINT, MODEL = "a checkpoint", "a Hugging Face model"
 FLAGS_OF_ONE = {
-    CHECKPOINT: ("--universal_checkpoint", "--dtype", "--no-tokenizer", "--no-verify-digests"),
+    CHECKPOINT: ("--universal_checkpoint", "--dtype", "--no-tokenizer"),
     MODEL: ("--vocab-size",),
 }
 
@@ -90,6 +96,8 @@ def run(argv: Sequence[str] | None) -> None:
     mistakes = Mistakes()
     arguments = build_parser().collect(sys.argv[1:] if argv is None else argv, mistakes)
     convert = read_model if is_model(arguments, mistakes) else write_model
+    with mistakes.collect():
+        check_tokenizer_flags(arguments)
     mistakes.raise_all()
 
     from megatron.cluster.processes import configure_logging
@@ -99,7 +107,7 @@ def run(argv: Sequence[str] | None) -> None:
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    with exit_on_interrupt(), exit_on_user_error():
+    with exit_on_interrupt(), exit_on_user_error({"RANK": str(task_of(os.environ)[0])}):
         run(argv)
 
 

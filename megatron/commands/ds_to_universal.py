@@ -17,7 +17,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from megatron.checkpoint.conversion.source import open_source
-from megatron.checkpoint.conversion.to_universal import is_published
+from megatron.checkpoint.formats.universal_writer import UniversalWriter
 from megatron.commands.convert_checkpoint import convert_in_tasks, task_of
 from megatron.config.tool_parser import ToolParser, check_folder
 from megatron.errors import UserError, exit_on_user_error, printable
@@ -75,7 +75,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     """Converts with a progress bar. A user's mistake prints one sentence and exits with code 2."""
     rank, _ = task_of(os.environ)
     print_once = print if rank == 0 else lambda _: None
-    with exit_on_user_error({"RANK": str(rank)}):  # an error that all tasks have
+    with exit_on_user_error({"RANK": str(rank)}):
         arguments = build_parser().parse_args(argv)
         for name in ("num_extract_workers", "num_merge_workers"):
             if getattr(arguments, name) < 1:
@@ -93,13 +93,13 @@ def main(argv: Sequence[str] | None = None) -> None:
             print_once("note: --verify-digests is deprecated and ignored: digests are verified by default")
         if source.checkpoint.is_external:
             print_once(f"note: {source.folder} has no run.json with digests: its files are not verified")
-        target = Path(arguments.output_folder)
-        is_published(source, target)  # its error is of all tasks, too
-    with exit_on_user_error({}):  # an error of this task
         workers = max(arguments.num_extract_workers, arguments.num_merge_workers)
-        options = workers, arguments.allow_replica_mismatch, not arguments.no_verify_digests
-        for line in convert_in_tasks(source, target, *options):
-            print(line)
+        verify, allow = not arguments.no_verify_digests, arguments.allow_replica_mismatch
+        target = Path(arguments.output_folder)
+        for line in convert_in_tasks(
+            source, UniversalWriter, target, workers, verify, allow_replica_mismatch=allow
+        ):
+            print(printable(line))
 
 
 if __name__ == "__main__":

@@ -30,7 +30,10 @@ from typing import TYPE_CHECKING
 from tqdm import tqdm
 
 from megatron.arguments.data_checks import no_harness
-from megatron.config import Config, LoggingConfig, ParallelConfig
+from megatron.cluster.devices import set_library_defaults
+from megatron.cluster.exit_codes import RunStopped
+from megatron.cluster.launch import init_from_slurm_env, world_size_of
+from megatron.config import LoggingConfig, ParallelConfig
 from megatron.config.registries import DATA_ORDERS
 from megatron.config.tool_parser import (
     ToolParser,
@@ -40,14 +43,19 @@ from megatron.config.tool_parser import (
     check_folder,
 )
 from megatron.data.flags import SPLIT_NAMES, parse_split, splits_with_own_data
+from megatron.data.gpt_dataset import VOCABULARY_KEY, one_epoch
 from megatron.data.indexed_dataset import IndexedDataset, index_path
+from megatron.data.splits import split_documents
 from megatron.errors import UserError, exit_on_user_error, exit_with_error
+from megatron.tokenizer.vocabulary_record import check_record
+from megatron.training.log_lines import perplexity
 
 if TYPE_CHECKING:
     from megatron.checkpoint.record import Checkpoint
     from megatron.data.gpt_dataset import GPTDataset
     from megatron.data.loader import MicroBatch
     from megatron.model.scoring import LanguageModel
+    from megatron.run import Run
     from megatron.training.harness.model import Tasks
 
 ALL = "all"
@@ -144,9 +152,6 @@ def check_arguments(arguments: argparse.Namespace) -> None:
 def open_datasets(arguments: argparse.Namespace, checkpoint: Checkpoint) -> list[tuple[GPTDataset, str]]:
     """Returns one epoch of each data set, and a text that names its documents. Raises UserError for damaged
     data, data of a different vocabulary and data with fewer tokens than a sample."""
-    from megatron.data.gpt_dataset import VOCABULARY_KEY, one_epoch
-    from megatron.data.splits import split_documents
-    from megatron.tokenizer.vocabulary_record import check_record
 
     config = checkpoint.config
     order = DATA_ORDERS[config.data.data_order]
@@ -209,6 +214,7 @@ def micro_batches(
     dataset: GPTDataset, num_samples: int, size: int, checkpoint: Checkpoint
 ) -> Iterator[MicroBatch]:
     """Yields the first `num_samples` samples in micro-batches of at most `size`."""
+    # Late: torch takes seconds to import.
     from megatron.data.loader import GPTBatchLoader
 
     remainder = num_samples % size
@@ -262,6 +268,7 @@ class Evaluation:
         self.tasks = self._load_tasks() if arguments.tasks else None
 
     def _load_tasks(self) -> Tasks:
+        # Late: torch takes seconds to import, and lm_eval is optional.
         from megatron.checkpoint.reading import find_tokenizer
 
         try:
@@ -276,7 +283,6 @@ class Evaluation:
 
     def run(self, model: LanguageModel, batch_size: int) -> None:
         """Prints a line for each data set and task. batch_size: samples in one call of the model."""
-        from megatron.training.log_lines import perplexity
 
         checkpoint = self.checkpoint
         print(f"{checkpoint.folder}, trained for {checkpoint.state.iteration} iterations", file=sys.stderr)
@@ -295,20 +301,19 @@ class Evaluation:
 
 
 def run(argv: Sequence[str]) -> None:
-    from megatron.cluster.devices import set_library_defaults
-    from megatron.cluster.launch import init_from_slurm_env, world_size_of
 
     arguments = build_parser().parse_args(argv)
     init_from_slurm_env()
     set_library_defaults()
     check_arguments(arguments)
 
+    # Late: torch and DeepSpeed take seconds to import.
     from megatron.cluster.processes import configure_logging, is_main_process, use_device_alone
 
     configure_logging(LoggingConfig())
     from megatron.checkpoint.reading import load_model, read_checkpoint, verify_weights
     from megatron.cluster.rendezvous import Preparation, announce_errors
-    from megatron.training.build import config_of_layout
+    from megatron.training.build import run_of_layout
 
     sizes = {field: getattr(arguments, field) for field in _SIZES}
     launched = world_size_of(os.environ)
@@ -316,11 +321,11 @@ def run(argv: Sequence[str]) -> None:
     evaluation = None
     with announce_errors():
         checkpoint = read_checkpoint(arguments.load, arguments.universal_checkpoint)
-        config = config_of_layout(checkpoint, ParallelConfig(**sizes, world_size=world_size))
+        planned = run_of_layout(checkpoint, ParallelConfig(**sizes, world_size=world_size))
     verify = not arguments.no_verify_digests
     with ExitStack() as stack:
         # Holds the store of rank 0, to which the other ranks connect while a task is downloaded.
-        preparation = stack.enter_context(Preparation(config))
+        preparation = stack.enter_context(Preparation(planned.config))
         with announce_errors():
             if is_main_process():
                 evaluation = Evaluation(arguments, checkpoint)
@@ -336,13 +341,14 @@ def run(argv: Sequence[str]) -> None:
             from megatron.cluster.processes import start_other_ranks
 
             stack.enter_context(start_other_ranks([*PROGRAM, *argv], world_size))
-        run_on_ranks(evaluation, checkpoint, config, size)
+        run_on_ranks(evaluation, checkpoint, planned, size)
 
 
-def run_on_ranks(evaluation: Evaluation | None, checkpoint: Checkpoint, config: Config, size: int) -> None:
+def run_on_ranks(evaluation: Evaluation | None, checkpoint: Checkpoint, planned: Run, size: int) -> None:
     """Evaluates on all ranks. evaluation: None except on rank 0. size: samples per micro-batch."""
     import torch.distributed as dist
 
+    # Late: torch and DeepSpeed take seconds to import.
     from megatron.checkpoint.lineage.start import share_checkpoint
     from megatron.cluster.preflight import check_attention, check_kernels
     from megatron.cluster.processes import init_distributed
@@ -351,14 +357,14 @@ def run_on_ranks(evaluation: Evaluation | None, checkpoint: Checkpoint, config: 
 
     leads_node = os.environ.get("LOCAL_RANK", "0") == "0"  # afterwards the variable has the device's index
     with announce_errors():  # rank 0 prints that another rank has no device
-        rank = init_distributed(config)
-    for note in check_kernels(required=False) + check_attention(config):
+        rank = init_distributed(planned.config)
+    for note in check_kernels(required=False) + check_attention(planned.config):
         if rank == 0:
             print(note, file=sys.stderr, flush=True)
     # A run may have saved a newer checkpoint since rank 0 read this one.
     shared = share_checkpoint(checkpoint, leads_node=leads_node)
     assert shared is not None
-    model = load_distributed_model(shared, config, rank, size)
+    model = load_distributed_model(shared, planned.connected(rank), size)
     if evaluation is None:
         model.serve()
     else:
@@ -374,7 +380,6 @@ def run_on_ranks(evaluation: Evaluation | None, checkpoint: Checkpoint, config: 
 def main(argv: Sequence[str] | None = None) -> None:
     """Runs the tool. A user's mistake prints one sentence and exits with code 2; a rank that never connects
     prints one sentence and exits with code 1."""
-    from megatron.cluster.exit_codes import RunStopped
 
     try:
         run(sys.argv[1:] if argv is None else argv)

@@ -87,6 +87,7 @@ def read_prompts(arguments: argparse.Namespace) -> list[str]:
 
 def read_sampling(arguments: argparse.Namespace) -> Sampling:
     """Returns the sampling settings. Raises UserError for invalid values."""
+    # Late: torch and DeepSpeed take seconds to import.
     from megatron.model.generation import Sampling
 
     check_at_least_1(arguments, "max_new_tokens")
@@ -106,6 +107,7 @@ def write_text(
     seed: int,
 ) -> int:
     """Prints the prompt and each generated token as it arrives; returns the number of new tokens."""
+    # Late: torch and DeepSpeed take seconds to import.
     from megatron.model.generation import generate
 
     tokens = tokenizer.tokenize(prompt)
@@ -136,6 +138,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     check_folder("--load", arguments.load)
     prompts = read_prompts(arguments)
 
+    # Late: torch and DeepSpeed take seconds to import.
     from megatron.cluster.processes import configure_logging, use_device_alone
 
     configure_logging(LoggingConfig())

@@ -44,6 +44,7 @@ def build_parser() -> ToolParser:
 
 def show_one(folder: Path, as_json: bool, verify: bool) -> bool:
     """Describes the checkpoint in `folder`; returns whether it is intact."""
+    # Late: torch takes seconds to import.
     from megatron.checkpoint.inspect import inspect_folder
     from megatron.checkpoint.report import overview_text
 
@@ -54,6 +55,7 @@ def show_one(folder: Path, as_json: bool, verify: bool) -> bool:
 
 def show_two(folders: Sequence[Path], as_json: bool) -> None:
     """Prints how two checkpoints differ."""
+    # Late: torch and DeepSpeed take seconds to import.
     from megatron.checkpoint.reading import read_checkpoint
     from megatron.checkpoint.report import compare_checkpoints, comparison_text
 
@@ -79,6 +81,7 @@ def run(argv: Sequence[str] | None) -> int:
             "--verify needs one folder, got two: a comparison reads all tensors anyway; remove the flag"
         )
 
+    # Late: torch takes seconds to import.
     from megatron.cluster.processes import configure_logging
 
     configure_logging(LoggingConfig())

@@ -27,6 +27,7 @@ from megatron.files import write_json
 from megatron.planner.command import RunFlagsParser, run_flags, with_defaults
 from megatron.planner.page import Kind, write_page
 from megatron.planner.plots import draw_plan
+from megatron.planner.simulation.processes import start_server
 
 RECIPES = ("nodes", "micro-batch")
 
@@ -66,7 +67,6 @@ def main() -> None:
         command_line = read_command_line(words, {}, mistakes=arguments.mistakes)
     arguments.mistakes.raise_all()
     # Imported after the flags are checked: the import of DeepSpeed takes seconds, in the server process, too.
-    from megatron.planner.simulation.processes import start_server
 
     start_server()
     from megatron.cluster.processes import configure_logging

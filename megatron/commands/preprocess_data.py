@@ -30,7 +30,7 @@ from megatron.config.tool_parser import ToolParser, check_at_least_1, check_outp
 from megatron.data.preprocessing import Progress, preprocess
 from megatron.data.text_files import files_of_shard, find_files, parse_shard, size_of
 from megatron.errors import UserError, exit_on_user_error
-from megatron.object_urls import is_url
+from megatron.object_store.store import is_url
 from megatron.text_table import first_few
 from megatron.tokenizer.backends import BACKENDS
 from megatron.tokenizer.flags import add_parse_special_flag, add_tokenizer_flags

@@ -34,6 +34,8 @@ from megatron.planner.plots import draw_summary
 from megatron.planner.sweep.axes import make_rows, split_command
 from megatron.planner.sweep.file_checks import MAX_REPEAT
 from megatron.planner.sweep.folder import Record, SweepFolder, machine_facts, now_text
+from megatron.planner.sweep.local import run_sweep
+from megatron.planner.sweep.slurm import read_base_command, submit
 from megatron.planner.sweep.summary import summarize
 from megatron.planner.sweep.table import remarks, report_csv, report_markdown, report_text
 
@@ -115,8 +117,6 @@ def plan_sweep(options: argparse.Namespace) -> Record:
 
     base, processes = options.base, None
     if options.sbatch:
-        from megatron.planner.sweep.slurm import read_base_command
-
         script = read_base_command(options.sbatch, options.base, options.folder)
         base, processes, options.nodes = script.flags, script.processes, script.nodes
     rows = make_rows(options.axes, base)
@@ -176,12 +176,9 @@ def run(argv: Sequence[str] | None) -> None:
 
 
 def _run(folder: SweepFolder, options: argparse.Namespace) -> None:
-    from megatron.planner.sweep.local import run_sweep
 
     record = plan_sweep(options)
     if options.sbatch:
-        from megatron.planner.sweep.slurm import submit
-
         record = folder.begin(record)
         print(
             submit(

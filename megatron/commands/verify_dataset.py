@@ -34,7 +34,7 @@ from megatron.arguments import read_command_line
 from megatron.checkpoint.lineage.start import check_load_folder
 from megatron.checkpoint.selection import planned_length
 from megatron.config import Config
-from megatron.config.config import settings_of
+from megatron.config.config import settings_of_section
 from megatron.config.flag_parser import make_parser
 from megatron.config.foreign_flags import rewrite
 from megatron.config.mistakes import Mistakes
@@ -191,7 +191,7 @@ def sampled_run(words: Sequence[str], mistakes: Mistakes) -> Config:
     words = rewrite(words)[0]
     with mistakes.collect():
         check_batch_size(words)
-    dropped = {setting.name for setting in (*settings_of("model"), *settings_of("parallel"))}
+    dropped = {setting.name for setting in (*settings_of_section("model"), *settings_of_section("parallel"))}
     kept = without_settings(words, dropped - {"model.seq_length", "parallel.zero_stage"})
     return with_curriculum(
         read_command_line([*_DEFAULT_FLAGS, *kept], {}, reads_files=False, mistakes=mistakes).config

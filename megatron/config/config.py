@@ -197,7 +197,7 @@ OPTIONS = {option: name for name, setting in SETTINGS.items() for option in sett
 """'section.field' of all names of all flags."""
 
 
-def settings_of(section: str) -> list[Setting]:
+def settings_of_section(section: str) -> list[Setting]:
     """Returns the settings of a section."""
     return [setting for setting in SETTINGS.values() if setting.section == section]
 

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from megatron.errors import ConfigError
+from megatron.errors import ConfigError, UserError
 
 # Aligns all lines of an error, of which the first begins with "error: ".
 _LINE_BREAK = "\n       "
@@ -46,10 +46,10 @@ class Mistakes:
 
     @contextmanager
     def collect(self, flags: Iterable[str] = ()) -> Iterator[None]:
-        """Adds the mistake of a ConfigError that ends the block. flags: see `add`."""
+        """Adds the mistake of a UserError that ends the block. flags: see `add`."""
         try:
             yield
-        except ConfigError as error:
+        except UserError as error:
             self.add(str(error), flags)
 
     def raise_all(self) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from megatron.config.config import settings_of
+from megatron.config.config import settings_of_section
 from megatron.config.fields import value_text
 from megatron.config.sections.model import ModelConfig
 from megatron.errors import ConfigError
@@ -12,7 +12,7 @@ def model_summary(model: ModelConfig) -> str:
     """Returns sizes and variants of the model in one line, for logs and reports."""
     variants = [
         summary.format(value_text(value) if isinstance(value, tuple) else value)
-        for setting in settings_of("model")
+        for setting in settings_of_section("model")
         if (summary := setting.flag.summary) and (value := getattr(model, setting.field)) != setting.default
     ]
     return (

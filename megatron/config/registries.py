@@ -256,7 +256,7 @@ class Partitioner(Choice):
     """A partition method. Its implementation is a function (PartitionMethod, LayerTable, PipelineShape) ->
     Partition.
 
-    needs_memory: whether the method needs the memory of the layers (`pipeline.stages.find_memory_costs`).
+    needs_memory: whether the method needs the memory of the layers (`run.PredictMemory`).
     """
 
     needs_memory: bool = False

@@ -20,8 +20,7 @@ from typing import Any, BinaryIO, cast
 
 from megatron.config import ConfigError
 from megatron.errors import UserError
-from megatron.object_store.store import ObjectInfo, ObjectStore, check_url
-from megatron.object_urls import is_url
+from megatron.object_store.store import ObjectInfo, ObjectStore, check_url, is_url
 from megatron.shares import share_out
 
 BATCH_BYTES = 1 << 20

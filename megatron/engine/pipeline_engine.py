@@ -27,6 +27,7 @@ from megatron.optimizer.mixed_precision import MixedPrecisionOptimizer
 from megatron.optimizer.overlap import divide_into_buckets
 from megatron.optimizer.parameter_groups import make_optimizer, parameter_groups
 from megatron.optimizer.zero import ZeroConfig
+from megatron.run import Run
 from megatron.shares import share_out
 
 # Methods of DeepSpeed's engines that do what DeepSpeed documents; all others raise an error.
@@ -40,28 +41,28 @@ _SUPPORTED = (
     "train_micro_batch_size_per_gpu wall_clock_breakdown was_step_applied zero_grad zero_optimization"
 )
 _ANSWERS: dict[str, Callable[[Any], Any]] = {
-    "bfloat16_enabled": lambda engine: engine.run_config.precision.bf16,
-    "curriculum_learning_enabled": lambda engine: engine.run_config.curriculum is not None,
+    "bfloat16_enabled": lambda engine: engine.run.config.precision.bf16,
+    "curriculum_learning_enabled": lambda engine: engine.run.config.curriculum is not None,
     "dynamic_loss_scale": lambda engine: engine.optimizer.scaler.dynamic,
-    "fp16_enabled": lambda engine: engine.run_config.precision.fp16,
+    "fp16_enabled": lambda engine: engine.run.config.precision.fp16,
     "get_batch_info": lambda engine: (
         engine.train_batch_size(),
         engine.train_micro_batch_size_per_gpu(),
         engine.gradient_accumulation_steps(),
     ),
     "get_data_parallel_rank": lambda engine: engine.mesh.dp.rank,
-    "get_data_types": lambda engine: (PARAMETER_DTYPES[engine.run_config.precision.name], torch.float32),
+    "get_data_types": lambda engine: (PARAMETER_DTYPES[engine.run.config.precision.name], torch.float32),
     "get_global_grad_norm": lambda engine: engine.optimizer.grad_norm if engine.global_steps else None,
     "get_model_parallel_rank": lambda engine: engine.mesh.tp.rank,
     "get_mom": lambda engine: [g.get("betas", g.get("momentum", 0.0)) for g in engine.optimizer.param_groups],
     "get_tensor_parallel_rank": lambda engine: engine.mesh.tp.rank,
-    "gradient_clipping": lambda engine: engine.run_config.optimizer.clip_grad,
-    "is_compiled": lambda engine: engine.run_config.training.compile,
-    "loss_scale": lambda engine: engine.run_config.precision.loss_scale or 0.0,
-    "zero_cpu_offload": lambda engine: engine.run_config.parallel.cpu_offload,
+    "gradient_clipping": lambda engine: engine.run.config.optimizer.clip_grad,
+    "is_compiled": lambda engine: engine.run.config.training.compile,
+    "loss_scale": lambda engine: engine.run.config.precision.loss_scale or 0.0,
+    "zero_cpu_offload": lambda engine: engine.run.config.parallel.cpu_offload,
     "zero_optimization_partition_gradients": lambda engine: engine.zero_optimization_stage() >= 2,
     "zero_optimization_partition_weights": lambda engine: engine.zero_optimization_stage() >= 3,
-    "zero_optimization_stage": lambda engine: engine.run_config.parallel.zero_stage,
+    "zero_optimization_stage": lambda engine: engine.run.config.parallel.zero_stage,
 }
 """Results of methods of DeepSpeed's engines: the run's values, with which DeepSpeed is not configured."""
 
@@ -73,9 +74,9 @@ class GPTEngine(ScheduleExecutor):
     Of the methods that it inherits from DeepSpeed, only `_SUPPORTED` and `_ANSWERS` are for callers.
     """
 
-    def __init__(self, config: Config, mesh: Mesh, model: GPTModelPipe) -> None:
-        self.run_config = config
-        self.mesh = mesh
+    def __init__(self, run: Run, model: GPTModelPipe) -> None:
+        self.run, self.mesh = run, run.mesh
+        config, mesh = run.config, run.mesh
         self._heartbeat: Callable[[], None] = _no_heartbeat
         self._seq_length = config.model.seq_length
         self.device_progress = DeviceProgress(get_accelerator())
@@ -94,7 +95,7 @@ class GPTEngine(ScheduleExecutor):
         )
 
     def wrap_optimizer(self, optimizer: torch.optim.Optimizer) -> MixedPrecisionOptimizer:
-        return mixed_precision_optimizer(self.run_config, self.mesh, self.module, optimizer)
+        return mixed_precision_optimizer(self.run.config, self.mesh, self.module, optimizer)
 
     def train_step(
         self,
@@ -117,7 +118,7 @@ class GPTEngine(ScheduleExecutor):
         NonFiniteError on all ranks, before the update.
         """
         self._heartbeat = heartbeat or _no_heartbeat
-        self._seq_length = seq_length or self.run_config.model.seq_length
+        self._seq_length = seq_length or self.run.config.model.seq_length
         if global_batch_size != self.train_batch_size():
             super().set_train_batch_size(global_batch_size * self.mesh.cp_size)
         self.optimizer.begin_step(
@@ -136,17 +137,6 @@ class GPTEngine(ScheduleExecutor):
         self._free_pipe_buffers()
         return loss
 
-    def evaluate(
-        self,
-        micro_batches: Iterator[MicroBatch],
-        num_micro_batches: int,
-        heartbeat: Callable[[], None] | None = None,
-        seq_length: int | None = None,
-    ) -> Tensor:
-        """Returns the mean loss over the unmasked tokens of `evaluate_totals`, a device scalar."""
-        losses, tokens = self.evaluate_totals(micro_batches, num_micro_batches, heartbeat, seq_length)
-        return losses / tokens
-
     def evaluate_totals(
         self,
         micro_batches: Iterator[MicroBatch],
@@ -157,7 +147,7 @@ class GPTEngine(ScheduleExecutor):
         """Returns `token_totals` of `num_micro_batches` per data-parallel rank. heartbeat: called for every
         micro-batch. seq_length: length of these samples; --seq-length if None. Collective."""
         self._heartbeat = heartbeat or _no_heartbeat
-        self._seq_length = seq_length or self.run_config.model.seq_length
+        self._seq_length = seq_length or self.run.config.model.seq_length
         self.device_progress.begin_step()
         self.eval_batch(
             micro_batches, num_micro_batches=num_micro_batches, reduce_output=None, bcast_loss=False

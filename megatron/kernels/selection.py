@@ -16,6 +16,7 @@ import torch
 from deepspeed.accelerator import get_accelerator
 
 from megatron.errors import one_line
+from megatron.kernels.norms import fused_norms
 from megatron.torch_versions import interpreter_problem
 
 _LOG = logging.getLogger(__name__)
@@ -76,7 +77,6 @@ def _launch_failure(device_type: str) -> str | None:
 
     At its first launch on a node, triton compiles a library in C, and it writes to its cache.
     """
-    from megatron.kernels.norms import fused_norms
 
     try:
         norm = fused_norms([torch.ones(1, device=device_type)]).item()

@@ -58,7 +58,7 @@ def layer_kinds(model: ModelConfig) -> list[LayerKind]:
     return [layer_kind(model, layer) for layer in range(model.num_layers)]
 
 
-def settings_of(kinds: Sequence[LayerKind]) -> dict[str, Any]:
+def settings_for_kinds(kinds: Sequence[LayerKind]) -> dict[str, Any]:
     """Returns the settings of a model with transformer layers of these kinds: 'section.field' -> value."""
     pattern = tuple(kind.letter for kind in kinds) if any(kind.suffix for kind in kinds) else None
     return {"model.num_layers": len(kinds), "model.window_pattern": pattern}

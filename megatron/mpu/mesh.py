@@ -140,13 +140,6 @@ class Mesh:
             rank, coordinates[name] = divmod(rank, self.sizes[name])
         return {name: coordinates[name] for name in view}
 
-    def rank_at(self, coordinates: Mapping[str, int], view: Sequence[str] = DENSE) -> int:
-        """Inverts `coordinates_of`."""
-        rank = 0
-        for name in view:
-            rank = rank * self.sizes[name] + coordinates[name]
-        return rank
-
     def ranks_along(self, names: Sequence[str], rank: int) -> tuple[int, ...]:
         """Returns the ranks that differ from `rank` at most on the axes `names` of one view, ascending."""
         view = _view_of(names)

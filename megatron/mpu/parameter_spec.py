@@ -136,6 +136,11 @@ class Box(NamedTuple):
         """Number of elements."""
         return math.prod(self.sizes)
 
+    @property
+    def slices(self) -> tuple[slice, ...]:
+        """The box as an index of the full parameter."""
+        return tuple(slice(first, first + size) for first, size in zip(self.offsets, self.sizes, strict=True))
+
     def intersection(self, other: Box) -> tuple[range, ...] | None:
         """Returns the indices of the full parameter that are in both boxes, for each dimension; None if there
         are none."""

@@ -29,7 +29,8 @@ class Piece:
     start: int
     stop: int
     values: Mapping[str, Tensor] = field(default_factory=dict)
-    """State -> elements: 'fp32' for the values, the optimizer's name for a moment. All are flat and fp32."""
+    """State -> elements: 'fp32' for the values, the optimizer's name for a moment. All are flat, and in
+    fp32 except for weights in the precision of a run."""
     step: float | None = None
     """The number of updates; None if the optimizer does not count them."""
     quantized: bool = False

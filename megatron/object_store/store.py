@@ -18,7 +18,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from megatron.errors import ConfigError, printable
-from megatron.object_urls import is_url
 
 if TYPE_CHECKING:
     from megatron.object_store.s3 import Failure
@@ -30,6 +29,7 @@ _MAX_PARTS = 10_000
 _MAX_DELETED_AT_ONCE = 1000
 # One connection to S3 carries 50 to 100 MB/s.
 _UPLOAD_THREADS = 4
+_DOWNLOAD_THREADS = 8
 # Retries are logged after this time: with many ranks it is normal that a store refuses some requests.
 _SILENT_S = 5.0
 _LOG = logging.getLogger(__name__)
@@ -78,6 +78,11 @@ def _is_file_name(key: str) -> bool:
 
 class _UploadGoneError(FileNotFoundError):
     """The multipart upload does not exist: it is complete, or it was aborted."""
+
+
+def is_url(path: str | os.PathLike[str]) -> bool:
+    """Returns whether a path is a URL, such as s3://bucket/run."""
+    return re.match(r"[A-Za-z][A-Za-z0-9+.-]*://", str(path)) is not None
 
 
 def check_url(url: str) -> None:
@@ -174,17 +179,25 @@ class ObjectStore:
         return data
 
     def download(
-        self, key: str, path: str | os.PathLike[str], start: int = 0, end: int | None = None
+        self,
+        key: str,
+        path: str | os.PathLike[str],
+        size: int,
+        progress: Callable[[], object] = lambda: None,
     ) -> None:
-        """Writes an object's bytes from `start` to before `end` into an existing file, at their offset."""
-        if end is None:
-            end = self.info(key).size
-        with open(path, "r+b", buffering=0) as file:
-            for block in range(start, end, self._part_bytes):
-                data = memoryview(self.read_block(key, block, min(block + self._part_bytes, end)))
-                while data:
-                    written = os.pwrite(file.fileno(), data, block)
-                    data, block = data[written:], block + written
+        """Writes an object of this size to a file, in blocks, a few at a time. progress: called after each.
+        Raises OSError if the object is smaller."""
+
+        def copy(start: int) -> None:
+            data = memoryview(self.read_block(key, start, min(start + self._part_bytes, size)))
+            while data:
+                written = os.pwrite(file.fileno(), data, start)
+                data, start = data[written:], start + written
+
+        with open(path, "wb", buffering=0) as file, ThreadPoolExecutor(_DOWNLOAD_THREADS) as pool:
+            file.truncate(size)
+            for _ in pool.map(copy, range(0, size, self._part_bytes)):
+                progress()
 
     def put(self, key: str, data: bytes, retries: Retries | None = None) -> None:
         """Writes an object with one PUT, which replaces an object of this key."""
@@ -282,6 +295,7 @@ class ObjectStore:
         retries: Retries | None = None,
     ) -> T:
         """Returns call(file system, limit of its time). Retries transient errors. Raises OSError."""
+        # Late: s3fs is optional.
         from megatron.object_store.s3 import open_file_system, read_failure
 
         retries = retries or self._retries

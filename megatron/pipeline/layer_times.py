@@ -22,7 +22,7 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from megatron.config import Config, ConfigError
-from megatron.config.config import settings_of
+from megatron.config.config import settings_of_section
 from megatron.config.model import padded_vocab_size
 from megatron.files import HostileFileError, read_json, write_json
 from megatron.model.flops import recomputes_scores
@@ -112,7 +112,7 @@ def _shapes(config: Config, vocab_size: int) -> dict[str, Any]:
     return {
         **{
             setting.field: getattr(config.model, setting.field)
-            for setting in settings_of("model")
+            for setting in settings_of_section("model")
             if setting.flag.changes_layer_time
         },
         "reset_position_ids": config.data.reset_position_ids,

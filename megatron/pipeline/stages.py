@@ -9,7 +9,6 @@ from deepspeed.pipe import LayerSpec
 from megatron.config import Config, ConfigError
 from megatron.config.model import padded_vocab_size
 from megatron.config.registries import PARTITION_METHODS
-from megatron.config.registry import load_object
 from megatron.model.flops import layer_flops
 from megatron.model.gpt_model import pipeline_layers
 from megatron.model.layer_context import LayerContext
@@ -19,9 +18,6 @@ from megatron.mpu.mesh import Mesh
 from megatron.mpu.random import DropoutRNG
 from megatron.pipeline.methods import LayerTable, MemoryCosts, Partition, PipelineShape, partition_layers
 from megatron.pipeline.partition_method import parse_partition_method
-
-# Loaded on use: a run imports the planner only for the partition method 'memory'.
-_MEMORY_COSTS = "megatron.planner.layer_memory:memory_costs"
 
 
 @dataclass(frozen=True)
@@ -96,13 +92,11 @@ def plan_stages(
     """Partitions the layer list by `--partition-method`. Raises ConfigError if that is not possible.
 
     seconds: measured times (see `LayerDescription.time_name`), for the method 'profile'. memory: for the
-    method 'memory'; None to compute it in this process, see `find_memory_costs`.
+    method 'memory', see `needs_memory_costs`.
     """
     parallel = config.parallel
     layers = layer_list(config, vocab_size)
     described, parameters = list(map(describe, layers)), layer_parameter_counts(layers)
-    if memory is None and needs_memory_costs(config):
-        memory = find_memory_costs(config, vocab_size)
     table = LayerTable(
         described,
         held_parameters(config, described, parameters),
@@ -135,12 +129,6 @@ def needs_memory_costs(config: Config) -> bool:
     """Returns whether `plan_stages` needs the memory of the layers."""
     kind = parse_partition_method(config.parallel.partition_method).kind
     return PARTITION_METHODS[kind].needs_memory
-
-
-def find_memory_costs(config: Config, vocab_size: int) -> MemoryCosts:
-    """Returns the memory of the layers, which the planner predicts. Rank 0 of a run calls it."""
-    costs: MemoryCosts = load_object(_MEMORY_COSTS)(config, vocab_size)
-    return costs
 
 
 def stage_flops(config: Config, plan: StagePlan, vocab_size: int) -> list[float]:

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
-from megatron.checkpoint.compatibility import resumed_schedule, start_of
+from megatron.checkpoint.compatibility import starting_from
 from megatron.checkpoint.record import Checkpoint
 from megatron.cluster import processes
 from megatron.cluster.exit_status import ExitStatus
@@ -14,10 +15,12 @@ from megatron.errors import printable
 from megatron.optimizer.batch_schedule import BatchSchedule, check_remaining_batches, first_supported_sample
 from megatron.pipeline.stages import stage_flops
 from megatron.planner.fit import free_saving, with_verdict
-from megatron.planner.plan import Plan, make_plan
-from megatron.planner.step_time import StepTime, planned_step, time_lines
+from megatron.planner.layer_memory import memory_costs
+from megatron.planner.plan import Plan, plan_of
+from megatron.planner.step_time import planned_step, time_lines
+from megatron.run import Run
 from megatron.text_table import format_table
-from megatron.training.build import Setup
+from megatron.training.build import new_run
 from megatron.training.data import planned_data_report
 from megatron.training.run_report import planned_start, run_report, start_notes
 from megatron.units import GIB
@@ -26,11 +29,10 @@ from megatron.units import GIB
 def dry_run(config: Config, notes: list[str]) -> ExitStatus:
     """Prints the plan. Returns FINISHED, or USER_ERROR if the plan does not fit the device. notes: sentences
     about the flags, printed at the start of the report."""
-    setup = Setup.from_config(config)
-    assert setup.plan is not None
-    plan = with_verdict(make_plan(config, setup.vocab.size, setup.plan))
+    run = new_run(config, memory_costs)
+    plan = with_verdict(plan_of(run))
     if processes.is_main_process():
-        print(printable(_report(config, notes, setup, plan)))
+        print(printable(_report(plan, notes)))
         if plan.verdict:
             print(f"\nmemory     {plan.verdict}")
         if plan.fits and (saving := free_saving(plan)):
@@ -38,29 +40,26 @@ def dry_run(config: Config, notes: list[str]) -> ExitStatus:
     return ExitStatus.FINISHED if plan.fits is not False else ExitStatus.USER_ERROR
 
 
-def _report(config: Config, notes: list[str], setup: Setup, plan: Plan) -> str:
-    vocab = setup.vocab
-    checkpoint, found = planned_start(config, vocab)
-    notes = [*notes, *ramp_up_notes(config, checkpoint)]
-    start = start_of(checkpoint)
-    data = planned_data_report(config, start)
-    lr_schedule = resumed_schedule(checkpoint, config)
-    notes += found + start_notes(checkpoint, config, lr_schedule)
-    step = planned_step(config, plan.stages, vocab.size, start)
-    text = planned_run_report(plan, notes, lr_schedule.describe(), step)
+def _report(plan: Plan, notes: list[str]) -> str:
+    checkpoint, found = planned_start(plan.run)
+    notes = [*notes, *ramp_up_notes(plan.run, checkpoint)]
+    run = starting_from(checkpoint, plan.run)
+    data = planned_data_report(run)
+    learning_rate = run.lr_schedule.describe()
+    notes += found + start_notes(checkpoint, run)
+    text = planned_run_report(replace(plan, run=run, step=planned_step(run)), notes, learning_rate, True)
     return f"{text}\n\n{data}"
 
 
 def planned_run_report(
-    plan: Plan, notes: Sequence[str] = (), learning_rate: str = "", step: StepTime | None = None
+    plan: Plan, notes: Sequence[str] = (), learning_rate: str = "", shows_time: bool = False
 ) -> str:
-    """Returns the report that a run prints at its start, followed by the planned memory and time. step: the
-    predicted step; None hides the lines about time."""
-    config = plan.config
+    """Returns the report that a run prints at its start, followed by the planned memory and, with
+    `shows_time`, the predicted time."""
     parts = [
-        run_report(config, plan.stages, plan.vocab_size, notes, learning_rate, _network_lines(config)),
+        run_report(plan.run, notes, learning_rate, _network_lines(plan.config)),
         "planned memory of a device in GiB\n" + memory_table(plan),
-        *([] if step is None else [time_lines(step)]),
+        *([time_lines(plan.step)] if shows_time and plan.step is not None else []),
     ]
     return "\n\n".join(parts)
 
@@ -74,8 +73,8 @@ def _network_lines(config: Config) -> list[str]:
 def memory_table(plan: Plan) -> str:
     """Returns a table: for each pipeline rank the parts of `StageMemory` in GiB, and its share of the
     FLOPs."""
-    stages = plan.stages
-    work = stages.sum_by_rank(stage_flops(plan.config, stages, plan.vocab_size))
+    stages = plan.run.stages
+    work = stages.sum_by_rank(stage_flops(plan.config, stages, plan.run.vocab.size))
     parts = ("state", "activations", "head", "temporaries", "tables", "total", "host")
     rows = [["stage" if stages.has_one_stage_per_rank else "rank", *parts, "work"]]
     for rank, planned in enumerate(plan.memory):
@@ -84,7 +83,7 @@ def memory_table(plan: Plan) -> str:
     return format_table(rows)
 
 
-def ramp_up_notes(config: Config, checkpoint: Checkpoint | None) -> list[str]:
+def ramp_up_notes(run: Run, checkpoint: Checkpoint | None) -> list[str]:
     """Returns a note on the batch sizes that remain of --rampup-batch-size after `checkpoint`, which --load
     names; [] without both.
 
@@ -92,10 +91,9 @@ def ramp_up_notes(config: Config, checkpoint: Checkpoint | None) -> list[str]:
     the number of consumed samples from which a run can resume. Raises ConfigError if the
     layout does not support a batch size that remains.
     """
-    load = config.checkpoint.load
+    config, schedule, load = run.config, run.batches, run.config.checkpoint.load
     if load is None or config.batch.rampup_batch_size is None:
         return []
-    schedule = BatchSchedule.from_config(config.batch)
     if checkpoint is not None:
         consumed = checkpoint.start_state.consumed_samples
         check_remaining_batches(config, consumed)

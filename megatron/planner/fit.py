@@ -113,7 +113,7 @@ def _smaller_plans(plan: Plan) -> list[tuple[Flags, Plan]]:
     """Returns the plans with one flag that reduce the peak memory."""
 
     def try_one(entry: tuple[str, Config]) -> list[tuple[str, Plan]]:
-        return list(_until_it_fits(*entry, plan.vocab_size))
+        return list(_until_it_fits(*entry, plan.run.vocab.size))
 
     with ThreadPoolExecutor() as pool:  # recording, which takes most of the time, runs in other processes
         tried = dict(one for found in pool.map(try_one, memory_flags(plan.config)) for one in found)
@@ -145,7 +145,7 @@ def free_saving(plan: Plan) -> str:
     if plan.step is None or parallel.zero_stage > 0 or parallel.dp_cp_size == 1:
         return ""
     try:
-        changed = evaluate(plan.config, {"parallel.zero_stage": 1}, plan.vocab_size)
+        changed = evaluate(plan.config, {"parallel.zero_stage": 1}, plan.run.vocab.size)
     except UserError:
         return ""
     ratio = changed.tokens_per_second / plan.tokens_per_second

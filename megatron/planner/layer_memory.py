@@ -6,12 +6,14 @@ from dataclasses import dataclass
 
 from megatron.config import Config
 from megatron.config.sections.parallel import ParallelConfig
+from megatron.data.vocabulary import Vocabulary
 from megatron.model.layer_kinds import transformer_layers
 from megatron.model.pipeline_module import describe, layer_parameter_counts
 from megatron.pipeline.methods import MemoryCosts
-from megatron.pipeline.stages import held_parameters, layer_list, plan_stages
+from megatron.pipeline.stages import held_parameters, layer_list
 from megatron.planner.in_flight import in_flight_by_stage
 from megatron.planner.simulation.stage_costs import ONE_STAGE, rank_update, whole_model_costs
+from megatron.run import Run
 
 
 @dataclass(frozen=True)
@@ -55,15 +57,22 @@ def bytes_per_parameter(config: Config, vocab_size: int) -> StateBytes:
                 "parallel.world_size": 1,
             }
         )
-        plan = plan_stages(alone, vocab_size)
-        update = rank_update(alone, plan, vocab_size, 0)
+        run = planned_run(alone, vocab_size)
+        update = rank_update(run, 0)
         sizes.append((update.parameters, update.gradients, update.optimizer))
-        counts.append(plan.stage_parameters(0))
+        counts.append(run.stages.stage_parameters(0))
     layer_sizes = tuple(two - one for one, two in zip(*sizes, strict=True))
     in_layer, outside = counts[1] - counts[0], 2 * counts[0] - counts[1]
     weights, gradients, optimizer = (size / in_layer for size in layer_sizes)
     others = [(one - layer) / outside for one, layer in zip(sizes[0], layer_sizes, strict=True)]
     return StateBytes((weights, gradients, optimizer), (others[0], others[1], others[2]))
+
+
+def planned_run(config: Config, vocab_size: int | None = None) -> Run:
+    """Returns a run that is not started, with this vocabulary or the one of the flags. Raises ConfigError if
+    its layers cannot be partitioned."""
+    vocab = None if vocab_size is None else Vocabulary(vocab_size, None)
+    return Run.from_config(config, vocab, memory_costs)
 
 
 def memory_costs(config: Config, vocab_size: int) -> MemoryCosts:

@@ -17,10 +17,10 @@ from megatron.cluster.devices import device_memory_bytes
 from megatron.config import Config
 from megatron.engine.instructions import pipeline_schedule
 from megatron.mpu.mesh import Mesh
-from megatron.pipeline.stages import StagePlan
 from megatron.planner.in_flight import filling_micro_batches
 from megatron.planner.simulation.costs import spec_bytes
 from megatron.planner.simulation.stage_costs import StageCosts, rank_update, stage_costs
+from megatron.run import Run
 from megatron.units import GIB
 
 _LABEL_BYTES = 8 + 4
@@ -59,18 +59,16 @@ class StageMemory:
         return self.state + self.activations + self.head + self.temporaries + self.tables
 
 
-def plan_memory(config: Config, vocab_size: int, plan: StagePlan) -> list[StageMemory]:
+def plan_memory(run: Run) -> list[StageMemory]:
     """Returns the peak memory of each pipeline rank. The device also needs `reserve_bytes`."""
-    return [
-        _plan_rank(config, vocab_size, plan, rank)
-        for rank in range(config.parallel.pipeline_model_parallel_size)
-    ]
+    return [_plan_rank(run, rank) for rank in range(run.config.parallel.pipeline_model_parallel_size)]
 
 
-def _plan_rank(config: Config, vocab_size: int, plan: StagePlan, rank: int) -> StageMemory:
+def _plan_rank(run: Run, rank: int) -> StageMemory:
+    config, plan = run.config, run.stages
     held = [stage for stage, holder in enumerate(config.parallel.rank_of_stage) if holder == rank]
-    costs = [stage_costs(config, plan, vocab_size, stage) for stage in held]
-    update = rank_update(config, plan, vocab_size, rank)
+    costs = [stage_costs(run, stage) for stage in held]
+    update = rank_update(run, rank)
     schedule = pipeline_schedule(config.parallel, rank, filling_micro_batches(config), trains=True)
     stages = [_Stage.of(config, cost, stage) for cost, stage in zip(costs, held, strict=True)]
     replay = _Replay(stages, schedule.micro_batches)

@@ -4,20 +4,22 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterator, Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from functools import cached_property
 from itertools import chain
 from typing import Any
 
 from megatron.cluster.devices import device_memory_bytes
 from megatron.config import Config, ConfigError
-from megatron.pipeline.stages import StagePlan, plan_stages
+from megatron.pipeline.stages import StagePlan
 from megatron.planner.in_flight import in_flight_micro_batches
+from megatron.planner.layer_memory import planned_run
 from megatron.planner.memory import StageMemory, fits, plan_memory, reserve_bytes
 from megatron.planner.simulation.costs import spec_bytes
 from megatron.planner.simulation.passes import Collective
 from megatron.planner.simulation.stage_costs import rank_update, stage_costs
 from megatron.planner.step_time import StepTime, planned_step, timeline
+from megatron.run import Run
 from megatron.text_table import counted
 
 _MOST_EVENTS = 4000
@@ -66,9 +68,7 @@ class WhatIf:
 class Plan:
     """A run before it starts: its stages, its memory and its predicted step."""
 
-    config: Config
-    vocab_size: int
-    stages: StagePlan
+    run: Run
     memory: tuple[StageMemory, ...]
     """By pipeline rank."""
     step: StepTime | None
@@ -80,10 +80,14 @@ class Plan:
     """See `megatron.planner.fit.with_verdict`."""
 
     @property
+    def config(self) -> Config:
+        return self.run.config
+
+    @property
     def title(self) -> str:
         """The model and the devices."""
         model, gpu = self.config.model, self.config.training.gpu
-        number, count = self.config.parallel.world_size, self.stages.total_parameters
+        number, count = self.config.parallel.world_size, self.run.stages.total_parameters
         size = f"{count / 1e9:.3g} B" if count >= 1e9 else f"{count / 1e6:.3g} M"
         devices = f"{number} x {gpu}" if gpu else counted(number, "device")
         return f"{size} parameters ({model.num_layers} layers x {model.hidden_size}), {devices}"
@@ -171,9 +175,9 @@ class Plan:
         return {
             "title": self.title,
             "layout": _layout(self.config),
-            "parameters": self.stages.total_parameters,
-            "weight_unit": self.stages.partition.unit,
-            "stages": _stages(self.config, self.stages),
+            "parameters": self.run.stages.total_parameters,
+            "weight_unit": self.run.stages.partition.unit,
+            "stages": _stages(self.config, self.run.stages),
             "memory": memory,
             "device_bytes": self.device_bytes,
             "reserve_bytes": self.reserve_bytes,
@@ -189,15 +193,15 @@ class Plan:
         }
 
 
-def make_plan(
-    config: Config, vocab_size: int, stages: StagePlan | None = None, change: Mapping[str, Any] | None = None
-) -> Plan:
-    """Plans a run. Raises ConfigError if its layers cannot be partitioned. stages: the stages, if they are
-    known already. change: see `Plan.change`."""
-    stages = stages or plan_stages(config, vocab_size)
-    step = planned_step(config, stages, vocab_size)
-    memory = tuple(plan_memory(config, vocab_size, stages))
-    return Plan(config, vocab_size, stages, memory, step, dict(change or {}))
+def make_plan(config: Config, vocab_size: int, change: Mapping[str, Any] | None = None) -> Plan:
+    """Plans a run with a vocabulary of this size. Raises ConfigError if its layers cannot be partitioned.
+    change: see `Plan.change`."""
+    return replace(plan_of(planned_run(config, vocab_size)), change=dict(change or {}))
+
+
+def plan_of(run: Run) -> Plan:
+    """Plans a run whose stages are known."""
+    return Plan(run, tuple(plan_memory(run)), planned_step(run))
 
 
 def _layout(config: Config) -> dict[str, Any]:
@@ -250,7 +254,7 @@ def _stages(config: Config, plan: StagePlan) -> list[dict[str, Any]]:
 
 def _communication(plan: Plan, rank: int) -> list[CommunicationRow]:
     sums: dict[tuple[str, str, str], list[int]] = defaultdict(lambda: [0, 0])
-    for during, times, call in _calls(plan.config, plan.stages, plan.vocab_size, rank):
+    for during, times, call in _calls(plan.run, rank):
         group = call.group if isinstance(call.group, str) else "stages " + " and ".join(map(str, call.group))
         entry = sums[group, call.operation.strip("_"), during]
         entry[0] += times
@@ -258,13 +262,11 @@ def _communication(plan: Plan, rank: int) -> list[CommunicationRow]:
     return [CommunicationRow(rank, *key, calls, size) for key, (calls, size) in sums.items()]
 
 
-def _calls(
-    config: Config, plan: StagePlan, vocab_size: int, rank: int
-) -> Iterator[tuple[str, int, Collective]]:
+def _calls(run: Run, rank: int) -> Iterator[tuple[str, int, Collective]]:
     """Yields the calls of a rank in a step: (`CommunicationRow.during`, number of calls, call)."""
-    micro_batches, update = config.micro_batches_per_step, rank_update(config, plan, vocab_size, rank)
+    micro_batches, update, plan = run.config.micro_batches_per_step, rank_update(run, rank), run.stages
     for stage in [stage for stage, holder in enumerate(plan.rank_of_stage) if holder == rank]:
-        costs = stage_costs(config, plan, vocab_size, stage)
+        costs = stage_costs(run, stage)
         for during, actions in costs.passes.items():
             yield from ((during, micro_batches, call) for call in actions if isinstance(call, Collective))
         for neighbor, specs, parts, operations in (

@@ -21,8 +21,9 @@ from megatron.errors import UserError
 from megatron.planner.command import PROGRAM, replaced
 from megatron.planner.dry_run import planned_run_report
 from megatron.planner.fit import free_saving, with_verdict
+from megatron.planner.layer_memory import planned_run
 from megatron.planner.network import find_network
-from megatron.planner.plan import NO_GPU, Plan, WhatIf, make_plan, recomputation_of
+from megatron.planner.plan import NO_GPU, Plan, WhatIf, plan_of, recomputation_of
 from megatron.planner.search import PARTITION_METHODS, Change, SearchResult, evaluate, schedules, search
 from megatron.planner.step_time import time_lines
 from megatron.text_table import counted, format_table
@@ -43,8 +44,7 @@ class Report:
 
 def plan_report(config: Config) -> Report:
     """Returns the plan of a run, and the effect of changing one setting at a time."""
-    vocab_size = find_vocabulary(config).size
-    plan = with_verdict(make_plan(config, vocab_size))
+    plan = with_verdict(plan_of(planned_run(config)))
     # The predicted step is printed below the line on the memory instead.
     parts = [planned_run_report(plan)]
     lines = f"memory     {plan.verdict or 'set --gpu to check whether the plan fits'}"
@@ -223,10 +223,10 @@ def what_if(plan: Plan) -> tuple[WhatIf, ...]:
 
 def _what_if(plan: Plan, text: str, change: dict[str, object]) -> WhatIf | None:
     try:
-        changed = evaluate(plan.config, change, plan.vocab_size)
+        changed = evaluate(plan.config, change, plan.run.vocab.size)
     except UserError as error:
         return WhatIf(text, None, None, None, str(error))
-    if "parallel.partition_method" in change and changed.stages.bounds == plan.stages.bounds:
+    if "parallel.partition_method" in change and changed.run.stages.bounds == plan.run.stages.bounds:
         return None
     trains_another = any(setting.startswith("model.") for setting in change)
     return WhatIf(text, changed.fits, changed.peak_bytes, changed.tokens_per_second, "", trains_another)

@@ -23,8 +23,7 @@ from megatron.model.attention_choice import Implementation, training_attention
 from megatron.model.flops import head_flops
 from megatron.model.layer_kinds import layer_kinds, period, transformer_layers
 from megatron.mpu.mesh import Mesh
-from megatron.pipeline.stages import plan_stages
-from megatron.planner.layer_memory import bytes_per_parameter
+from megatron.planner.layer_memory import bytes_per_parameter, planned_run
 from megatron.planner.network import ALL_REDUCE
 from megatron.planner.plan import NO_GPU, Plan, make_plan
 from megatron.planner.simulation.costs import spec_bytes
@@ -176,7 +175,7 @@ def _divisors(number: int) -> list[int]:
 def evaluate(config: Config, change: Change, vocab_size: int) -> Plan:
     """Returns the full plan with the changed settings. Raises ConfigError if they are invalid, or without
     --gpu."""
-    plan = make_plan(changed(config, change), vocab_size, change=change)
+    plan = make_plan(changed(config, change), vocab_size, change)
     if plan.step is None:
         raise ConfigError(NO_GPU)
     return plan
@@ -205,7 +204,7 @@ def _other_partitions(config: Config, best: Sequence[Plan], vocab_size: int) -> 
         methods = [method for method in PARTITION_METHODS if method != parallel.partition_method]
         changes = [{**candidate.change, "parallel.partition_method": method} for method in methods]
         for made in _evaluate_all(config, changes, vocab_size):
-            if made.fits and made.stages.bounds != candidate.stages.bounds:
+            if made.fits and made.run.stages.bounds != candidate.run.stages.bounds:
                 found.append(made)
     return found
 
@@ -292,9 +291,10 @@ class _LayerEstimate:
                     "training.checkpoint_activations": False,
                 }
             )
-            plan = plan_stages(alone, vocab_size)
+            run = planned_run(alone, vocab_size)
+            plan = run.stages
             inner = transformer_layers(plan.layers)
-            layers = [cost for cost in stage_costs(alone, plan, vocab_size, 0).layers if cost.first in inner]
+            layers = [cost for cost in stage_costs(run, 0).layers if cost.first in inner]
             rank = Rank(alone, cluster, 0)
             passes = ([layer.forward for layer in layers], [layer.backward for layer in layers])
             times = [sum(rank.time(part.actions).total for part in parts) / count for parts in passes]

@@ -23,9 +23,8 @@ from megatron.config import Config
 from megatron.config.sections.parallel import ParallelConfig
 from megatron.model.flops import iteration_flops, palm_flops, tflops_per_device
 from megatron.mpu.mesh import Mesh
-from megatron.optimizer.batch_schedule import BEGIN, BatchSchedule, Progress, RunLength
+from megatron.optimizer.batch_schedule import BEGIN
 from megatron.pipeline.schedule import Timeline, simulate_schedule
-from megatron.pipeline.stages import StagePlan
 from megatron.planner.network import Network, find_network
 from megatron.planner.rates import (
     EAGER_TRAFFIC,
@@ -38,6 +37,7 @@ from megatron.planner.rates import (
 from megatron.planner.simulation.costs import UpdateCosts, spec_bytes
 from megatron.planner.simulation.passes import Action, Busy, Collective, Kernel, PassTime, Wait, pass_time
 from megatron.planner.simulation.stage_costs import StageCosts, rank_update, stage_costs
+from megatron.run import Run
 
 _FULLY_SIMULATED = 2
 """A step is simulated in full with up to this many micro-batches per stage."""
@@ -135,24 +135,20 @@ def find_cluster(config: Config) -> Cluster | None:
     return Cluster(kind, gpu, network, LAUNCH_S if host_us is None else 1e-6 * host_us)
 
 
-def planned_step(
-    config: Config, plan: StagePlan, vocab_size: int, start: Progress = BEGIN
-) -> StepTime | None:
-    """Returns the predicted step on the cluster of `find_cluster`; None without --gpu. start: what the run's
-    checkpoint has consumed."""
-    cluster = find_cluster(config)
-    return None if cluster is None else predict_step(config, plan, vocab_size, cluster, start)
+def planned_step(run: Run) -> StepTime | None:
+    """Returns the predicted step on the cluster of `find_cluster`; None without --gpu."""
+    cluster = find_cluster(run.config)
+    return None if cluster is None else predict_step(run, cluster)
 
 
-def predict_step(
-    config: Config, plan: StagePlan, vocab_size: int, cluster: Cluster, start: Progress = BEGIN
-) -> StepTime:
-    """Returns the predicted step on a cluster. start: see `planned_step`."""
+def predict_step(run: Run, cluster: Cluster) -> StepTime:
+    """Returns the predicted step on a cluster."""
+    config, plan, vocab_size = run.config, run.stages, run.vocab.size
     ranks = config.parallel.pipeline_model_parallel_size
-    costs = [stage_costs(config, plan, vocab_size, stage) for stage in range(config.parallel.num_stages)]
-    updates = [rank_update(config, plan, vocab_size, rank) for rank in range(ranks)]
-    stages = stage_times(config, plan, costs, cluster)
-    transfers = _transfers(config, plan, costs, cluster)
+    costs = [stage_costs(run, stage) for stage in range(config.parallel.num_stages)]
+    updates = [rank_update(run, rank) for rank in range(ranks)]
+    stages = stage_times(run, costs, cluster)
+    transfers = _transfers(run, costs, cluster)
     micro_batches = config.micro_batches_per_step
     pipeline = PipelineTime(config.parallel, stages, transfers, micro_batches)
     after = [
@@ -186,8 +182,8 @@ def predict_step(
         mfu=mfu,
         palm_mfu=palm_flops(config, vocab_size, plan.total_parameters) / peak_flops,
         doubt=_doubt(cluster.kind, plan.total_parameters, mfu),
-        days=_days(config, pipeline, outside, start),
-        is_resumed=start != BEGIN,
+        days=_days(run, pipeline, outside),
+        is_resumed=run.start != BEGIN,
     )
 
 
@@ -219,13 +215,11 @@ class Rank:
         )
 
 
-def stage_times(
-    config: Config, plan: StagePlan, costs: Sequence[StageCosts], cluster: Cluster
-) -> list[StageTime]:
+def stage_times(run: Run, costs: Sequence[StageCosts], cluster: Cluster) -> list[StageTime]:
     """Returns the times of the passes, in the order of the stages."""
     times = []
     for stage, cost in enumerate(costs):
-        rank = Rank(config, cluster, plan.rank_of(stage))
+        rank = Rank(run.config, cluster, run.stages.rank_of(stage))
         forward, backward, weight = map(rank.time, cost.passes.values())
         whole = forward + backward + weight
         times.append(
@@ -243,9 +237,9 @@ def stage_times(
     return times
 
 
-def _transfers(config: Config, plan: StagePlan, costs: Sequence[StageCosts], cluster: Cluster) -> list[float]:
+def _transfers(run: Run, costs: Sequence[StageCosts], cluster: Cluster) -> list[float]:
     """Returns the seconds of a message between stages s and s + 1, for each s; 0 within one rank."""
-    parallel, times = config.parallel, []
+    parallel, plan, times = run.config.parallel, run.stages, []
     per_stage = parallel.world_size // parallel.pipeline_model_parallel_size
     for stage, cost in enumerate(costs[:-1]):
         source, destination = (plan.rank_of(s) * per_stage for s in (stage, stage + 1))
@@ -345,16 +339,16 @@ def _doubt(kind: str, parameters: int, mfu: float) -> str:
     )
 
 
-def _days(config: Config, pipeline: PipelineTime, outside: float, start: Progress) -> float | None:
-    """Returns the days of the training that remains at `start`, or None if the length of the run is not
+def _days(run: Run, pipeline: PipelineTime, outside: float) -> float | None:
+    """Returns the days of the training that remains at its start, or None if the length of the run is not
     known. The smaller batches of a ramp-up have fewer micro-batches."""
-    training, schedule = config.training, BatchSchedule.from_config(config.batch)
+    config, training, start = run.config, run.config.training, run.start
     if training.train_samples is None and training.train_iters is None:
         return None
-    left = max(0, RunLength.from_config(config, start).iterations - start.iteration)
+    left = max(0, run.length.iterations - start.iteration)
     unit, seconds = config.batch.micro_batch_size * config.parallel.data_parallel_size, 0.0
     for size, steps in [
-        *schedule.ramp_up_steps(start.consumed_samples),
+        *run.batches.ramp_up_steps(start.consumed_samples),
         (config.batch.global_batch_size, left),
     ]:
         # The schedule may not support the smallest batches of the ramp-up: a run that resumes skips them.

@@ -29,6 +29,7 @@ def _new_encoder(name: str, tokenizer: Tokenizer) -> TextsEncoder:
     if name == "gigatoken":
         return GigatokenEncoder(tokenizer)
     if name == "words":
+        # Late: only such a tokenizer needs the library tokenizers.
         from megatron.tokenizer.words import WordEncoder
 
         return WordEncoder(tokenizer)

@@ -18,11 +18,9 @@ from megatron.data.flags import (
     token_files,
 )
 from megatron.data.gpt_dataset import (
-    VOCABULARY_KEY,
     Datasets,
     RequestedGroups,
     build_gpt_datasets,
-    data_fingerprint,
     index_requests,
     list_index_files,
     prepare_index_files,
@@ -32,9 +30,7 @@ from megatron.data.index_stamp import IndexStamp
 from megatron.data.loader import GPTBatchLoader
 from megatron.data.mock_dataset import MockDataset
 from megatron.data.splits import Component, verify_token_files
-from megatron.data.vocabulary import Vocabulary
-from megatron.mpu.mesh import Mesh
-from megatron.optimizer.batch_schedule import Progress, RunLength
+from megatron.run import Run
 from megatron.text_table import format_table
 
 # Building this takes about a second per 100 MB, and a file some milliseconds.
@@ -54,46 +50,17 @@ class RunData:
     test: dict[str, GPTBatchLoader]
 
 
-def run_fingerprint(
-    config: Config, start: Progress, vocabulary: Vocabulary | None = None, stamp: IndexStamp | None = None
-) -> dict:
-    """Returns what identifies the training data, its order and its vocabulary, as JSON types for a
-    checkpoint. start: what the run has consumed when it starts. stamp: of the token files; None reads it.
-
-    Raises ConfigError if there is no document to train on.
-    """
-    model, training, length = config.model, config.training, RunLength.from_config(config, start)
-    if config.data.mock_data:  # their order does not depend on the length of the run
-        return {
-            "mock_data": True if vocabulary is None else vocabulary.size,
-            **{"paths": [], "weights": [1], "split": list(parse_split(config.data.split))},
-            **{"seed": training.seed, "seq_length": model.seq_length, "documents": [], "tokens": []},
-            **{"epochs": [1], "last_epoch_apart": [False]},
-        }
-    samples = length.ordered_samples(config)
-    fingerprint = data_fingerprint(config.data, model.seq_length, training.seed, samples, stamp)
-    if fingerprint["epochs"] is None and not training.no_train:
-        raise ConfigError(
-            f"--split {config.data.split} assigns no document of {' '.join(fingerprint['paths'])} to "
-            "the train split: give it a larger weight"
-        )
-    if config.data.data_first_sample:
-        fingerprint["first_sample"] = config.data.data_first_sample
-    if vocabulary is None or vocabulary.digest is None:
-        return fingerprint
-    return {**fingerprint, VOCABULARY_KEY: vocabulary.digest}
-
-
-def data_report(config: Config, length: RunLength, stamp: IndexStamp) -> str:
+def data_report(run: Run) -> str:
     """Returns the table of the data that the run reads, with notes on data sets that are left out or capped,
     and with a warning above --max-epochs-per-dataset.
 
     Raises ConfigError above the limit with --max-epochs-action stop.
     """
-    data, samples = config.data, length.samples_read(config)
+    config, data = run.config, run.config.data
     if data.mock_data:
         return "data       random tokens of the vocabulary (--mock-data)"
-    groups = requested_groups(data, config.model.seq_length, samples, stamp)
+    samples = run.length.samples_read(config)
+    groups = requested_groups(data, config.model.seq_length, samples, run.stamp)
     if config.training.no_train and not any(groups[1:]):
         raise ConfigError(f"--eval-only finds {NO_EVALUATION_DATA}")
     usages = dataset_usage(groups, config.model.seq_length, config.training.seed, data.data_cache_path)
@@ -110,14 +77,14 @@ def data_report(config: Config, length: RunLength, stamp: IndexStamp) -> str:
     )
 
 
-def index_notes(config: Config, length: RunLength, stamp: IndexStamp) -> list[str]:
+def index_notes(run: Run) -> list[str]:
     """Returns a sentence for the log on the index files that do not exist; none for a single process with
     small ones. Raises ConfigError with --require-prepared-indices if an index is not prepared."""
-    ranks = config.parallel.world_size
-    files = list_index_files(*_requested_samples(config, length), stamp)
+    ranks = run.config.parallel.world_size
+    files = list_index_files(*_requested_samples(run), run.stamp)
     command = f"tools/prepare_indices.py --world-size {ranks} with the flags of this run"
     unprepared = [index.paths[0] for index in files if not index.is_prepared]
-    if config.data.require_prepared_indices and unprepared:
+    if run.config.data.require_prepared_indices and unprepared:
         raise ConfigError(
             f"--require-prepared-indices: {len(unprepared):,} of {len(files):,} indices are not prepared, "
             f"such as {unprepared[0]}: run {command}, or remove the flag"
@@ -143,39 +110,28 @@ def missing_token_file(config: Config) -> str:
     return ""
 
 
-def planned_data_report(config: Config, start: Progress) -> str:
+def planned_data_report(run: Run) -> str:
     """Returns `data_report` for a dry run, or a line that names the missing data file.
 
     Raises ConfigError for damaged data and for a split with too few documents or tokens.
     """
-    if missing := missing_token_file(config):
+    if missing := missing_token_file(run.config):
         return f"data       not checked: {missing}"
-    stamp = verify_token_files(config.data)
-    run_fingerprint(config, start, stamp=stamp)
-    return data_report(config, RunLength.from_config(config, start), stamp)
+    run = run.with_stamp(verify_token_files(run.config.data))
+    run.fingerprint  # noqa: B018 - for its errors
+    return data_report(run)
 
 
-def _requested_samples(
-    config: Config, length: RunLength
-) -> tuple[DataConfig, int, int, tuple[int, int, int]]:
+def _requested_samples(run: Run) -> tuple[DataConfig, int, int, tuple[int, int, int]]:
     """Returns the first arguments of `prepare_index_files` and `build_gpt_datasets`."""
-    samples = length.samples_per_split(config)
+    config, samples = run.config, run.length.samples_per_split(run.config)
     return config.data, config.model.seq_length, config.training.seed, samples
 
 
-def open_data(
-    config: Config,
-    mesh: Mesh,
-    length: RunLength,
-    vocabulary: Vocabulary,
-    stamp: IndexStamp | None = None,
-) -> RunData:
-    """Builds missing index files, then opens the data on every rank. Collective. stamp: of the token files;
-    None reads it."""
-    if config.data.mock_data:
-        train, valid, test = _mock_datasets(config, length, vocabulary)
-    else:
-        train, valid, test = _datasets_of_files(config, mesh, length, stamp or IndexStamp(config.data))
+def open_data(run: Run) -> RunData:
+    """Builds missing index files, then opens the data on every rank. Collective."""
+    config, mesh = run.config, run.mesh
+    train, valid, test = _mock_datasets(run) if config.data.mock_data else _datasets_of_files(run)
 
     def loader(dataset: SampleDataset, num_workers: int, first_sample: int = 0) -> GPTBatchLoader:
         return GPTBatchLoader(
@@ -183,9 +139,9 @@ def open_data(
             micro_batch_size=config.batch.micro_batch_size,
             dp_rank=mesh.dp.rank,
             dp_size=mesh.dp_size,
-            eod=vocabulary.eod,
+            eod=run.vocab.eod,
             eod_mask_loss=config.data.eod_mask_loss,
-            vocab_size=vocabulary.size,
+            vocab_size=run.vocab.size,
             num_workers=num_workers,
             first_sample=first_sample,
             reads_tokens=config.parallel.reads_tokens(mesh.pp.rank),
@@ -205,23 +161,24 @@ def open_data(
     )
 
 
-def _datasets_of_files(config: Config, mesh: Mesh, length: RunLength, stamp: IndexStamp) -> Datasets:
-    where = _requested_samples(config, length)
+def _datasets_of_files(run: Run) -> Datasets:
+    where, mesh = _requested_samples(run), run.mesh
+    stamp = run.stamp or IndexStamp(run.config.data)
     # Rank 0 builds first. On a shared file system, the other nodes find its files and only verify them.
     if mesh.rank == 0:
         prepare_index_files(*where, stamp)
     dist.barrier()
-    if config.parallel.local_rank == 0 and mesh.rank != 0:
+    if run.config.parallel.local_rank == 0 and mesh.rank != 0:
         stamp.refresh()
         prepare_index_files(*where, stamp)
     dist.barrier()
     return build_gpt_datasets(*where, stamp)
 
 
-def _mock_datasets(config: Config, length: RunLength, vocabulary: Vocabulary) -> Datasets:
-    data, seq_length, seed, samples = _requested_samples(config, length)
+def _mock_datasets(run: Run) -> Datasets:
+    data, seq_length, seed, samples = _requested_samples(run)
     train, valid, test = (
-        (MockDataset(name, wanted, seq_length, seed, vocabulary.size, vocabulary.eod),)
+        (MockDataset(name, wanted, seq_length, seed, run.vocab.size, run.vocab.eod),)
         if wanted and share
         else ()
         for name, wanted, share in zip(SPLIT_NAMES, samples, parse_split(data.split), strict=True)

@@ -15,8 +15,8 @@ from megatron.config import CheckpointConfig, Config
 from megatron.config.registries import OPTIMIZERS
 from megatron.model.layer_kinds import layer_kinds
 from megatron.mpu.world import gather_from_all_ranks
-from megatron.object_urls import is_mirrored
-from megatron.optimizer.batch_schedule import Progress
+from megatron.object_store.store import is_url
+from megatron.run import Run
 
 
 def checkpoint_bytes(config: Config, num_parameters: int, save_format: str) -> int:
@@ -29,20 +29,19 @@ def checkpoint_bytes(config: Config, num_parameters: int, save_format: str) -> i
     return 4 * (num_parameters + moments) + weight_bytes * num_parameters * (save_format == "native")
 
 
-def check_free_space(
-    config: Config, num_parameters: int, start: Progress, iterations: int, local: LocalCheckpoints | None
-) -> list[str]:
+def check_free_space(run: Run, local: LocalCheckpoints | None) -> list[str]:
     """Returns a warning for each file system that has no room for the checkpoints that the run will keep. An
     object store has no limit. Collective.
 
-    start: what the run has consumed at its start; it ends at `iterations`. Raises SharedUserError on all
-    ranks if a file system has no room for one checkpoint. Skipped by --no-preflight.
+    Raises SharedUserError on all ranks if a file system has no room for one checkpoint. Skipped by
+    --no-preflight.
     """
-    options, training = config.checkpoint, config.training
+    config, start, iterations = run.config, run.start, run.length.iterations
+    options, training, num_parameters = config.checkpoint, config.training, run.stages.total_parameters
     if options.save is None or training.no_train or training.no_preflight or start.iteration >= iterations:
         return []
     found: list[tuple[str, bool] | None] = []
-    if dist.get_rank() == 0 and not is_mirrored(options.save):
+    if dist.get_rank() == 0 and not is_url(options.save):
         interval = options.save_interval or iterations
         first, last = start.iteration // interval, -(-iterations // interval)
         retained = _retained(options, interval, last) - _retained(options, interval, first)

@@ -3,8 +3,7 @@
 import importlib.util
 import os
 from contextlib import ExitStack
-from dataclasses import dataclass, field, replace
-from functools import cache, partial
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -12,13 +11,15 @@ from torch.distributed import Store
 
 from megatron.arguments.data_checks import check_index_memory, host_memory_bytes
 from megatron.checkpoint import selection
-from megatron.checkpoint.compatibility import resumed_schedule, start_of
+from megatron.checkpoint.compatibility import starting_from
+from megatron.checkpoint.folders.of_run import Folders, open_folders
 from megatron.checkpoint.lineage import owner, start
 from megatron.checkpoint.local.saves import LocalCheckpoints
 from megatron.checkpoint.local.start import select_checkpoint
-from megatron.checkpoint.object_store.checkpoints import ObjectCheckpoints, open_object_checkpoints
+from megatron.checkpoint.manager import CheckpointManager
 from megatron.checkpoint.ranks import errors_of_rank_0
 from megatron.checkpoint.record import Checkpoint
+from megatron.checkpoint.saving.run_record import check_sharding
 from megatron.cluster import processes
 from megatron.cluster.exit_status import ExitStatus
 from megatron.cluster.launch import node_name
@@ -29,16 +30,16 @@ from megatron.cluster.watchdog import Phase, Watchdog
 from megatron.config import Config, ConfigError
 from megatron.data.index_stamp import IndexStamp
 from megatron.data.splits import verify_token_files
-from megatron.data.vocabulary import Vocabulary
 from megatron.engine.device_progress import flight_record, waiting_facts
 from megatron.errors import printable
 from megatron.files import open_own, open_stream
-from megatron.mpu.mesh import Mesh
 from megatron.mpu.parameters import initial_values
 from megatron.mpu.world import broadcast_from_rank_0
-from megatron.optimizer.batch_schedule import BatchSchedule, RunLength
-from megatron.training.build import Setup, build_engine, build_trainer, find_stages, zeros
-from megatron.training.data import data_report, index_notes, open_data, run_fingerprint
+from megatron.object_store.store import is_url
+from megatron.optimizer.batch_schedule import RunLength
+from megatron.run import PredictMemory, Run
+from megatron.training.build import build_engine, build_trainer, find_stages, new_run, zeros
+from megatron.training.data import data_report, index_notes
 from megatron.training.free_space import check_free_space
 from megatron.training.harness.live import load_tasks
 from megatron.training.out_of_memory import explained_out_of_memory
@@ -47,75 +48,61 @@ from megatron.training.trainer import make_metrics
 
 
 def run(
-    config: Config, notes: list[str], watchdog: Watchdog, on_exit: ExitStack, preparation: Preparation
+    config: Config,
+    notes: list[str],
+    watchdog: Watchdog,
+    on_exit: ExitStack,
+    preparation: Preparation,
+    predict_memory: PredictMemory,
 ) -> ExitStatus:
     """Runs a training or an evaluation. Returns how it ended.
 
     notes: sentences about the flags, for the start of the log. on_exit: closed by the caller when the run has
-    ended or failed. preparation: already begun; `run` ends it before the processes connect.
+    ended or failed. preparation: already begun; `run` ends it before the processes connect. predict_memory:
+    for --partition-method memory.
     """
     node = node_name(os.environ)
-    objects = on_exit.enter_context(open_object_checkpoints(config.checkpoint, node))
-    if objects is not None:
-        config = replace(config, checkpoint=objects.options)
-    setup = Setup.from_config(config)
-    vocab, plan = setup.vocab, setup.plan
-    found = _find_inputs(config, vocab, objects, on_exit)
+    folders = on_exit.enter_context(open_folders(config.checkpoint, node))
+    found = _find_inputs(new_run(config, predict_memory), folders, on_exit)
     preparation.end()
     on_exit.enter_context(explained_out_of_memory())
     rank, store = _connect(config, watchdog)
-    stamp = found.stamp or IndexStamp(config.data)  # the first process of the node has written it
-    fingerprint_at = found.fingerprint_at or _fingerprints(config, vocab, stamp)
+    run = found.with_stamp()  # the first process of the node has written it
     with watchdog.phase(Phase.PREFLIGHT):
-        fingerprint = fingerprint_at(broadcast_from_rank_0(start_of(found.checkpoint)))
+        fingerprint = run.fingerprint_at(broadcast_from_rank_0(run.start))
         notes = [*notes, *check_kernels(config.training.require_kernels), *preflight(config, fingerprint)]
         notes += check_attention(config) + processes.device_notes(config)
     with watchdog.phase(Phase.LOAD):
-        if objects is not None:
-            objects.connect(node)
+        folders.connect(node)
         local = None
         if config.checkpoint.save_local:
             local = LocalCheckpoints.connect(config.checkpoint, node, store)
             notes += local.notes()
-        checkpoint = select_checkpoint(
-            found.checkpoint, local, config, vocab.size, fingerprint_at, watchdog.heartbeat, objects
-        )
-        length = RunLength.from_config(config, start_of(checkpoint))
+        checkpoint = select_checkpoint(found.checkpoint, local, run, watchdog.heartbeat, folders)
+        run = starting_from(checkpoint, run)
         with errors_of_rank_0():
             if rank == 0:
-                found.plan_data(config, length)  # again, if it is an older or a local checkpoint
+                found.plan_data(run)  # again, if it is an older or a local checkpoint
+        run.fingerprint  # noqa: B018 - all ranks find it now, before a collective needs it
     notes += found.notes
-    lr_schedule, metrics = resumed_schedule(checkpoint, config), make_metrics(config, vocab.size, rank)
-    notes += start_notes(checkpoint, config, lr_schedule)
-    mesh = Mesh.from_config(config.parallel, rank).connect()
-    context = {"cp_rank": mesh.cp.rank} if mesh.cp_size > 1 else {}
-    watchdog.report.note(stage=mesh.pp.rank, **context)
-    plan = plan or find_stages(config, mesh, vocab)
-    notes += check_free_space(config, plan.total_parameters, start_of(checkpoint), length.iterations, local)
-    metrics.print(run_report(config, plan, vocab.size, notes, lr_schedule.describe()))
+    run = run.connected(rank)
+    metrics = make_metrics(run)
+    notes += start_notes(checkpoint, run)
+    context = {"cp_rank": run.mesh.cp.rank} if run.mesh.cp_size > 1 else {}
+    watchdog.report.note(stage=run.mesh.pp.rank, **context)
+    run = find_stages(run, predict_memory)
+    notes += check_free_space(run, local)
+    metrics.print(run_report(run, notes, run.lr_schedule.describe()))
     metrics.print(f"\n{found.data_table}")
-    on_exit.enter_context(explained_out_of_memory(config, mesh.pp.rank))
-    values = initial_values if checkpoint is None else zeros
-    engine = build_engine(config, mesh, vocab, plan.bounds, values)
-    trainer = build_trainer(
-        config,
-        engine,
-        vocab,
-        length,
-        BatchSchedule.from_config(config.batch),
-        lr_schedule,
-        metrics,
-        watchdog,
-        fingerprint=fingerprint_at(start_of(checkpoint)),
-        owner=found.folder_owner,
-        store=store,
-        local=local,
-        objects=objects,
-        tasks=found.tasks,
-        data=partial(open_data, stamp=stamp),
+    on_exit.enter_context(explained_out_of_memory(config, run.mesh.pp.rank))
+    engine = build_engine(run, initial_values if checkpoint is None else zeros)
+    checkpoints = CheckpointManager(
+        engine, config.checkpoint.save or "", found.folder_owner, watchdog.heartbeat, store, local, folders
     )
+    trainer = build_trainer(engine, checkpoints, metrics, watchdog, found.tasks)
     with watchdog.phase(Phase.LOAD):
-        state = trainer.checkpoints.restore_or_init(checkpoint, metrics.print)
+        check_sharding(engine)
+        state = checkpoints.restore_or_init(checkpoint, metrics.print)
     try:
         state = trainer.train(state)
         trainer.evaluate_at_end(state)
@@ -132,11 +119,11 @@ class _Inputs:
     """What a process has read before the processes connect. Rank 0 and the first process of each node verify
     the token files; rank 0 reads the other inputs."""
 
-    stamp: IndexStamp | None = None
-    """Of the token files, of a process that has verified them."""
-    fingerprint_at: selection.FingerprintAt | None = None
+    run: Run
+    """On rank 0, as it starts from `checkpoint`. With the stamp of the token files if this process has
+    verified them."""
     length: RunLength | None = None
-    """Of the run, for which `data_table` and `notes` were made."""
+    """Of the run for which `data_table` and `notes` were made."""
     data_table: str = ""
     notes: list[str] = field(default_factory=list)
     folder_owner: owner.FolderOwner | None = None
@@ -145,55 +132,49 @@ class _Inputs:
     tasks: Any = None
     """Of --eval-harness-tasks."""
 
-    def plan_data(self, config: Config, length: RunLength) -> None:
-        """Describes the data that a run of this length reads. Raises ConfigError if it cannot read them."""
-        if self.length == length:
+    def with_stamp(self) -> Run:
+        """Returns the run with the stamp that the first process of the node has written."""
+        return self.run if self.run.stamp else self.run.with_stamp(IndexStamp(self.run.config.data))
+
+    def plan_data(self, run: Run) -> None:
+        """Describes the data that the run reads. Raises ConfigError if it cannot read them."""
+        if self.length == run.length:
             return
-        assert self.stamp is not None
-        check_index_memory(config, length, host_memory_bytes())
-        self.length = length
-        self.data_table = data_report(config, length, self.stamp)
-        self.notes = index_notes(config, length, self.stamp)
+        check_index_memory(run.config, run.length, host_memory_bytes())
+        self.length, self.data_table, self.notes = run.length, data_report(run), index_notes(run)
 
 
-def _find_inputs(
-    config: Config, vocab: Vocabulary, objects: ObjectCheckpoints | None, on_exit: ExitStack
-) -> _Inputs:
+def _find_inputs(run: Run, folders: Folders, on_exit: ExitStack) -> _Inputs:
     """Reads the inputs of this process, and makes the output folders. Rank 0 takes over --save until
     `on_exit` is closed."""
-    found = _Inputs()
+    config = run.config
     if config.parallel.local_rank == 0 or is_main_process():  # a launcher may give rank 0 any local rank
         with announce_errors():
-            found.stamp = verify_token_files(config.data)
-            found.stamp.write()
-    if is_main_process() and objects is None:
+            stamp = verify_token_files(config.data)
+            stamp.write()
+            run = run.with_stamp(stamp)
+    is_remote = any(is_url(folder or "") for folder in (config.checkpoint.load, config.checkpoint.save))
+    if is_main_process() and not is_remote:
         with announce_errors():
             start.check_load_folder(config)
     make_output_folders(config)
+    found = _Inputs(run)
     if not is_main_process():
         return found
-    assert found.stamp is not None
-    found.fingerprint_at = _fingerprints(config, vocab, found.stamp)
     owned = None if config.training.no_train else config.checkpoint.save
     with announce_errors():
-        claims = owner.ClaimFolder(Path(owned)) if owned else None
-        if objects is not None and owned:
-            claims = objects.claims(owned)
+        claims = folders.folder(owned).claims() if owned else None
         found.folder_owner = on_exit.enter_context(owner.hold_folder(claims, node_name(os.environ), _print))
-        if objects is not None:
-            objects.read()
-            start.check_load_folder(config)
-        found.checkpoint = selection.find_checkpoint(config, vocab.size, found.fingerprint_at)
-        consumed = start_of(found.checkpoint)
-        found.fingerprint_at(consumed)
-        found.plan_data(config, RunLength.from_config(config, consumed))
-        resumed_schedule(found.checkpoint, config)  # for its errors
+        folders.read()
+        if is_remote:
+            start.check_load_folder(config, folders.at)
+        found.checkpoint = selection.find_checkpoint(run, path_of=folders.at)
+        found.run = run = starting_from(found.checkpoint, run)
+        run.fingerprint  # noqa: B018 - for its errors
+        found.plan_data(run)
+        run.lr_schedule  # noqa: B018 - for its errors
         found.tasks = load_tasks(config)
     return found
-
-
-def _fingerprints(config: Config, vocab: Vocabulary, stamp: IndexStamp) -> selection.FingerprintAt:
-    return cache(partial(run_fingerprint, config, vocabulary=vocab, stamp=stamp))
 
 
 def _print(line: str) -> None:
@@ -215,7 +196,7 @@ def _connect(config: Config, watchdog: Watchdog) -> tuple[int, Store]:
 def make_output_folders(config: Config) -> None:
     """Creates --save and --save-local and, on rank 0, the folders of its logs. Raises ConfigError if a folder
     is not writable, or if --wandb-project is set without wandb."""
-    if config.checkpoint.save:
+    if config.checkpoint.save and not is_url(config.checkpoint.save):
         _make_writable("--save", config.checkpoint.save)
     if config.checkpoint.save_local:
         node = node_name(os.environ)

@@ -4,74 +4,65 @@ The notes say what a resume changes and what the rest of the run will do.
 """
 
 from collections.abc import Iterator, Sequence
-from functools import partial
 from itertools import groupby
 from pathlib import Path
 
 from deepspeed.accelerator import get_accelerator
 
-from megatron.checkpoint.compatibility import start_of, starts_at_zero
+from megatron.checkpoint.compatibility import starts_at_zero
 from megatron.checkpoint.record import Checkpoint, describe_start
 from megatron.checkpoint.selection import find_checkpoint, planned_checkpoint
 from megatron.cluster.devices import find_gpu, gpu_of_process
 from megatron.config import Config
 from megatron.config.fields import option_name
-from megatron.config.model import model_summary, padded_vocab_size
+from megatron.config.model import model_summary
 from megatron.config.registries import OPTIMIZERS
 from megatron.config.sections.parallel import ParallelConfig
-from megatron.data.vocabulary import Vocabulary
 from megatron.model.flops import iteration_flops, palm_flops
-from megatron.object_urls import is_url
-from megatron.optimizer.batch_schedule import BatchSchedule, Progress, RunLength
-from megatron.optimizer.schedule import LearningRateSchedule
+from megatron.object_store.store import is_url
+from megatron.optimizer.batch_schedule import BatchSchedule, Progress
 from megatron.pipeline.methods import MEMORY_UNIT, TIME_UNITS
 from megatron.pipeline.schedule import mean_bubble
 from megatron.pipeline.stages import StagePlan
+from megatron.run import Run
 from megatron.text_table import counted, format_table
-from megatron.training.data import missing_token_file, run_fingerprint
+from megatron.training.data import missing_token_file
 
 # Stages x micro-batches of the largest simulated step, which takes about 5 s.
 _MAX_SIMULATED = 250_000
 
 
-def run_report(
-    config: Config,
-    plan: StagePlan,
-    vocab_size: int,
-    notes: Sequence[str],
-    learning_rate: str,
-    network: Sequence[str] = (),
-) -> str:
-    """Returns the report. notes: sentences. learning_rate: description of the schedule. network: lines about
-    the network, in a plan."""
+def run_report(run: Run, notes: Sequence[str], learning_rate: str = "", network: Sequence[str] = ()) -> str:
+    """Returns the report. notes: sentences. learning_rate: description of the schedule; a plan may have none.
+    network: lines about the network, in a plan."""
+    plan = run.stages
     parts = [
         "\n".join(f"note: {note}" for note in notes),
-        _model_lines(config, plan, vocab_size),
-        _layout_lines(config, network),
-        "\n".join([stage_map(plan), *_simulated_lines(config, plan), *filter(None, [learning_rate])]),
+        _model_lines(run),
+        _layout_lines(run, network),
+        "\n".join([stage_map(plan), *_simulated_lines(run.config, plan), *filter(None, [learning_rate])]),
     ]
     return "\n\n".join(part for part in parts if part)
 
 
-def _model_lines(config: Config, plan: StagePlan, vocab_size: int) -> str:
-    model, tensor = config.model, config.parallel.tensor_model_parallel_size
-    padded = padded_vocab_size(vocab_size, model, tensor)
+def _model_lines(run: Run) -> str:
     return (
-        f"model      {model_summary(model)}, {config.precision.name}\n"
-        f"vocabulary {vocab_size:,} tokens, padded to {padded:,}\n"
-        f"parameters {plan.total_parameters:,}\n"
-        f"FLOPs      {_flops_line(config, vocab_size, plan.total_parameters)}"
+        f"model      {model_summary(run.config.model)}, {run.config.precision.name}\n"
+        f"vocabulary {run.vocab.size:,} tokens, padded to {run.padded_vocab_size:,}\n"
+        f"parameters {run.stages.total_parameters:,}\n"
+        f"FLOPs      {_flops_line(run)}"
     )
 
 
-def _flops_line(config: Config, vocab_size: int, num_parameters: int) -> str:
+def _flops_line(run: Run) -> str:
     """Returns the FLOPs of a step as logged, without recomputation, and by PaLM's formula. If the device's
     peak rate is known, adds the model FLOPs utilization (MFU) that one logged TFLOPs stands for."""
+    config, vocab_size = run.config, run.vocab.size
     is_on_cpu = not config.training.dry_run and get_accelerator().device_name() == "cpu"
     logged = iteration_flops(config, vocab_size, on_cpu=is_on_cpu)
     counts = {
         "without recomputation": iteration_flops(config, vocab_size, with_recomputation=False),
-        "by PaLM's formula": palm_flops(config, vocab_size, num_parameters),
+        "by PaLM's formula": palm_flops(config, vocab_size, run.stages.total_parameters),
     }
     gpu = find_gpu(config) if config.training.dry_run else gpu_of_process()
     line = f"{logged:.4g} per step as logged, " + ", ".join(f"{n:.4g} {how}" for how, n in counts.items())
@@ -82,8 +73,8 @@ def _flops_line(config: Config, vocab_size: int, num_parameters: int) -> str:
     return f"{line}; MFU is {mfu:.4f} % x TFLOPs of the log, {palm:.4f} % by PaLM's formula"
 
 
-def _layout_lines(config: Config, network: Sequence[str]) -> str:
-    parallel, batch = config.parallel, config.batch
+def _layout_lines(run: Run, network: Sequence[str]) -> str:
+    config, parallel, batch = run.config, run.config.parallel, run.config.batch
     tensor, stages = parallel.tensor_model_parallel_size, parallel.pipeline_model_parallel_size
     data = parallel.data_parallel_size
     micro_batches = config.micro_batches_per_step
@@ -100,16 +91,15 @@ def _layout_lines(config: Config, network: Sequence[str]) -> str:
     if batch.rampup_batch_size:
         start, increment, samples = batch.rampup_batch_size
         lines.append(f"ramp-up    from {start} by {increment} over the first {samples:,} samples")
-        lines += _ramp_up_lines(config)
+        lines += _ramp_up_lines(run)
     return "\n".join(lines)
 
 
-def _ramp_up_lines(config: Config) -> list[str]:
+def _ramp_up_lines(run: Run) -> list[str]:
     """Returns the steps of the ramp-up. With 1F1B, adds the pipeline's efficiency by the formula of
     `_pipeline_line`, in the first step and on average: the work of all steps divided by their time."""
-    batch, parallel = config.batch, config.parallel
-    unit = batch.micro_batch_size * parallel.data_parallel_size
-    steps = BatchSchedule.from_config(batch).ramp_up_steps()
+    parallel, steps = run.config.parallel, run.batches.ramp_up_steps()
+    unit = run.config.batch.micro_batch_size * parallel.data_parallel_size
     line = (
         f"           {sum(count for _, count in steps):,} steps at batches of {steps[0][0]} to {steps[-1][0]}"
     )
@@ -221,34 +211,31 @@ _CHANGEABLE_SETTINGS = {
 }
 
 
-def start_notes(
-    checkpoint: Checkpoint | None, config: Config, lr_schedule: LearningRateSchedule
-) -> list[str]:
+def start_notes(checkpoint: Checkpoint | None, run: Run) -> list[str]:
     """Returns notes on a start with nothing to train, on a batch size or settings that differ from the
     checkpoint's, and on a learning rate of 0."""
+    config, start, length = run.config, run.start, run.length
     if config.training.no_train:
         return []
-    start = start_of(checkpoint)
-    length = RunLength.from_config(config, start)
     if start.iteration >= length.iterations:
         return [
             f"nothing to train: the checkpoint is at iteration {start.iteration}, with "
             f"{start.consumed_samples:,} samples and {start.consumed_tokens:,} tokens consumed, and the run "
             f"ends at iteration {length.iterations} (--train-iters, --train-samples, --train-tokens)"
         ]
-    notes = list(_rate_notes(config, start, length, lr_schedule))
+    notes = list(_rate_notes(run))
     if checkpoint is None or not checkpoint.records_run or starts_at_zero(checkpoint):
         return notes
-    return [*_batch_notes(checkpoint, config, length), *_settings_notes(checkpoint, config), *notes]
+    return [*_batch_notes(checkpoint, run), *_settings_notes(checkpoint, config), *notes]
 
 
-def planned_start(config: Config, vocab: Vocabulary) -> tuple[Checkpoint | None, list[str]]:
+def planned_start(run: Run) -> tuple[Checkpoint | None, list[str]]:
     """Returns the checkpoint from which a run with the flags of a dry run would start, and a note on it.
 
     The checkpoint is checked as in a run if --load is a folder on this machine and the data exists. Raises
     ConfigError if the run would be rejected.
     """
-    load = config.checkpoint.load
+    config, load = run.config, run.config.checkpoint.load
     if load is None:
         return None, []
     if not Path(load).is_dir():
@@ -256,13 +243,13 @@ def planned_start(config: Config, vocab: Vocabulary) -> tuple[Checkpoint | None,
         return None, [f"--load is not checked: {load} {where}"]
     if missing := missing_token_file(config):
         return planned_checkpoint(config), [f"--load {load} is not checked: {missing}"]
-    checkpoint = find_checkpoint(config, vocab.size, partial(run_fingerprint, config, vocabulary=vocab))
+    checkpoint = find_checkpoint(run)
     return checkpoint, [describe_start(checkpoint, load)]
 
 
-def _batch_notes(checkpoint: Checkpoint, config: Config, length: RunLength) -> Iterator[str]:
-    samples = checkpoint.state.consumed_samples
-    saved, batches = (BatchSchedule.from_config(each.batch) for each in (checkpoint.config, config))
+def _batch_notes(checkpoint: Checkpoint, run: Run) -> Iterator[str]:
+    samples, length, batches = checkpoint.state.consumed_samples, run.length, run.batches
+    saved = BatchSchedule.from_config(checkpoint.config.batch)
     if saved != batches:
         yield (
             f"the batch size differs from the checkpoint's: {saved.global_batch_size_at(samples)} samples "
@@ -287,13 +274,11 @@ def _settings_notes(checkpoint: Checkpoint, config: Config) -> Iterator[str]:
         yield f"the run continues with other settings than the checkpoint's: {'; '.join(changes)}"
 
 
-def _rate_notes(
-    config: Config, start: Progress, length: RunLength, lr_schedule: LearningRateSchedule
-) -> Iterator[str]:
-    batches = BatchSchedule.from_config(config.batch)
+def _rate_notes(run: Run) -> Iterator[str]:
+    config, length, lr_schedule, batches = run.config, run.length, run.lr_schedule, run.batches
 
     def progress_at(iteration: int, samples: int) -> Progress:
-        tokens = batches.tokens_of_samples(samples, config.model.seq_length, config.curriculum, start)
+        tokens = batches.tokens_of_samples(samples, config.model.seq_length, config.curriculum, run.start)
         return Progress(iteration, samples, int(tokens))
 
     # The last step may lie beyond the end of the decay, because the last batch is rounded up.

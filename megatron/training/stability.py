@@ -27,14 +27,15 @@ from megatron.checkpoint.record import TrainingState
 from megatron.cluster.exit_codes import RunStopped
 from megatron.cluster.signals import is_due
 from megatron.cluster.watchdog import Phase, Watchdog
-from megatron.config import Config, StabilityConfig
+from megatron.config import StabilityConfig
 from megatron.engine.pipeline_engine import GPTEngine
 from megatron.mpu.mesh import Axis, Mesh
 from megatron.mpu.parameter_spec import ParameterSpec
 from megatron.mpu.parameters import spec_of
 from megatron.mpu.world import broadcast_from_rank_0
-from megatron.optimizer.batch_schedule import BatchSchedule, Progress
+from megatron.optimizer.batch_schedule import Progress
 from megatron.optimizer.mixed_precision import MixedPrecisionOptimizer, NonFiniteError
+from megatron.run import Run
 from megatron.text_table import rank_list
 from megatron.training.metrics import MetricsLogger
 
@@ -50,47 +51,46 @@ class StepOptions(TypedDict):
 class StabilityMonitor:
     """Handles unstable steps. The trainer calls it before, during and after each step, on every rank."""
 
-    config: Config
     engine: GPTEngine
-    batches: BatchSchedule
     metrics: MetricsLogger
     checkpoints: CheckpointManager
     watchdog: Watchdog
+    options: StabilityConfig = field(init=False)
     spikes: SpikeDetector = field(init=False)
 
     def __post_init__(self) -> None:
-        self.spikes = SpikeDetector(self.config.stability)
+        self.options = self.engine.run.config.stability
+        self.spikes = SpikeDetector(self.options)
 
-    def skip_range(self, state: TrainingState, total_iterations: int) -> TrainingState | None:
+    def skip_range(self, state: TrainingState) -> TrainingState | None:
         """Returns the state after the range to skip, and prints the range; None if the next iteration is not
         in a range."""
-        skipped = range_to_skip(self.config, state.iteration, total_iterations)
+        skipped = range_to_skip(self.engine.run, state.iteration)
         if skipped is None:
             return None
         first, last = skipped
         self.metrics.print(f"Skipped iterations {first} to {last} due to --skip-train-iteration-range flag")
-        return advance_state(state, last, self.config, self.batches)
+        return advance_state(state, last, self.engine.run)
 
     def step_options(self, state: TrainingState) -> StepOptions:
         """Returns the options of the step after `state`, and starts this step."""
         self.spikes.begin(state)
-        options = self.config.stability
-        limit = options.max_consecutive_skips
+        limit = self.options.max_consecutive_skips
         return {
             "skips_non_finite": None if limit is None else state.skips_in_a_row + 1 < limit,
-            "skip_update_fn": self.spikes.should_skip if options.spike_policy else None,
+            "skip_update_fn": self.spikes.should_skip if self.options.spike_policy else None,
         }
 
     def diagnose(self, error: NonFiniteError, iteration: int) -> RunStopped:
         """Returns the error of a non-finite step that must not be skipped."""
-        limit = self.config.stability.max_consecutive_skips
+        limit = self.options.max_consecutive_skips
         in_a_row = f"; {limit} steps in a row (--max-consecutive-skips)" if limit else ""
         return RunStopped(f"iteration {iteration}: {error}{in_a_row}")
 
     def post_step(self, state: TrainingState) -> TrainingState:
         """Prints what was wrong with the step that led to `state`, and rolls back if needed. Returns the
         state to continue from. Raises RunStopped after too many skips or rollbacks."""
-        options, optimizer = self.config.stability, self.engine.optimizer
+        options, optimizer = self.options, self.engine.optimizer
         state = self.spikes.update_window(state, taken=not optimizer.skipped)
         if optimizer.found_nonfinite and optimizer.diagnosis:
             self.metrics.print(f"iteration {state.iteration}: {optimizer.diagnosis}")
@@ -108,7 +108,7 @@ class StabilityMonitor:
     def _roll_back(self, state: TrainingState, cause: str) -> TrainingState:
         """Loads the newest checkpoint and skips the data between it and `state`. Without a checkpoint, only
         the update is skipped. cause: sentence for the log."""
-        limit = self.config.stability.max_rollbacks
+        limit = self.options.max_rollbacks
         if state.rollbacks >= limit:
             raise RunStopped(f"{cause}: reached --max-rollbacks {limit}")
         with self.watchdog.phase(Phase.LOAD):  # it also waits for a save in flight
@@ -126,7 +126,7 @@ class StabilityMonitor:
     def check_invariants(self, previous: int, iteration: int) -> None:
         """Checks the replicas every --check-invariants-interval steps, before an evaluation or save. Raises
         RunStopped on a violation. previous: see `is_due`."""
-        if is_due(self.config.stability.check_invariants_interval, previous, iteration):
+        if is_due(self.options.check_invariants_interval, previous, iteration):
             violation = find_invariant_violation(self.engine.optimizer, self.engine.mesh)
             if violation:
                 raise RunStopped(
@@ -176,23 +176,24 @@ class SpikeDetector:
         return replace(state, recent_losses=losses, recent_grad_norms=norms)
 
 
-def range_to_skip(config: Config, iteration: int, total_iterations: int) -> tuple[int, int] | None:
+def range_to_skip(run: Run, iteration: int) -> tuple[int, int] | None:
     """Returns (next, last iteration) of the --skip-train-iteration-range that contains the next iteration, or
     None if there is no such range."""
-    for first, last in config.stability.skipped_ranges:
-        if first <= iteration + 1 <= last and iteration < total_iterations:
-            return iteration + 1, min(last, total_iterations)
+    total = run.length.iterations
+    for first, last in run.config.stability.skipped_ranges:
+        if first <= iteration + 1 <= last and iteration < total:
+            return iteration + 1, min(last, total)
     return None
 
 
-def advance_state(state: TrainingState, last: int, config: Config, batches: BatchSchedule) -> TrainingState:
+def advance_state(state: TrainingState, last: int, run: Run) -> TrainingState:
     """Returns the state after iteration `last`, as if the iterations up to it had consumed their samples and
     tokens."""
     samples, tokens = state.consumed_samples, state.consumed_tokens
     for iteration in range(state.iteration + 1, last + 1):
-        size = batches.global_batch_size_at(samples)
+        size = run.batches.global_batch_size_at(samples)
         samples += size
-        tokens += size * config.seq_length_at(iteration)
+        tokens += size * run.config.seq_length_at(iteration)
     return _skipped_to(Progress(max(last, state.iteration), samples, tokens), state)
 
 

@@ -18,27 +18,26 @@ from torch import Tensor
 
 from megatron.child_processes import status_bytes
 from megatron.cluster.exit_codes import RunStopped
-from megatron.config import Config
-from megatron.mpu.mesh import Mesh
 from megatron.mpu.parameters import spec_of
 from megatron.mpu.world import gather_from_all_ranks
 from megatron.optimizer.eight_bit import moment_bits
 from megatron.optimizer.mixed_precision import MixedPrecisionOptimizer
 from megatron.optimizer.quantized import BLOCK_SIZE, QuantizedMoment
+from megatron.run import Run
 from megatron.units import GIB
 
 
-def memory_table(mesh: Mesh, stages_per_rank: int) -> str:
+def memory_table(run: Run) -> str:
     """Returns a row per pipeline rank: minimum and maximum memory of its ranks, and the rank of the maximum.
     Collective.
 
     On an accelerator, the columns are the allocated, peak allocated and peak reserved bytes of PyTorch's
     allocator; on a GPU, also all bytes in use on it. On a CPU, they are the memory of the process.
     """
-    everywhere = gather_from_all_ranks((mesh.pp.rank, local_memory()))
-    what = "stage" if stages_per_rank == 1 else "pipeline rank"
+    everywhere = gather_from_all_ranks((run.mesh.pp.rank, local_memory()))
+    what = "stage" if run.config.parallel.stages_per_rank == 1 else "pipeline rank"
     lines = [f"memory after the first steps, GiB per {what}, least to most of its ranks:"]
-    for place in range(mesh.pp_size):
+    for place in range(run.mesh.pp_size):
         by_rank = {rank: found for rank, (stage, found) in enumerate(everywhere) if stage == place}
         lines.append(f"  {what} {place:3d} | {format_memory_row(by_rank)}")
     return "\n".join(lines)
@@ -165,11 +164,9 @@ _STEPS_BEFORE_MEMORY = 2
 class StartupReport:
     """Decides when to print the reports. Counts the steps since the start of this process."""
 
-    def __init__(self, config: Config, mesh: Mesh) -> None:
-        self.mesh = mesh
-        parallel = config.parallel
-        self._stages_per_rank = parallel.stages_per_rank
-        self._moments_pending = config.optimizer.use_bnb_optimizer
+    def __init__(self, run: Run) -> None:
+        self._run = run
+        self._moments_pending = run.config.optimizer.use_bnb_optimizer
         self._steps_until_memory = _STEPS_BEFORE_MEMORY
 
     def lines(self, optimizer: MixedPrecisionOptimizer, is_last: bool) -> Iterator[str]:
@@ -181,4 +178,4 @@ class StartupReport:
         if self._steps_until_memory > 0:
             self._steps_until_memory = 0 if is_last else self._steps_until_memory - 1
             if self._steps_until_memory == 0:
-                yield memory_table(self.mesh, self._stages_per_rank)
+                yield memory_table(self._run)

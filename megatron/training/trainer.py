@@ -26,9 +26,9 @@ from megatron.errors import UserError
 from megatron.model.distributed_inference import MICRO_BATCHES_PER_STAGE
 from megatron.model.flops import iteration_flops
 from megatron.mpu.world import broadcast_from_rank_0
-from megatron.optimizer.batch_schedule import BatchSchedule, RunLength
+from megatron.optimizer.batch_schedule import Progress
 from megatron.optimizer.mixed_precision import NonFiniteError
-from megatron.optimizer.schedule import LearningRateSchedule, Progress
+from megatron.run import Run
 from megatron.training.data import RunData
 from megatron.training.garbage import collections_after_steps
 from megatron.training.harness.live import run_tasks
@@ -84,17 +84,14 @@ def after_failed_save(iteration: int, checkpoint: CheckpointConfig) -> str:
 class Trainer:
     """Trains, evaluates and saves with the objects that `megatron.training.run` creates."""
 
-    config: Config
     engine: GPTEngine
     data: RunData
-    length: RunLength
-    batches: BatchSchedule
-    lr_schedule: LearningRateSchedule
     metrics: MetricsLogger
     watchdog: Watchdog
     checkpoints: CheckpointManager
     tasks: "Tasks | None" = None
     """The tasks of --eval-harness-tasks, only on rank 0."""
+    run: Run = field(init=False)
     exit_reason: ExitReason | None = field(default=None, init=False)
     """Why `train` stopped before the last iteration; None if it did not."""
     startup_report: StartupReport = field(init=False)
@@ -107,17 +104,16 @@ class Trainer:
     """The largest exit code of all ranks, exchanged in the last step; None after an evaluation or a save."""
 
     def __post_init__(self) -> None:
+        self.run = self.engine.run
         self.exits = ExitConditions(
-            self.config.training, self.watchdog.report, self.checkpoints.ownership_lost_reason
+            self.run.config.training, self.watchdog.report, self.checkpoints.ownership_lost_reason
         )
-        self.startup_report = StartupReport(self.config, self.engine.mesh)
-        self.stability = StabilityMonitor(
-            self.config, self.engine, self.batches, self.metrics, self.checkpoints, self.watchdog
-        )
+        self.startup_report = StartupReport(self.run)
+        self.stability = StabilityMonitor(self.engine, self.metrics, self.checkpoints, self.watchdog)
 
     def train(self, state: TrainingState) -> TrainingState:
         """Trains from `state` to the last iteration or to an early exit. Returns the state reached."""
-        training, options = self.config.training, self.config.checkpoint
+        training, options = self.run.config.training, self.run.config.checkpoint
         if training.no_train:
             return state
         saved = None if self.checkpoints.started_from_local else state
@@ -127,7 +123,7 @@ class Trainer:
         if state.pending_evaluations and self.exit_reason is None:
             state = self._evaluate_interval(state, state.pending_evaluations)
         with collections_after_steps() as collect_garbage:
-            while state.iteration < self.length.iterations and self.exit_reason is None:
+            while state.iteration < self.run.length.iterations and self.exit_reason is None:
                 self.exit_code, previous = None, state.iteration
                 with self.watchdog.phase(Phase.STEP):
                     state = self.advance(state)
@@ -159,7 +155,7 @@ class Trainer:
             self.checkpoint(state)
             with self.watchdog.phase(Phase.SAVE):
                 self.checkpoints.finish_save()  # waits until old checkpoints are deleted
-        if options.save_hf_at_end and state.iteration >= self.length.iterations:
+        if options.save_hf_at_end and state.iteration >= self.run.length.iterations:
             self._export(state, replace_folder=False)
         self._print_exit_reason()
         return state
@@ -167,39 +163,38 @@ class Trainer:
     def _print_exit_reason(self) -> None:
         if self.exit_reason:
             self.metrics.flush()  # prints the lines of the last steps first
-            self.metrics.print(self.exit_reason.line(self.config.checkpoint))
+            self.metrics.print(self.exit_reason.line(self.run.config.checkpoint))
 
     @property
     def exit_status(self) -> ExitStatus:
         """How the run ended: REQUEUE if it stopped early and the same command resumes it."""
-        return (
-            self.exit_reason.final_status(self.config.checkpoint) if self.exit_reason else ExitStatus.FINISHED
-        )
+        options = self.run.config.checkpoint
+        return self.exit_reason.final_status(options) if self.exit_reason else ExitStatus.FINISHED
 
     def advance(self, state: TrainingState) -> TrainingState:
         """Takes one step, or skips a range of iterations."""
-        return self.stability.skip_range(state, self.length.iterations) or self.step(state)
+        return self.stability.skip_range(state) or self.step(state)
 
     def is_logged(self, iteration: int) -> bool:
         """Returns whether a log line follows this iteration: if it is due then, or in the skipped ranges that
         follow at once."""
-        total, end = self.length.iterations, iteration
-        while skipped := range_to_skip(self.config, end, total):
+        total, end = self.run.length.iterations, iteration
+        while skipped := range_to_skip(self.run, end):
             end = skipped[1]
-        return end == total or is_due(self.config.logging.log_interval, iteration - 1, end)
+        return end == total or is_due(self.run.config.logging.log_interval, iteration - 1, end)
 
     def step(self, state: TrainingState) -> TrainingState:
         """Takes one optimizer step on the next global batch. Returns the state reached, or the state after a
         rollback."""
         started = time.perf_counter()
-        batch_size = self.batches.global_batch_size_at(state.consumed_samples)
-        seq_length = self.config.seq_length_at(state.iteration + 1)
+        batch_size = self.run.batches.global_batch_size_at(state.consumed_samples)
+        seq_length = self.run.config.seq_length_at(state.iteration + 1)
         progress = Progress(
             state.iteration + 1,
             state.consumed_samples + batch_size,
             state.consumed_tokens + batch_size * seq_length,
         )
-        lr = self.lr_schedule.lr(progress)
+        lr = self.run.lr_schedule.lr(progress)
         assert self.data.train is not None  # without training, no step is taken
         micro_batches = self.data.train.micro_batches(state.consumed_samples, batch_size)
         try:
@@ -227,18 +222,18 @@ class Trainer:
             state.skipped_iterations + int(optimizer.skipped),
             state.skips_in_a_row + 1 if optimizer.skipped else 0,
             state.rollbacks,
-            warmup_end=self.lr_schedule.warmup_end,
+            warmup_end=self.run.lr_schedule.warmup_end,
         )
         self.metrics.log_step(
             StepRecord(
                 state=reached,
-                total_iterations=self.length.iterations,
+                total_iterations=self.run.length.iterations,
                 learning_rate=lr,
                 global_batch_size=batch_size,
                 seq_length=seq_length,
                 loss=loss,
                 grad_norm=optimizer.grad_norm,
-                loss_scale=optimizer.scaler.scale if self.config.precision.fp16 else None,
+                loss_scale=optimizer.scaler.scale if self.run.config.precision.fp16 else None,
                 skipped=optimizer.skipped,
                 seconds=time.perf_counter() - started,
                 recorded=recorded,
@@ -248,7 +243,7 @@ class Trainer:
             self.metrics.flush()
         if self.engine.pass_times and is_logged:
             self.metrics.print(bubble_line(self.engine.pass_times, self.engine.mesh))
-        for text in self.startup_report.lines(optimizer, progress.iteration == self.length.iterations):
+        for text in self.startup_report.lines(optimizer, progress.iteration == self.run.length.iterations):
             self.metrics.print(text)
         return self.stability.post_step(reached)
 
@@ -266,7 +261,7 @@ class Trainer:
         except FolderTakenError as error:
             raise RunStopped(str(error)) from error
         except SaveError as error:
-            remedy = after_failed_save(self.resumable_iteration, self.config.checkpoint)
+            remedy = after_failed_save(self.resumable_iteration, self.run.config.checkpoint)
             raise RankStopped(f"{error}: {remedy}") from error
         seconds = time.perf_counter() - started
         if folder is None:
@@ -303,14 +298,15 @@ class Trainer:
         """Writes the model for Hugging Face transformers. A failure is a warning: the checkpoint has the
         weights too. replace_folder: whether to write it if the folder exists."""
         self.exit_code = None
-        started, manager = time.perf_counter(), self.checkpoints
-        folder = Path(str(self.config.checkpoint.save)) / f"huggingface_step{state.iteration}"
+        started = time.perf_counter()
+        folder = Path(str(self.run.config.checkpoint.save)) / f"huggingface_step{state.iteration}"
         if not (replace_folder or broadcast_from_rank_0(not folder.exists())):
             return
-        arguments = (manager.vocab_size, manager.eod, self.watchdog.heartbeat, manager.check_owner)
         try:
             with self.watchdog.phase(Phase.SAVE):
-                written = export_model(self.engine, folder, *arguments)
+                written = export_model(
+                    self.engine, folder, self.watchdog.heartbeat, self.checkpoints.check_owner
+                )
         except FolderTakenError as error:
             raise RunStopped(str(error)) from error
         except UserError as error:
@@ -321,7 +317,7 @@ class Trainer:
             return
         seconds = time.perf_counter() - started
         self.metrics.print(
-            f"wrote {folder} in {seconds:.1f} s: {written.architecture} in {self.config.precision.name}, "
+            f"wrote {folder} in {seconds:.1f} s: {written.architecture} in {self.run.config.precision.name}, "
             f"{written.num_bytes / 1e6:,.1f} MB"
         )
 
@@ -346,13 +342,13 @@ class Trainer:
     def _note_saved(self, iteration: int) -> None:
         self.resumable_iteration = iteration
         self.watchdog.report.note(saved_iteration=iteration)
-        if not self.config.checkpoint.load:
-            self.watchdog.report.note(load_to_resume=self.config.checkpoint.save)
+        if not self.run.config.checkpoint.load:
+            self.watchdog.report.note(load_to_resume=self.run.config.checkpoint.save)
 
     def evaluate_at_end(self, state: TrainingState) -> None:
         """Evaluates on validation and test data after the last iteration, or with --eval-only, but not after
         an early exit."""
-        if not self.config.training.no_train and state.iteration < self.length.iterations:
+        if not self.run.config.training.no_train and state.iteration < self.run.length.iterations:
             return
         for split, data in (("validation", "val"), ("test", "test")):
             at = f"the end of training for {data} data, iteration {state.iteration}"
@@ -364,13 +360,13 @@ class Trainer:
         """Prints a warning if every step since the start of this process was skipped. After the last
         iteration, raises RunStopped instead, unless the steps were few and earlier processes updated the
         weights."""
-        problem = self.updates.problem(self.config.precision.fp16)
+        problem = self.updates.problem(self.run.config.precision.fp16)
         if problem is None:
             return
         is_unusual = (
             self.updates.num_steps >= _MANY_SKIPPED_STEPS or state.skipped_iterations >= state.iteration
         )
-        if state.iteration >= self.length.iterations and is_unusual:
+        if state.iteration >= self.run.length.iterations and is_unusual:
             raise RunStopped(problem)
         self.metrics.print(f"WARNING: {problem}")
 
@@ -403,14 +399,14 @@ class Trainer:
         remain."""
         loaders = list((self.data.valid if split == "validation" else self.data.test).items())
         loaders = loaders[max(len(loaders) - count, 0) :] if count is not None else loaders
-        if self.config.training.eval_iters == 0:
+        if self.run.config.training.eval_iters == 0:
             return 0
         self.exit_code = None
         # The checkpoint's iteration may be past the end of this run, which has no validation samples for it.
-        iteration, interval = min(state.iteration, self.length.iterations), self.config.training.eval_interval
+        iteration = min(state.iteration, self.run.length.iterations)
         if count is not None:  # due at a multiple of the interval, perhaps inside of a range that was skipped
-            iteration -= iteration % interval
-        first = validation_start(self.config, iteration) if split == "validation" else 0
+            iteration -= iteration % self.run.config.training.eval_interval
+        first = validation_start(self.run.config, iteration) if split == "validation" else 0
         stop: list[ExitReason] = []
 
         def stop_requested() -> bool:
@@ -423,7 +419,6 @@ class Trainer:
                 loss = evaluate(
                     self.engine,
                     loader,
-                    self.config,
                     first,
                     stop_requested=stop_requested,
                     heartbeat=self.watchdog.heartbeat,
@@ -438,8 +433,9 @@ class Trainer:
         return 0
 
 
-def make_metrics(config: Config, vocab_size: int, rank: int) -> MetricsLogger:
+def make_metrics(run: Run) -> MetricsLogger:
     """Returns the logger of a run, which prints and writes on rank 0."""
+    config, vocab_size, rank = run.config, run.vocab.size, run.mesh.rank
     parallel, on_cpu = config.parallel, get_accelerator().device_name() == "cpu"
 
     def flops_per_sample(seq_length: int) -> float:
@@ -460,7 +456,6 @@ def make_metrics(config: Config, vocab_size: int, rank: int) -> MetricsLogger:
 def evaluate(
     engine: GPTEngine,
     loader: GPTBatchLoader,
-    config: Config,
     first_sample: int,
     *,
     stop_requested: Callable[[], bool],
@@ -473,6 +468,7 @@ def evaluate(
     stop_requested: collective function with an equal result on all ranks, called between groups of
     micro-batches. heartbeat: called for every micro-batch.
     """
+    config = engine.run.config
     samples = config.training.eval_iters * config.batch.global_batch_size
     num_micro_batches = config.training.eval_iters * config.micro_batches_per_step
     micro_batches = loader.micro_batches(first_sample, samples)

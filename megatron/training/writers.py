@@ -8,7 +8,6 @@ from typing import Any, Protocol
 
 from megatron.checkpoint.record import TrainingState
 from megatron.config import Config, ConfigError
-from megatron.object_urls import settings_with_urls
 
 _LARGEST_STEP = 2**62
 
@@ -39,7 +38,7 @@ def make_writers(config: Config) -> list[Writer]:
             )
         )
     if config.logging.wandb_project:
-        settings = settings_with_urls(config.to_dict())
+        settings = config.to_dict()
         logging = config.logging
         writers.append(
             WandbWriter(config.logging.wandb_project, logging.wandb_name, settings, logging.wandb_save_dir)

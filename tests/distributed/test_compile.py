@@ -10,6 +10,7 @@ from tests.support.layouts import (
     Row,
     build_engine,
     config_of,
+    evaluate,
     micro_batches,
     relative_errors,
     train,
@@ -28,7 +29,7 @@ def history_of(row, changes, compiles):
     with torch._inductor.config.patch(compile_threads=1):
         engine = build_engine(config_of(row, **{**changes, "training": training}))
         history = train(engine, range(STEPS))
-        evaluated = engine.evaluate(micro_batches(engine, 0), engine.micro_batches).item()
+        evaluated = evaluate(engine, micro_batches(engine, 0), engine.micro_batches).item()
     names = {name for name, _ in engine.module.named_parameters()}
     graphs = torch._dynamo.utils.counters["stats"]["unique_graphs"]
     layers = sum(isinstance(module, ParallelTransformerLayerPipe) for module in engine.module.modules())

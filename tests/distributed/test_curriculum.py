@@ -14,6 +14,7 @@ from tests.support.layouts import (
     SEQ,
     Row,
     config_of,
+    evaluate,
     micro_batches,
     relative_errors,
 )
@@ -50,7 +51,7 @@ def train(row, changes, curriculum=CURRICULUM):
         if step in (1, 3):
             count = GLOBAL_BATCH // row.micro_batch // row.dp
             evaluations.append(
-                (float(trainer.engine.evaluate(micro_batches(trainer.engine, 50), count)), 1.0)
+                (float(evaluate(trainer.engine, micro_batches(trainer.engine, 50), count)), 1.0)
             )
     history = [trainer.metrics.steps[i + 1][:2] for i in range(len(LENGTHS))]
     lengths = [record.seq_length for record in trainer.metrics.records]

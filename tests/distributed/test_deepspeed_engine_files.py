@@ -13,13 +13,12 @@ from deepspeed.utils import safe_get_full_fp32_param, safe_get_full_optimizer_st
 from torch import nn
 
 from megatron.checkpoint.conversion.source import open_source
-from megatron.checkpoint.conversion.to_universal import convert
 from megatron.checkpoint.formats.universal import UniversalReader
 from megatron.checkpoint.record import TrainingState
 from megatron.checkpoint.selection import find_checkpoint
 from megatron.model.single_process import model_specs
-from tests.support.checkpoints import FINGERPRINT
-from tests.support.layouts import EOD, VOCAB, Row, config_of
+from tests.support.conversion import to_universal
+from tests.support.layouts import EOD, VOCAB, Row, config_of, unconnected_run
 from tests.support.pool import run_world
 from tests.unit.checkpoint.megatron_deepspeed_folder import their_args, their_name
 from tests.unit.checkpoint.native_folder import random_wholes
@@ -99,10 +98,10 @@ def test_values_and_moments_are_those_of_the_engine(
     assert files == {"mp_rank_00_model_states.pt"} | {
         f"{prefix}zero_pp_rank_{rank}_mp_rank_00_optim_states.pt" for rank in range(replicas)
     }
-    for _ in convert(open_source(source), tmp_path / f"{source.name}_universal"):
+    for _ in to_universal(open_source(source), tmp_path / f"{source.name}_universal"):
         pass
     config = config_of(Row(), checkpoint={"load": str(tmp_path), "universal_checkpoint": True})
-    checkpoint = find_checkpoint(config, VOCAB, lambda start: FINGERPRINT)
+    checkpoint = find_checkpoint(unconnected_run(config))
     assert checkpoint is not None and checkpoint.state == TrainingState(STEPS, 8 * STEPS, 0)
     reader = UniversalReader(checkpoint)
     specs = model_specs(config, VOCAB, EOD)

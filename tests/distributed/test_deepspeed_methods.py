@@ -29,6 +29,7 @@ from tests.support.layouts import (
     Row,
     build_engine,
     config_of,
+    evaluate,
     micro_batches,
     train,
     train_layout,
@@ -47,7 +48,7 @@ def of_deepspeed_config(name: str) -> Callable[[GPTEngine], bool]:
     """Whether a method returns what it returns in DeepSpeed, if DeepSpeed is configured as the run."""
 
     def check(engine: GPTEngine) -> bool:
-        config, mesh = engine.run_config, engine.mesh
+        config, mesh = engine.run.config, engine.mesh
         precision = config.precision
         settings = {
             "train_micro_batch_size_per_gpu": config.batch.micro_batch_size,
@@ -102,7 +103,7 @@ def eval_batch_works(engine: GPTEngine) -> bool:
     count = engine.gradient_accumulation_steps()
     loss, expected = (
         engine.eval_batch(micro_batches(engine, 5)),
-        engine.evaluate(micro_batches(engine, 5), count),
+        evaluate(engine, micro_batches(engine, 5), count),
     )
     torch.testing.assert_close(
         loss.reshape(()), expected
@@ -131,7 +132,7 @@ ENGINE: dict[str, Callable[[GPTEngine], bool]] = {
     "collect_python_gc": lambda engine: engine.collect_python_gc() >= 0,
     "communication_data_type": lambda engine: engine.communication_data_type == torch.float32,
     "destroy": ends_twice,
-    "dynamic_loss_scale": equals("dynamic_loss_scale", lambda engine: engine.run_config.precision.fp16),
+    "dynamic_loss_scale": equals("dynamic_loss_scale", lambda engine: engine.run.config.precision.fp16),
     "eval": modes_work,
     "eval_batch": eval_batch_works,
     "get_additional_losses": equals("get_additional_losses", lambda engine: None),
@@ -245,7 +246,7 @@ def evaluate_as_deepspeed(row: Row) -> tuple[list[tuple[int, ...]] | None, bool]
     outputs = engine.eval_batch(micro_batches(engine, 0), compute_loss=False, reduce_output=None)
     losses = engine.eval_batch(micro_batches(engine, 0), reduce_output=None, bcast_loss=False)
     loss = engine.eval_batch(micro_batches(engine, 0), num_micro_batches=count)
-    right = torch.allclose(loss, engine.evaluate(micro_batches(engine, 0), count), rtol=1e-6)
+    right = torch.allclose(loss, evaluate(engine, micro_batches(engine, 0), count), rtol=1e-6)
     if not engine.is_last_stage():
         return None, right and outputs is None and losses is None
     labels = [batch.labels for batch in micro_batches(engine, 0)]

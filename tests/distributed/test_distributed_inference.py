@@ -8,13 +8,10 @@ import pytest
 import torch
 
 from megatron.config import Config
-from megatron.data.vocabulary import Vocabulary
 from megatron.model.distributed_inference import DistributedGPT
 from megatron.model.single_process import GPTModel
-from megatron.mpu.mesh import Mesh
 from megatron.mpu.parameters import initialize_parameters
-from megatron.training.build import build_engine
-from tests.support.layouts import EOD, VOCAB, Row, config_of
+from tests.support.layouts import EOD, VOCAB, Row, build_engine, config_of
 from tests.support.pool import run_world
 
 MODEL = {"num_layers": 4, "init_method_std": 0.2}
@@ -56,8 +53,8 @@ def config(name: str) -> Config:
 def on_ranks(name: str) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor] | None:
     """On rank 0 the log-probabilities, which tokens are the most likely ones, and the next token's logits."""
     settings, row = config(name), ROWS[name][0]
-    mesh = Mesh.from_config(settings.parallel, torch.distributed.get_rank()).connect()
-    engine = build_engine(settings, mesh, Vocabulary(VOCAB, EOD))
+    engine = build_engine(settings)
+    mesh = engine.mesh
     model = DistributedGPT(engine.module.eval(), mesh, micro_batch_size=2)
     assert model.batch_size >= 2 * row.dp
     if mesh.rank:
@@ -86,4 +83,5 @@ def test_scores_are_those_of_one_process(name: str) -> None:
     log_probs, is_greedy, next_logits = found
     torch.testing.assert_close(log_probs, expected, rtol=1e-5, atol=1e-5)
     assert torch.equal(is_greedy, logits.argmax(-1) == rows[:, 1:])
-    torch.testing.assert_close(next_logits, model.next_token_logits(rows[0, :9]), rtol=1e-5, atol=1e-5)
+    for next_of_prefix in (next_logits, model.next_token_logits(rows[0, :9])):
+        torch.testing.assert_close(next_of_prefix, logits[0, 8], rtol=1e-5, atol=1e-5)

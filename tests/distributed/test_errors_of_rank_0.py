@@ -11,12 +11,13 @@ from megatron.checkpoint import manager, selection
 from megatron.checkpoint.discovery import open_checkpoint
 from megatron.checkpoint.manager import SaveError
 from megatron.checkpoint.ranks import first_problem
+from megatron.checkpoint.saving import publishing
 from megatron.checkpoint.saving.files import DirectFiles
 from megatron.checkpoint.selection import select_valid_checkpoint
 from megatron.errors import UserError
 from megatron.files import HostileFileError
-from tests.support.checkpoints import FINGERPRINT, make_manager, state_after
-from tests.support.layouts import VOCAB, Row, build_engine, config_of
+from tests.support.checkpoints import make_manager, state_after
+from tests.support.layouts import Row, build_engine, config_of, unconnected_run
 from tests.support.pool import run_world
 from tests.support.trainers import make_trainer, outcome
 from tests.unit.checkpoint.saved_runs import Run, steps_in
@@ -52,21 +53,22 @@ def meet_errors(folder):
 
     for first_failure in (1, 2):
         save(FailingOwner(first_failure) if rank_0 else None)
-    names = ("clean_leftovers", "is_same_checkpoint", "start_identity")
+    names = ("is_same_checkpoint", "start_identity")
     failing = {name: fail if rank_0 else getattr(manager, name) for name in names}
     damaged = {"find_checkpoint": fail if rank_0 else selection.find_checkpoint}
     damaged["first_problem"] = lambda *_: "a file is damaged"
-    config = replace(engine.run_config, checkpoint=replace(engine.run_config.checkpoint, load="/load"))
+    config = replace(engine.run.config, checkpoint=replace(engine.run.config.checkpoint, load="/load"))
     checkpoint = open_checkpoint(folder / "global_step2")
     checkpoints = make_manager(engine, folder)
     with (
         mock.patch.multiple(manager, **failing),
+        mock.patch.object(publishing.Folder, "begin", fail if rank_0 else publishing.Folder.begin),
         mock.patch.multiple(selection, **damaged),
     ):
         save()
         for call in (
             lambda: checkpoints.newest_valid(True),
-            lambda: select_valid_checkpoint(checkpoint, config, VOCAB, lambda start: FINGERPRINT),
+            lambda: select_valid_checkpoint(checkpoint, unconnected_run(config)),
             lambda: checkpoints.restore_or_init(None, lambda text: None),
         ):
             checkpoints.identity = checkpoint if rank_0 else None  # anything with a lineage

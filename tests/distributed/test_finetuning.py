@@ -1,5 +1,6 @@
 """--finetune and --no-load-optim load the fp32 weights on any layout, and start a fresh optimizer."""
 
+from dataclasses import replace
 from functools import cache
 from pathlib import Path
 from tempfile import mkdtemp
@@ -7,13 +8,14 @@ from tempfile import mkdtemp
 import pytest
 
 from megatron.checkpoint.conversion.source import open_source
-from megatron.checkpoint.conversion.to_universal import convert
 from megatron.checkpoint.discovery import find_latest
+from megatron.checkpoint.formats.deepspeed_files import VALUES
 from megatron.checkpoint.formats.registry import open_reader
 from megatron.checkpoint.record import TrainingState
 from megatron.checkpoint.selection import find_checkpoint
 from tests.reference.plain_gpt import train_plain_gpt
 from tests.support.checkpoints import FINGERPRINT, make_manager, save_midway, state_after
+from tests.support.conversion import to_universal
 from tests.support.layouts import (
     CLIP,
     FP32_BOUND,
@@ -25,6 +27,7 @@ from tests.support.layouts import (
     global_batch,
     relative_errors,
     train,
+    unconnected_run,
 )
 from tests.support.pool import run_world
 
@@ -59,14 +62,15 @@ def base(saver):
     row, optimizer = SAVERS[saver]
     folder = Path(mkdtemp())
     run_world(row.world_size, save_base, row, folder / "native", optimizer)
-    list(convert(open_source(folder / "native" / f"global_step{BEFORE}"), folder / "universal" / "base"))
+    list(to_universal(open_source(folder / "native" / f"global_step{BEFORE}"), folder / "universal" / "base"))
     return folder
 
 
 def expected_history(saver, steps):
     """Returns the losses of a GPT in plain PyTorch with a new optimizer, from the checkpoint's fp32
     weights."""
-    weights = dict(open_reader(find_latest(base(saver) / "native")).master_weights())
+    reader = open_reader(find_latest(base(saver) / "native"))
+    weights = {name: reader.read_unpadded(name, VALUES) for name in reader.specs}
     batches = [global_batch(step) for step in steps]
     return train_plain_gpt(weights, batches, lr=RATE, vocab=VOCAB, clip=CLIP, layers=4, heads=4)
 
@@ -78,9 +82,9 @@ def start(row, load, save, steps, flag, **optimizer):
     data = OWN_DATA if flag == "finetune" else FINGERPRINT
     engine = build_engine(config)
     train(engine, [9])  # other weights, moments and scale than a fresh engine's: all must be replaced
-    checkpoint = find_checkpoint(config, VOCAB, lambda start: data)
+    run = unconnected_run(config, fingerprint=data)
+    checkpoint, engine.run = find_checkpoint(run), replace(run, mesh=engine.mesh)
     manager = make_manager(engine, save)
-    manager.fingerprint = data
     log = []
     state = manager.restore_or_init(checkpoint, log.append)
     history = train(engine, steps)
@@ -107,7 +111,7 @@ def test_the_losses_are_those_of_the_fp32_weights_with_a_new_optimizer(opener, k
 def start_with_other_documents(load, save):
     flags = {"reset_position_ids": True, "reset_attention_mask": True, "eod_mask_loss": True}
     config = config_of(Row(), checkpoint={"load": str(load), "finetune": True}, data=flags)
-    checkpoint = find_checkpoint(config, VOCAB, lambda start: OWN_DATA)
+    checkpoint = find_checkpoint(unconnected_run(config, fingerprint=OWN_DATA))
     log = []
     make_manager(build_engine(config), save).restore_or_init(checkpoint, log.append)
     return "\n".join(log)

@@ -75,8 +75,8 @@ def cyclic_tensors(row, changes):
 
 
 ROWS = [
-    (Row(pp=2, tp=2, recompute=True, precision="bf16"), {}),
-    (Row(dp=2, zero=3, cp=2, positions="rotary"), {}),
+    (Row(pp=2, tp=2, micro_batch=4, recompute=True, precision="bf16"), {}),
+    (Row(dp=2, zero=3, cp=2, micro_batch=2, positions="rotary"), {}),
     (Row(pp=2, dp=2, zero=1), DUALPIPEV),
 ]
 

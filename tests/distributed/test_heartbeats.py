@@ -14,7 +14,7 @@ def heartbeats():
     engine = build_engine(config_of(Row(pp=2, micro_batch=1)))
     found: list[str] = []
     engine.train_step(micro_batches(engine, 0), GLOBAL_BATCH, RATE, heartbeat=lambda: found.append("step"))
-    engine.evaluate(micro_batches(engine, 1), 2, heartbeat=lambda: found.append("evaluation"))
+    engine.evaluate_totals(micro_batches(engine, 1), 2, heartbeat=lambda: found.append("evaluation"))
     engine.train_step(micro_batches(engine, 2), GLOBAL_BATCH, RATE)
     return found.count("step"), found.count("evaluation")
 

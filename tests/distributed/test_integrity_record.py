@@ -3,6 +3,7 @@ name."""
 
 import json
 import re
+import shutil
 from unittest.mock import patch
 
 import pytest
@@ -14,13 +15,26 @@ from megatron.checkpoint.manager import load_checkpoint
 from megatron.checkpoint.selection import find_checkpoint
 from megatron.errors import UserError
 from tests.support.checkpoints import FINGERPRINT, make_manager, save_midway, state_after
-from tests.support.layouts import VOCAB, Row, build_engine, config_of, train, train_layout
+from tests.support.layouts import VOCAB, Row, build_engine, config_of, train, train_layout, unconnected_run
 from tests.support.pool import run_world
 from tests.unit.checkpoint.saved_runs import make_unreadable
 
 
 def save_two_steps(row, folder):
     save_midway(row, folder, 2)
+
+
+@pytest.fixture(scope="module")
+def two_steps(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("two_steps")
+    run_world(1, save_two_steps, Row(), folder)
+    return folder
+
+
+@pytest.fixture
+def saved(two_steps, tmp_path):
+    """A folder with a checkpoint of two steps of one process."""
+    return shutil.copytree(two_steps, tmp_path, dirs_exist_ok=True)
 
 
 def start(row, folder, options=None):
@@ -36,7 +50,7 @@ def start(row, folder, options=None):
         manager.restore_or_init(find_latest(folder), printed.append)
     except UserError as error:
         return str(error)
-    return "\n".join(printed), make_integrity_record(engine, VOCAB)
+    return "\n".join(printed), make_integrity_record(engine)
 
 
 def integrity_record_in(folder):
@@ -97,10 +111,9 @@ def change(folder, what):
         ("canary", r"the canary loss was .* when it was saved and is"),
     ],
 )
-def test_a_difference_stops_every_rank_and_is_named(what, named, tmp_path):
-    run_world(1, save_two_steps, Row(), tmp_path)
-    change(tmp_path, what)
-    for sentence in run_world(2, start, Row(pp=2), tmp_path):
+def test_a_difference_stops_every_rank_and_is_named(what, named, saved):
+    change(saved, what)
+    for sentence in run_world(2, start, Row(pp=2), saved):
         assert isinstance(sentence, str)
         assert re.search(named, sentence)
 
@@ -155,7 +168,7 @@ def test_the_only_checkpoint_that_a_resume_accepts_is_kept_though_another_cannot
 def find(folder, fingerprint=FINGERPRINT, **changes):
     changes.setdefault("checkpoint", {})["load"] = str(folder)
     config = config_of(Row(), **changes)
-    return find_checkpoint(config, VOCAB, lambda start: fingerprint), config
+    return find_checkpoint(unconnected_run(config, fingerprint=fingerprint)), config
 
 
 def load_lines(folder, fingerprint, changes):
@@ -164,27 +177,28 @@ def load_lines(folder, fingerprint, changes):
     return {check.subject: check.result for check in checks}
 
 
-def test_override_data_accepts_other_data(tmp_path):
-    run_world(1, save_two_steps, Row(), tmp_path)
+def test_override_data_accepts_other_data(saved):
     other = {**FINGERPRINT, "tokens": [6000]}
     with pytest.raises(UserError, match="--override-data to continue"):
-        find(tmp_path, other)
-    (lines,) = run_world(1, load_lines, tmp_path, other, {"checkpoint": {"override_data": True}})
+        find(saved, other)
+    (lines,) = run_world(1, load_lines, saved, other, {"checkpoint": {"override_data": True}})
     assert lines["data"].startswith("different data, from sample 16 (--override-data): tokens: [5000]")
 
 
 @pytest.mark.parametrize("flag, winner", [("override", "new"), ("use_checkpoint", "old")])
-def test_another_schedule_is_refused_with_both_values_and_a_flag_selects_one(flag, winner, tmp_path):
-    from megatron.checkpoint.compatibility import resumed_schedule
+def test_another_schedule_is_refused_with_both_values_and_a_flag_selects_one(flag, winner, saved):
+    from megatron.checkpoint.compatibility import starting_from
+    from megatron.data.vocabulary import Vocabulary
+    from megatron.run import Run
 
-    run_world(1, save_two_steps, Row(), tmp_path)
-    old = find(tmp_path)[1].schedule.lr
+    old = find(saved)[1].schedule.lr
     with pytest.raises(UserError, match=rf"max_lr was {old}, is 0.5.*--override-lr-scheduler"):
-        find(tmp_path, schedule={"lr": 0.5})
+        find(saved, schedule={"lr": 0.5})
     changes = {"schedule": {"lr": 0.5, f"{flag}_lr_scheduler": True}}
-    checkpoint, config = find(tmp_path, **changes)
-    assert resumed_schedule(checkpoint, config).max_lr == (0.5 if winner == "new" else old)
-    (lines,) = run_world(1, load_lines, tmp_path, FINGERPRINT, changes)
+    checkpoint, config = find(saved, **changes)
+    run = Run.from_config(config, Vocabulary(VOCAB, None))
+    assert starting_from(checkpoint, run).lr_schedule.max_lr == (0.5 if winner == "new" else old)
+    (lines,) = run_world(1, load_lines, saved, FINGERPRINT, changes)
     assert lines["learning rate"].startswith(f"the {winner} schedule (--")
     assert f"max_lr was {old}, is 0.5" in lines["learning rate"]
 

@@ -47,62 +47,33 @@ def findings(row, changes, precision):
 
 EVERYTHING = Row(tp=2, pp=2, dp=2, zero=1, micro_batch=2)
 BF16 = {"bf16": True}
+# (layout, the changed value: (rank, parameter, kind, value), precision, where it differs from the others)
 MISMATCHES = {
-    "a norm on a TP rank": (Row(tp=2), (1, NORM, "fp32", 0.5), BF16, f"fp32 of {NORM} on rank 1 differs"),
-    "its moment": (
-        Row(tp=2),
-        (1, NORM, "exp_avg", 0.5),
-        {},
-        f"exp_avg of {NORM} on rank 1 differs from rank 0",
-    ),
-    "a replica's weight": (
-        Row(dp=4),
-        (2, MATRIX, "weights", 0.5),
-        BF16,
-        f"weights of {MATRIX} on rank 2 differs from ranks 0-1, 3",
-    ),
-    "a replica's moment": (
-        Row(dp=2),
-        (1, MATRIX, "exp_avg_sq", 0.5),
-        {},
-        f"exp_avg_sq of {MATRIX} on rank 1",
-    ),
-    "a tied copy": (
-        Row(pp=2),
-        (1, EMBEDDING, "weights", 0.5),
-        BF16,
-        f"weights of {EMBEDDING} on rank 1 differs from rank 0",
-    ),
-    "one of many": (
-        EVERYTHING,
-        (6, EMBEDDING, "weights", 0.5),
-        BF16,
-        f"weights of {EMBEDDING} on rank 6 differs from ranks 0, 2, 4",
-    ),
+    "a norm on a TP rank": (Row(tp=2), (1, NORM, "fp32", 0.5), BF16, "rank 1 differs"),
+    "its moment": (Row(tp=2), (1, NORM, "exp_avg", 0.5), {}, "rank 1 differs from rank 0"),
+    "a replica's weight": (Row(dp=4), (2, MATRIX, "weights", 0.5), BF16, "rank 2 differs from ranks 0-1, 3"),
+    "a replica's moment": (Row(dp=2), (1, MATRIX, "exp_avg_sq", 0.5), {}, "rank 1"),
+    "a tied copy": (Row(pp=2), (1, EMBEDDING, "weights", 0.5), BF16, "rank 1 differs from rank 0"),
+    "one of many": (EVERYTHING, (6, EMBEDDING, "weights", 0.5), BF16, "rank 6 differs from ranks 0, 2, 4"),
     "a moment that two ranks hold parts of": (
         Row(pp=2, dp=2, zero=1),
-        (0, EMBEDDING, "exp_avg", 0.5),
-        BF16,
-        f"exp_avg of {EMBEDDING} on ranks 2-3 differs from ranks 0-1",
+        *((0, EMBEDDING, "exp_avg", 0.5), BF16, "ranks 2-3 differs from ranks 0-1"),
     ),
-    "a non-finite value of equal replicas": (
-        Row(pp=2),
-        (1, MATRIX, "exp_avg", math.nan),
-        {},
-        f"non-finite: exp_avg of {MATRIX} on rank 1",
-    ),
+    "a non-finite value of equal replicas": (Row(pp=2), (1, MATRIX, "exp_avg", math.nan), {}, "rank 1"),
     "a moment that exists only once": (Row(dp=2, zero=3), (0, NORM, "exp_avg", 0.25), BF16, None),
 }
 
 
 @pytest.mark.gate(rows=5, also=["one of many", "a non-finite value of equal replicas"])
-@pytest.mark.parametrize("name", MISMATCHES)
-def test_a_mismatched_replica_is_named_on_every_rank(name):
-    row, changes, precision, part = MISMATCHES[name]
+@pytest.mark.parametrize("case", MISMATCHES)
+def test_a_mismatched_replica_is_named_on_every_rank(case):
+    row, changes, precision, place = MISMATCHES[case]
+    _, name, kind, value = changes
+    part = f"{kind} of {name} on {place}"
     for before, after in run_world(row.world_size, findings, row, changes, precision):
         assert before is None
-        if part is None or part.startswith("non-finite: "):
-            assert after == part
+        if place is None or math.isnan(value):
+            assert after == (None if place is None else f"non-finite: {part}")
         else:
             assert after.startswith("replicas differ: ") and part in after
 

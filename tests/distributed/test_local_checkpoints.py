@@ -6,7 +6,8 @@ import json
 import os
 import shutil
 import signal
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -36,31 +37,34 @@ def names_on(folder: Path, node: str) -> list[str]:
     return sorted(path.name for path in disk(folder, node).iterdir() if path.is_dir())
 
 
+@cache
+def uninterrupted(row: Row) -> list[tuple[float, float]]:
+    return run_world(row.world_size, train_layout, row, STEPS)[0]
+
+
 def train_and_stop(row: Row, folder: Path, nodes: Sequence[str], saves: dict[int, str] = SAVES) -> None:
     """Trains to the step of the last save. The losses must be those of a run without saves."""
     last = max(saves)
     results = run_world(row.world_size, run_on_nodes, row, folder, nodes, last, saves)
-    expected = run_world(row.world_size, train_layout, row, last)[0]
-    assert all(history == expected for _, _, history in results)
+    assert all(history == uninterrupted(row)[:last] for _, _, history in results)
 
 
 def resume(row: Row, folder: Path, nodes: Sequence[str], **settings: Any) -> tuple[int, str]:
     """Resumes and trains to STEPS. Returns the step of the start and its line in the log. The losses must be
     those of a run without interruption, to the last bit."""
     results = run_world(row.world_size, run_on_nodes, row, folder, nodes, STEPS, {}, **settings)
-    expected = run_world(row.world_size, train_layout, row, STEPS)[0]
     step, line, _ = results[0]
-    assert all(history == expected[step:] for _, _, history in results)
+    assert all(history == uninterrupted(row)[step:] for _, _, history in results)
     return step, line
 
 
 ROWS = {
-    "DP 4, ZeRO-1": Row(dp=4, zero=1),
-    "TP 2 x PP 2": Row(tp=2, pp=2),
-    "DP 4, no ZeRO": Row(dp=4),
-    "PP 4": Row(pp=4),
-    "PP 2 x DP 2, fp16": Row(pp=2, dp=2, zero=1, precision="fp16"),
-    "DP 2, ZeRO-3, bf16": Row(dp=2, zero=3, precision="bf16"),
+    "DP 4, ZeRO-1": Row(dp=4, zero=1, micro_batch=2),
+    "TP 2 x PP 2": Row(tp=2, pp=2, micro_batch=2),
+    "DP 4, no ZeRO": Row(dp=4, micro_batch=2),
+    "PP 4": Row(pp=4, micro_batch=2),
+    "PP 2 x DP 2, fp16": Row(pp=2, dp=2, zero=1, micro_batch=2, precision="fp16"),
+    "DP 2, ZeRO-3, bf16": Row(dp=2, zero=3, micro_batch=2, precision="bf16"),
 }
 
 
@@ -91,11 +95,12 @@ def test_one_lost_node_costs_no_step_and_two_adjacent_ones_only_the_local_checkp
     assert line.count(reason) == 2  # global_step5 and global_step4
 
 
+TP_DP = Row(tp=2, dp=2, zero=1, micro_batch=2)
 # Row and nodes that save, the lost node, row and nodes that resume.
 CHANGES = {
-    "two ranks per node": (Row(tp=2, dp=2, zero=1), "aabb", "b", Row(tp=2, dp=2, zero=1), "aacc"),
-    "fewer nodes": (Row(tp=2, dp=2, zero=1), "aabb", "b", Row(pp=2), "aa"),
-    "more nodes": (Row(pp=2), "ab", "a", Row(tp=2, pp=2), "bbcd"),
+    "two ranks per node": (TP_DP, "aabb", "b", TP_DP, "aacc"),
+    "fewer nodes": (TP_DP, "aabb", "b", Row(pp=2), "aa"),
+    "more nodes": (Row(pp=2), "ab", "a", Row(tp=2, pp=2, micro_batch=2), "bbcd"),
     "three nodes": (Row(pp=3), "abc", "b", Row(pp=3), "adc"),
     "unequal nodes": (Row(dp=4, zero=1), "aabc", "a", Row(tp=4), "dbce"),
     "ranks in turn": (Row(dp=4, zero=1), "abab", "a", Row(dp=2, pp=2), "bbbb"),
@@ -110,13 +115,12 @@ def test_other_nodes_and_layouts_resume_after_a_lost_node(name: str, tmp_path: P
     train_and_stop(row, tmp_path, nodes)
     shutil.rmtree(tmp_path / "disks" / lost)
     results = run_world(other.world_size, run_on_nodes, other, tmp_path, other_nodes, STEPS, {6: "local"})
-    expected = run_world(row.world_size, train_layout, row, STEPS)[0]
     for step, line, history in results:
         if name == "one rank":  # the files of one rank are on the nodes c and d
             assert step == 2 and "no node has an intact copy" in line
         else:
             assert step == 5 and "(local checkpoint, newer than " in line
-        assert max(relative_errors(history, expected[step:])) <= FP32_BOUND
+        assert max(relative_errors(history, uninterrupted(row)[step:])) <= FP32_BOUND
 
 
 def test_a_damaged_file_is_replaced_by_its_copy_and_two_damaged_copies_by_an_older_checkpoint(
@@ -138,10 +142,10 @@ def test_a_damaged_file_is_replaced_by_its_copy_and_two_damaged_copies_by_an_old
 
 def save_without_index(*arguments: Any) -> None:
     """As with so many files that the index does not fit into `run.json`."""
-    from megatron.checkpoint.saving import formats
+    from megatron.checkpoint.formats import native_writer
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(formats, "within_limit", lambda *contents: contents[-1])
+        patch.setattr(native_writer, "within_limit", lambda *contents: contents[-1])
         run_on_nodes(*arguments)
 
 
@@ -180,19 +184,41 @@ CHOICES = {
 }
 
 
+@pytest.fixture(scope="module")
+def written(tmp_path_factory: pytest.TempPathFactory) -> Callable[[dict[int, str]], Path]:
+    """Returns the folder of a run of one process on node a with these saves, as the run has left it. The
+    run is trained once, and its folder is copied back to the path that it knows."""
+
+    @cache
+    def train_once(saves: tuple[tuple[int, str], ...]) -> Path:
+        folder = tmp_path_factory.mktemp("written")
+        run_world(1, run_on_nodes, Row(), folder / "run", "a", max(saves)[0], dict(saves))
+        (folder / "run").rename(folder / "original")
+        return folder
+
+    def restore(saves: dict[int, str]) -> Path:
+        folder = train_once(tuple(saves.items()))
+        shutil.rmtree(folder / "run", ignore_errors=True)
+        return shutil.copytree(folder / "original", folder / "run")
+
+    return restore
+
+
 def select_on_one_node(folder: Path) -> tuple[int, str]:
     started = start(Row(), folder, "a")
     return started.state.iteration, started.line
 
 
 @pytest.mark.parametrize("name", CHOICES)
-def test_a_start_takes_the_newest_checkpoint_of_its_run(name: str, tmp_path: Path) -> None:
+def test_a_start_takes_the_newest_checkpoint_of_its_run(
+    name: str, written: Callable[[dict[int, str]], Path]
+) -> None:
     saves, event, expected = CHOICES[name]
-    run_world(1, run_on_nodes, Row(), tmp_path, "a", max(saves), saves)
+    folder = written(saves)
     kind, _, value = event.partition(" ")
-    target = tmp_path / "save" / value
+    target = folder / "save" / value
     if kind == "latest":
-        (tmp_path / "save" / "latest").write_text(value)
+        (folder / "save" / "latest").write_text(value)
     elif kind == "damage":
         flip_a_byte(target / "mp_rank_00_model_states.pt")
     elif kind == "write":
@@ -201,7 +227,7 @@ def test_a_start_takes_the_newest_checkpoint_of_its_run(name: str, tmp_path: Pat
         shutil.rmtree(target)
     elif kind:
         target.unlink()
-    ((step, line),) = run_world(1, select_on_one_node, tmp_path)
+    ((step, line),) = run_world(1, select_on_one_node, folder)
     assert step == expected, line
 
 
@@ -215,14 +241,14 @@ def save_after_a_local_resume(folder: Path) -> list[Any]:
     return [started.state.iteration, found.run_id, [entry.name for entry in found.lineage]]
 
 
-def test_the_run_continues_in_save_after_a_local_resume(tmp_path: Path) -> None:
+def test_the_run_continues_in_save_after_a_local_resume(written: Callable[[dict[int, str]], Path]) -> None:
     """With the same run id and without the local checkpoint in its lineage."""
-    run_world(1, run_on_nodes, Row(), tmp_path, "a", 5, SAVES)
-    before = open_checkpoint(tmp_path / "save" / "global_step2")
-    ((step, run_id, lineage),) = run_world(1, save_after_a_local_resume, tmp_path)
+    folder = written(SAVES)
+    before = open_checkpoint(folder / "save" / "global_step2")
+    ((step, run_id, lineage),) = run_world(1, save_after_a_local_resume, folder)
     assert (step, run_id, lineage) == (5, before.run_id, ["global_step2"])
-    assert [path.name for path in (tmp_path / "save").glob("global_step*")] == ["global_step6"]
-    assert run_world(1, select_on_one_node, tmp_path)[0][0] == 6
+    assert [path.name for path in (folder / "save").glob("global_step*")] == ["global_step6"]
+    assert run_world(1, select_on_one_node, folder)[0][0] == 6
 
 
 def start_from_another_run(folder: Path, base: Path) -> tuple[int, str]:
@@ -332,11 +358,11 @@ def roll_back(folder: Path) -> int:
     return checkpoint.state.iteration
 
 
-def test_a_rollback_forgets_the_local_checkpoints(tmp_path: Path) -> None:
+def test_a_rollback_forgets_the_local_checkpoints(written: Callable[[dict[int, str]], Path]) -> None:
     """They hold the iterations that the rollback gives up."""
-    run_world(1, run_on_nodes, Row(), tmp_path, "a", 5, SAVES)
-    assert run_world(1, roll_back, tmp_path) == [2]
-    assert run_world(1, select_on_one_node, tmp_path)[0][0] == 2
+    folder = written(SAVES)
+    assert run_world(1, roll_back, folder) == [2]
+    assert run_world(1, select_on_one_node, folder)[0][0] == 2
 
 
 def connect(folder: Path, nodes: str) -> str:

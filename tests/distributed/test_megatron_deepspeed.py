@@ -4,10 +4,8 @@ import json
 
 import pytest
 import torch
-import torch.distributed as dist
 
 from megatron.checkpoint.conversion.source import open_source
-from megatron.checkpoint.conversion.to_universal import convert
 from megatron.checkpoint.discovery import find_universal
 from megatron.checkpoint.formats.deepspeed_files import VALUES
 from megatron.checkpoint.formats.universal import UniversalReader
@@ -15,12 +13,10 @@ from megatron.checkpoint.manager import load_checkpoint
 from megatron.checkpoint.selection import find_checkpoint
 from megatron.commands import ds_to_universal
 from megatron.data.loader import MicroBatch
-from megatron.data.vocabulary import Vocabulary
-from megatron.mpu.mesh import Mesh
-from megatron.training.build import build_engine
 from tests.distributed.resharding import SHAPES, STEPS_BEFORE, resume_midway, save_before, uninterrupted
 from tests.support.checkpoints import FINGERPRINT, state_after
-from tests.support.layouts import EOD, FP32_BOUND, Row, config_of, relative_errors
+from tests.support.conversion import to_universal
+from tests.support.layouts import FP32_BOUND, Row, build_engine, config_of, relative_errors, unconnected_run
 from tests.support.pool import run_world
 from tests.unit.checkpoint.megatron_deepspeed_folder import (
     ASSET_MODELS,
@@ -38,7 +34,9 @@ def test_training_resumes_with_the_same_numbers(changes, tmp_path):
     """Weights, moments, step and position. A gated MLP is sharded after its halves are swapped."""
     changes = {"model": changes}
     run_world(1, save_before, Row(), tmp_path / "native", changes)
-    for _ in convert(open_source(tmp_path / "native" / f"global_step{STEPS_BEFORE}"), tmp_path / "universal"):
+    for _ in to_universal(
+        open_source(tmp_path / "native" / f"global_step{STEPS_BEFORE}"), tmp_path / "universal"
+    ):
         pass
     reader = UniversalReader(find_universal(tmp_path / "universal"))
     states = {}
@@ -78,9 +76,8 @@ def resume_asset(row, folder, model):
     """Returns the state, and (loss, gradient norm) of Megatron-DeepSpeed's next steps on its samples."""
     options = {"load": str(folder), "universal_checkpoint": True}
     config = config_of(row, model=model, optimizer={"weight_decay": 0.0}, checkpoint=options)
-    checkpoint = find_checkpoint(config, ASSET_VOCAB, lambda start: FINGERPRINT)
-    mesh = Mesh.create(row.world_size, row.tp, row.pp, dist.get_rank()).connect()
-    engine = build_engine(config, mesh, Vocabulary(ASSET_VOCAB, EOD))
+    checkpoint = find_checkpoint(unconnected_run(config, ASSET_VOCAB))
+    engine = build_engine(config, vocab_size=ASSET_VOCAB)
     load_checkpoint(engine, checkpoint, FINGERPRINT)
     history = []
     for step in next_steps(folder):

@@ -140,7 +140,8 @@ def initial_weights_and_history(row, changes):
 @pytest.mark.parametrize("case", PLAIN_CASES)
 def test_one_process_trains_as_a_gpt_in_plain_pytorch_does(case):
     model, options = PLAIN_CASES[case]
-    ((weights, history),) = run_world(1, initial_weights_and_history, Row(), {"model": model})
+    row = Row(micro_batch=4)
+    ((weights, history),) = run_world(1, initial_weights_and_history, row, {"model": model})
     plain = train_plain_gpt(
         weights,
         [global_batch(step) for step in range(STEPS)],
@@ -165,7 +166,7 @@ ZERO2, ZERO3 = ({"parallel": {"zero_stage": stage}} for stage in (2, 3))
 LAYOUTS = {
     "multi-query-tp2-pp2-sequence-recompute": (
         MULTI_QUERY,
-        Row(tp=2, pp=2, recompute=True),
+        Row(tp=2, pp=2, micro_batch=2, recompute=True),
         SEQUENCE_PARALLEL,
     ),
     "llama-tp2": (LLAMA, Row(tp=2), {}),
@@ -212,7 +213,7 @@ LAYOUTS = {
     "olmo2-window-tp4-zero3": (OLMO2_WINDOW, Row(tp=4, dp=2, micro_batch=2), ZERO3),
     "pattern-cp2-pp2-uneven": (
         PATTERN,
-        Row(cp=2, pp=2),
+        Row(cp=2, pp=2, micro_batch=2),
         {"parallel": {"partition_method": "stages:E+3,1+L"}},
     ),
     "pattern-tp2-cp2-pp2-uneven-sequence": (

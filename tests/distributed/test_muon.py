@@ -13,33 +13,24 @@ from megatron.checkpoint.selection import find_checkpoint
 from tests.distributed.parity import INTERLEAVED, assert_same_numbers
 from tests.distributed.resharding import SHAPES, STEPS_BEFORE, resume_midway, save_before, uninterrupted
 from tests.distributed.test_dcp import converted
+from tests.distributed.test_model_variants import LLAMA
 from tests.support.checkpoints import FINGERPRINT, state_after
 from tests.support.layouts import (
     FP32_BOUND,
     RATE,
-    VOCAB,
     Row,
     build_engine,
     config_of,
     full_weights,
     relative_errors,
     train,
+    unconnected_run,
     weights_of,
 )
 from tests.support.pool import run_world
 
 STEPS = 4
 MUON = {"optimizer": "muon", "muon_use_nesterov": True, "muon_extra_scale_factor": 0.2, "weight_decay": 0.1}
-# Grouped queries, a gated MLP and an untied head.
-LLAMA = {
-    "num_query_groups": 2,
-    "group_query_attention": True,
-    "glu_activation": "swiglu",
-    "ffn_hidden_size": 48,
-    "normalization": "RMSNorm",
-    "disable_bias_linear": True,
-    "untie_embeddings_and_output_weights": True,
-}
 # Without biases: the gradient of a key's bias is only rounding noise, which Adam scales up.
 GPT = {"disable_bias_linear": True}
 LAYOUTS = {
@@ -195,7 +186,7 @@ def test_a_checkpoint_opens_on_another_layout_in_every_format(shape, tmp_path):
 def checks_of_a_load(row, folder, changes):
     config = config_of(row, **changes, checkpoint={"load": str(folder)})
     engine = build_engine(config)
-    checks = load_checkpoint(engine, find_checkpoint(config, VOCAB, lambda start: FINGERPRINT), FINGERPRINT)
+    checks = load_checkpoint(engine, find_checkpoint(unconnected_run(config)), FINGERPRINT)
     return [check.result for check in checks if check.subject.startswith("moments")], train(engine, [0])
 
 

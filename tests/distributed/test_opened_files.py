@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -16,8 +17,9 @@ from megatron.data.index_stamp import IndexStamp
 from megatron.data.splits import verify_token_files
 from megatron.data.vocabulary import Vocabulary
 from megatron.mpu.mesh import Mesh
-from megatron.optimizer.batch_schedule import BEGIN, RunLength
-from megatron.training.data import data_report, index_notes, open_data, run_fingerprint
+from megatron.optimizer.batch_schedule import RunLength
+from megatron.run import Run
+from megatron.training.data import data_report, index_notes, open_data
 from tests.support.layouts import GLOBAL_BATCH, SEQ, VOCAB, Row, config_of
 from tests.support.pool import run_world
 from tests.unit.data.token_files import write_documents
@@ -43,21 +45,20 @@ def start(words: tuple[str, ...]) -> tuple[list[str], list[str], list[str], int]
         _is_watched = True
     rank = dist.get_rank()
     config = config_of(Row(dp=RANKS), data={"data_path": words, "num_workers": 0, "split": "1"})
-    length = RunLength.from_config(config)
+    run = Run.from_config(config, Vocabulary(VOCAB, None))
     _opened = at_start = []
-    stamp = None
     try:
         with mock.patch.object(index_stamp, "statuses", side_effect=index_stamp.statuses) as statuses:
             if rank == 0:
                 stamp = verify_token_files(config.data)
                 stamp.write()
-                data_report(config, length, stamp)
-                assert index_notes(config, length, stamp) == []
+                run = replace(run, stamp=stamp)
+                data_report(run)
+                assert index_notes(run) == []
             dist.barrier()
-            stamp = stamp or IndexStamp(config.data)
-            run_fingerprint(config, BEGIN, stamp=stamp)
-            mesh = Mesh.from_config(config.parallel, rank)
-            data = open_data(config, mesh, length, Vocabulary(VOCAB, None), stamp)
+            run = replace(run, stamp=run.stamp or IndexStamp(config.data))
+            assert run.fingerprint["epochs"]
+            data = open_data(replace(run, mesh=Mesh.from_config(config.parallel, rank)))
         assert data.train is not None
         _opened = in_step = []
         for _ in data.train.micro_batches(0, GLOBAL_BATCH):

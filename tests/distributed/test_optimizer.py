@@ -279,52 +279,32 @@ def step_with_a_bad_gradient(row, bad_rank, name, settings):
     return error_of_step(engine, 1)
 
 
+# (layout, the rank, its parameter, precision, (stage, TP rank, DP rank))
+BAD_GRADIENTS = {
+    "one process": (Row(), 0, "3.mlp.dense_h_to_4h.bias", {}, (0, 0, 0)),
+    **{
+        f"ZeRO {zero}": (Row(dp=2, zero=zero), 1, "4.input_layernorm.weight", {}, (0, 0, 1))
+        for zero in (1, 2, 3)
+    },
+    "TP 2 x PP 2 x DP 2": (
+        Row(tp=2, pp=2, dp=2, zero=1, micro_batch=4, precision="bf16"),
+        *(7, "4.self_attention.dense.weight", {}, (1, 1, 1)),
+    ),
+    "PP 2": (Row(pp=2, precision="fp16"), 1, "6.bias", {"loss_scale": 128.0}, (1, 0, 0)),
+}
+
+
 @pytest.mark.gate(rows=3, also=["ZeRO 3", "TP 2 x PP 2 x DP 2"])
-@pytest.mark.parametrize(
-    "row, bad_rank, name, settings, place",
-    [
-        (Row(), 0, "3.mlp.dense_h_to_4h.bias", {}, "rank 0 (stage 0, TP rank 0, DP rank 0)"),
-        (
-            Row(dp=2, zero=1),
-            1,
-            "4.input_layernorm.weight",
-            {},
-            "rank 1 (stage 0, TP rank 0, DP rank 1)",
-        ),
-        *(
-            (
-                Row(dp=2, zero=zero),
-                1,
-                "4.input_layernorm.weight",
-                {},
-                "rank 1 (stage 0, TP rank 0, DP rank 1)",
-            )
-            for zero in (2, 3)
-        ),
-        (
-            Row(tp=2, pp=2, dp=2, zero=1, micro_batch=4, precision="bf16"),
-            7,
-            "4.self_attention.dense.weight",
-            {},
-            "rank 7 (stage 1, TP rank 1, DP rank 1)",
-        ),
-        (
-            Row(pp=2, precision="fp16"),
-            1,
-            "6.bias",
-            {"loss_scale": 128.0},
-            "rank 1 (stage 1, TP rank 0, DP rank 0)",
-        ),
-    ],
-    ids=["one process", "ZeRO 1", "ZeRO 2", "ZeRO 3", "TP 2 x PP 2 x DP 2", "PP 2"],
-)
-def test_every_rank_names_the_bad_gradient_and_nothing_has_moved(row, bad_rank, name, settings, place):
+@pytest.mark.parametrize("case", BAD_GRADIENTS)
+def test_every_rank_names_the_bad_gradient_and_nothing_has_moved(case):
+    row, bad_rank, name, settings, (stage, tp_rank, dp_rank) = BAD_GRADIENTS[case]
     answers = run_world(row.world_size, step_with_a_bad_gradient, row, bad_rank, name, settings)
     assert len(set(answers)) == 1, "all ranks say the same"
     message, unchanged = answers[0]
     assert unchanged
     # Stages before it received a gradient that is still good, or none at all.
-    assert f"{place}: {name}" in message
+    place = f"(stage {stage}, TP rank {tp_rank}, DP rank {dp_rank})"
+    assert f"rank {bad_rank} {place}: {name}" in message
 
 
 def step_with_a_bad_loss(row):

@@ -22,7 +22,7 @@ LAYOUTS = {
     ),
     "a stage without layers": (Row(tp=2, pp=3), {"partition_method": "stages:2,0,2"}),
 }
-STEPS = 3
+STEPS = 2
 
 
 def outcome(row, parallel, sends_parts):

@@ -23,10 +23,21 @@ from megatron.checkpoint.selection import find_checkpoint
 from megatron.data.loader import MicroBatch
 from megatron.model.single_process import GPTModel, model_specs
 from megatron.mpu.mesh import Axis
+from megatron.mpu.pieces import Piece
 from tests.distributed.test_deepspeed_engine_files import module_of
 from tests.reference.shards import shard_of
 from tests.support.checkpoints import FINGERPRINT
-from tests.support.layouts import EOD, GLOBAL_BATCH, SEQ, VOCAB, Row, build_engine, config_of, sample_tokens
+from tests.support.layouts import (
+    EOD,
+    GLOBAL_BATCH,
+    SEQ,
+    VOCAB,
+    Row,
+    build_engine,
+    config_of,
+    sample_tokens,
+    unconnected_run,
+)
 from tests.support.pool import run_world
 from tests.unit.checkpoint.megatron_deepspeed_folder import their_name
 from tests.unit.checkpoint.native_folder import random_wholes
@@ -108,7 +119,7 @@ def config_for(row: Row, folder: Path, **model: Any) -> Any:
 
 def resume(row: Row, folder: Path) -> tuple[TrainingState, list[float]]:
     config = config_for(row, folder)
-    checkpoint = find_checkpoint(config, VOCAB, lambda start: FINGERPRINT)
+    checkpoint = find_checkpoint(unconnected_run(config))
     engine = build_engine(config)
     load_checkpoint(engine, checkpoint, FINGERPRINT)
     size, mesh, losses = row.micro_batch, engine.mesh, []
@@ -125,7 +136,7 @@ def resume(row: Row, folder: Path) -> tuple[TrainingState, list[float]]:
 def test_the_next_losses_are_those_of_the_engine(zero: int, tmp_path: Path) -> None:
     (states, expected), _ = run_world(2, train_and_save, tmp_path, zero, 2)
     convert_as_deepspeed(tmp_path)
-    checkpoint = find_checkpoint(config_for(Row(), tmp_path), VOCAB, lambda start: FINGERPRINT)
+    checkpoint = find_checkpoint(unconnected_run(config_for(Row(), tmp_path)))
     reader = UniversalReader(checkpoint)
     for name, kinds in states.items():
         assert all(torch.equal(reader.read(name, kind), tensor) for kind, tensor in kinds.items()), name
@@ -198,7 +209,7 @@ def test_shards_of_tensor_parallel_ranks_are_merged(megatron_names: bool, tmp_pa
     ranks = run_world(2, save_shards, tmp_path, megatron_names)
     convert_as_deepspeed(tmp_path)
     config = config_for(Row(), tmp_path, **SWIGLU)
-    checkpoint = find_checkpoint(config, VOCAB, lambda start: FINGERPRINT)
+    checkpoint = find_checkpoint(unconnected_run(config))
     assert checkpoint.state.iteration == STEPS
     reader = UniversalReader(checkpoint)
     specs = model_specs(config, VOCAB, EOD)
@@ -210,7 +221,7 @@ def test_shards_of_tensor_parallel_ranks_are_merged(megatron_names: bool, tmp_pa
                 shard = states[own][kind]
                 if megatron_names and ".mlp.dense_h_to_4h." in name:
                     shard = torch.cat(shard.chunk(2)[::-1])
-                found = reader.read_shard(name, state or "fp32", spec, [Axis("tp", rank, 2)])
+                found = reader.read_piece(Piece.of_shard(name, spec, [Axis("tp", rank, 2)]), state or "fp32")
                 rows = spec.num_valid_rows
                 if rows is not None:  # padded rows are not kept
                     width = spec.global_shape[1]

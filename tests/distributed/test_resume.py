@@ -4,6 +4,7 @@ import errno
 import json
 import os
 import re
+import shutil
 from dataclasses import asdict, replace
 
 import pytest
@@ -30,6 +31,7 @@ from tests.support.layouts import (
     full_weights,
     relative_errors,
     train,
+    unconnected_run,
     weights_of,
 )
 from tests.support.pool import run_world
@@ -116,9 +118,7 @@ def test_a_run_of_four_replicas_resumes_to_the_last_bit(precision, zero, tmp_pat
 
 def resume_from_valid_files(row, folder):
     engine = build_engine(config_for(row, "adam"))
-    checkpoint = select_valid_checkpoint(
-        find_latest(folder), engine.run_config, VOCAB, lambda start: FINGERPRINT
-    )
+    checkpoint = select_valid_checkpoint(find_latest(folder), unconnected_run(engine.run.config))
     load_checkpoint(engine, checkpoint, FINGERPRINT)
     return checkpoint.unverified_note, outcome(engine, range(3, 6))
 
@@ -160,7 +160,7 @@ def save_after(row, parallel, folder):
 
 def resume_with(row, parallel, folder):
     config = config_of(row, parallel=parallel, checkpoint={"load": str(folder)}, model=CHANGES["model"])
-    checkpoint = find_checkpoint(config, VOCAB, lambda start: FINGERPRINT)
+    checkpoint = find_checkpoint(unconnected_run(config))
     engine = build_engine(config)
     train(engine, [9])
     load_checkpoint(engine, checkpoint, FINGERPRINT)
@@ -201,16 +201,22 @@ def save_untrained(row, folder):
     return weights_of(engine)
 
 
+@pytest.fixture(scope="module")
+def untrained(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("untrained")
+    run_world(1, save_untrained, Row(), folder)
+    return folder
+
+
 @pytest.fixture
-def saved(tmp_path):
+def saved(untrained, tmp_path):
     """A folder with a checkpoint of the single-process model."""
-    run_world(1, save_untrained, Row(), tmp_path)
-    return tmp_path
+    return shutil.copytree(untrained, tmp_path, dirs_exist_ok=True)
 
 
 def find(folder, row=None, vocab=VOCAB, fingerprint=FINGERPRINT, **changes):
     config = config_of(row or Row(), **{"checkpoint": {"load": str(folder)}, **changes})
-    return find_checkpoint(config, vocab, lambda start: fingerprint)
+    return find_checkpoint(unconnected_run(config, vocab, fingerprint))
 
 
 def test_the_run_that_wrote_a_checkpoint_finds_it_and_a_fresh_one_finds_none(saved, tmp_path_factory):
@@ -318,9 +324,9 @@ def save_twice(row, folder, keep_last=None):
 def select(row, folder):
     config = config_of(row, checkpoint={"load": str(folder)})
     # Rank 0 alone searches.
-    checkpoint = find_checkpoint(config, VOCAB, lambda start: FINGERPRINT) if dist.get_rank() == 0 else None
+    checkpoint = find_checkpoint(unconnected_run(config)) if dist.get_rank() == 0 else None
     try:
-        selectd = select_valid_checkpoint(checkpoint, config, VOCAB, lambda start: FINGERPRINT)
+        selectd = select_valid_checkpoint(checkpoint, unconnected_run(config))
     except UserError as error:
         return str(error)
     return selectd.state.iteration, selectd.skip_reason
@@ -356,9 +362,7 @@ def resume_and_save(row, folder, steps, keep_last):
     """Starts from the folder's checkpoint, and saves at the given steps."""
     options = {"load": str(folder), "save": str(folder), "keep_last": keep_last}
     config = config_of(row, checkpoint=options)
-    checkpoint = select_valid_checkpoint(
-        find_checkpoint(config, VOCAB, lambda start: FINGERPRINT), config, VOCAB, lambda start: FINGERPRINT
-    )
+    checkpoint = select_valid_checkpoint(find_checkpoint(unconnected_run(config)), unconnected_run(config))
     engine = build_engine(config)
     manager = make_manager(engine, folder)
     start = manager.restore_or_init(checkpoint, lambda text: None)

@@ -10,7 +10,6 @@ import pytest
 import torch
 
 from megatron.checkpoint.conversion.source import open_source
-from megatron.checkpoint.conversion.to_universal import convert
 from megatron.checkpoint.manager import load_checkpoint
 from megatron.checkpoint.selection import find_checkpoint
 from megatron.mpu.mesh import Axis
@@ -19,7 +18,8 @@ from megatron.mpu.parameters import merge_shards, spec_of
 from megatron.optimizer.eight_bit import WORD_EMBEDDING, moment_bits
 from megatron.optimizer.quantized import BLOCK_SIZE, QuantizedMoment, code_values
 from tests.support.checkpoints import FINGERPRINT, save_midway, state_after
-from tests.support.layouts import VOCAB, Row, build_engine, config_of, train
+from tests.support.conversion import to_universal
+from tests.support.layouts import Row, build_engine, config_of, train, unconnected_run
 from tests.support.pool import run_world
 
 # Shards of the MLP's matrices are no whole number of blocks on 2 and 4 TP ranks.
@@ -103,7 +103,7 @@ def save_and_continue(row, bits, folder):
 
 def load_and_continue(row, bits, folder, universal=False):
     config = config_for(row, bits, load=str(folder), universal_checkpoint=universal)
-    checkpoint = find_checkpoint(config, VOCAB, lambda start: FINGERPRINT)
+    checkpoint = find_checkpoint(unconnected_run(config))
     engine = build_engine(config)
     train(engine, [9])  # other weights and moments: all must be replaced
     assert checkpoint.state == state_after(BEFORE)
@@ -120,7 +120,7 @@ def saved(tmp_path_factory):
         folder = tmp_path_factory.mktemp("saved")
         row = SAVERS[saver]
         ranks = run_world(row.world_size, save_and_continue, row, bits, folder)
-        list(convert(open_source(folder / f"global_step{BEFORE}"), folder / "universal"))
+        list(to_universal(open_source(folder / f"global_step{BEFORE}"), folder / "universal"))
         return folder, ranks
 
     return save

@@ -11,13 +11,13 @@ import pytest
 from safetensors.torch import load_file
 
 from megatron.checkpoint.discovery import open_checkpoint
-from megatron.checkpoint.huggingface.exporter import write_hugging_face
 from megatron.checkpoint.huggingface.file_digests import check_digests
 from megatron.errors import UserError
 from tests.distributed.parity import Changes
 from tests.distributed.test_model_variants import LLAMA
 from tests.support.checkpoints import make_manager, state_after
-from tests.support.layouts import EOD, VOCAB, Row, build_engine, config_of, train
+from tests.support.conversion import write_hugging_face
+from tests.support.layouts import Row, build_engine, config_of, train
 from tests.support.pool import run_world
 
 GPT2: Changes = {"model": {}}
@@ -39,7 +39,7 @@ def export_twice(row: Row, changes: Changes, folder: Path) -> Any:
     from megatron.checkpoint.huggingface.run_export import export_model
 
     engine = build_engine(config_of(row, **changes))
-    arguments = (folder / "model", VOCAB, EOD, lambda: None)
+    arguments = (folder / "model", lambda: None)
     export_model(engine, *arguments)
     train(engine, range(2))
     make_manager(engine, folder / "saved").save(state_after(2))
@@ -89,7 +89,7 @@ def fail_on_one_rank(row: Row, folder: Path, victim: int) -> str:
     is_victim = engine.global_rank == victim
     with patch.object(exporter, "digest_of", full) if is_victim else nullcontext():
         try:
-            export_model(engine, folder / "model", VOCAB, EOD, lambda: None)
+            export_model(engine, folder / "model", lambda: None)
         except UserError as error:
             return str(error)
     return ""

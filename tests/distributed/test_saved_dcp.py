@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -50,11 +51,13 @@ def save_in_all_ways(row: Row, folder: Path, changes: Changes) -> list[str]:
     train(engine, range(STEPS_BEFORE))
     make_manager(engine, folder / "native").save(state_after(STEPS_BEFORE))
     options = {"save": str(folder), "save_format": "dcp"}
-    engine.run_config = config_of(row, **{**changes, "checkpoint": options})
+    engine.run = replace(engine.run, config=config_of(row, **{**changes, "checkpoint": options}))
     make_manager(engine, folder / "dcp").save(state_after(STEPS_BEFORE))
     # A ring of a part of the state.
     options["async_save_memory_gb"] = 2e-5
-    engine.run_config = config_of(row, **{**changes, "checkpoint": {**options, "async_save": True}})
+    engine.run = replace(
+        engine.run, config=config_of(row, **{**changes, "checkpoint": {**options, "async_save": True}})
+    )
     manager = make_manager(engine, folder / "background")
     assert manager.save(state_after(STEPS_BEFORE), in_background=True) is None
     train(engine, [STEPS_BEFORE])
@@ -176,7 +179,7 @@ def change_the_format(folder: Path, formats: list[str]) -> list[str]:
     for step, name in enumerate(formats):
         train(engine, [step])
         options = {"save": str(folder), "save_format": name, "keep_last": 2}
-        engine.run_config = config_of(row, checkpoint=options)
+        engine.run = replace(engine.run, config=config_of(row, checkpoint=options))
         manager = make_manager(engine, folder)
         manager.identity = identity
         manager.save(state_after(step + 1))

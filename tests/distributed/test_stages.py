@@ -2,7 +2,6 @@
 
 from functools import cache
 from itertools import pairwise
-from unittest import mock
 
 import pytest
 import torch.distributed as dist
@@ -18,6 +17,7 @@ from tests.support.layouts import (
     Row,
     build_engine,
     config_of,
+    evaluate,
     relative_errors,
     sample_tokens,
     train,
@@ -81,7 +81,7 @@ def evaluation(engine, num_micro_batches):
         for sample in range(rank, num_micro_batches, data):
             yield MicroBatch.from_rows(tokens[sample : sample + 1], sample)
 
-    return engine.evaluate(micro_batches(), num_micro_batches // data).item()
+    return evaluate(engine, micro_batches(), num_micro_batches // data).item()
 
 
 def train_and_evaluate(row, parallel, clip, dropout):
@@ -181,13 +181,13 @@ def stages_by_memory(parallel, problem):
     """Returns (calls of the planner on this rank, its stages or the error)."""
     from megatron.cluster.exit_codes import SharedUserError
     from megatron.data.vocabulary import Vocabulary
-    from megatron.planner import layer_memory
+    from megatron.planner.layer_memory import memory_costs
+    from megatron.run import Run
     from megatron.training.build import find_stages
 
     row = Row(tp=2, pp=2)
     config = config_of(row, parallel={"partition_method": "memory", **parallel})
-    mesh = Mesh.create(row.world_size, row.tp, row.pp, dist.get_rank())
-    memory_costs, calls = layer_memory.memory_costs, []
+    calls = []
 
     def counted(*args):
         calls.append(args)
@@ -195,21 +195,21 @@ def stages_by_memory(parallel, problem):
             raise UserError(problem)
         return memory_costs(*args)
 
-    with mock.patch.object(layer_memory, "memory_costs", counted):
-        try:
-            end = find_stages(config, mesh.connect(), Vocabulary(VOCAB, EOD)).partition
-        except SharedUserError as error:
-            end = str(error)
+    run = Run.from_config(config, Vocabulary(VOCAB, EOD), measures=True)
+    try:
+        end = find_stages(run.connected(dist.get_rank()), counted).stages.partition
+    except SharedUserError as error:
+        end = str(error)
     return len(calls), end
 
 
 @pytest.mark.parametrize("schedule", ["1f1b", "dualpipev"])
 def test_all_ranks_partition_by_the_memory_that_rank_0_finds(schedule):
-    from megatron.pipeline.stages import plan_stages
+    from megatron.planner.layer_memory import planned_run
 
     parallel = {"pipeline_schedule": schedule}
     config = config_of(Row(tp=2, pp=2), parallel={"partition_method": "memory", **parallel})
-    planned = plan_stages(config, VOCAB).partition
+    planned = planned_run(config, VOCAB).stages.partition
     found = run_world(4, stages_by_memory, parallel, None)
     assert found == [(int(rank == 0), planned) for rank in range(4)]
 

@@ -5,12 +5,10 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-import torch.distributed as dist
 
-from megatron.mpu.mesh import Mesh
 from megatron.training import startup_report
 from megatron.training.startup_report import StartupReport
-from tests.support.layouts import Row, config_of
+from tests.support.layouts import Row, config_of, make_run
 from tests.support.pool import run_world
 
 
@@ -19,8 +17,7 @@ class NothingMoved:
 
 
 def tables_after(row, last_step, changes):
-    mesh = Mesh.create(dist.get_world_size(), row.tp, row.pp, dist.get_rank())
-    first_steps = StartupReport(config_of(row, **changes), mesh)
+    first_steps = StartupReport(make_run(config_of(row, **changes)))
     return [list(first_steps.lines(NothingMoved(), step == last_step)) for step in range(1, 5)]
 
 

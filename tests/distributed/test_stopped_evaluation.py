@@ -11,9 +11,10 @@ import pytest
 from megatron.checkpoint.record import TrainingState
 from megatron.cluster.exit_status import ExitStatus
 from megatron.cluster.signals import ExitReason
-from megatron.config import Config
+from megatron.data.vocabulary import Vocabulary
+from megatron.run import Run
 from megatron.training.stability import advance_state
-from tests.support.layouts import Row, config_of
+from tests.support.layouts import EOD, VOCAB, Row, config_of
 from tests.support.pool import run_world
 from tests.support.trainers import make_trainer
 
@@ -62,7 +63,6 @@ def test_each_data_set_is_evaluated_once(stop_at: int) -> None:
 
 
 def test_iterations_that_are_skipped_end_the_wait_for_an_evaluation() -> None:
-    config: Config = config_of(Row())
+    run = Run.from_config(config_of(Row()), Vocabulary(VOCAB, EOD))
     state = replace(TrainingState(2), pending_evaluations=2)
-    sizes = SimpleNamespace(global_batch_size_at=lambda samples: 8)
-    assert advance_state(state, 4, config, sizes).pending_evaluations == 0
+    assert advance_state(state, 4, run).pending_evaluations == 0

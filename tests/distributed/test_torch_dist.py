@@ -21,24 +21,14 @@ from megatron.commands import convert_checkpoint
 from megatron.config import Config
 from megatron.data.loader import MicroBatch
 from megatron.errors import UserError
+from tests.distributed.test_model_variants import LLAMA
 from tests.support.assets import unpack
 from tests.support.checkpoints import FINGERPRINT
-from tests.support.layouts import Row, build_engine, config_of
+from tests.support.layouts import Row, build_engine, config_of, unconnected_run
 from tests.support.pool import run_world
 
 VOCAB, BATCH, SEQ = 64, 4, 32
-MODEL = {
-    "num_layers": 2,
-    "hidden_size": 32,
-    "ffn_hidden_size": 64,
-    "position_embedding_type": "rotary",
-    "normalization": "RMSNorm",
-    "glu_activation": "swiglu",
-    "disable_bias_linear": True,
-    "group_query_attention": True,
-    "num_query_groups": 2,
-    "untie_embeddings_and_output_weights": True,
-}
+MODEL = {**LLAMA, "num_layers": 2, "hidden_size": 32, "ffn_hidden_size": 64}
 # Checkpoints of bf16 models with DP 2: of the mixed-precision optimizer, and of the distributed optimizer.
 SMALL = ("torch_dist_float16", "torch_dist_reshardable", "torch_dist_model_space")
 SMALL_MODEL = {"hidden_size": 16, "ffn_hidden_size": 32, "kv_channels": 4}
@@ -60,7 +50,7 @@ def resume(row: Row, core: Path, folder: Path | None = None) -> tuple[TrainingSt
     """Loads a checkpoint, that of Megatron-Core if none is given, and takes the next steps on its batches."""
     config = config_for(row, folder or core, **(SMALL_MODEL if core.name in SMALL else {}))
     expected = json.loads((core / "expected.json").read_text())
-    checkpoint = find_checkpoint(config, VOCAB, lambda start: FINGERPRINT)
+    checkpoint = find_checkpoint(unconnected_run(config, VOCAB))
     engine = build_engine(config, vocab_size=VOCAB)
     load_checkpoint(engine, checkpoint, FINGERPRINT)
     size, mesh, losses = row.micro_batch, engine.mesh, []
@@ -239,17 +229,17 @@ def test_moments_by_bucket_are_refused(core: Path) -> None:
     path.write_bytes(pickle.dumps(metadata))
     words = "by bucket .dp_reshardable.,.* start pretrain_gpt.py from it with --no-load-optim"
     with pytest.raises(UserError, match=words):
-        find_checkpoint(config_for(Row(), core), VOCAB, lambda start: FINGERPRINT)
+        find_checkpoint(unconnected_run(config_for(Row(), core), VOCAB))
     with pytest.raises(UserError, match=words):
         convert_checkpoint.run(["--from", str(core), "--to", str(core.parent / "native" / "global_step3")])
     config = config_for(Row(), core)
     config = replace(config, checkpoint=replace(config.checkpoint, no_load_optim=True))
-    checkpoint = find_checkpoint(config, VOCAB, lambda start: FINGERPRINT)
+    checkpoint = find_checkpoint(unconnected_run(config, VOCAB))
     assert checkpoint is not None and checkpoint.state.iteration == 3
 
 
 def test_a_different_model_is_refused(core: Path) -> None:
     with pytest.raises(UserError, match="--ffn-hidden-size was 64, is 96"):
-        find_checkpoint(config_for(Row(), core, ffn_hidden_size=96), VOCAB, lambda start: FINGERPRINT)
+        find_checkpoint(unconnected_run(config_for(Row(), core, ffn_hidden_size=96), VOCAB))
     with pytest.raises(UserError, match="the vocabulary had 64 rows with padding, and has 65 tokens"):
-        find_checkpoint(config_for(Row(), core), 65, lambda start: FINGERPRINT)
+        find_checkpoint(unconnected_run(config_for(Row(), core), 65))

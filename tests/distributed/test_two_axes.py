@@ -20,10 +20,14 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from megatron.checkpoint.discovery import open_checkpoint
+from megatron.checkpoint.formats.dcp_writer import DcpWriter
 from megatron.checkpoint.formats.deepspeed_files import VALUES
+from megatron.checkpoint.formats.native_writer import NativeWriter
 from megatron.checkpoint.formats.registry import open_reader
 from megatron.checkpoint.huggingface.run_export import export_model
 from megatron.checkpoint.inspect import inspect_folder
+from megatron.checkpoint.saving.run_record import check_sharding
+from megatron.errors import UserError
 from megatron.model import gpt_model
 from megatron.model.layer_context import LayerContext
 from megatron.mpu.layers import ColumnParallelLinear, linear
@@ -35,18 +39,23 @@ from tests.distributed.parity import Changes, assert_near
 from tests.distributed.resharding import STEPS_BEFORE, resume_midway, uninterrupted
 from tests.distributed.test_model_variants import LLAMA
 from tests.support.checkpoints import make_manager, state_after
-from tests.support.layouts import EOD, VOCAB, Row, build_engine, config_of, train
+from tests.support.layouts import Row, build_engine, config_of, train
 from tests.support.pool import run_world
 
 GATED: Changes = {"model": LLAMA}
 NAME = "3.mlp.dense_h_to_4h.weight"
 SAVERS = {
-    "TP 2 x CP 2, ZeRO-1": Row(tp=2, cp=2, zero=1),
-    "CP 2 x DP 2, ZeRO-1": Row(cp=2, dp=2, zero=1),
-    "CP 2 x DP 2, no ZeRO, bf16": Row(cp=2, dp=2, precision="bf16"),
-    "TP 2 x CP 2 x DP 2, ZeRO-3": Row(tp=2, cp=2, dp=2, zero=3),
+    "TP 2 x CP 2, ZeRO-1": Row(tp=2, cp=2, zero=1, micro_batch=4),
+    "CP 2 x DP 2, ZeRO-1": Row(cp=2, dp=2, zero=1, micro_batch=2),
+    "CP 2 x DP 2, no ZeRO, bf16": Row(cp=2, dp=2, micro_batch=2, precision="bf16"),
+    "TP 2 x CP 2 x DP 2, ZeRO-3": Row(tp=2, cp=2, dp=2, zero=3, micro_batch=2),
 }
-RESUMERS = [Row(cp=2, dp=2, zero=1), Row(tp=2, cp=2), Row(tp=2, pp=2), Row(cp=4)]
+RESUMERS = [
+    Row(cp=2, dp=2, zero=1, micro_batch=2),
+    Row(tp=2, cp=2, micro_batch=4),
+    Row(tp=2, pp=2, micro_batch=2),
+    Row(cp=4, micro_batch=4),
+]
 
 
 class _GatherColumns(torch.autograd.Function):
@@ -97,9 +106,13 @@ def save_and_export(row: Row, folder: Path) -> Any:
     updates."""
     options = {"checkpoint": {"save": str(folder), "save_format": "dcp"}}
     engine = build_engine(config_of(row, **GATED, **options))
+    check_sharding(engine)
+    with patch.object(DcpWriter, "check_sharding", NativeWriter.check_sharding):
+        with pytest.raises(UserError, match=f"{NAME} is sharded over .*: use the format dcp"):
+            check_sharding(engine)
     history = train(engine, range(STEPS_BEFORE))
     make_manager(engine, folder).save(state_after(STEPS_BEFORE))
-    assert export_model(engine, folder / "exported", VOCAB, EOD, lambda: None)
+    assert export_model(engine, folder / "exported", lambda: None)
     assert find_invariant_violation(engine.optimizer, engine.mesh) is None
     parts = engine.optimizer.pieces({NAME})
     return history, sum(part.values["fp32"].numel() for part in parts)

@@ -2,20 +2,21 @@
 
 import argparse
 import json
+import shutil
 import types
+from pathlib import Path
+from tempfile import TemporaryDirectory
 
 import numpy as np
 import pytest
 import torch
 
 from megatron.checkpoint.conversion.source import open_source
-from megatron.checkpoint.conversion.to_universal import convert
 from megatron.checkpoint.discovery import find_universal, open_checkpoint
 from megatron.checkpoint.files import add_checksum, describe_file
 from megatron.checkpoint.formats.registry import open_reader
 from megatron.checkpoint.formats.universal import UniversalReader
 from megatron.checkpoint.formats.universal_writer import UniversalWriter
-from megatron.checkpoint.formats.writing import copy_parameter
 from megatron.checkpoint.manager import load_checkpoint
 from megatron.checkpoint.record import describe_start
 from megatron.checkpoint.selection import find_checkpoint, select_valid_checkpoint
@@ -26,6 +27,7 @@ from megatron.mpu.pieces import Piece
 from tests.distributed.resharding import SHAPES, STEPS_BEFORE, resume_midway, save_before, uninterrupted
 from tests.distributed.test_model_variants import LLAMA, OLMO2_WINDOW
 from tests.support.checkpoints import FINGERPRINT, make_manager, state_after
+from tests.support.conversion import to_universal
 from tests.support.layouts import (
     EOD,
     FP32_BOUND,
@@ -35,6 +37,7 @@ from tests.support.layouts import (
     config_of,
     relative_errors,
     train,
+    unconnected_run,
 )
 from tests.support.pool import WorldError, run_world
 from tests.unit.checkpoint.native_folder import change_run, flip_a_byte
@@ -49,14 +52,21 @@ THEIR_ROWS = 128
 """Of BLOOM's word embedding, padding included."""
 
 
+_written = {}
+
+
 def saved(folder, row, changes):
-    """The native checkpoint of step 5 that a layout writes."""
-    run_world(row.world_size, save_before, row, folder, changes)
+    """The native checkpoint of step 5 that a layout writes. Each is written once, and copied."""
+    key = f"{row} {changes}"
+    if key not in _written:
+        _written[key] = TemporaryDirectory()
+        run_world(row.world_size, save_before, row, Path(_written[key].name), changes)
+    shutil.copytree(_written[key].name, folder, dirs_exist_ok=True)
     return folder / f"global_step{STEPS_BEFORE}"
 
 
 def converted(source, target, **options):
-    return list(convert(open_source(source), target, **options))
+    return list(to_universal(open_source(source), target, **options))
 
 
 def assert_resumes_everywhere(folder, changes, shapes=("1 process", "pp4 dp2", "tp4 dp2")):
@@ -117,7 +127,7 @@ def test_a_universal_checkpoint_of_interleaved_stages_opens_on_every_layout_and_
 
 def start_with_new_moments(row, folder, trained_before):
     config = config_of(row, checkpoint={"load": str(folder), "universal_checkpoint": True})
-    checkpoint = find_checkpoint(config, VOCAB, lambda start: FINGERPRINT)
+    checkpoint = find_checkpoint(unconnected_run(config))
     engine = build_engine(config)
     train(engine, trained_before)
     load_checkpoint(engine, checkpoint, FINGERPRINT)
@@ -149,7 +159,7 @@ def test_write_parameter_writes_the_files_of_a_conversion(tmp_path):
     written = UniversalReader(find_universal(tmp_path / "whole"))
     writer = UniversalWriter(tmp_path / "parts", written)
     for name in written.specs:
-        copy_parameter(writer, name, verify=True)
+        writer.write_parameter(name, writer.pieces(name, verify=True))
         for path in (tmp_path / "parts" / "zero" / name).iterdir():
             assert path.read_bytes() == (tmp_path / "whole" / "zero" / name / path.name).read_bytes()
 
@@ -312,25 +322,32 @@ def write_as_bloom(folder, source, positions):
     return path
 
 
+@pytest.fixture(scope="module")
+def own_of_bloom(tmp_path_factory):
+    """A folder with a native checkpoint of BLOOM's model and its universal form."""
+    folder = tmp_path_factory.mktemp("bloom")
+    converted(saved(folder / "native", Row(zero=1), BLOOM), folder / "own")
+    return folder
+
+
 @pytest.fixture
-def blooms(tmp_path, their_positions):
+def blooms(own_of_bloom, tmp_path, their_positions):
     """A folder with a universal checkpoint as BLOOM's."""
-    source = saved(tmp_path / "native", Row(zero=1), BLOOM)
-    converted(source, tmp_path / "own")
+    shutil.copytree(own_of_bloom, tmp_path, dirs_exist_ok=True)
     write_as_bloom(tmp_path, tmp_path / "own", their_positions)
     return tmp_path
 
 
 def find(folder, vocab=VOCAB, **changes):
     options = {**BLOOM, **changes, "checkpoint": {"load": str(folder), **UNIVERSAL["checkpoint"]}}
-    return find_checkpoint(config_of(Row(), **options), vocab, lambda start: FINGERPRINT)
+    return find_checkpoint(unconnected_run(config_of(Row(), **options), vocab))
 
 
 def select(folder):
     """Returns why no checkpoint is selected on two ranks."""
     options = {**BLOOM, "checkpoint": {"load": str(folder), **UNIVERSAL["checkpoint"]}}
     try:
-        select_valid_checkpoint(find(folder), config_of(Row(), **options), VOCAB, lambda start: FINGERPRINT)
+        select_valid_checkpoint(find(folder), unconnected_run(config_of(Row(), **options)))
     except UserError as error:
         return str(error)
     return None
@@ -389,7 +406,7 @@ def start_and_save(row, load, save, step):
     options = {"load": str(load), "save": str(save), "universal_checkpoint": True}
     config = config_of(row, checkpoint=options)
     engine = build_engine(config)
-    checkpoint = find_checkpoint(config, VOCAB, lambda start: FINGERPRINT)
+    checkpoint = find_checkpoint(unconnected_run(config))
     manager = make_manager(engine, save)
     start = manager.restore_or_init(checkpoint, lambda text: None)
     manager.save(state_after(step))

@@ -24,11 +24,11 @@ from tests.support.checkpoints import FINGERPRINT, save_midway
 from tests.support.layouts import (
     FP32_BOUND,
     STEPS,
-    VOCAB,
     Row,
     build_engine,
     build_model,
     config_of,
+    evaluate,
     full_weights,
     micro_batches,
     relative_errors,
@@ -152,7 +152,7 @@ def what_is_there(row, changes):
     before = present()
     train(engine, [0])
     between = present()
-    engine.evaluate(micro_batches(engine, 0), 1)
+    evaluate(engine, micro_batches(engine, 0), 1)
     held = sum(flat.local_gradients.numel() for flat in engine.optimizer.flat if flat.unit)
     parameters = sum(p.numel() for layer in layers.values() for p in layer.parameters())
     return before, between, present(), forward, backward, held, parameters
@@ -203,7 +203,7 @@ def train_and_evaluate(row, changes):
     """Losses and grad norms of three steps, with an evaluation after the first, and the weights."""
     engine = build_engine(config_of(row, **changes))
     history = train(engine, [0])
-    history.append((engine.evaluate(micro_batches(engine, 0), 2).item(), 0.0))
+    history.append((evaluate(engine, micro_batches(engine, 0), 2).item(), 0.0))
     return history + train(engine, [1, 2]), weights_of(engine).shards
 
 
@@ -269,10 +269,10 @@ def test_hooks_do_not_keep_the_optimizer_alive():
 def start(row):
     """How many of the layers' weights have memory when the model is made, and the weights of the engine."""
     config = config_of(row)
-    mesh, model = build_model(config)
+    run, model = build_model(config)
     layers = [p for layer in model.transformer_layers().values() for p in layer.parameters()]
     held = sum(map(has_memory, layers))
-    return held, weights_of(GPTEngine(config, mesh, model))
+    return held, weights_of(GPTEngine(run, model))
 
 
 @pytest.mark.parametrize("precision", ["bf16", "fp32"])
@@ -308,7 +308,7 @@ def open_midway(row, folder, changes):
     engine = build_engine(config_of(row, **changes))
     train(engine, [9])
     load_checkpoint(engine, find_latest(folder), FINGERPRINT)
-    return make_integrity_record(engine, VOCAB), train(engine, range(3, 6))
+    return make_integrity_record(engine), train(engine, range(3, 6))
 
 
 @pytest.mark.gate(rows=1)

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import json
 import shlex
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -186,22 +184,18 @@ def test_a_native_checkpoint_has_the_same_loss_after_a_round_trip_through_huggin
 
 
 def test_the_command_of_the_page_for_olmo_3_converts_a_model_with_windows_in_some_layers(
-    tmp_path: Path,
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     page = (ROOT / "docs" / "huggingface.md").read_text()
     (command,) = (line for line in page.splitlines() if line.startswith(".venv") and "HF_OLMO3" in line)
     save_olmo_3(tmp_path / "HF_OLMO3", "olmo-3")
     script, *words = shlex.split(command)[1:]
-    run = subprocess.run(
-        [sys.executable, str(ROOT / script), *words],
-        cwd=tmp_path,
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert run.returncode == 0, run.stderr
-    assert "wrote native/global_step0_universal: Olmo3ForCausalLM of HF_OLMO3" in run.stdout
-    flags = [*printed_flags(run.stdout), "--dry-run", "--lr", "1", "--train-iters", "1"]
+    assert script == "tools/convert_huggingface.py"
+    monkeypatch.chdir(tmp_path)
+    convert_huggingface.main(words)
+    printed = capsys.readouterr().out
+    assert "wrote native/global_step0_universal: Olmo3ForCausalLM of HF_OLMO3" in printed
+    flags = [*printed_flags(printed), "--dry-run", "--lr", "1", "--train-iters", "1"]
     model = parse_args([*flags, "--micro-batch-size", "1", "--global-batch-size", "1"], {}).model
     assert (model.window_size, model.window_pattern) == (5, ("W", "W", "W", "F"))
     assert (model.window_rotary_base, model.rope_scaling_type) == (None, "yarn")

@@ -46,6 +46,7 @@ def interrupt(process: subprocess.Popen[str]) -> None:
     process.send_signal(signal.SIGINT)
 
 
+@pytest.mark.full  # test_containers.py kills a rank under torch's launcher, too
 def test_killed_rank_is_named_without_slurm(data: list[str]) -> None:
     run = pretrain_typed([*FLAGS, *data], processes=2, on_line=at_step(2, kill_the_last_rank))
     assert run.exit_code != 0

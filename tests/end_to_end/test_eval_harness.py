@@ -24,7 +24,7 @@ from megatron.checkpoint.reading import find_tokenizer, load_model, read_checkpo
 from megatron.commands import convert_huggingface, evaluate
 from megatron.config import ParallelConfig
 from megatron.errors import USER_ERROR_EXIT_CODE, UserError
-from megatron.training.build import config_of_layout, load_distributed_model
+from megatron.training.build import load_distributed_model, run_of_layout
 from megatron.training.harness.model import HarnessModel, _load
 from tests.end_to_end.command import ROOT, environment, pretrain, scalars
 from tests.end_to_end.flags import ABSOLUTE, MODEL, SHORT
@@ -98,13 +98,13 @@ def on_ranks(folder, tp_size, pp_size):
     """Returns, on rank 0, the log-likelihoods of `requests` and of whole texts."""
     checkpoint = read_checkpoint(folder)
     world_size, rank = torch.distributed.get_world_size(), torch.distributed.get_rank()
-    config = config_of_layout(
+    planned = run_of_layout(
         checkpoint,
         ParallelConfig(
             tensor_model_parallel_size=tp_size, pipeline_model_parallel_size=pp_size, world_size=world_size
         ),
     )
-    model = load_distributed_model(checkpoint, config, rank, 1)
+    model = load_distributed_model(checkpoint, planned.connected(rank), 1)
     if rank:
         model.serve()
         return None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -24,9 +25,9 @@ FLAGS = [*MODEL, *ABSOLUTE, *SHORT, "--zero-stage", "1"]
 
 
 @pytest.fixture
-def mirrors(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """The folder of the mirrors of this test's runs."""
-    folder = tmp_path / "mirrors"
+def caches(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The folder of the caches of this test's runs."""
+    folder = tmp_path / "caches"
     folder.mkdir()
     monkeypatch.setenv("SLURM_TMPDIR", str(folder))
     return folder
@@ -55,11 +56,11 @@ def checkpoints_in(bucket: Bucket) -> dict[int, str]:
     return found
 
 
-def assert_nothing_is_left(bucket: Bucket, mirrors: Path) -> None:
-    """Fails if anything but complete checkpoints and `latest` is in the bucket, or a mirror on the disk."""
+def assert_nothing_is_left(bucket: Bucket, caches: Path) -> None:
+    """Fails if anything but complete checkpoints and `latest` is in the bucket, or a cache on the disk."""
     complete = {*checkpoints_in(bucket).values(), "latest", "latest.json"}
     assert {key.partition("/")[0] for key in ObjectStore(bucket.url).list()} == complete
-    assert list(mirrors.iterdir()) == []
+    assert list(caches.iterdir()) == []
 
 
 def assert_same_losses(run: Run, uninterrupted: Run) -> None:
@@ -69,7 +70,7 @@ def assert_same_losses(run: Run, uninterrupted: Run) -> None:
 
 
 def test_a_run_resumes_from_a_bucket_on_another_layout_with_the_losses_of_an_uninterrupted_run(
-    bucket: Bucket, data: list[str], mirrors: Path, uninterrupted: Run
+    bucket: Bucket, data: list[str], caches: Path, uninterrupted: Run
 ) -> None:
     """While it saves, requests fail in each of the ways that are retried."""
     bucket.fault("PUT", answer(503, "SlowDown"), key="optim_states")
@@ -88,7 +89,7 @@ def test_a_run_resumes_from_a_bucket_on_another_layout_with_the_losses_of_an_uni
     assert resumed.evaluations[0]["lm_loss"] == pytest.approx(
         uninterrupted.evaluations[0]["lm_loss"], rel=1e-5
     )
-    assert_nothing_is_left(bucket, mirrors)
+    assert_nothing_is_left(bucket, caches)
     # One listing, and each object once.
     assert [request.key for request in requests if request.kind == "LIST"].count("run/") == 1
     read = [request.key for request in requests if request.kind == "GET"]
@@ -98,10 +99,10 @@ def test_a_run_resumes_from_a_bucket_on_another_layout_with_the_losses_of_an_uni
 
 
 @pytest.mark.full
-def test_two_nodes_have_mirrors_of_their_own(
-    bucket: Bucket, data: list[str], mirrors: Path, uninterrupted: Run
+def test_two_nodes_have_caches_of_their_own(
+    bucket: Bucket, data: list[str], caches: Path, uninterrupted: Run
 ) -> None:
-    """The flags of the two ranks are compared although the paths of their mirrors differ."""
+    """Each rank has the cache of its node."""
     flags = flags_of(bucket, data)
     for extra, line in (
         [["--exit-interval", "3"], ""],
@@ -114,7 +115,7 @@ def test_two_nodes_have_mirrors_of_their_own(
         assert line in stdout
         assert_same_losses(Run(0, stdout, stderr, set()), uninterrupted)
     assert [*checkpoints_in(bucket)] == [3, 5]
-    assert_nothing_is_left(bucket, mirrors)
+    assert_nothing_is_left(bucket, caches)
 
 
 # (kind, key, number of the request, whether the request is done) of the request after which a rank is killed
@@ -144,7 +145,7 @@ GATE_KILLS = ["last file", "run.json deleted"]
     ],
 )
 def test_a_start_after_a_kill_resumes_from_the_last_complete_checkpoint(
-    name: str, extra: list[str], bucket: Bucket, data: list[str], mirrors: Path, uninterrupted: Run
+    name: str, extra: list[str], bucket: Bucket, data: list[str], caches: Path, uninterrupted: Run
 ) -> None:
     kind, key, number, is_done = KILLS[name]
     if extra == ["--save-format", "dcp"]:
@@ -162,13 +163,13 @@ def test_a_start_after_a_kill_resumes_from_the_last_complete_checkpoint(
     assert_same_losses(killed, uninterrupted)
     assert_same_losses(again, uninterrupted)
     assert [*checkpoints_in(bucket)] == [4, 5]
-    assert_nothing_is_left(bucket, mirrors)
+    assert_nothing_is_left(bucket, caches)
 
 
 @pytest.mark.full
 @pytest.mark.parametrize("extra", [[], ["--async-save"]], ids=["direct", "background"])
 def test_a_save_that_fails_leaves_the_checkpoint_before(
-    extra: list[str], bucket: Bucket, data: list[str], mirrors: Path, uninterrupted: Run
+    extra: list[str], bucket: Bucket, data: list[str], caches: Path, uninterrupted: Run
 ) -> None:
     """A permission that is lost is not retried. Training goes on only if the save is in the background."""
     bucket.fault("PUT", answer(403, "AccessDenied"), key="global_step3.*layer_05")
@@ -184,12 +185,12 @@ def test_a_save_that_fails_leaves_the_checkpoint_before(
         assert sorted(checkpoints_in(bucket)) == [1, 2]
         bucket.heal()
         assert "/global_step2, iteration 2" in pretrain(flags, processes=2).ok().stdout
-    assert_nothing_is_left(bucket, mirrors)
+    assert_nothing_is_left(bucket, caches)
 
 
 @pytest.mark.full
 def test_the_documented_command(
-    bucket: Bucket, corpus: Path, data: list[str], mirrors: Path, tmp_path: Path
+    bucket: Bucket, corpus: Path, data: list[str], caches: Path, tmp_path: Path
 ) -> None:
     (command,) = commands_in("docs/object_store.md")
     command = command.replace("s3://bucket/run", bucket.url).replace("--nproc", "--standalone --nproc")
@@ -198,13 +199,13 @@ def test_the_documented_command(
     assert f"saved {bucket.url}/global_step5 in " in first
     assert f"starting from {bucket.url}/global_step5, iteration 5\n" in again
     assert [*checkpoints_in(bucket)] == [5]
-    assert_nothing_is_left(bucket, mirrors)
+    assert_nothing_is_left(bucket, caches)
 
 
 @pytest.mark.full
 @pytest.mark.parametrize("save_format", ["native", "dcp"])
 def test_saves_in_the_background_with_deletions(
-    save_format: str, bucket: Bucket, data: list[str], mirrors: Path, uninterrupted: Run
+    save_format: str, bucket: Bucket, data: list[str], caches: Path, uninterrupted: Run
 ) -> None:
     flags = [*flags_of(bucket, data), "--save-interval", "1", "--async-save", "--save-format", save_format]
     first = pretrain([*flags, "--exit-interval", "3"], processes=2).ok()
@@ -214,7 +215,7 @@ def test_saves_in_the_background_with_deletions(
     for finished in (first, again):
         assert_same_losses(finished, uninterrupted)
     assert sorted(checkpoints_in(bucket)) == [4, 5]
-    assert_nothing_is_left(bucket, mirrors)
+    assert_nothing_is_left(bucket, caches)
 
 
 def no_credentials(bucket: Bucket, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -268,7 +269,7 @@ def test_a_mistake_is_one_sentence(
     name: str,
     bucket: Bucket,
     data: list[str],
-    mirrors: Path,
+    caches: Path,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -279,11 +280,11 @@ def test_a_mistake_is_one_sentence(
     run = pretrain([*flags_of(bucket, data), *given], processes=2)
     (error,) = run.errors
     assert run.exit_code == 2 and error.partition("error: ")[2].startswith(sentence.format(url=bucket.url))
-    assert len(run.stderr.splitlines()) == 1 and list(mirrors.iterdir()) == []
+    assert len(run.stderr.splitlines()) == 1 and list(caches.iterdir()) == []
 
 
 @pytest.mark.full
-def test_two_jobs_in_one_folder_of_a_bucket(bucket: Bucket, data: list[str], mirrors: Path) -> None:
+def test_two_jobs_in_one_folder_of_a_bucket(bucket: Bucket, data: list[str], caches: Path) -> None:
     """The second stops at its start, and the first goes on."""
     second: list[Run] = []
 
@@ -295,20 +296,22 @@ def test_two_jobs_in_one_folder_of_a_bucket(bucket: Bucket, data: list[str], mir
     assert len(first.ok().steps) == 5
     (error,) = second[0].errors
     assert second[0].exit_code == 2 and f"--save {bucket.url} is in use by another run on" in error
-    assert_nothing_is_left(bucket, mirrors)
+    assert_nothing_is_left(bucket, caches)
 
 
 @pytest.mark.full
-def test_other_ways_to_use_a_bucket(bucket: Bucket, data: list[str], mirrors: Path, tmp_path: Path) -> None:
+def test_other_ways_to_use_a_bucket(bucket: Bucket, data: list[str], caches: Path, tmp_path: Path) -> None:
     """A run begins in a file system and continues in a bucket; another starts from one of its checkpoints; an
     evaluation reads the bucket."""
     local, flags = str(tmp_path / "local"), [*FLAGS, *data, "--save-interval", "1"]
     pretrain([*flags, "--exit-interval", "2", "--save", local, "--load", local], processes=2).ok()
-    moved = pretrain(
-        [*flags, "--load", local, "--save", bucket.url, "--save-interval", "1"], processes=2
-    ).ok()
+    to_bucket = [*flags, "--load", local, "--save", bucket.url, "--save-interval", "1"]
+    moved = pretrain(to_bucket, processes=2).ok()
     assert f"starting from {local}/global_step2, iteration 2\n" in moved.stdout
     assert sorted(checkpoints_in(bucket)) == [3, 4, 5]
+    shutil.rmtree(local)  # the command can be repeated without the folder that it began with
+    repeated = pretrain(to_bucket, processes=2).ok()
+    assert f"starting from {bucket.url}/global_step5, iteration 5" in repeated.stdout, repeated.stdout
     for name in ("global_step4", checkpoints_in(bucket)[4]):
         back = str(tmp_path / name)
         started = pretrain([*flags, "--load", f"{bucket.url}/{name}", "--save", back], processes=2).ok()
@@ -317,12 +320,12 @@ def test_other_ways_to_use_a_bucket(bucket: Bucket, data: list[str], mirrors: Pa
         assert f"starting from {back}/global_step5, iteration 5 (" in again.stdout
     evaluated = pretrain([*FLAGS, *data, "--load", bucket.url, "--eval-only"], processes=2).ok()
     assert evaluated.evaluations == moved.evaluations
-    assert_nothing_is_left(bucket, mirrors)
+    assert_nothing_is_left(bucket, caches)
 
 
 @pytest.mark.full
 def test_a_damaged_object_is_not_used_and_latest_can_be_set_by_hand(
-    bucket: Bucket, data: list[str], mirrors: Path
+    bucket: Bucket, data: list[str], caches: Path
 ) -> None:
     flags, store = [*flags_of(bucket, data), "--save-interval", "1"], ObjectStore(bucket.url)
     pretrain(flags, processes=2).ok()
@@ -338,4 +341,4 @@ def test_a_damaged_object_is_not_used_and_latest_can_be_set_by_hand(
     run = pretrain(flags, processes=2).ok()
     assert f"starting from {bucket.url}/global_step2, iteration 2 (latest was set by hand" in run.stdout
     assert sorted(checkpoints_in(bucket)) == [1, 2, 3, 4, 5]
-    assert_nothing_is_left(bucket, mirrors)
+    assert_nothing_is_left(bucket, caches)

@@ -65,17 +65,3 @@ def test_a_search_finds_context_parallelism_for_128_k_tokens_of_llama_3_8b(tmp_p
     assert run.returncode == 0, run.stderr
     found = json.loads((tmp_path / "found.json").read_text())["candidates"]
     assert found[0]["fits"] and found[0]["layout"]["context_parallel"] > 1
-
-
-@pytest.mark.full
-def test_mistakes_are_one_sentence(tmp_path: Path) -> None:
-    for words, expected in (
-        (["--search", *MODEL.replace("--gpu a100-80gb ", "").split()], "--gpu"),
-        (["--hiden-size", "8"], "--hiden-size"),
-        (["--script", "absent.slurm"], "--script absent.slurm: the file does not exist"),
-    ):
-        run = plan(*words, folder=tmp_path)
-        assert run.returncode == 2
-        (sentence,) = run.stderr.strip().splitlines()[-1:]
-        assert sentence.startswith("error: ") and expected in sentence
-        assert "Traceback" not in run.stderr

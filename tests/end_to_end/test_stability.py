@@ -77,6 +77,7 @@ INTERVALS = (
 ).split()
 
 
+@pytest.mark.gate(rows=1, also=["['4-17']-[17, 20]"])
 @pytest.mark.parametrize(
     ("ranges", "events"),
     [

@@ -7,12 +7,12 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 from megatron.config import Config
 from megatron.mpu.mesh import Mesh
-from megatron.pipeline.stages import StagePlan
-from megatron.planner.plan import CommunicationRow, make_plan
+from megatron.planner.layer_memory import planned_run
+from megatron.planner.plan import CommunicationRow, plan_of
 from megatron.planner.simulation.device import CollectiveCall
 from megatron.planner.simulation.passes import Action, Collective, Group, Kernel, group_name
 from megatron.planner.simulation.stage_costs import rank_update, stage_costs
-from tests.support.simulation.rank import find_stages
+from megatron.run import Run
 from tests.support.simulation.record import Instruction, OpCounts, StepRecord
 
 STATE_TOLERANCE, PEAK_TOLERANCE, BYTES_TOLERANCE = 0.001, 0.01, 0.02
@@ -28,8 +28,8 @@ Calls = Counter[tuple[Group, str, float]]
 
 def disagreements(config: Config, records: Sequence[StepRecord]) -> list[str]:
     """Returns a sentence for each figure that differs from the simulation. records: by pipeline rank."""
-    vocab, plan = find_stages(config)
-    planned = make_plan(config, vocab.size, plan)
+    run = planned_run(config)
+    plan, planned = run.stages, plan_of(run)
     found = []
     for record, memory in zip(records, planned.memory, strict=True):
         held = [stage for stage, rank in enumerate(plan.rank_of_stage) if rank == record.stage]
@@ -41,8 +41,8 @@ def disagreements(config: Config, records: Sequence[StepRecord]) -> list[str]:
         ]
         found += [f"rank {record.stage}: {text}" for text in _beyond(checks)]
         for chunk, stage in enumerate(held):
-            found += _of_passes(config, plan, vocab.size, record, stage, chunk)
-        found += _of_step(config, plan, vocab.size, record)
+            found += _of_passes(run, record, stage, chunk)
+        found += _of_step(run, record)
     return found
 
 
@@ -65,12 +65,10 @@ def _messages(
         )
 
 
-def _of_passes(
-    config: Config, plan: StagePlan, vocab_size: int, record: StepRecord, stage: int, chunk: int
-) -> Iterator[str]:
+def _of_passes(run: Run, record: StepRecord, stage: int, chunk: int) -> Iterator[str]:
     """Compares each pass of a micro-batch in the middle of a step."""
-    mesh = Mesh.from_config(config.parallel, record.rank)
-    for name, actions in stage_costs(config, plan, vocab_size, stage).passes.items():
+    mesh = Mesh.from_config(run.config.parallel, record.rank)
+    for name, actions in stage_costs(run, stage).passes.items():
         planned = list(actions)
         instruction = Instruction(PASSES[name], chunk)
         # A step of one micro-batch has the first one only.
@@ -94,15 +92,15 @@ def _of_passes(
         yield from (f"{name} pass of stage {stage}: {text}" for text in texts)
 
 
-def _of_step(config: Config, plan: StagePlan, vocab_size: int, record: StepRecord) -> Iterator[str]:
+def _of_step(run: Run, record: StepRecord) -> Iterator[str]:
     """Compares the collectives of a step, in its passes and in the optimizer."""
-    mesh = Mesh.from_config(config.parallel, record.rank)
-    update = rank_update(config, plan, vocab_size, record.stage)
+    mesh = Mesh.from_config(run.config.parallel, record.rank)
+    update = rank_update(run, record.stage)
     parts = (*update.reductions, update.reduce, update.step, *update.gathers)
     planned = _planned_calls((action for part in parts for action in part), mesh)
-    own = [stage for stage, rank in enumerate(plan.rank_of_stage) if rank == record.stage]
+    own = [stage for stage, rank in enumerate(run.stages.rank_of_stage) if rank == record.stage]
     for stage in own:
-        costs = stage_costs(config, plan, vocab_size, stage)
+        costs = stage_costs(run, stage)
         for actions in costs.passes.values():
             calls = _planned_calls(actions, mesh)
             planned += Counter({call: number * record.micro_batches for call, number in calls.items()})

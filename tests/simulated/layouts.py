@@ -122,6 +122,10 @@ LAYOUTS = {
     "context-2-window-pattern": f"{WORLD_2} {CP_2} --bf16 --window-size 48 --window-pattern W F {LLAMA} "
     f"{GROUPS}",
     "data-2-zero3-window-pattern": f"{WORLD_2} --bf16 {ZERO_3} {LLAMA} --window-size 32 --window-pattern W F",
+    "tensor-2-window-pattern": f"{WORLD_2} {TP_2} --bf16 {SEQUENCE} --num-layers 6 {LLAMA} --window-size 32 "
+    "--window-pattern W F",
+    "zero-bubble-2-tensor-2-window-pattern": f"{WORLD_4} {PP_2} {TP_2} {ZERO_BUBBLE} --bf16 {SEQUENCE} "
+    "--num-layers 10 --window-size 32 --window-pattern W F F",
     "alone-qk-layernorm-absolute": "--bf16 --qk-layernorm",
     "tensor-2-qwen3": f"{WORLD_2} {TP_2} --bf16 {QWEN3}",
     "tensor-2-olmo2-recompute": f"{WORLD_2} {TP_2} --bf16 {OLMO2} {RECOMPUTE}",

@@ -15,9 +15,9 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten
 
+from megatron.planner.layer_memory import planned_run
 from megatron.planner.simulation import layer_costs
 from tests.simulated.layouts import LLAMA, config_of
-from tests.support.simulation.rank import find_stages
 from tests.support.simulation.stages import run_in_processes
 
 # Name -> flags; the first one has every feature with a host value.
@@ -77,9 +77,9 @@ def two_micro_batches(config: Any, entries: int, vocab_size: int) -> tuple[list[
 @pytest.mark.parametrize("name", RUNS)
 def test_a_micro_batch_passes_the_device_no_host_value_but_the_dropout_keys(name: str) -> None:
     config = config_of(f"{RUNS[name]} --num-layers 2")
-    vocab, plan = find_stages(config)
+    run = planned_run(config)
     ((syncs, differing, calls),) = run_in_processes(
-        two_micro_batches, [(config, len(plan.layers), vocab.size)]
+        two_micro_batches, [(config, len(run.stages.layers), run.vocab.size)]
     )
     assert syncs == [] and calls[0] == calls[1] > 50
     for (operation, values), (_, others) in differing:

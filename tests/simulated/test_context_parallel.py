@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
+from megatron.planner.layer_memory import planned_run
 from megatron.planner.memory import plan_memory
 from tests.simulated.layouts import GROUPS, LLAMA, config_of
-from tests.support.simulation.rank import find_stages
 
 LONG = f"--bf16 --seq-length 131072 --max-position-embeddings 131072 {LLAMA} {GROUPS} --micro-batch-size 1"
 # Keys and values of a layer: 131072 tokens of 4 groups with heads of 32 elements, in 16 bits.
@@ -14,8 +14,7 @@ GATHERED_BYTES = 2 * 131072 * 4 * 32 * 2
 
 
 def planned(config):
-    vocab, plan = find_stages(config)
-    (memory,) = plan_memory(config, vocab.size, plan)
+    (memory,) = plan_memory(planned_run(config))
     return memory.total - memory.state
 
 

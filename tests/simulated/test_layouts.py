@@ -10,13 +10,13 @@ import pytest
 from megatron.config.sections.curriculum import LengthCurriculum
 from megatron.mpu.mesh import Mesh
 from megatron.pipeline.stages import stage_flops
+from megatron.planner.layer_memory import planned_run
 from megatron.planner.memory import communicators
 from megatron.planner.network import ALL_REDUCE
 from megatron.planner.simulation.passes import group_name
 from tests.simulated.comparison import disagreements
 from tests.simulated.layouts import LAYOUTS, MORE, config_of
 from tests.support.simulation.matching import find_deadlock
-from tests.support.simulation.rank import find_stages
 from tests.support.simulation.record import Instruction
 from tests.support.simulation.stages import (
     all_calls,
@@ -65,8 +65,8 @@ def test_a_step_is_planned_and_its_host_and_ranks_do_not_wait(name):
     config, records = config_of(LAYOUTS[name]), records_of(name)
     assert disagreements(config, records) == []
     assert find_deadlock(all_calls(config, records)) is None
-    vocab, plan = find_stages(config)
-    flops = plan.sum_by_rank(stage_flops(config, plan, vocab.size))
+    run = planned_run(config)
+    flops = run.stages.sum_by_rank(stage_flops(config, run.stages, run.vocab.size))
     assert flops == [sum(work.flops for work in record.rest.values()) for record in records]
     assert max(record.communicators for record in records) == communicators(config)
     for record in records:

@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 
 from megatron.model.layer_kinds import transformer_layers
+from megatron.planner.layer_memory import planned_run
 from megatron.planner.simulation.memory_tracker import ROUNDING
 from tests.simulated.layouts import config_of
-from tests.support.simulation.rank import find_stages
 from tests.support.simulation.stages import simulate_stages
 
 FP32, BF16 = 4, 2
@@ -20,7 +20,7 @@ OFFLOADED = f"{ZERO_3} --cpu-offload"
 @pytest.mark.parametrize("flags", [ZERO_3, OFFLOADED])
 def test_zero_3_starts_with_its_shard_and_one_layer(flags):
     config = config_of(flags)
-    _, plan = find_stages(config)
+    plan = planned_run(config).stages
     (record,) = simulate_stages(config)
     layers = transformer_layers(plan.layers)
     largest = plan.parameters[layers.start]

@@ -6,8 +6,8 @@ from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from typing import Any
 
-from tests.support.checkpoints import FINGERPRINT, make_manager, state_after
-from tests.support.layouts import VOCAB, Row, build_engine, config_of, train
+from tests.support.checkpoints import make_manager, state_after
+from tests.support.layouts import Row, build_engine, config_of, train, unconnected_run
 
 
 def run_in_bucket(
@@ -22,36 +22,32 @@ def run_in_bucket(
     """Trains to the step `last`. Returns the step of the start, its line in the log, and (loss, grad norm) of
     each step.
 
-    nodes: the name of each rank's node; each node has a mirror, in SLURM_TMPDIR. saves: 'direct',
+    nodes: the name of each rank's node; each node has a cache, in SLURM_TMPDIR. saves: 'direct',
     'background' or 'rollback', by step.
     """
     import os
-    from dataclasses import replace
     from pathlib import Path
 
     import torch.distributed as dist
 
-    from megatron.checkpoint.object_store.checkpoints import open_object_checkpoints
+    from megatron.checkpoint.folders.of_run import open_folders
     from megatron.checkpoint.selection import find_checkpoint, select_valid_checkpoint
 
     os.environ.update(environment)
     config = config_of(row, checkpoint={"save": url, "load": url, **settings})
     rank = dist.get_rank()
     with ExitStack() as stack:
-        objects = stack.enter_context(open_object_checkpoints(config.checkpoint, nodes[rank]))
-        assert objects is not None
-        config = replace(config, checkpoint=objects.options)
-        assert str(config.checkpoint.save).startswith(os.environ["SLURM_TMPDIR"])
+        folders = stack.enter_context(open_folders(config.checkpoint, nodes[rank]))
         found = None
         if rank == 0:
-            objects.read()
-            found = find_checkpoint(config, VOCAB, lambda start: FINGERPRINT)
-        objects.connect(nodes[rank])
-        assert [len(ranks) for ranks in objects.nodes.ranks] == [
+            folders.read()
+            found = find_checkpoint(unconnected_run(config), path_of=folders.at)
+        folders.connect(nodes[rank])
+        assert [len(ranks) for ranks in folders.nodes.ranks] == [
             nodes.count(node) for node in dict.fromkeys(nodes)
         ]
-        found = select_valid_checkpoint(found, config, VOCAB, lambda start: FINGERPRINT, objects=objects)
-        manager = make_manager(build_engine(config), Path(str(config.checkpoint.save)), objects=objects)
+        found = select_valid_checkpoint(found, unconnected_run(config), folders=folders)
+        manager = make_manager(build_engine(config), url, folders=folders)
         lines: list[str] = []
         state, history = manager.restore_or_init(found, lambda text: lines.append(str(text))), []
         for step in range(state.iteration, last):
@@ -65,9 +61,9 @@ def run_in_bucket(
                 history += train(manager.engine, range(before.state.iteration, step + 1))
         manager.finish_save()
         assert all(not end.problem for end in manager.background.take_outcomes())
-        # Nothing but run.json and placeholders stays on a disk.
+        # Nothing but small files stays on a disk.
         dist.barrier()
-        folder = Path(str(config.checkpoint.save))
-        assert not [path for path in folder.rglob("*.pt") if path.stat().st_blocks]
+        names = {path.name for path in Path(os.environ["SLURM_TMPDIR"]).rglob("*") if path.is_file()}
+        assert names <= {"lock", "latest", "latest.json", "run.json"}
         dist.barrier()
     return state.iteration, lines[0], history

@@ -9,17 +9,15 @@ from typing import TYPE_CHECKING, Any
 from unittest import mock
 
 from megatron.checkpoint.record import TrainingState
-from tests.support.layouts import EOD, GLOBAL_BATCH, SEQ, VOCAB, Row, build_engine, config_of, train
+from tests.support.layouts import FINGERPRINT as FINGERPRINT
+from tests.support.layouts import GLOBAL_BATCH, SEQ, Row, build_engine, config_of, train
 
 if TYPE_CHECKING:
+    from megatron.checkpoint.folders.of_run import Folders
     from megatron.checkpoint.lineage.owner import FolderOwner
     from megatron.checkpoint.local.saves import LocalCheckpoints
     from megatron.checkpoint.manager import CheckpointManager
-    from megatron.checkpoint.object_store.checkpoints import ObjectCheckpoints
     from megatron.engine.pipeline_engine import GPTEngine
-
-FINGERPRINT = {"paths": ["/data/corpus"], "seed": 1234, "tokens": [5000]}
-"""Of the data that the checkpoints claim to be trained on."""
 
 
 def state_after(steps: int) -> TrainingState:
@@ -29,10 +27,10 @@ def state_after(steps: int) -> TrainingState:
 
 def make_manager(
     engine: GPTEngine,
-    folder: Path,
+    folder: Path | str,
     owner: FolderOwner | None = None,
     local: LocalCheckpoints | None = None,
-    objects: ObjectCheckpoints | None = None,
+    folders: Folders | None = None,
 ) -> CheckpointManager:
     """Returns a manager that saves checkpoints of the engine to the folder, and loads them."""
     from torch.distributed.distributed_c10d import _get_default_store
@@ -40,8 +38,8 @@ def make_manager(
     from megatron.checkpoint.manager import CheckpointManager
 
     store = _get_default_store()
-    remote = {"local": local, "objects": objects}
-    return CheckpointManager(engine, folder, VOCAB, EOD, FINGERPRINT, owner, store=store, **remote)
+    places = {"local": local, **({} if folders is None else {"folders": folders})}
+    return CheckpointManager(engine, folder, owner, store=store, **places)
 
 
 def save_midway(row: Row, folder: Path, steps: int, **changes: dict[str, Any]) -> GPTEngine:

@@ -32,13 +32,22 @@ _IMPORTED_ONCE = [
     "torch",
     "torch._dynamo",
     "deepspeed",
+    "deepspeed.comm.mori",
+    "deepspeed.module_inject.auto_ep_config",
+    "deepspeed.module_inject.auto_ep_layer",
     "deepspeed.runtime.pipe.engine",
+    "deepspeed.utils.pin_memory",
     "s3fs",
     "megatron.checkpoint.manager",
     "megatron.engine.pipeline_engine",
     "megatron.pipeline.stages",
     "megatron.training.run",
     "megatron.training.trainer",
+    "pytest",
+    "safetensors.torch",
+    "torch.distributed.checkpoint",
+    "torch.utils.tensorboard",
+    "transformers",
 ]
 # Seconds that the ranks have to end once one of them has failed and they got SIGTERM, as torch's launcher.
 _GRACE_S = 30.0

@@ -7,7 +7,7 @@ in which every (TP, PP, DP) and every pair of option values appears.
 from __future__ import annotations
 
 import dataclasses
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -36,8 +36,8 @@ if TYPE_CHECKING:
     from megatron.data.loader import MicroBatch
     from megatron.engine.pipeline_engine import GPTEngine
     from megatron.model.pipeline_module import GPTModelPipe
-    from megatron.mpu.mesh import Mesh
     from megatron.mpu.parameter_spec import ParameterSpec
+    from megatron.run import Run
 
 STEPS = 20
 VOCAB = 101
@@ -202,32 +202,56 @@ def config_of(row: Row, **changes: dict[str, Any]) -> Config:
     return Config(**sections)
 
 
-def build_model(
-    config: Config, bounds: list[int] | None = None, vocab_size: int = VOCAB
-) -> tuple[Mesh, GPTModelPipe]:
-    """Builds this rank's stage, inside `run_world`. bounds: a partition in place of the flags' partition."""
+FINGERPRINT = {"paths": ["/data/corpus"], "seed": 1234, "tokens": [5000]}
+"""Of the data that the runs of these tests claim to be trained on."""
+
+
+def unconnected_run(
+    config: Config, vocab_size: int = VOCAB, fingerprint: dict[str, Any] = FINGERPRINT
+) -> Run:
+    """Returns a run before its processes connect, whose data have this fingerprint wherever it starts."""
+    from megatron.data.vocabulary import Vocabulary
+    from megatron.run import Run
+
+    run = Run.from_config(config, Vocabulary(vocab_size, EOD))
+    return dataclasses.replace(run, _fingerprints=defaultdict(lambda: fingerprint))
+
+
+def make_run(config: Config, bounds: list[int] | None = None, vocab_size: int = VOCAB) -> Run:
+    """Returns a run without data files, inside `run_world`. bounds: a partition in place of the flags'
+    partition."""
     import torch.distributed as dist
 
-    from megatron.data.vocabulary import Vocabulary
-    from megatron.mpu.mesh import Mesh
+    run = unconnected_run(config, vocab_size).connected(dist.get_rank())
+    if bounds is not None:
+        partition = dataclasses.replace(run.stages.partition, bounds=bounds)
+        run = dataclasses.replace(run, plan=dataclasses.replace(run.stages, partition=partition))
+    return run
+
+
+def build_model(
+    config: Config, bounds: list[int] | None = None, vocab_size: int = VOCAB
+) -> tuple[Run, GPTModelPipe]:
+    """Builds this rank's stage, inside `run_world`. See `make_run`."""
     from megatron.training import build
 
-    parallel = config.parallel
-    mesh = Mesh.create(
-        dist.get_world_size(),
-        parallel.tensor_model_parallel_size,
-        parallel.pipeline_model_parallel_size,
-        dist.get_rank(),
-        parallel.context_parallel_size,
-    ).connect()
-    return mesh, build.build_model(config, mesh, Vocabulary(vocab_size, EOD), bounds)
+    run = make_run(config, bounds, vocab_size)
+    return run, build.build_model(run)
 
 
 def build_engine(config: Config, bounds: list[int] | None = None, vocab_size: int = VOCAB) -> GPTEngine:
     """Builds the engine with this rank's stage, inside `run_world`."""
     from megatron.engine.pipeline_engine import GPTEngine
 
-    return GPTEngine(config, *build_model(config, bounds, vocab_size))
+    return GPTEngine(*build_model(config, bounds, vocab_size))
+
+
+def evaluate(
+    engine: GPTEngine, micro_batches: Iterator[MicroBatch], count: int, **options: Any
+) -> torch.Tensor:
+    """Returns the mean loss over the unmasked tokens of `GPTEngine.evaluate_totals`, a device scalar."""
+    losses, tokens = engine.evaluate_totals(micro_batches, count, **options)
+    return losses / tokens
 
 
 @dataclass(frozen=True)
@@ -298,7 +322,7 @@ def micro_batches(engine: GPTEngine, step: int) -> Iterator[MicroBatch]:
     """Returns this rank's micro-batches of the step's global batch."""
     from megatron.data.loader import MicroBatch
 
-    size, mesh = engine.run_config.batch.micro_batch_size, engine.mesh
+    size, mesh = engine.run.config.batch.micro_batch_size, engine.mesh
     start, stride = step * GLOBAL_BATCH, mesh.dp_size * size
     for first in range(start + mesh.dp.rank * size, start + GLOBAL_BATCH, stride):
         yield MicroBatch.from_rows(sample_tokens(first, size), first)

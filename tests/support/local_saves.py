@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from tests.support.checkpoints import FINGERPRINT, make_manager, state_after
-from tests.support.layouts import VOCAB, Row, build_engine, config_of, train
+from tests.support.checkpoints import make_manager, state_after
+from tests.support.layouts import Row, build_engine, config_of, train, unconnected_run
 
 if TYPE_CHECKING:
     from megatron.checkpoint.manager import CheckpointManager
@@ -44,11 +44,11 @@ def start(row: Row, folder: Path, nodes: Sequence[str], **settings: Any) -> Star
     places = {"save": save, "load": save, "save_local": str(folder / "disks" / "{node}")}
     config = config_of(row, checkpoint={**places, "save_local_interval": 1, **settings})
     rank, options = dist.get_rank(), config.checkpoint
-    found = find_checkpoint(config, VOCAB, lambda start: FINGERPRINT) if rank == 0 else None
+    found = find_checkpoint(unconnected_run(config)) if rank == 0 else None
     local = None
     if options.save_local is not None:
         local = LocalCheckpoints.connect(options, nodes[rank], _get_default_store())
-    found = select_checkpoint(found, local, config, VOCAB, lambda start: FINGERPRINT, lambda: None)
+    found = select_checkpoint(found, local, unconnected_run(config), lambda: None)
     manager = make_manager(build_engine(config), Path(save), local=local)
     lines: list[str] = []
     state = manager.restore_or_init(found, lambda text: lines.append(str(text)))

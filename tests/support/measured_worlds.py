@@ -10,6 +10,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING, TextIO
 
 from tests.support.forked import launch_variables
@@ -116,9 +117,12 @@ def make_engine(
     """Returns the engine of a rank. values: the initial values (default: those of a run)."""
     from megatron.data.vocabulary import Vocabulary
     from megatron.mpu.parameters import initial_values
+    from megatron.optimizer.batch_schedule import BEGIN
+    from megatron.run import Run
     from megatron.training.build import build_engine
 
-    return build_engine(config, mesh, Vocabulary(vocab_size, 0), None, values or initial_values)
+    run = replace(Run.from_config(config, Vocabulary(vocab_size, 0)), mesh=mesh, _fingerprints={BEGIN: {}})
+    return build_engine(run, values or initial_values)
 
 
 def micro_batches(tokens: "torch.Tensor", mesh: "Mesh", size: int) -> "Iterator[MicroBatch]":

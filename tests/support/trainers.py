@@ -8,15 +8,14 @@ from types import SimpleNamespace
 
 import torch
 
+from megatron.checkpoint.manager import CheckpointManager
 from megatron.checkpoint.record import TrainingState
 from megatron.cluster.exit_codes import RunStopped
 from megatron.cluster.rank_reports import RankReport
 from megatron.config import Config
-from megatron.data.vocabulary import Vocabulary
-from megatron.optimizer.batch_schedule import BatchSchedule
 from megatron.training.build import build_trainer
 from megatron.training.trainer import Trainer
-from tests.support.layouts import EOD, GLOBAL_BATCH, RATE, VOCAB, build_engine, micro_batches
+from tests.support.layouts import GLOBAL_BATCH, RATE, build_engine, micro_batches
 
 STEPS = 10
 POISON = 7
@@ -61,8 +60,9 @@ class NoWatchdog:
 
 def make_trainer(config: Config, bad_iterations: tuple[int, ...] = (), steps: int = STEPS) -> Trainer:
     """The loop of `steps` iterations, inside `run_world`. bad_iterations: those with random labels."""
-    config = replace(config, training=replace(config.training, exit_signal=()))
-    engine = build_engine(config)
+    training = replace(config.training, exit_signal=(), train_iters=steps)
+    schedule = replace(config.schedule, lr=RATE, lr_decay_style="constant")
+    engine = build_engine(replace(config, training=training, schedule=schedule))
 
     def read(consumed, batch_size):
         step = consumed // GLOBAL_BATCH
@@ -73,17 +73,9 @@ def make_trainer(config: Config, bad_iterations: tuple[int, ...] = (), steps: in
     def data(*_: object) -> SimpleNamespace:
         return SimpleNamespace(train=SimpleNamespace(micro_batches=read), valid=None)
 
-    return build_trainer(
-        config,
-        engine,
-        Vocabulary(VOCAB, EOD),
-        SimpleNamespace(iterations=steps),
-        BatchSchedule.from_config(config.batch),
-        SimpleNamespace(lr=lambda progress: RATE, warmup_end=()),
-        Log(),
-        NoWatchdog(),
-        data=data,
-    )
+    folder = config.checkpoint.save or ""
+    checkpoints = CheckpointManager(engine, folder)
+    return build_trainer(engine, checkpoints, Log(), NoWatchdog(), data=data)
 
 
 def outcome(trainer: Trainer):

@@ -1,9 +1,12 @@
-"""Every benchmark starts, and the configurations that it measures are accepted."""
+"""Every benchmark starts, runs at its smallest size, and measures configurations that are accepted."""
 
 from __future__ import annotations
 
 import subprocess
 import sys
+from pathlib import Path
+
+import pytest
 
 from benchmarks import cpu_steps, throughput
 from tests.end_to_end.command import ROOT
@@ -63,3 +66,30 @@ def test_the_measured_configurations_are_accepted() -> None:
         config = throughput.make_config(model, row)
         assert config.model.num_layers == model.layers
         assert config.parallel.world_size == row.processes
+
+
+@pytest.mark.full
+@pytest.mark.parametrize(
+    "command",
+    [
+        "checkpoint.py --sizes 2 --rounds 1",
+        "conversion.py --layers 1 --rounds 1",
+        "data.py --gigabytes 0.01 --megabytes 0.5 --prefixes 20 --documents 10000",
+        "failure_drills.py --each 1 --faults kill",
+        "host_time.py --rounds 1 --calls 1",
+        "kills.py --kills 2",
+        "memory.py conversion --layers 1 --folder FOLDER",
+        "parity.py --rows 2",
+        "throughput.py --rounds 1",
+    ],
+)
+def test_a_benchmark_of_cpus_runs(command: str, tmp_path: Path) -> None:
+    script, *flags = command.replace("FOLDER", str(tmp_path)).split()
+    done = subprocess.run(
+        [sys.executable, f"benchmarks/{script}", *flags],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr

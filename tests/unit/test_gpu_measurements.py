@@ -174,7 +174,7 @@ def test_flops_of_the_gpu_script_by_palms_formula(monkeypatch: pytest.MonkeyPatc
     weights = 24 * (12 * 2048**2 + 13 * 2048) + 50304 * 2048 + 2 * 2048
     assert plan.total_parameters == weights + 2048 * 2048
     attention = 12 * 24 * 2048 * 2048
-    monkeypatch.setattr(devices, "gpu_of_process", lambda: devices.H100_80GB)
+    monkeypatch.setattr(device_throughput, "gpu_of_process", lambda: devices.H100_80GB)
     found = device_throughput.figures(row, seconds=2.0)
     tokens_per_s = row.samples * 2048 / 2.0
     assert found["tokens_per_s"] == tokens_per_s
@@ -203,7 +203,7 @@ def test_rows_of_the_gpu_script_are_measured_once(tmp_path: Path, monkeypatch: p
         return {"tokens_per_s": 1.0}
 
     monkeypatch.setattr(device_throughput, "measure", measure)
-    monkeypatch.setattr("tests.support.measured_worlds.connect", lambda config: None)
+    monkeypatch.setattr(device_throughput, "connect", lambda config: None)
     add_row(tmp_path, "throughput", **rows[0].key, error="the process ended during this row")
     arguments = device_throughput.argparse.Namespace(out=tmp_path, seconds=10.0)
     assert device_throughput.run_rows(rows, arguments) == 0 and not measured

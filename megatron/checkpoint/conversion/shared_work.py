@@ -24,7 +24,7 @@ from types import TracebackType
 from typing import TypeVar
 
 from megatron.errors import UserError
-from megatron.files import open_own
+from megatron.files import is_path_of, open_own
 from megatron.text_table import first_few
 
 T = TypeVar("T")
@@ -33,39 +33,98 @@ REPORT_AFTER_S = 30.0
 # Polls per second of all processes together: each poll tries the locks of all items that are not done.
 _POLLS_PER_S = 20
 _MIN_POLL_S = 0.5
+# How often a process that may share the work tries to join it: the last one that has failed removes the file.
+_ATTEMPTS_TO_JOIN = 3
 _IS_HELD = (errno.EACCES, errno.EAGAIN)
 
 
 class SharedWork:
-    """The share of one process. Without a file, the process has all items for itself."""
+    """The share of one process. A process that is alone has all items for itself.
 
-    def __init__(self, path: Path | None = None, rank: int = 0, num_tasks: int = 1) -> None:
-        """rank, num_tasks: decide only the order in which this process tries the items. Raises UserError if
-        the file system has no locks and there are several tasks."""
-        self._path, self._rank, self._num_tasks = path, rank, num_tasks
+    The locks are on a file beside the folder that is written, not in it: NFS renames an open file instead of
+    deleting it, so a folder with an open file in it cannot be deleted.
+    """
+
+    def __init__(self, folder: Path, rank: int = 0, num_tasks: int = 1, is_exclusive: bool = False) -> None:
+        """folder: the folder that is written; its parent is created. rank, num_tasks: decide only the order
+        in which this process tries the items. is_exclusive: no other process may work on the folder.
+
+        Raises UserError if another process excludes this one, and if the file system has no locks, unless
+        this process can be sure to be alone; OSError if the parent or the file cannot be created.
+        """
+        self._path = folder.with_name(folder.name + ".locks")
+        self._rank, self._num_tasks, self._is_exclusive = rank, num_tasks, is_exclusive
         self._poll_s = max(_MIN_POLL_S, num_tasks / _POLLS_PER_S)
         self._file: int | None = None
-        if path is None:
-            return
-        self._file = open_own(path, 0)
+        self.is_leftover = os.path.lexists(self._path)
+        """Whether a process that was killed, or has failed, left the file with the locks."""
+        busy = UserError(f"{folder} is being written by another process: wait, or give another folder")
         try:
-            fcntl.lockf(self._file, fcntl.LOCK_SH, 1)
+            folder.parent.mkdir(parents=True, exist_ok=True)
+            # Without locks, the file itself shows that a process works on the folder.
+            is_created = is_exclusive and not self.is_leftover
+            attempts = 1 if is_exclusive else _ATTEMPTS_TO_JOIN
+            while not self._open(os.O_EXCL if is_created else 0):
+                attempts -= 1
+                if not attempts:
+                    raise busy
+                time.sleep(_MIN_POLL_S)
+        except FileExistsError as error:
+            if not folder.parent.is_dir():
+                raise
+            raise busy from error
+
+    def _open(self, flags: int) -> bool:
+        """Opens the file and locks its first byte, if the file system has locks. Returns False if another
+        process excludes this one, or has removed the file meanwhile."""
+        self._file = open_own(self._path, flags)
+        mode = fcntl.LOCK_EX if self._is_exclusive else fcntl.LOCK_SH
+        try:
+            fcntl.lockf(self._file, mode | fcntl.LOCK_NB, 1)
+            if is_path_of(self._path, self._file):
+                return True
         except OSError as error:
-            self._close()
-            if num_tasks > 1:
-                raise UserError(
-                    f"{path} cannot be locked ({error.strerror}), so {num_tasks} tasks cannot share the "
-                    "work: start one task, or mount the file system with locks (Lustre: -o flock)"
-                ) from error
+            if error.errno not in _IS_HELD:
+                self._close()
+                self._check_without_locks(error)
+                return True
+        self._close()
+        return False
+
+    def _check_without_locks(self, error: OSError) -> None:
+        if self._num_tasks > 1 and not self._is_exclusive:
+            raise UserError(
+                f"{self._path} cannot be locked ({error.strerror}), so {self._num_tasks} tasks cannot share "
+                "the work: start one task, or mount the file system with locks (Lustre: -o flock)"
+            ) from error
+        if self._is_exclusive and self.is_leftover:
+            raise UserError(
+                f"{self._path} exists already: its conversion runs or was killed. Give another folder, "
+                f"or remove {self._path.name} and {self._path.stem} if it was killed"
+            ) from error
 
     def __enter__(self) -> SharedWork:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *_: BaseException | TracebackType | None) -> None:
         # After an error the other processes still need the file: a new one would have no locks.
-        if kind is None and self._path is not None:
+        if kind is None or self.is_last():
             self._path.unlink(missing_ok=True)
         self._close()
+
+    def is_last(self) -> bool:
+        """Returns whether no other process works on the folder. Then none begins until this one has ended.
+        Called when this process has nothing more to do."""
+        if self._is_exclusive or self._file is None:
+            return True
+        try:
+            # Unlocked first: of processes that end at once, each would find the locks of the others.
+            fcntl.lockf(self._file, fcntl.LOCK_UN, 1)
+            fcntl.lockf(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB, 1)
+            self._is_exclusive = is_path_of(self._path, self._file)
+        except OSError:
+            return False
+        return self._is_exclusive
 
     def _close(self) -> None:
         if self._file is not None:

@@ -1,13 +1,14 @@
-"""The native checkpoint that is converted to a universal one, of this program or of another."""
+"""The checkpoint that is converted, of this program or of another."""
 
 from __future__ import annotations
 
 import hashlib
 import json
 from argparse import Namespace
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 from megatron.checkpoint.discovery import open_checkpoint
 from megatron.checkpoint.foreign_arguments import plain_arguments, program_of
@@ -19,7 +20,8 @@ from megatron.checkpoint.formats.deepspeed_files import (
 )
 from megatron.checkpoint.formats.external_universal import without_wrappers
 from megatron.checkpoint.formats.native import NativeReader
-from megatron.checkpoint.formats.registry import NATIVE
+from megatron.checkpoint.formats.registry import NATIVE, format_of, open_reader
+from megatron.checkpoint.formats.state import StateReader
 from megatron.checkpoint.formats.torch_archive import read_file
 from megatron.checkpoint.formats.universal_info import (
     INFO_KEY,
@@ -32,17 +34,53 @@ from megatron.checkpoint.formats.universal_info import (
     unused_patterns,
 )
 from megatron.checkpoint.names import check_parameter, is_shape
+from megatron.checkpoint.reading import read_checkpoint
 from megatron.checkpoint.record import RUN_FILE, Checkpoint, TrainingState
 from megatron.errors import UserError
 from megatron.files import expect_layout
 from megatron.mpu.parameter_spec import ParameterSpec
 
 
-def identity_of(reader: NativeReader) -> str:
+def identity_of(reader: StateReader) -> str:
     """Identifies a source, so that an interrupted conversion resumes only with the same source."""
-    checkpoint = reader.checkpoint
-    digest = _digest_of_names(reader.folder) if checkpoint.is_external else checkpoint.run["sha256"]
+    digest = reader.checkpoint.run.get("sha256") or _digest_of_names(reader)
     return json.dumps([str(reader.folder.resolve()), digest])
+
+
+def open_any(
+    folder: Path,
+    universal: bool = False,
+    tokenizer: Mapping[str, Any] | None = None,
+    vocab_size: int | None = None,
+) -> StateReader:
+    """Returns the reader of a checkpoint of any format, with the specs of its parameters.
+
+    universal: see `read_checkpoint`. tokenizer, vocab_size: of a checkpoint of another framework, if they are
+    given. Raises UserError if there is no checkpoint, or if another framework made it and it does not
+    describe its model.
+    """
+    checkpoint = read_checkpoint(folder, universal, allow_external=True)
+    if checkpoint.is_external:
+        # Imported only here: it loads DeepSpeed, which takes seconds.
+        from megatron.checkpoint.conversion.external import open_external
+
+        return open_external(open_reader(checkpoint), tokenizer or {}, vocab_size)
+    if tokenizer or vocab_size is not None:
+        raise UserError(
+            f"--from {folder} records its vocabulary: remove --vocab-size and the flags of the tokenizer"
+        )
+    if format_of(checkpoint.folder) == NATIVE:
+        return open_source(checkpoint.folder, derive_patterns=True)
+    reader = open_reader(checkpoint)
+    reader.specs = _recorded_specs(checkpoint)
+    reader.check_complete()
+    return reader
+
+
+def _recorded_specs(checkpoint: Checkpoint) -> dict[str, ParameterSpec]:
+    with expect_layout(checkpoint.folder / RUN_FILE, "the record of a checkpoint of this program"):
+        records = checkpoint.run["parameters"]
+        return {name: recorded_spec(record) for name, record in records.items()}
 
 
 def open_source(
@@ -51,8 +89,8 @@ def open_source(
     derive_patterns: bool = False,
     warn: Callable[[str], object] = lambda _: None,
 ) -> NativeReader:
-    """Opens a checkpoint for conversion, with the specs of the saved parameters; sizes of files are compared
-    with `run.json`.
+    """Opens a native checkpoint for conversion, with the specs of the saved parameters; sizes of files are
+    compared with `run.json`.
 
     strict: raise an error for patterns that match no parameter, instead of calling `warn`. derive_patterns:
     derive the merge patterns from the parameters if `run.json` of an older version has none.
@@ -73,12 +111,11 @@ def _own_source(
     checkpoint = open_checkpoint(folder)
     if checkpoint.format != NATIVE:
         raise UserError(
-            f"--input_folder {folder} has the format {checkpoint.format}, expected {NATIVE}: convert it with "
+            f"checkpoint {folder} has the format {checkpoint.format}, expected {NATIVE}: convert it with "
             "tools/convert_checkpoint.py --format universal"
         )
-    run = checkpoint.run
+    run, specs = checkpoint.run, _recorded_specs(checkpoint)
     with expect_layout(folder / RUN_FILE, "the record of a checkpoint of this program"):
-        specs = {name: recorded_spec(record) for name, record in run["parameters"].items()}
         tp_size, vocab_size = run["layout"]["tensor_model_parallel_size"], run["vocab_size"]
     info = run.get(INFO_KEY)
     if info is None:
@@ -105,11 +142,9 @@ def _external_source(folder: Path, strict: bool, warn: Callable[[str], object]) 
     """Opens a checkpoint of another Megatron program, by the shapes and patterns in DeepSpeed's files."""
     paths = model_files(folder)
     if sharded_weight_files(folder):
-        raise UserError(f"--input_folder {folder}: {SHARDED_WEIGHTS}")
+        raise UserError(f"checkpoint {folder}: {SHARDED_WEIGHTS}")
     if not paths:
-        raise UserError(
-            f"--input_folder {folder} is not a checkpoint: it has neither {RUN_FILE} nor mp_rank files"
-        )
+        raise UserError(f"{folder} is not a checkpoint: it has neither {RUN_FILE} nor mp_rank files")
     states = [read_file(path) for path in paths]
     if not all(isinstance(state, dict) for state in states):
         raise UserError(f"checkpoint {folder}: an mp_rank file holds no dict: use another checkpoint")
@@ -168,8 +203,10 @@ def _check_spec(name: str, spec: ParameterSpec, tp_size: int, folder: Path) -> N
             )
 
 
-def _digest_of_names(folder: Path) -> str:
-    """Returns a digest of the names, sizes and modification times of the files in a folder."""
-    stats = ((path.name, path.stat()) for path in sorted(folder.iterdir()) if path.is_file())
+def _digest_of_names(reader: StateReader) -> str:
+    """Returns a digest of the names, sizes and modification times of the files of another framework, and of
+    what is known of its run."""
+    stats = ((path.name, path.stat()) for path in sorted(reader.folder.iterdir()) if path.is_file())
     listing = [[name, stat.st_size, stat.st_mtime_ns] for name, stat in stats]
-    return hashlib.sha256(json.dumps(listing).encode()).hexdigest()
+    known = json.dumps([listing, reader.checkpoint.run], default=str)
+    return hashlib.sha256(known.encode()).hexdigest()

@@ -104,6 +104,9 @@ class DcpWriter(CheckpointWriter):
     def close(self) -> tuple[Files, Any]:
         return self.distcp.close(), (self.distcp.chunks, self.reader.loss_scaler)
 
+    def abandon(self) -> None:
+        self.distcp.abandon()
+
     def missing(self, run: dict[str, Any], files: Files, tables: Sequence[Any]) -> list[str]:
         """See `CheckpointWriter`. Compares the sizes of the chunks with the shapes of the parameters."""
         numel = Counter[str]()
@@ -238,7 +241,7 @@ class DcpFiles:
         self._folder, self._hashed = folder, hashed
         self._files: Files = {}
         self._free: SimpleQueue[tuple[DcpFile, HashedFile]] = SimpleQueue()
-        self._num_files = 0
+        self._created: list[HashedFile] = []
         self._lock = Lock()
 
     @contextmanager
@@ -248,9 +251,9 @@ class DcpFiles:
             archives, file = self._free.get_nowait()
         except Empty:
             with self._lock:
-                archives = DcpFile(f"__0_{self._num_files}.distcp")
-                self._num_files += 1
-            file = HashedFile(self._folder / archives.name, self._hashed)
+                archives = DcpFile(f"__0_{len(self._created)}.distcp")
+                file = HashedFile(self._folder / archives.name, self._hashed)
+                self._created.append(file)
         yield archives, file
         if archives.num_bytes < _FILE_BYTES:
             self._free.put((archives, file))
@@ -263,6 +266,11 @@ class DcpFiles:
             archives, file = self._free.get_nowait()
             self._files[archives.name] = file.close()
         return self._files
+
+    def abandon(self) -> None:
+        """Closes the files after an error."""
+        for file in self._created:
+            file.abandon()
 
 
 class DcpTable:

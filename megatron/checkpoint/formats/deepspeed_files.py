@@ -8,10 +8,10 @@ data-parallel ranks, form its tensor-parallel shard.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
-from itertools import product
+from itertools import accumulate, product
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -19,7 +19,9 @@ from megatron.checkpoint.formats.torch_archive import read_file
 from megatron.checkpoint.names import check_parameter, check_plain
 from megatron.errors import UserError, one_line
 from megatron.files import expect_layout
-from megatron.mapped_file import release_pages
+from megatron.mpu.mesh import Axis
+from megatron.mpu.parameter_spec import ParameterSpec
+from megatron.mpu.pieces import Piece
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -47,101 +49,78 @@ Place = tuple[int, int, int]
 
 
 @dataclass(frozen=True)
-class _Fragment:
-    """Elements start to start + length - 1 of an optimizer group's partition in one file."""
+class FileState(Mapping[str, "Tensor"]):
+    """The states of a piece in one file: VALUES or a moment -> its elements, memory-mapped. The file is
+    opened when something in it is read."""
 
+    name: str
+    tp_rank: int
     path: Path
     read_state: Callable[[], dict]
-    group: int
-    start: int
-    length: int
+    place: Place
 
     @property
-    def state(self) -> dict:
-        return self.read_state()
+    def numel(self) -> int:
+        """The number of elements of each state."""
+        return self.place[2]
 
     @property
-    def master(self) -> Tensor:
-        return self.state["single_partition_of_fp32_groups"][self.group]
+    def _master(self) -> Tensor:
+        return self.read_state()["single_partition_of_fp32_groups"][self.place[0]]
 
     @property
-    def optimizer_state(self) -> dict[str, Any]:
+    def _entries(self) -> dict[str, Any]:
         """The optimizer's state of the group: moments as long as the partition, and the step."""
-        return self.state["base_optimizer_state"]["state"].get(self.group, {})
+        return self.read_state()["base_optimizer_state"]["state"].get(self.place[0], {})
 
-    def is_moment(self, value: Any) -> bool:
-        """Returns whether an entry of `optimizer_state` is a moment. On the last rank, DeepSpeed's ZeRO-1 and
-        2 save moments with the padding of the partition, and fp32 values without it."""
-        paddings: Any = self.state.get("group_paddings")
-        known = isinstance(paddings, (list, tuple)) and self.group < len(paddings)
-        padding = paddings[self.group] if known else 0
-        numel = self.master.numel()
+    def _is_moment(self, value: Any) -> bool:
+        """Returns whether an entry is a moment. On the last rank, DeepSpeed's ZeRO-1 and 2 save moments with
+        the padding of the partition, and fp32 values without it."""
+        paddings: Any = self.read_state().get("group_paddings")
+        group = self.place[0]
+        padding = paddings[group] if isinstance(paddings, (list, tuple)) and group < len(paddings) else 0
+        numel = self._master.numel()
         lengths = [numel, *([numel + padding] if type(padding) is int else [])]
         return is_tensor(value) and value.dim() == 1 and value.numel() in lengths
 
-    def piece(self, key: str) -> Tensor:
-        tensor = self.master if key == VALUES else self.optimizer_state[key]
+    @property
+    def scalars(self) -> dict[str, Any]:
+        """The entries other than moments: the step."""
+        return {key: value for key, value in self._entries.items() if not self._is_moment(value)}
+
+    def __iter__(self) -> Iterator[str]:
+        yield VALUES
+        yield from (key for key, value in self._entries.items() if self._is_moment(value))
+
+    def __len__(self) -> int:
+        return len(list(iter(self)))
+
+    def __getitem__(self, state_name: str) -> Tensor:
+        if state_name != VALUES and state_name not in self._entries:
+            raise lacks(self.path.parent, self.tp_rank, self.name, state_name)
+        tensor = self._master if state_name == VALUES else self._entries[state_name]
         if not is_tensor(tensor) or not tensor.is_contiguous():
-            raise UserError(f"the optimizer's files hold no tensor {key}: the checkpoint is damaged")
-        start, length, total = self.start, self.length, tensor.numel()
+            raise UserError(f"the optimizer's files hold no tensor {state_name}: the checkpoint is damaged")
+        (_, start, length), total = self.place, tensor.numel()
         if not (type(start) is type(length) is int and 0 <= start <= start + length <= total):
             raise UserError(
                 f"checkpoint file {self.path} names {one_line(length)} elements from {one_line(start)} on in "
                 f"a tensor of {total:,} elements: it is damaged"
             )
+        if (dtype := str(tensor.dtype).removeprefix("torch.")) != "float32":
+            raise UserError(
+                f"checkpoint {self.path.parent}: TP rank {self.tp_rank} holds {self.name} in {dtype}, "
+                "expected float32"
+            )
         return tensor.view(-1)[start : start + length]
 
 
-class FlatShard:
-    """A TP rank's flat shard of a parameter or moment, in consecutive memory-mapped pieces, one per file. A
-    file is opened when one of its elements is read."""
-
-    def __init__(self, fragments: Sequence[_Fragment], key: str, lacks: str) -> None:
-        """key: VALUES or a moment. lacks: the error if a file has no such tensor."""
-        self._fragments, self._key, self._lacks = fragments, key, lacks
-        self.numel = sum(fragment.length for fragment in fragments)
-        # First element, and the one after the last, that were returned since `release`.
-        self._returned = (self.numel, 0)
-
-    def _piece(self, fragment: _Fragment) -> Tensor:
-        try:
-            return fragment.piece(self._key)
-        except KeyError:
-            raise UserError(self._lacks) from None
-
-    @property
-    def dtypes(self) -> set[str]:
-        """The dtypes in the files. Opens all files."""
-        return {str(piece.dtype).removeprefix("torch.") for piece in map(self._piece, self._fragments)}
-
-    def elements(self, start: int, stop: int, out: Tensor | None = None) -> Tensor:
-        """Returns elements start to stop - 1. They share memory with the file if it holds all of them, unless
-        `out` is given, which gets them."""
-        import torch
-
-        self._returned = min(self._returned[0], start), max(self._returned[1], stop)
-        parts = self._parts(start, stop)
-        if out is not None:
-            for part, target in zip(parts, out.split([part.numel() for part in parts]), strict=True):
-                target.copy_(part)
-            return out
-        return torch.cat(parts) if len(parts) > 1 else (parts or [torch.empty(0)])[0]
-
-    def _parts(self, start: int, stop: int) -> list[Tensor]:
-        """Returns elements start to stop - 1 as they are in the files, one tensor per file."""
-        parts, first = [], 0
-        for fragment in self._fragments:
-            begin, end = max(start - first, 0), min(stop - first, fragment.length)
-            parts += [self._piece(fragment)[begin:end]] if begin < end else []
-            first += fragment.length
-        return parts
-
-    def release(self) -> None:
-        """Removes the pages that were read since the last call from the resident memory of the process. The
-        time does not depend on the size of the shard."""
-        for part in self._parts(*self._returned):
-            release_pages(part.data_ptr(), part.nbytes)
-        self._returned = (self.numel, 0)
+def lacks(folder: Path, tp_rank: int, name: str, state_name: str) -> UserError:
+    """Returns the error for a state of a parameter that a tensor-parallel rank's files do not hold."""
+    return UserError(
+        f"checkpoint {folder}: the files of TP rank {tp_rank} lack {state_name} of {name}, which others "
+        "have: they are from different checkpoints"
+    )
 
 
 class OptimizerFiles:
@@ -164,7 +143,8 @@ class OptimizerFiles:
         Raises UserError for a file that is damaged or has an unknown layout."""
         self.folder = folder
         self.tp_size = tp_size
-        self._fragments: list[dict[str, list[_Fragment]]] = [{} for _ in range(tp_size)]
+        # Of each tensor-parallel rank: parameter -> its states in each file, consecutive in the flat shard.
+        self._shards: list[dict[str, list[FileState]]] = [{} for _ in range(tp_size)]
         self._states: dict[Path, dict] = {}
         self._index = _read_index(index, folder) if index is not None else None
         files = optimizer_files(folder, names)
@@ -177,24 +157,38 @@ class OptimizerFiles:
         _, self.first_path, key = next((file for file in files if is_present(file[1])), files[0])
         self.stage = int(key == "optimizer_state_dict")
         # A tied parameter is in the files of two stages: the files of the first stage that are all present.
-        holders: dict[tuple[int, str], dict[int, list[_Fragment]]] = {}
+        holders: dict[tuple[int, str], dict[int, list[FileState]]] = {}
         for model_rank, path, key in files:
             read = partial(self._read_state, path, key)
             for name, place in self._places(path, read).items():
-                of_ranks = holders.setdefault((model_rank % tp_size, name), {})
-                of_ranks.setdefault(model_rank, []).append(_Fragment(path, read, *place))
+                tp_rank = model_rank % tp_size
+                of_ranks = holders.setdefault((tp_rank, name), {})
+                of_ranks.setdefault(model_rank, []).append(FileState(name, tp_rank, path, read, place))
         for (tp_rank, name), of_ranks in holders.items():
             complete = (one for one in of_ranks.values() if all(is_present(part.path) for part in one))
-            self._fragments[tp_rank][name] = next(complete, next(iter(of_ranks.values())))
+            self._shards[tp_rank][name] = next(complete, next(iter(of_ranks.values())))
+
+    def pieces(
+        self, tp_rank: int, name: str, spec: ParameterSpec | None = None, axes: tuple[Axis, ...] = ()
+    ) -> list[Piece]:
+        """Returns a TP rank's shard of a parameter, a piece per file; none if the rank has no such parameter.
+        spec, axes: see `Piece`."""
+        states = self._shards[tp_rank].get(name, [])
+        starts = accumulate((state.numel for state in states), initial=0)
+        spec = spec or ParameterSpec((sum(state.numel for state in states),))
+        return [
+            Piece(name, spec, axes, start, start + state.numel, state)
+            for start, state in zip(starts, states, strict=False)
+        ]
 
     def paths(self, tp_rank: int, name: str, start: int = 0, stop: int | None = None) -> set[Path]:
         """Returns the files that hold elements start to stop - 1 of a TP rank's shard of a parameter."""
-        paths, first = set(), 0
-        for fragment in self._fragments[tp_rank][name]:
-            if start < first + fragment.length and (stop is None or first < stop):
-                paths.add(fragment.path)
-            first += fragment.length
-        return paths
+        pieces, states = self.pieces(tp_rank, name), self._shards[tp_rank][name]
+        return {
+            state.path
+            for piece, state in zip(pieces, states, strict=True)
+            if start < piece.stop and (stop is None or piece.start < stop)
+        }
 
     def _places(self, path: Path, read: Callable[[], dict]) -> dict[str, Place]:
         """Returns the place of each parameter in a file, from the index if there is one."""
@@ -221,35 +215,15 @@ class OptimizerFiles:
         key = "optimizer_state_dict" if self.stage else "optimizer"
         return self._read_state(self.first_path, key)
 
-    def _any_fragment(self, name: str) -> _Fragment:
-        """Returns a fragment of a parameter, in a file that has been read if there is one."""
-        found = [fragment for of_rank in self._fragments for fragment in of_rank.get(name, [])]
-        return next((fragment for fragment in found if fragment.path in self._states), found[0])
-
     @property
     def names(self) -> Collection[str]:
         """All parameters, by global name."""
-        return self._fragments[0].keys()
+        return self._shards[0].keys()
 
-    def moments(self, name: str) -> list[str]:
-        """Returns the optimizer's names of the moments of a parameter."""
-        one = self._any_fragment(name)
-        return [key for key, value in one.optimizer_state.items() if one.is_moment(value)]
-
-    def scalars(self, name: str) -> dict[str, Any]:
-        """Returns the optimizer's state of a parameter except its moments: the step."""
-        one = self._any_fragment(name)
-        return {key: value for key, value in one.optimizer_state.items() if not one.is_moment(value)}
-
-    def shard(self, tp_rank: int, name: str, key: str) -> FlatShard:
-        """Returns a TP rank's shard. key: VALUES or a moment. Raises UserError if this rank has none."""
-        lacks = (
-            f"checkpoint {self.folder}: the files of TP rank {tp_rank} lack {key} of {name}, "
-            "which others have: they are from different checkpoints"
-        )
-        if name not in self._fragments[tp_rank]:
-            raise UserError(lacks)
-        return FlatShard(self._fragments[tp_rank][name], key, lacks)
+    def one_of(self, name: str) -> FileState:
+        """Returns the states of a parameter in one file, if possible in one that has been read."""
+        found = [state for shard in self._shards for state in shard.get(name, [])]
+        return next((state for state in found if state.path in self._states), found[0])
 
 
 def layer_file(layer: int, tp_rank: int) -> str:

@@ -7,9 +7,10 @@ are in the global tensor. Files are memory-mapped, so a rank reads only what it 
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Iterator, Mapping
+import os
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
-from functools import cached_property
+from functools import cache, cached_property, partial
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -21,10 +22,11 @@ from torch import Tensor
 from megatron.checkpoint.files import file_problems
 from megatron.checkpoint.formats.deepspeed_files import (
     VALUES,
-    FlatShard,
     OptimizerFiles,
     has_index,
+    lacks,
     layer_files,
+    layer_of,
     optimizer_files,
     unneeded_files,
 )
@@ -40,6 +42,7 @@ from megatron.checkpoint.names import check_parameter
 from megatron.checkpoint.record import Checkpoint
 from megatron.errors import UserError
 from megatron.files import HostileFileError
+from megatron.mapped_file import release_pages
 from megatron.model.layer_list import EMBEDDING, FIRST_TRANSFORMER_LAYER
 from megatron.mpu.mesh import Axis, place_on
 from megatron.mpu.parameter_spec import ParameterSpec
@@ -85,7 +88,8 @@ class NativeReader(StateReader):
     @cached_property
     def files(self) -> OptimizerFiles:
         run = self.checkpoint.run
-        present = {path.name for path in self.folder.glob("*")} if self.checkpoint.is_partial else None
+        on_disk = Path(os.fspath(self.folder))  # an `ObjectPath` lists what is in the store
+        present = {path.name for path in on_disk.glob("*")} if self.checkpoint.is_partial else None
         return OptimizerFiles(self.folder, self.tp_size, run.get("index"), run.get("files"), present)
 
     @cached_property
@@ -101,27 +105,29 @@ class NativeReader(StateReader):
         return self.files.common["loss_scaler"]
 
     def state_names(self, name: str) -> list[str]:
-        return [VALUES, *self.files.moments(name)]
+        return list(self.files.one_of(name))
 
     def optimizer_scalars(self, name: str) -> dict[str, Any]:
-        return self.files.scalars(name)
+        return self.files.one_of(name).scalars
 
     def read(self, name: str, state_name: str, spec: ParameterSpec | None = None) -> Tensor:
         """See `StateReader`. Reads only the first TP rank's replica of a replicated parameter."""
         saved = self._saved_spec(spec or self.specs[name])
-        shape = saved.local_shape(self._axes)
+        shape, numel = saved.local_shape(self._axes), saved.local_numel(self._axes)
         num_shards = len(saved.all_shards(self._axes))
-        shards = [self._checked_shard(rank, name, state_name, saved) for rank in range(num_shards)]
-        return merge_shards(saved, [shard.elements(0, shard.numel).view(shape) for shard in shards])
+        shards = [self._shard(rank, name, state_name, saved) for rank in range(num_shards)]
+        return merge_shards(saved, [elements(shard, state_name, 0, numel).view(shape) for shard in shards])
 
     def read_piece(self, piece: Piece, state_name: str, out: Tensor | None = None) -> Tensor:
         """See `StateReader`. Opens only the files that hold one of these elements."""
         name, saved = piece.name, self._saved_spec(piece.spec)
         if (rank := self._rank_of_shard(piece)) is not None:
-            return self._shard(rank, name, state_name, saved).elements(piece.start, piece.stop, out)
+            shard = self._shard(rank, name, state_name, saved)
+            return elements(shard, state_name, piece.start, piece.stop, out)
+        shard_of = cache(partial(self._shard, name=name, state_name=state_name, saved=saved))
 
         def saved_elements(rank: int, first: int, last: int) -> Tensor:
-            return self._shard(rank, name, state_name, saved).elements(first, last)
+            return elements(shard_of(rank), state_name, first, last)
 
         place = (piece.spec, piece.axes, piece.start, piece.stop)
         return reshard(*place, saved, self._axes, saved_elements, out)
@@ -149,57 +155,61 @@ class NativeReader(StateReader):
     def read_blocks(self, name: str, state_name: str, mismatch: ReplicaMismatch) -> Iterator[Tensor]:
         """See `StateReader`. If replicas differ, it yields their mean."""
         saved = self._saved_spec(self.specs[name])
-        shards = [self._checked_shard(rank, name, state_name, saved) for rank in range(self.tp_size)]
+        shards = [self._shard(rank, name, state_name, saved) for rank in range(self.tp_size)]
         full = replace(saved, global_shape=saved.valid_shape, num_valid_rows=None)
         rows, *row_shape = full.global_shape
         step = max(BLOCK_BYTES // VALUE_BYTES // prod(row_shape), 1)
         if not saved.sharding:
             step = max(step // len(shards), 1)  # one block of every replica is in memory
 
+        read: list[tuple[list[Piece], int, int]] = []
+
         def saved_elements(rank: int, first: int, last: int) -> Tensor:
-            return shards[rank].elements(first, last)
+            read.append((shards[rank], first, last))
+            return elements(shards[rank], state_name, first, last)
 
         for first in range(0, rows, step):
             span = first * prod(row_shape), min(first + step, rows) * prod(row_shape)
             if not saved.sharding:
-                yield _mean_of_replicas([shard.elements(*span) for shard in shards], mismatch)
+                replicas = [saved_elements(rank, *span) for rank in range(len(shards))]
+                yield _mean_of_replicas(replicas, mismatch)
             else:
                 yield reshard(full, (), *span, saved, self._axes, saved_elements)
-            for shard in shards:
-                shard.release()
+            while read:  # the pages need not stay in memory
+                for part in _parts(*read.pop(), state_name):
+                    release_pages(part.data_ptr(), part.nbytes)
 
     def _saved_spec(self, spec: ParameterSpec) -> ParameterSpec:
         """Returns the spec with the vocabulary padding of the run that saved."""
         return spec if self._has_saved_specs else padded_spec(spec, self.checkpoint, self.tp_size)
 
-    def _shard(self, rank: int, name: str, state_name: str, saved: ParameterSpec) -> FlatShard:
+    def _shard(self, rank: int, name: str, state_name: str, saved: ParameterSpec) -> list[Piece]:
         """Returns a TP rank's shard. Raises UserError if it has the wrong number of elements."""
-        shard = self.files.shard(rank, name, state_name)
-        expected = saved.local_numel(self._axes)
-        if shard.numel != expected:
+        shard = self.files.pieces(rank, name, saved, (Axis("tp", rank, self.tp_size),))
+        if not shard:
+            raise lacks(self.folder, rank, name, state_name)
+        if (expected := saved.local_numel(self._axes)) != shard[-1].stop:
             raise UserError(
-                f"checkpoint {self.folder}: TP rank {rank} holds {shard.numel:,} elements of {name}, "
+                f"checkpoint {self.folder}: TP rank {rank} holds {shard[-1].stop:,} elements of {name}, "
                 f"expected {expected:,}: the files are from different checkpoints"
             )
         return shard
 
-    def _checked_shard(self, rank: int, name: str, state_name: str, saved: ParameterSpec) -> FlatShard:
-        """Returns a TP rank's shard. Opens all of its files, and raises UserError unless all hold fp32."""
-        shard = self._shard(rank, name, state_name, saved)
-        if shard.dtypes != {"float32"}:
-            raise UserError(
-                f"checkpoint {self.folder}: TP rank {rank} holds {name} in {', '.join(shard.dtypes)}, "
-                "expected float32"
-            )
-        return shard
-
-    def weights(
-        self, specs: Mapping[str, ParameterSpec] | None = None, verify: bool = False
-    ) -> Iterator[tuple[str, Tensor]]:
-        """Yields the weights in the layer files. verify: compare the files with their digests first."""
+    def weight_pieces(self, name: str, mismatch: ReplicaMismatch, verify: bool) -> Iterator[Piece]:
+        """See `StateReader`. Reads the layer files. verify: compare all of them with their digests first."""
         if verify:
-            self.verify_weights()
-        yield from self.layers.all_tensors(self.specs if specs is None else specs)
+            _ = self._num_verified_files
+        spec = self.specs[name]
+        values = self.layers.weight(name, self.specs)[: spec.num_valid_rows].reshape(-1)
+        yield Piece(name, ParameterSpec(spec.valid_shape), (), 0, values.numel(), {VALUES: values})
+
+    @cached_property
+    def _num_verified_files(self) -> int:
+        return self.verify_weights()
+
+    def weights(self, specs: Mapping[str, ParameterSpec]) -> Iterator[tuple[str, Tensor]]:
+        """See `StateReader`. Yields the weights in the layer files."""
+        yield from self.layers.all_tensors(specs)
 
     def weights_verification(self, master_weights: bool) -> str:
         return super().weights_verification(True) if master_weights else "the digests of the layer files"
@@ -252,6 +262,28 @@ class NativeReader(StateReader):
         return records, problems
 
 
+def elements(
+    shard: Sequence[Piece], state_name: str, start: int, stop: int, out: Tensor | None = None
+) -> Tensor:
+    """Returns elements start to stop - 1 of a shard in consecutive pieces. They share memory with the file if
+    it holds all of them, unless `out` is given, which gets them."""
+    parts = _parts(shard, start, stop, state_name)
+    if out is not None:
+        for part, target in zip(parts, out.split([part.numel() for part in parts]), strict=True):
+            target.copy_(part)
+        return out
+    return torch.cat(parts) if len(parts) > 1 else (parts or [torch.empty(0)])[0]
+
+
+def _parts(shard: Sequence[Piece], start: int, stop: int, state_name: str) -> list[Tensor]:
+    """Returns elements start to stop - 1 as they are in the files, one tensor per file."""
+    return [
+        piece.values[state_name][max(start - piece.start, 0) : stop - piece.start]
+        for piece in shard
+        if max(start, piece.start) < min(stop, piece.stop)
+    ]
+
+
 def _mean_of_replicas(replicas: list[Tensor], mismatch: ReplicaMismatch) -> Tensor:
     """Returns the first of the flat replicas, or their mean if they differ."""
     values = [replica.numpy() for replica in replicas]
@@ -265,6 +297,7 @@ class LayerFiles:
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         self._paths = layer_files(folder)
+        self._last: tuple[int, dict[str, Tensor]] = -1, {}
         if not self._paths:
             raise UserError(
                 f"{folder} holds no layer files (layer_XX-model_YY-model_states.pt): is it a checkpoint?"
@@ -321,6 +354,15 @@ class LayerFiles:
             yield from global_tensors.items()
         if missing:
             raise UserError(f"{self.folder} lacks {len(missing)} parameters, among them {sorted(missing)[0]}")
+
+    def weight(self, name: str, specs: Mapping[str, ParameterSpec]) -> Tensor:
+        """Returns one parameter, see `global_tensors`. Keeps its layer for the next call."""
+        layer = layer_of(name)
+        if self._last[0] != layer:
+            self._last = layer, self.global_tensors(layer, specs) if layer in self._paths else {}
+        if name not in self._last[1]:
+            raise UserError(f"{self.folder} lacks the parameter {name}")
+        return self._last[1][name]
 
 
 def parameter_prefix(layer_index: int) -> str:

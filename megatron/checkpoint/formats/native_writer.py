@@ -44,7 +44,6 @@ from megatron.checkpoint.formats.universal_info import (
     INFO_KEY,
     client_state,
     derive_info,
-    recorded_spec,
     spec_record,
 )
 from megatron.checkpoint.formats.writing import (
@@ -73,19 +72,42 @@ Group = tuple[Mapping[str, Tensor], Sequence[Piece]]
 """The flat state of a group of parameters, by state, and the pieces that are consecutive in it."""
 
 
+class _Target(NamedTuple):
+    """Where the elements of a TP rank's shard begin in a file, in bytes, and their dtype in the file."""
+
+    path: Path
+    start: int
+    dtype: torch.dtype
+
+
 class NativeWriter(CheckpointWriter):
     """Writes a native checkpoint. A table has the places of the parameters in each file of the optimizer's
     state."""
 
     def __init__(self, folder: Path, source: StateReader | None = None) -> None:
         super().__init__(folder, source)
+        # File -> descriptor.
+        self._open: dict[Path, int] = {}
         if source is not None:
-            self._files = _ConvertedFiles(folder, source)
+            try:
+                self._create_files(source)
+            except BaseException:
+                self.abandon()
+                raise
 
     # --- a run ---
 
+    @classmethod
+    def check_sharding(cls, specs: Mapping[str, ParameterSpec]) -> None:
+        """See `CheckpointWriter`. DeepSpeed's names of files have only the tensor-parallel rank."""
+        for name, spec in specs.items():
+            if spec.axis_names not in ((), ("tp",)):
+                raise UserError(
+                    f"{name} is sharded over {' and '.join(spec.axis_names)}, and DeepSpeed's files can hold "
+                    "only parameters that are sharded over tp: use the format dcp"
+                )
+
     def write(self, engine: GPTEngine, run: dict[str, Any], files: RankFiles) -> Any:
-        check_sharding({name: recorded_spec(record) for name, record in run["parameters"].items()})
         files.make_folder(self.folder)
         _write_layers(engine, self.folder, files)
         optimizer, replica = engine.optimizer, engine.mesh.dp_cp.rank
@@ -114,30 +136,142 @@ class NativeWriter(CheckpointWriter):
     def finish(self, run: dict[str, Any], tables: Sequence[Any]) -> dict[str, Any]:
         """See `CheckpointWriter`. Adds the index of the files, if it is not too large."""
         if self._source is not None:
-            run = {**run, **self._files.record()}
+            sizes = {"data_parallel_size": 1, "context_parallel_size": 1, "zero_stage": 1}
+            specs = {name: spec_record(spec) for name, spec in self._specs.items()}
+            run = {**run, "layout": self.reader.checkpoint.run["layout"] | sizes, "parameters": specs}
         places = {name: place for table in tables for name, place in table.items()}
         return within_limit({**run, "index": file_index(places, run["parameters"])}, run)
 
     # --- a conversion ---
 
+    def _create_files(self, reader: StateReader) -> None:
+        """Creates all files, without the bytes of tensors."""
+        self._config = reader.checkpoint.config
+        tp_size = self._config.parallel.tensor_model_parallel_size
+        NativeWriter.check_sharding(reader.specs)
+        self._specs = {
+            name: padded_spec(spec, reader.checkpoint, tp_size) for name, spec in reader.specs.items()
+        }
+        self._ranks = [Axis("tp", rank, tp_size) for rank in range(tp_size)]
+        self._places: dict[str, dict[str, Place]] = {}
+        # (parameter, state, TP rank) -> place; the weights in the layer files have the state "".
+        self._targets: dict[tuple[str, str, int], _Target] = {}
+        stages = self._stages()
+        for axis in self._ranks:
+            self._create_layer_files(axis)
+            for stage, names in enumerate(stages):
+                self._create_optimizer_file(stage * tp_size + axis.rank, axis, names)
+
+    def _stages(self) -> list[list[str]]:
+        """Returns the parameters in the files of each pipeline stage. They need not match the stages
+        of a run: a reader finds parameters by name."""
+        count = self._config.parallel.pipeline_model_parallel_size
+        layers = sorted({layer_of(name) for name in self._specs})
+        stage_of = {layer: index * count // len(layers) for index, layer in enumerate(layers)}
+        return [[name for name in self._specs if stage_of[layer_of(name)] == stage] for stage in range(count)]
+
+    def _create_layer_files(self, axis: Axis) -> None:
+        dtype = PARAMETER_DTYPES[self._config.precision.name]
+        layers: dict[int, list[str]] = {}
+        for name in self._specs:
+            layers.setdefault(layer_of(name), []).append(name)
+        for layer, names in layers.items():
+            keys = {name: name.removeprefix(parameter_prefix(layer)) for name in names}
+            with FakeTensorMode():
+                tensors = {
+                    keys[name]: torch.empty(self._specs[name].local_shape([axis]), dtype=dtype)
+                    for name in names
+                }
+            target = self._create(layer_file(layer, axis.rank), tensors)
+            self._targets |= {(name, "", axis.rank): target(tensors[keys[name]]) for name in names}
+
+    def _create_optimizer_file(self, model_rank: int, axis: Axis, names: list[str]) -> None:
+        """Creates the file of a (stage, tensor-parallel rank) pair, and its mp_rank file."""
+        # (states, optimizer's step) -> the parameters that have them, whole shards.
+        kinds: dict[tuple[tuple[str, ...], float | None], list[Piece]] = {}
+        for name in names:
+            kind = tuple(self.reader.state_names(name)), self.reader.step_of(name)
+            kinds.setdefault(kind, []).append(Piece.of_shard(name, self._specs[name], (axis,)))
+        groups: list[Group] = []
+        for (state_names, _), pieces in kinds.items():
+            with FakeTensorMode():
+                numel = sum(piece.stop for piece in pieces)
+                groups.append(({state_name: torch.empty(numel) for state_name in state_names}, pieces))
+        steps = (step for _, step in kinds)
+        states = [{} if step is None else {"step": torch.tensor(step)} for step in steps]
+        record = {
+            "state": dict(enumerate(states)),
+            "param_groups": [{"params": [index]} for index in range(len(groups))],
+        }
+        clip_grad, scaler = self._config.optimizer.clip_grad, self.reader.loss_scaler
+        file = optimizer_file(model_rank)
+        state, self._places[file] = optimizer_state(groups, record, [1] * len(groups), clip_grad, scaler)
+        target = self._create(file, {_PARTITIONED: state})
+        for flat, of_group in groups:
+            first = 0
+            for piece in of_group:
+                for state_name, tensor in flat.items():
+                    found = target(tensor)
+                    place = found._replace(start=found.start + first * tensor.element_size())
+                    self._targets[piece.name, state_name, axis.rank] = place
+                first += piece.stop
+        checkpoint = self.reader.checkpoint
+        info = checkpoint.run.get(INFO_KEY) or derive_info(self._specs, checkpoint.vocab_size)
+        self._create(model_file(model_rank), client_state(info, self._config, checkpoint.run["state"]))
+
+    def _create(self, file: str, content: dict[str, Any]) -> Callable[[Tensor], _Target]:
+        """Writes a file. Returns a function: fake tensor in the content -> where its elements belong."""
+        path = self.folder / file
+        with open(path, "wb") as created:
+            offset_of = save_archive(content, created)
+        self._open[path] = os.open(path, os.O_WRONLY)
+        return lambda tensor: _Target(path, offset_of(tensor), tensor.dtype)
+
     def write_parameter(self, name: str, pieces: Iterator[Piece]) -> None:
-        """The fp32 values are rounded for the layer files, as the optimizer rounds them."""
+        """See `CheckpointWriter`. Writes pieces of whole rows into all files that have elements of them. The
+        fp32 values are rounded for the layer files, as the optimizer rounds them."""
         for piece in in_rows(pieces, _STEP_BYTES):
-            self._files.write(piece)
+            self._write_piece(piece)
+
+    def _write_piece(self, piece: Piece) -> None:
+        ((state_name, _),) = piece.values.items()
+        for given in piece.boxes():
+            rows = piece.values_in(given, state_name)
+            for axis in self._ranks:
+                targets = [self._targets[piece.name, state_name, axis.rank]]
+                if state_name == VALUES:
+                    targets.append(self._targets[piece.name, "", axis.rank])
+                for box in boxes(self._specs[piece.name], [axis]):
+                    if (common := box.intersection(given)) is None:
+                        continue
+                    values = narrowed(rows, common, given.offsets)
+                    first = box.first + (common[0].start - box.offsets[0]) * prod(box.sizes[1:])
+                    for target in targets:
+                        self._write(target, first, values)
+
+    def _write(self, target: _Target, first: int, values: Tensor) -> None:
+        """Writes consecutive elements of a shard, from index `first` on."""
+        values = values.to(target.dtype).contiguous()
+        content = memoryview(values.view(-1).view(torch.uint8).numpy().data)
+        start = target.start + first * values.element_size()
+        while content:
+            done = os.pwrite(self._open[target.path], content, start)
+            content, start = content[done:], start + done
 
     def close(self) -> tuple[Files, Any]:
-        return self._files.close(), self._files.index
+        """See `CheckpointWriter`. Padding of the vocabulary stays zero: its bytes are holes in the
+        files."""
+        for descriptor in self._open.values():
+            os.fsync(descriptor)
+        self.abandon()
+        paths = sorted(self.folder.iterdir())
+        with ThreadPoolExecutor(READ_THREADS) as pool:
+            facts = pool.map(describe_file, paths)
+            return dict(zip([p.name for p in paths], facts, strict=True)), self._places
 
-
-def check_sharding(specs: Mapping[str, ParameterSpec]) -> None:
-    """Raises UserError for a parameter that is sharded over several axes, or over another axis than `tp`:
-    DeepSpeed's names of files have only the tensor-parallel rank."""
-    for name, spec in specs.items():
-        if spec.axis_names not in ((), ("tp",)):
-            raise UserError(
-                f"{name} is sharded over {' and '.join(spec.axis_names)}, and DeepSpeed's files can hold "
-                "only parameters that are sharded over tp: use the format dcp"
-            )
+    def abandon(self) -> None:
+        while self._open:
+            os.close(self._open.popitem()[1])
 
 
 def _write_layers(engine: GPTEngine, folder: Path, files: RankFiles) -> None:
@@ -174,7 +308,7 @@ def _model_content(engine: GPTEngine, run: dict[str, Any]) -> dict[str, Any]:
         "checkpoint_parallel_dimensions": {"pp_degree": mesh.pp.size, "tp_degree": mesh.tp.size},
         "ds_config": engine.config,
         "ds_version": deepspeed_version,
-        **client_state(run[INFO_KEY], engine.run_config, run["state"]),
+        **client_state(run[INFO_KEY], engine.run.config, run["state"]),
     }
 
 
@@ -234,146 +368,3 @@ def optimizer_state(
         "param_slice_mappings": mappings,
     }
     return state, places
-
-
-class _Target(NamedTuple):
-    """Where the elements of a TP rank's shard begin in a file, in bytes, and their dtype in the file."""
-
-    path: Path
-    start: int
-    dtype: torch.dtype
-
-
-class _ConvertedFiles:
-    """The files of a conversion. index: the places of the parameters in the files of the optimizer's
-    state."""
-
-    def __init__(self, folder: Path, reader: StateReader) -> None:
-        """Creates all files, without the bytes of tensors."""
-        self._folder, self._reader = folder, reader
-        self._config = reader.checkpoint.config
-        tp_size = self._config.parallel.tensor_model_parallel_size
-        check_sharding(reader.specs)
-        self._specs = {
-            name: padded_spec(spec, reader.checkpoint, tp_size) for name, spec in reader.specs.items()
-        }
-        self._ranks = [Axis("tp", rank, tp_size) for rank in range(tp_size)]
-        self.index: dict[str, dict[str, Place]] = {}
-        # (parameter, state, TP rank) -> place; the weights in the layer files have the state "".
-        self._targets: dict[tuple[str, str, int], _Target] = {}
-        # File -> descriptor.
-        self._open: dict[Path, int] = {}
-        stages = self._stages()
-        for axis in self._ranks:
-            self._create_layer_files(axis)
-            for stage, names in enumerate(stages):
-                self._create_optimizer_file(stage * tp_size + axis.rank, axis, names)
-
-    def _stages(self) -> list[list[str]]:
-        """Returns the parameters in the files of each pipeline stage. They need not match the stages
-        of a run: a reader finds parameters by name."""
-        count = self._config.parallel.pipeline_model_parallel_size
-        layers = sorted({layer_of(name) for name in self._specs})
-        stage_of = {layer: index * count // len(layers) for index, layer in enumerate(layers)}
-        return [[name for name in self._specs if stage_of[layer_of(name)] == stage] for stage in range(count)]
-
-    def _create_layer_files(self, axis: Axis) -> None:
-        dtype = PARAMETER_DTYPES[self._config.precision.name]
-        layers: dict[int, list[str]] = {}
-        for name in self._specs:
-            layers.setdefault(layer_of(name), []).append(name)
-        for layer, names in layers.items():
-            keys = {name: name.removeprefix(parameter_prefix(layer)) for name in names}
-            with FakeTensorMode():
-                tensors = {
-                    keys[name]: torch.empty(self._specs[name].local_shape([axis]), dtype=dtype)
-                    for name in names
-                }
-            target = self._create(layer_file(layer, axis.rank), tensors)
-            self._targets |= {(name, "", axis.rank): target(tensors[keys[name]]) for name in names}
-
-    def _create_optimizer_file(self, model_rank: int, axis: Axis, names: list[str]) -> None:
-        """Creates the file of a (stage, tensor-parallel rank) pair, and its mp_rank file."""
-        # (states, optimizer's step) -> the parameters that have them, whole shards.
-        kinds: dict[tuple[tuple[str, ...], float | None], list[Piece]] = {}
-        for name in names:
-            kind = tuple(self._reader.state_names(name)), self._reader.step_of(name)
-            kinds.setdefault(kind, []).append(Piece.of_shard(name, self._specs[name], (axis,)))
-        groups: list[Group] = []
-        for (state_names, _), pieces in kinds.items():
-            with FakeTensorMode():
-                numel = sum(piece.stop for piece in pieces)
-                groups.append(({state_name: torch.empty(numel) for state_name in state_names}, pieces))
-        steps = (step for _, step in kinds)
-        states = [{} if step is None else {"step": torch.tensor(step)} for step in steps]
-        record = {
-            "state": dict(enumerate(states)),
-            "param_groups": [{"params": [index]} for index in range(len(groups))],
-        }
-        clip_grad, scaler = self._config.optimizer.clip_grad, self._reader.loss_scaler
-        file = optimizer_file(model_rank)
-        state, self.index[file] = optimizer_state(groups, record, [1] * len(groups), clip_grad, scaler)
-        target = self._create(file, {_PARTITIONED: state})
-        for flat, of_group in groups:
-            first = 0
-            for piece in of_group:
-                for state_name, tensor in flat.items():
-                    found = target(tensor)
-                    place = found._replace(start=found.start + first * tensor.element_size())
-                    self._targets[piece.name, state_name, axis.rank] = place
-                first += piece.stop
-        checkpoint = self._reader.checkpoint
-        info = checkpoint.run.get(INFO_KEY) or derive_info(self._specs, checkpoint.vocab_size)
-        self._create(model_file(model_rank), client_state(info, self._config, checkpoint.run["state"]))
-
-    def _create(self, file: str, content: dict[str, Any]) -> Callable[[Tensor], _Target]:
-        """Writes a file. Returns a function: fake tensor in the content -> where its elements belong."""
-        path = self._folder / file
-        with open(path, "wb") as created:
-            offset_of = save_archive(content, created)
-        self._open[path] = os.open(path, os.O_WRONLY)
-        return lambda tensor: _Target(path, offset_of(tensor), tensor.dtype)
-
-    def write(self, piece: Piece) -> None:
-        """Writes a piece of whole rows of a full parameter into all files that have elements of it."""
-        ((state_name, _),) = piece.values.items()
-        for given in piece.boxes():
-            rows = piece.values_in(given, state_name)
-            for axis in self._ranks:
-                targets = [self._targets[piece.name, state_name, axis.rank]]
-                if state_name == VALUES:
-                    targets.append(self._targets[piece.name, "", axis.rank])
-                for box in boxes(self._specs[piece.name], [axis]):
-                    if (common := box.intersection(given)) is None:
-                        continue
-                    values = narrowed(rows, common, given.offsets)
-                    first = box.first + (common[0].start - box.offsets[0]) * prod(box.sizes[1:])
-                    for target in targets:
-                        self._write(target, first, values)
-
-    def _write(self, target: _Target, first: int, values: Tensor) -> None:
-        """Writes consecutive elements of a shard, from index `first` on."""
-        values = values.to(target.dtype).contiguous()
-        content = memoryview(values.view(-1).view(torch.uint8).numpy().data)
-        start = target.start + first * values.element_size()
-        while content:
-            done = os.pwrite(self._open[target.path], content, start)
-            content, start = content[done:], start + done
-
-    def close(self) -> Files:
-        """Returns the facts of all files. Padding of the vocabulary stays zero: its bytes are holes in the
-        files."""
-        for descriptor in self._open.values():
-            os.fsync(descriptor)
-            os.close(descriptor)
-        paths = sorted(self._folder.iterdir())
-        with ThreadPoolExecutor(READ_THREADS) as pool:
-            return dict(zip([p.name for p in paths], pool.map(describe_file, paths), strict=True))
-
-    def record(self) -> dict[str, Any]:
-        """Returns entries of `run.json`."""
-        layout = self._reader.checkpoint.run["layout"]
-        return {
-            "layout": layout | {"data_parallel_size": 1, "context_parallel_size": 1, "zero_stage": 1},
-            "parameters": {name: spec_record(spec) for name, spec in self._specs.items()},
-        }

@@ -28,9 +28,9 @@ PARAMETER_FOLDER = "zero"
 class CheckpointFormat(Choice):
     """A checkpoint format. Its implementation is a `StateReader`.
 
-    writer: its `CheckpointWriter`, "module:class"; "" if it is only read, and for Hugging Face models, which
-    `huggingface.exporter` writes. markers: files or folders that together only checkpoints of this format
-    contain. latest_file: the file beside the checkpoints that names the newest one; "" if there is none.
+    writer: its `CheckpointWriter`, "module:class"; "" if it is only read. markers: files or folders that
+    together only checkpoints of this format contain. latest_file: the file beside the checkpoints that names
+    the newest one; "" if there is none.
     """
 
     writer: str = ""
@@ -50,7 +50,7 @@ FORMATS = Registry(
         UNIVERSAL: CheckpointFormat(
             "DeepSpeed's format for exchange: one folder per parameter",
             "megatron.checkpoint.formats.universal:UniversalReader",
-            writer="megatron.checkpoint.conversion.to_universal:UniversalConversion",
+            writer="megatron.checkpoint.formats.universal_writer:UniversalWriter",
             markers=(PARAMETER_FOLDER,),
             latest_file=LATEST_UNIVERSAL_FILE,
         ),
@@ -76,6 +76,7 @@ FORMATS = Registry(
         HUGGING_FACE: CheckpointFormat(
             "a model of Hugging Face transformers: weights only",
             "megatron.checkpoint.huggingface.reader:HuggingFaceReader",
+            writer="megatron.checkpoint.huggingface.exporter:HuggingFaceWriter",
             markers=("config.json",),
         ),
     },

@@ -28,13 +28,17 @@ from megatron.errors import UserError
 from megatron.files import HostileFileError, expect_layout
 from megatron.mpu.mesh import Axis
 from megatron.mpu.parameter_spec import ParameterSpec
-from megatron.mpu.parameters import reshard, spec_of
+from megatron.mpu.parameters import spec_of
 from megatron.mpu.pieces import Piece
 from megatron.text_table import first_few
 
 # fp32 values, a function that reads each moment, and all other optimizer state (the step). The functions
 # have the argument `out` of `StateReader.read_piece`.
 ParameterState = tuple[Tensor, Mapping[str, Callable[[Tensor | None], Tensor]], dict[str, Any]]
+
+
+class UnusableSourceError(UserError):
+    """A checkpoint or model that no conversion can read to its end, so that no conversion of it continues."""
 
 
 class ReplicaMismatch:
@@ -105,16 +109,18 @@ class StateReader(ABC):
         mismatch: collects the differences between replicas, if the format stores several."""
         yield self.read_unpadded(name, state_name)
 
-    def pieces(self, name: str, mismatch: ReplicaMismatch, verify: bool) -> Iterator[Piece]:
+    def pieces(
+        self, name: str, mismatch: ReplicaMismatch, verify: bool, state_names: Sequence[str] | None = None
+    ) -> Iterator[Piece]:
         """Yields the states of a full parameter, one after the other, each in consecutive pieces without
-        padding. mismatch: see `read_blocks`.
+        padding. mismatch: see `read_blocks`. state_names: None for all states.
 
         verify: compare them with the digests in the integrity record, if any; raises UserError after the last
         piece of a state that differs.
         """
         digests = self.tensor_digests if verify else {}
         step, spec = self.step_of(name), ParameterSpec(self.specs[name].valid_shape)
-        for state_name in self.state_names(name):
+        for state_name in self.state_names(name) if state_names is None else state_names:
             digest, start, total = digests.get(state_name, {}).get(name), 0, 0
             for block in self.read_blocks(name, state_name, mismatch):
                 values = {state_name: block.reshape(-1)}
@@ -242,16 +248,6 @@ class StateReader(ABC):
         correction needs the number, SGD, Lion and the momentum of Muon do not."""
         return "exp_avg_sq" in self.state_names(name)
 
-    def read_shard(
-        self,
-        name: str,
-        state_name: str,
-        spec: ParameterSpec,
-        axes: Sequence[Axis],
-    ) -> Tensor:
-        """Returns a rank's shard of one state, flat. axes: the rank's place."""
-        return self.read_piece(Piece.of_shard(name, spec, axes), state_name)
-
     def read_piece(self, piece: Piece, state_name: str, out: Tensor | None = None) -> Tensor:
         """Returns one state of a piece, flat. out: a flat fp32 tensor in host memory that gets the elements,
         and is returned. Without it the result may share memory with the file."""
@@ -259,12 +255,14 @@ class StateReader(ABC):
         if (shard := self.stored_shard(piece.name, state_name, spec, piece.axes)) is not None:
             return shard[span] if out is None else out.copy_(shard[span])
         full = self.read(piece.name, state_name, spec)
-        flat = full.reshape(-1)
         if not spec.sharding:
+            flat = full.reshape(-1)
             return flat[span] if out is None else out.copy_(flat[span])
-        saved = replace(spec, global_shape=tuple(full.shape))
-        place = (spec, piece.axes, piece.start, piece.stop)
-        return reshard(*place, saved, (), lambda _, first, last: flat[first:last], out)
+        target = torch.zeros(piece.stop - piece.start) if out is None else out.zero_()  # padding: zeros
+        for box in piece.boxes():
+            first = box.first - piece.start
+            target[first : first + box.numel].view(box.sizes).copy_(full[box.slices])
+        return target
 
     def stored_shard(
         self, name: str, state_name: str, spec: ParameterSpec, axes: Sequence[Axis]
@@ -287,34 +285,15 @@ class StateReader(ABC):
 
     # --- weights alone, for tools ---
 
-    def master_weights(self, verify: bool = False) -> Iterator[tuple[str, Tensor]]:
-        """Yields (name, global fp32 tensor without padding) of every parameter of the model.
+    def weight_pieces(self, name: str, mismatch: ReplicaMismatch, verify: bool) -> Iterator[Piece]:
+        """Yields a full parameter in the run's precision if it is stored, else its fp32 values. For
+        the arguments see `pieces`."""
+        return self.pieces(name, mismatch, verify, [VALUES])
 
-        verify: compare each tensor with its digest, if it has one. Raises UserError if they differ.
-        """
-        digests = self.tensor_digests.get(VALUES, {}) if verify else {}
-        for name, spec in self.specs.items():
-            # No local variable holds the tensor: the caller decides how long it stays in memory.
-            yield name, self._verified_values(name, spec, digests.get(name))
-
-    def _verified_values(self, name: str, spec: ParameterSpec, digest: str | None) -> Tensor:
-        full = self.read_unpadded(name, VALUES)
-        if digest is not None and not matches_digest(full, spec, digest):
-            raise UserError(f"checkpoint {self.folder}: {digest_differs(name)}; use an older checkpoint")
-        return full
-
-    def weights(
-        self, specs: Mapping[str, ParameterSpec] | None = None, verify: bool = False
-    ) -> Iterator[tuple[str, Tensor]]:
-        """Yields (name, global tensor) of every parameter of the model, in the run's precision if it is
-        stored, else in fp32. A vocabulary may have padded rows.
-
-        specs: the parameters of the model, if it is not the model in `run.json`. verify: see
-        `master_weights`. Raises UserError for parameters that are missing or have the wrong shape.
-        """
-        if specs is None:
-            yield from self.master_weights(verify)
-            return
+    def weights(self, specs: Mapping[str, ParameterSpec]) -> Iterator[tuple[str, Tensor]]:
+        """Yields (name, global tensor) of every parameter of a model, in the run's precision if it is stored,
+        else in fp32. A vocabulary may have padded rows. Raises UserError for parameters that are missing or
+        have the wrong shape."""
         for name, spec in specs.items():
             yield name, self.read(name, VALUES, spec)
 
@@ -384,7 +363,7 @@ class StateReader(ABC):
         return bool(self.tensor_digests)
 
     def weights_verification(self, master_weights: bool) -> str:
-        """Describes what `weights`, or `master_weights`, are compared with."""
+        """Describes what `weight_pieces`, or the fp32 values, are compared with."""
         if self.tensor_digests.get(VALUES):
             return "the digests of the fp32 values"
         return "sizes only: no digests stored"

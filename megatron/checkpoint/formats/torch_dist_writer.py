@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megatron.checkpoint.files import Files
+from megatron.checkpoint.files import Files, describe_file
 from megatron.checkpoint.foreign_arguments import MEGATRON_CORE, TRAINING_ARGUMENTS
 from megatron.checkpoint.formats.archive_writer import save_archive
 from megatron.checkpoint.formats.dcp_writer import CHUNK_BYTES, DcpFiles, DcpTable
@@ -43,6 +43,8 @@ from megatron.mpu.pieces import Piece
 
 # How the state of the distributed optimizer is stored: under the names and in the shapes of the weights.
 FULLY_RESHARDABLE = "fully_reshardable"
+# Holds the name of the format.
+CONFIG_FILE = "metadata.json"
 # Megatron-Core also stores an object for each of these modules of a layer, None without Transformer Engine.
 _EXTRA_STATE = ("self_attention.linear_qkv", "self_attention.linear_proj", "mlp.linear_fc1", "mlp.linear_fc2")
 
@@ -129,8 +131,12 @@ class TorchDistWriter(CheckpointWriter):
             save_archive(self._common(), common)
         backends = {"sharded_backend": "torch_dist", "common_backend": "torch"}
         versions = {f"{name}_version": 1 for name in backends}
-        write_json(self.folder / "metadata.json", backends | versions)
-        return self._files.close() | table.write(self.folder), None
+        write_json(self.folder / CONFIG_FILE, backends | versions)
+        files = {name: describe_file(self.folder / name) for name in (COMMON_FILE, CONFIG_FILE)}
+        return files | self._files.close() | table.write(self.folder), None
+
+    def abandon(self) -> None:
+        self._files.abandon()
 
     def finish(self, run: dict[str, Any], tables: Sequence[Any]) -> dict[str, Any]:
         return {**run, "loss_scaler": self.reader.loss_scaler}

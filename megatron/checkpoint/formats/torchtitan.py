@@ -11,13 +11,11 @@ from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
-import torch
-
 from megatron.checkpoint.formats.dcp import key_of
 from megatron.checkpoint.formats.dcp_writer import CHUNK_BYTES, DcpWriter, save_piece
 from megatron.checkpoint.formats.deepspeed_files import VALUES
 from megatron.checkpoint.formats.state import StateReader
-from megatron.checkpoint.formats.writing import by_state, in_rows
+from megatron.checkpoint.formats.writing import by_state, full_state, in_rows
 from megatron.checkpoint.huggingface.exporter import write_settings
 from megatron.checkpoint.huggingface.family import FAMILIES, IDENTITY, LM_HEAD, setting
 from megatron.checkpoint.huggingface.reader import HuggingFaceReader
@@ -91,14 +89,11 @@ class TorchtitanWriter(DcpWriter):
                 yield replace(piece, name=keys[0])
             return
         for state_name, of_state in by_state(pieces):
-            full = torch.empty(self.reader.specs[name].valid_shape)
-            for piece in of_state:
-                full.view(-1)[piece.start : piece.stop].copy_(piece.values[state_name])
-            parts = parameter.transform.to_hf(full, self._model)
+            parts = parameter.transform.to_hf(full_state(of_state), self._model)
             for key, hf_name, part in zip(keys, parameter.hf, parts, strict=True):
                 rows = rows_of_pairs(part, self._model.kv_channels) if ROTATED.fullmatch(hf_name) else part
                 spec, values = ParameterSpec(tuple(part.shape)), {state_name: rows.reshape(-1)}
-                yield Piece(key, spec, (), 0, rows.numel(), values, piece.step)
+                yield Piece(key, spec, (), 0, rows.numel(), values, self.reader.step_of(name))
 
     def complete(self) -> None:
         """See `CheckpointWriter`. The folder has no `run.json`: its weights have other names."""

@@ -1,4 +1,15 @@
-"""Writes universal checkpoints from a checkpoint of any format."""
+"""Writes universal checkpoints, in DeepSpeed's layout (`formats.universal`), from a checkpoint of any format.
+
+    global_step5_universal/
+        zero/                           one folder per parameter
+        zero/optimizer_state.pt         optimizer state that is not per parameter
+        mp_rank_XX_model_states.pt      of a native source its files, else what DeepSpeed's loader reads
+        run.json                        of the source, if it has one
+    latest_universal                    the name of the folder
+
+The vocabulary is stored without padding. This format is for exchange with other Megatron programs; `--load`
+opens native checkpoints on any layout without a conversion.
+"""
 
 from __future__ import annotations
 
@@ -6,9 +17,11 @@ import errno
 import os
 import secrets
 import shutil
-from collections.abc import Iterator
-from contextlib import suppress
+from argparse import Namespace
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import numpy as np
@@ -16,20 +29,36 @@ import torch
 
 from megatron.checkpoint.files import Files, file_sizes
 from megatron.checkpoint.formats.archive_writer import write_archive
-from megatron.checkpoint.formats.deepspeed_files import model_file
+from megatron.checkpoint.formats.deepspeed_files import model_file, model_files
+from megatron.checkpoint.formats.native import NativeReader
 from megatron.checkpoint.formats.registry import LATEST_UNIVERSAL_FILE, PARAMETER_FOLDER
 from megatron.checkpoint.formats.state import StateReader
-from megatron.checkpoint.formats.torch_archive import is_intact
+from megatron.checkpoint.formats.torch_archive import Stub, is_intact, read_file
 from megatron.checkpoint.formats.universal import LOSS_SCALE_KEY, OPTIMIZER_STATE_FILE, STATE_FILES, STEP_FILE
 from megatron.checkpoint.formats.universal_info import INFO_KEY, client_state, derive_info
 from megatron.checkpoint.formats.writing import CheckpointWriter, by_state
 from megatron.errors import UserError
-from megatron.files import rename_synced, sync_tree, write_atomically
+from megatron.files import (
+    open_regular,
+    read_small,
+    rename_synced,
+    sync_file,
+    sync_tree,
+    write_atomically,
+)
 from megatron.mpu.parameter_spec import ParameterSpec
 from megatron.mpu.pieces import Piece
 
 # In an unfinished checkpoint: the folder of parameters that are being written.
 UNFINISHED_FOLDER = "unfinished"
+
+
+# Holds a file per parameter whose replicas differed and were averaged: the largest difference.
+AVERAGED_FOLDER = "averaged"
+# Holds an empty file per parameter that an earlier, interrupted conversion wrote.
+KEPT_FOLDER = "kept"
+# Entries that optimizer_state.pt lacks, because the parameters' files hold them.
+_PER_PARAMETER = ("base_optimizer_state", "param_slice_mappings", "single_partition_of_fp32_groups")
 
 
 class UniversalWriter(CheckpointWriter):
@@ -42,53 +71,83 @@ class UniversalWriter(CheckpointWriter):
     The folder must exist. Several processes may write into it at once, even the same parameter.
     """
 
-    def __init__(self, folder: Path, source: StateReader) -> None:
+    keeps_parameters = True
+
+    def __init__(self, folder: Path, source: StateReader, allow_replica_mismatch: bool = False) -> None:
+        """allow_replica_mismatch: accept the mean of replicas of a parameter that differ."""
         super().__init__(folder, source)
-        self._token = secrets.token_hex(8)
+        self._allow_replica_mismatch = allow_replica_mismatch
 
     @classmethod
-    def write_checkpoint(
-        cls, reader: StateReader, target: Path, workers: int = 4, verify: bool = True
-    ) -> Iterator[str]:
-        """See `CheckpointWriter`. Writes the name of the checkpoint into `latest_universal`, too."""
-        yield from super().write_checkpoint(reader, target, workers, verify)
-        write_atomically(target.parent / LATEST_UNIVERSAL_FILE, target.name)
+    def copied_files(cls, reader: StateReader) -> list[str]:
+        files = reader.checkpoint.run.get("files", {}) if isinstance(reader, NativeReader) else {}
+        return [path.name for path in model_files(reader.folder) if path.name in files]
+
+    def parameter_bytes(self) -> dict[str, int]:
+        """See `CheckpointWriter`. Parameters that are finished need no space."""
+        parameters, sizes = self.folder / PARAMETER_FOLDER, super().parameter_bytes()
+        return {name: 0 if (parameters / name).exists() else size for name, size in sizes.items()}
+
+    def unfinished_bytes(self) -> int:
+        # Other processes remove files meanwhile.
+        total = 0
+        for parent, _, names in os.walk(self.folder / UNFINISHED_FOLDER):
+            for name in names:
+                with suppress(FileNotFoundError):
+                    total += Path(parent, name).stat().st_size
+        return total
+
+    @classmethod
+    def has_parameters(cls, folder: Path) -> bool:
+        return any((folder / PARAMETER_FOLDER).glob("*"))
+
+    def check_mismatch(self, name: str, largest: float) -> None:
+        if not self._allow_replica_mismatch:
+            super().check_mismatch(name, largest)
+        # Before the parameter is finished: a resumed conversion does not compare its replicas again.
+        _mark(self.folder / AVERAGED_FOLDER, name, str(largest))
 
     def write_parameter(self, name: str, pieces: Iterator[Piece]) -> None:
         """See `CheckpointWriter`. Writes each piece as it arrives."""
-        self._remove(self.folder / UNFINISHED_FOLDER / name)  # of a process that has ended
-        # Not with parents: once another process has published the folder, nothing may create it again.
-        (self.folder / UNFINISHED_FOLDER).mkdir(exist_ok=True)
-        unfinished, spec = self._unfinished(name), self.reader.specs[name]
-        unfinished.mkdir(parents=True)
-        for state_name, of_state in by_state(pieces):
-            if state_name not in STATE_FILES:
-                raise UserError(
-                    f"the optimizer's {state_name} of {name} cannot be stored in a universal checkpoint: "
-                    f"expected {', '.join(STATE_FILES)}"
-                )
-            blocks = (piece.values[state_name].contiguous().numpy() for piece in of_state)
-            content = {**_merge_entry(spec), "param": torch.empty(spec.valid_shape, device="meta")}
-            write_archive(unfinished / STATE_FILES[state_name], content, blocks)
-        if (step := self.reader.step_of(name)) is not None:
-            write_archive(unfinished / STEP_FILE, torch.empty((), device="meta"), [np.float32(step)])
+        spec = self.reader.specs[name]
+        with self.placed(f"{PARAMETER_FOLDER}/{name}") as folder:
+            folder.mkdir()
+            for state_name, of_state in by_state(pieces):
+                if state_name not in STATE_FILES:
+                    raise UserError(
+                        f"the optimizer's {state_name} of {name} cannot be stored in a universal checkpoint: "
+                        f"expected {', '.join(STATE_FILES)}"
+                    )
+                blocks = (piece.values[state_name].contiguous().numpy() for piece in of_state)
+                content = {**_merge_entry(spec), "param": torch.empty(spec.valid_shape, device="meta")}
+                write_archive(folder / STATE_FILES[state_name], content, blocks)
+            if (step := self.reader.step_of(name)) is not None:
+                write_archive(folder / STEP_FILE, torch.empty((), device="meta"), [np.float32(step)])
 
-    def finish_parameter(self, name: str, mismatch: float = 0.0) -> None:
-        """See `CheckpointWriter`. Syncs and renames the folder: it is complete even after a power failure."""
-        super().finish_parameter(name, mismatch)
-        (self.folder / PARAMETER_FOLDER).mkdir(exist_ok=True)
-        sync_tree(self._unfinished(name))
-        try:
-            rename_synced(self._unfinished(name), self.folder / PARAMETER_FOLDER / name)
-        except OSError as error:
-            # A process without this one's locks was faster: its files hold equal bytes.
-            if error.errno not in (errno.ENOTEMPTY, errno.EEXIST):
-                raise
-        self._remove(self.folder / UNFINISHED_FOLDER / name)
-
-    def _unfinished(self, name: str) -> Path:
-        """Returns a folder that no other process writes to."""
-        return self.folder / UNFINISHED_FOLDER / name / self._token
+    @contextmanager
+    def placed(self, name: str) -> Iterator[Path]:
+        """See `CheckpointWriter`. The file or folder gets its name once it is complete and synced, so it is
+        complete even after a power failure."""
+        target = self.folder / name
+        unfinished = self.folder / UNFINISHED_FOLDER / target.name
+        self._remove(unfinished)  # of a process that has ended
+        for parent in (unfinished.parent, unfinished):
+            # Not with parents: once another process has published the folder, nothing may create it again.
+            parent.mkdir(exist_ok=True)
+        with TemporaryDirectory(dir=unfinished) as folder:
+            written = Path(folder, target.name)
+            yield written
+            if written.is_dir():
+                sync_tree(written)
+            else:
+                sync_file(written)
+            target.parent.mkdir(exist_ok=True)
+            try:
+                rename_synced(written, target)
+            except OSError as error:
+                # A process without this one's locks was faster: its files hold equal bytes.
+                if error.errno not in (errno.ENOTEMPTY, errno.EEXIST):
+                    raise
 
     def _remove(self, folder: Path) -> None:
         """Removes a folder after a rename: another process finds all of it, or nothing."""
@@ -112,23 +171,103 @@ class UniversalWriter(CheckpointWriter):
             )
         except (OSError, UserError):
             complete = False
-        if not complete:
+        if complete:
+            _mark(self.folder / KEPT_FOLDER, name)
+        else:
             (self.folder / UNFINISHED_FOLDER).mkdir(exist_ok=True)
             self._remove(folder)
         return complete
 
+    def result(self, target: Path) -> list[str]:
+        lines = []
+        for path in sorted((self.folder / AVERAGED_FOLDER).glob("*")):
+            difference = float(path.read_text() or "nan")  # an earlier version wrote empty files
+            lines.append(
+                f"{path.name}: replicas on TP ranks differed by up to {difference:.2e}; their mean is used"
+            )
+        kept = len(list((self.folder / KEPT_FOLDER).glob("*")))
+        before = f", {kept} of them by an earlier, interrupted conversion" if kept else ""
+        return [*lines, f"{target}: {len(self.reader.specs)} parameters{before}"]
+
     def close(self) -> tuple[Files, Any]:
-        """See `CheckpointWriter`. Writes the first rank's mp_rank file, which DeepSpeed's loader reads."""
-        (self.folder / UNFINISHED_FOLDER).rmdir()
-        checkpoint = self.reader.checkpoint
-        write_archive(
-            self.folder / PARAMETER_FOLDER / OPTIMIZER_STATE_FILE, {LOSS_SCALE_KEY: self.reader.loss_scaler}
-        )
-        info = checkpoint.run.get(INFO_KEY) or derive_info(self.reader.specs, checkpoint.vocab_size)
-        content = client_state(info, checkpoint.config, checkpoint.run["state"])
-        write_archive(self.folder / model_file(0), content)
+        reader = self.reader
+        if isinstance(reader, NativeReader):
+            self._copy_common_files(reader)
+        else:
+            checkpoint = reader.checkpoint
+            with self.placed(f"{PARAMETER_FOLDER}/{OPTIMIZER_STATE_FILE}") as path:
+                write_archive(path, {LOSS_SCALE_KEY: reader.loss_scaler})
+            info = checkpoint.run.get(INFO_KEY) or derive_info(reader.specs, checkpoint.vocab_size)
+            with self.placed(model_file(0)) as path:
+                write_archive(path, client_state(info, checkpoint.config, checkpoint.run["state"]))
         sizes = file_sizes(self.folder, "*.pt")
-        return {name: {"bytes": size} for name, size in sizes.items()}, None
+        # Other processes may remove unfinished files.
+        names = [name for name in sizes if UNFINISHED_FOLDER not in Path(name).parts]
+        return {name: {"bytes": sizes[name]} for name in names}, None
+
+    def _copy_common_files(self, reader: NativeReader) -> None:
+        """Writes what does not belong to a single parameter, as DeepSpeed's converter does."""
+        common = {key: value for key, value in reader.files.common.items() if key not in _PER_PARAMETER}
+        common["param_groups"] = reader.files.common["base_optimizer_state"].get("param_groups")
+        common[LOSS_SCALE_KEY] = common.pop("loss_scaler", None)
+        with self.placed(f"{PARAMETER_FOLDER}/{OPTIMIZER_STATE_FILE}") as path:
+            write_archive(path, _plain_types(common))
+        for source in model_files(reader.folder):
+            with self.placed(source.name) as path:
+                if reader.files.stage == 0:  # then this file also holds the optimizer state
+                    write_archive(path, _plain_types({**read_file(source), "optimizer": None}))
+                else:
+                    with open_regular(source) as file, open(path, "wb") as copy:
+                        shutil.copyfileobj(file, copy)
+
+    def finish(self, run: dict[str, Any], tables: Sequence[Any]) -> dict[str, Any]:
+        """See `CheckpointWriter`. Removes what is invalid in an integrity record after parameters were
+        averaged."""
+        averaged = {path.name for path in (self.folder / AVERAGED_FOLDER).glob("*")}
+        if not averaged or "certificate" not in run:
+            return run
+        digests = {
+            state_name: {name: digest for name, digest in by_parameter.items() if name not in averaged}
+            for state_name, by_parameter in run["certificate"]["digests"].items()
+        }
+        return {**run, "certificate": {**run["certificate"], "digests": digests, "probe": None}}
+
+    def complete(self) -> None:
+        """See `CheckpointWriter`. A source of another framework may have no `run.json`."""
+        if self.reader.checkpoint.is_external:
+            self.close()
+        else:
+            super().complete()
+        shutil.rmtree(self.folder / UNFINISHED_FOLDER, ignore_errors=True)
+
+    @staticmethod
+    def announce(target: Path) -> None:
+        """Names the checkpoint in `latest_universal`, then removes what only the conversion needed."""
+        latest = target.parent / LATEST_UNIVERSAL_FILE
+        if not latest.is_file() or read_small(latest) != target.name.encode():
+            write_atomically(latest, target.name)
+        for name in (AVERAGED_FOLDER, KEPT_FOLDER):
+            shutil.rmtree(target / name, ignore_errors=True)
+        sync_file(target)
+
+
+def _mark(folder: Path, name: str, text: str = "") -> None:
+    folder.mkdir(exist_ok=True)
+    (folder / name).write_text(text)
+    for path in (folder / name, folder, folder.parent):
+        sync_file(path)
+
+
+def _plain_types(value: Any) -> Any:
+    """Returns the value in types that any program can read. Tensors and objects of other frameworks' classes
+    become None; the arguments stay an `argparse.Namespace`, which Megatron programs expect."""
+    if isinstance(value, dict):
+        return {key: _plain_types(entry) for key, entry in value.items()}
+    if isinstance(value, (list, tuple)):
+        return type(value)(_plain_types(entry) for entry in value)
+    if isinstance(value, Namespace):
+        return Namespace(**{key: _plain_types(entry) for key, entry in vars(value).items()})
+    return None if isinstance(value, (Stub, torch.Tensor)) else value
 
 
 def _merge_entry(spec: ParameterSpec) -> dict[str, Any]:

@@ -10,9 +10,10 @@ blocks pass, their digests are compared with the integrity record.
 
 from __future__ import annotations
 
+import shutil
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from itertools import groupby
 from math import prod
@@ -20,20 +21,19 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch import Tensor
 
-from megatron.checkpoint.conversion.output_folder import temporary_folder
 from megatron.checkpoint.files import Files, add_checksum
 from megatron.checkpoint.formats.state import ReplicaMismatch, StateReader
 from megatron.checkpoint.record import RUN_FILE
 from megatron.errors import UserError
-from megatron.files import rename_synced, sync_tree, write_json
+from megatron.files import write_json
+from megatron.mpu.parameter_spec import ParameterSpec
 from megatron.mpu.pieces import Piece
 
 if TYPE_CHECKING:
     from megatron.engine.pipeline_engine import GPTEngine
 
-# Suffix of a conversion's folder while it is written.
-PARTIAL = ".partial"
 # Entries of `run.json` that describe the files of one format.
 _OF_A_FORMAT = ("files", "index", "loss_scaler")
 
@@ -77,6 +77,11 @@ class CheckpointWriter(ABC):
 
     # --- a run ---
 
+    @classmethod
+    def check_sharding(cls, specs: Mapping[str, ParameterSpec]) -> None:
+        """Raises UserError for a parameter whose sharding the files cannot hold. Called before training."""
+        return
+
     def write(self, engine: GPTEngine, run: dict[str, Any], files: RankFiles) -> Any:
         """Writes this rank's files. Returns this rank's table. Collective.
 
@@ -97,7 +102,19 @@ class CheckpointWriter(ABC):
         """
         return run
 
-    # --- a conversion ---
+    # --- a conversion: see `megatron.checkpoint.conversion.pipeline` ---
+
+    keeps_parameters = False
+    """Whether several processes may write into the folder at once, and an interrupted conversion continues:
+    each file and folder is complete and synced when it gets its name."""
+    weights_only = False
+    """Whether the format has no moments: one thread writes the weights in the order of the model, and
+    `pieces` verifies what it reads."""
+
+    @classmethod
+    def copied_files(cls, reader: StateReader) -> list[str]:
+        """Returns the files with digests that a conversion copies as they are."""
+        return []
 
     @property
     def reader(self) -> StateReader:
@@ -105,60 +122,86 @@ class CheckpointWriter(ABC):
         assert self._source is not None
         return self._source
 
+    def parameter_bytes(self) -> dict[str, int]:
+        """Returns the bytes to write of each parameter, without padding, in the order of the model."""
+        reader, specs = self.reader, self.reader.specs
+        return {name: 4 * prod(specs[name].valid_shape) * len(reader.state_names(name)) for name in specs}
+
+    def unfinished_bytes(self) -> int:
+        """Returns the bytes in the folder of parameters that other processes are writing."""
+        return 0
+
+    @classmethod
+    def has_parameters(cls, folder: Path) -> bool:
+        """Returns whether a conversion into the folder that has failed can continue: a parameter is there."""
+        return False
+
+    def has_parameter(self, name: str) -> bool:
+        """Returns whether an interrupted conversion has finished a parameter."""
+        return False
+
+    def pieces(self, name: str, verify: bool) -> Iterator[Piece]:
+        """Yields what `write_parameter` takes. Raises UserError after the last piece if the replicas of the
+        parameter differ. verify: see `StateReader.pieces`."""
+        mismatch = ReplicaMismatch()
+        yield from self.source_pieces(name, mismatch, verify)
+        if mismatch.largest:
+            self.check_mismatch(name, mismatch.largest)
+
+    def source_pieces(self, name: str, mismatch: ReplicaMismatch, verify: bool) -> Iterator[Piece]:
+        """Yields the states that the format has, see `StateReader.pieces`."""
+        return self.reader.pieces(name, mismatch, verify)
+
+    def check_mismatch(self, name: str, largest: float) -> None:
+        """Raises UserError for replicas that differ, unless their mean may be written. largest: the largest
+        difference between them."""
+        raise UserError(
+            f"checkpoint {self.reader.folder}: the replicas of {name} on the TP ranks differ by up to "
+            f"{largest:.2e}: convert an older checkpoint, or use their mean with "
+            "tools/ds_to_universal.py --allow-replica-mismatch"
+        )
+
     @abstractmethod
     def write_parameter(self, name: str, pieces: Iterator[Piece]) -> None:
-        """Writes all states of a full parameter. pieces: see `StateReader.pieces`. Raises UserError for a
-        state that the format cannot store."""
-
-    def finish_parameter(self, name: str, mismatch: float = 0.0) -> None:
-        """Completes a parameter that is written. mismatch: the largest difference between its replicas, whose
-        mean was written. Raises UserError if they differ."""
-        if mismatch:
-            raise UserError(
-                f"checkpoint {self.reader.folder}: the replicas of {name} on the TP ranks differ by up to "
-                f"{mismatch:.2e}: convert an older checkpoint, or use their mean with "
-                "tools/ds_to_universal.py --allow-replica-mismatch"
-            )
+        """Writes a full parameter. Raises UserError for a state that the format cannot store."""
 
     @abstractmethod
     def close(self) -> tuple[Files, Any]:
         """Writes what does not belong to a single parameter. Returns all files, and the table."""
 
+    def abandon(self) -> None:
+        """Closes all files after an error: the folder is removed, and NFS keeps one with an open file."""
+        return
+
     def complete(self) -> None:
         """Completes a conversion: writes `run.json` of the source with the files of this format."""
         files, table = self.close()
         run = {key: value for key, value in self.reader.checkpoint.run.items() if key not in _OF_A_FORMAT}
-        write_json(self.folder / RUN_FILE, add_checksum(self.finish({**run, "files": files}, [table])))
+        with self.placed(RUN_FILE) as path:
+            write_json(path, add_checksum(self.finish({**run, "files": files}, [table])))
 
-    @classmethod
-    def write_checkpoint(
-        cls, reader: StateReader, target: Path, workers: int = 4, verify: bool = True
-    ) -> Iterator[str]:
-        """Writes the folder `target`, complete or not at all, and yields the name of each parameter that is
-        written. Raises UserError for a source that is damaged or lacks what the format needs.
+    def placed(self, name: str) -> AbstractContextManager[Path]:
+        """Gives the path at which to write a file of the folder."""
+        return nullcontext(self.folder / name)
 
-        workers: number of threads. verify: compare all states with the digests of the source.
-        """
-        sizes = state_bytes(reader)
-        with temporary_folder(target, PARTIAL, sum(sizes.values())) as partial:
-            writer = cls(partial, reader)
-            if verify:
-                verify_files(reader)
-            pool = ThreadPoolExecutor(workers)
-            try:
-                yield from pool.map(lambda name: copy_parameter(writer, name, verify), largest_first(sizes))
-            finally:
-                pool.shutdown(cancel_futures=True)
-            writer.complete()
-            sync_tree(partial)
-            rename_synced(partial, target)
+    def result(self, target: Path) -> list[str]:
+        """Returns lines about a conversion whose parameters are written. target: the folder's final place."""
+        return [f"{target}: {len(self.reader.specs)} parameters"]
+
+    @staticmethod
+    def announce(target: Path) -> None:
+        """Does what follows the publication of the folder `target`. May be called again."""
+        return
 
 
-def verify_files(reader: StateReader) -> None:
-    """Compares the files of a checkpoint with their checksums, unless all states have digests, with which
-    their blocks are compared. Raises UserError for a damaged file."""
-    if not has_all_digests(reader) and (problems := reader.verify()[1]):
-        raise UserError(f"checkpoint {reader.folder}: {'; '.join(problems[:3])}: convert an older one")
+def check_space(folder: Path, needed: int, name: str) -> None:
+    """Raises UserError, which begins with the name, if the folder's disk has fewer bytes free than needed."""
+    free = shutil.disk_usage(folder).free
+    if free < needed:
+        raise UserError(
+            f"{name}: {folder.parent} has {free / 1e9:,.1f} GB free and {needed / 1e9:,.1f} GB are needed: "
+            "free space, or pass another folder"
+        )
 
 
 def has_all_digests(reader: StateReader) -> bool:
@@ -170,23 +213,22 @@ def has_all_digests(reader: StateReader) -> bool:
     )
 
 
-def state_bytes(reader: StateReader) -> dict[str, int]:
-    """Returns the bytes of all states of each parameter, without padding."""
-    specs = reader.specs
-    return {name: 4 * prod(specs[name].valid_shape) * len(reader.state_names(name)) for name in specs}
-
-
-def largest_first(sizes: Mapping[str, int]) -> list[str]:
-    """Returns the names in the order in which several threads take them, so that they end together."""
-    return sorted(sizes, key=lambda name: sizes[name], reverse=True)
-
-
-def copy_parameter(writer: CheckpointWriter, name: str, verify: bool) -> str:
-    """Copies all states of a parameter from the writer's reader. Returns its name."""
-    mismatch = ReplicaMismatch()
-    writer.write_parameter(name, writer.reader.pieces(name, mismatch, verify))
-    writer.finish_parameter(name, mismatch.largest)
-    return name
+def full_state(pieces: Iterable[Piece]) -> Tensor:
+    """Returns the full tensor of one state from the pieces that hold all of it, in any order, in their dtype.
+    A single piece shares its memory with the result."""
+    full: Tensor | None = None
+    for piece in pieces:
+        ((state_name, flat),) = piece.values.items()
+        for box in piece.boxes():
+            values = piece.values_in(box, state_name)
+            if box.sizes == piece.spec.valid_shape:
+                full = values
+                continue
+            if full is None:
+                full = torch.empty(piece.spec.valid_shape, dtype=flat.dtype)
+            full[box.slices] = values
+    assert full is not None
+    return full
 
 
 def by_state(pieces: Iterable[Piece]) -> Iterator[tuple[str, Iterator[Piece]]]:

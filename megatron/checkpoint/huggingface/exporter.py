@@ -13,18 +13,21 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megatron.checkpoint.conversion.output_folder import temporary_folder
-from megatron.checkpoint.formats.registry import open_reader
+from megatron.checkpoint.files import Files
+from megatron.checkpoint.formats.deepspeed_files import VALUES
+from megatron.checkpoint.formats.state import ReplicaMismatch, StateReader
+from megatron.checkpoint.formats.writing import CheckpointWriter, full_state
 from megatron.checkpoint.huggingface.family import Parameter, count_non_finite, family_of
 from megatron.checkpoint.huggingface.file_digests import digest_of, write_digests
 from megatron.checkpoint.huggingface.rope import flat_settings, is_lost_in_flat_settings
-from megatron.checkpoint.record import TOKEN_IDS_KEY, Checkpoint
+from megatron.checkpoint.record import TOKEN_IDS_KEY
 from megatron.config import Config
 from megatron.config.sections.data import fitting_tokenizer_types
 from megatron.errors import UserError
-from megatron.files import read_json, rename_synced, sync_tree
+from megatron.files import read_json
 from megatron.model.layer_list import PARAMETER_DTYPES
 from megatron.mpu.parameter_spec import ParameterSpec
+from megatron.mpu.pieces import Piece
 from megatron.tokenizer import TokenizerFlags, build_tokenizer
 
 CONTIGUOUS = torch.contiguous_format
@@ -57,42 +60,10 @@ def format_differences(config: Config) -> list[str]:
     return found
 
 
-def write_hugging_face(
-    checkpoint: Checkpoint,
-    output: Path,
-    precision: str | None = None,
-    tokenizer: TokenizerFlags | None = None,
-    max_file_bytes: int = MAX_FILE_BYTES,
-    verify: bool = True,
-) -> str:
-    """Writes the folder `output` from a checkpoint: config.json, weights as safetensors, the tokenizer, and
-    the digests of all files. Returns what the weights were compared with.
-
-    precision: 'fp32', 'fp16' or 'bf16'; None: the precision of the run. tokenizer: its flags; None: none is
-    written. verify: compare the weights with their digests if the checkpoint has any. Only one file of
-    weights at a time is in memory. The folder appears complete and synced, or not at all. Raises UserError if
-    no family can express the model, files are damaged, `output` exists or cannot be written, or the disk is
-    too full.
-    """
-    config = checkpoint.config
-    family_of(config.model)  # rejects other models before anything is written
-    reader = open_reader(checkpoint)
-    with temporary_folder(
-        output, ".tmp", weights_bytes(reader.specs.values(), config, precision)
-    ) as temporary:
-        writer = HuggingFaceWriter(temporary, config, precision, max_file_bytes)
-        writer.begin(checkpoint.vocab_size, checkpoint.eod, tokenizer, checkpoint.run.get(TOKEN_IDS_KEY))
-        # The weights in the precision of the run may be less precise than the output.
-        uses_master_weights = precision == "fp32" and config.precision.name != "fp32"
-        read = reader.master_weights if uses_master_weights else reader.weights
-        for name, tensor in read(verify=verify):
-            values = iter([tensor[: reader.specs[name].num_valid_rows]])
-            del tensor  # the writer frees it: its pages need not be resident while a file is written
-            writer.write_parameter(name, values)
-        writer.write_pending()
-        writer.finish(writer.files)
-        rename_synced(temporary, output)
-    return reader.weights_verification(uses_master_weights)
+def takes_fp32_values(config: Config, precision: str | None) -> bool:
+    """Returns whether a model in this precision needs the optimizer's fp32 values, since the weights in the
+    precision of the run are less precise."""
+    return precision == "fp32" and config.precision.name != "fp32"
 
 
 def weights_bytes(specs: Iterable[ParameterSpec], config: Config, precision: str | None = None) -> int:
@@ -186,56 +157,74 @@ class WeightFile:
     num_bytes: int
 
 
-class HuggingFaceWriter:
-    """Writes a folder of Hugging Face, for a conversion and for the ranks of a run. One process calls `begin`
-    first and `finish` last. In between, each process writes the weights that it has. Only one file of weights
-    at a time is in memory. Moments are not written.
+class HuggingFaceWriter(CheckpointWriter):
+    """Writes a folder of Hugging Face, for a conversion and for the ranks of a run. In a run one process
+    calls `begin` first and `finish` last; in between, each process writes the weights that it has. Only one
+    file of weights at a time is in memory. Moments are not written. A table has the files of weights of a
+    process."""
 
-    precision: 'fp32', 'fp16' or 'bf16'; None: the precision of the run. prefix: of the temporary names of the
-    files, which differ between the processes.
-    """
+    weights_only = True
 
     def __init__(
         self,
         folder: Path,
-        config: Config,
+        source: StateReader | None = None,
+        config: Config | None = None,
         precision: str | None = None,
+        tokenizer: TokenizerFlags | None = None,
         max_file_bytes: int = MAX_FILE_BYTES,
         prefix: str = "part",
     ) -> None:
-        self.folder = folder
+        """source, config: of a conversion the source, of a run the config. precision: 'fp32', 'fp16' or
+        'bf16'; None: the precision of the run. tokenizer: its flags; None: none is written. prefix: of the
+        temporary names of the files, which differ between the processes. Raises UserError if no family can
+        express the model."""
+        super().__init__(folder, source)
+        config = config or self.reader.checkpoint.config
         self._config, self._model, self._max_file_bytes = config, config.model, max_file_bytes
         self._precision = precision or config.precision.name
-        _, family = family_of(config.model)
+        _, family = family_of(config.model)  # before anything is written
         names = family.names(config.model.num_layers, config.model.untie_embeddings_and_output_weights)
         self._parameters = {parameter.megatron: parameter for parameter in names}
-        self._prefix = prefix
+        self._tokenizer, self._prefix = tokenizer, prefix
         self.files: list[WeightFile] = []
         self._pending: dict[str, Tensor] = {}
+        if source is not None:
+            checkpoint = source.checkpoint
+            self.begin(checkpoint.vocab_size, checkpoint.eod, checkpoint.run.get(TOKEN_IDS_KEY))
 
-    def begin(
-        self, vocab_size: int, eod: int | None, tokenizer: TokenizerFlags | None, recorded: Any = None
-    ) -> None:
-        """Writes all files except the weights. tokenizer: its flags; None: none is written. recorded: see
-        `write_settings`."""
-        facts = vocab_size, eod, self._precision, self.folder, tokenizer, recorded
+    def begin(self, vocab_size: int, eod: int | None, recorded: Any = None) -> None:
+        """Writes all files except the weights. recorded: see `write_settings`."""
+        facts = vocab_size, eod, self._precision, self.folder, self._tokenizer, recorded
         write_settings(self._config, *facts)
-        if tokenizer is not None:
-            write_tokenizer(self._config, tokenizer, self.folder)
+        if self._tokenizer is not None:
+            write_tokenizer(self._config, self._tokenizer, self.folder)
 
-    def write_parameter(self, name: str, values: Iterator[Tensor]) -> None:
-        """Writes the tensor that `values` yields. Raises UserError if the precision cannot hold it."""
+    def parameter_bytes(self) -> dict[str, int]:
+        return {
+            name: weights_bytes([spec], self._config, self._precision)
+            for name, spec in self.reader.specs.items()
+        }
+
+    def source_pieces(self, name: str, mismatch: ReplicaMismatch, verify: bool) -> Iterator[Piece]:
+        """See `CheckpointWriter`. Yields the weights."""
+        if takes_fp32_values(self._config, self._precision):
+            return self.reader.pieces(name, mismatch, verify, [VALUES])
+        return self.reader.weight_pieces(name, mismatch, verify)
+
+    def write_parameter(self, name: str, pieces: Iterator[Piece]) -> None:
+        """See `CheckpointWriter`. Raises UserError if the precision cannot hold a value."""
         parameter = self._parameters[name]
-        parts = self._converted(values, parameter)
+        parts = self._converted(pieces, parameter)
         for hf_name, part in zip(parameter.hf, parts, strict=True):
             pending_bytes = sum(tensor.nbytes for tensor in self._pending.values())
             if pending_bytes + part.nbytes > self._max_file_bytes:
-                self.write_pending()
+                self._write_pending()
             self._pending[hf_name] = part
 
-    def _converted(self, blocks: Iterator[Tensor], parameter: Parameter) -> list[Tensor]:
+    def _converted(self, pieces: Iterator[Piece], parameter: Parameter) -> list[Tensor]:
         """Returns the Hugging Face tensors of one Megatron parameter."""
-        (values,) = blocks
+        values = full_state(pieces)
         converted = values.to(PARAMETER_DTYPES[self._precision])
         rounded = converted.dtype != values.dtype
         if rounded and count_non_finite(converted) and not count_non_finite(values):
@@ -248,12 +237,9 @@ class HuggingFaceWriter:
             part.contiguous() if len(parts) == 1 else part.clone(memory_format=CONTIGUOUS) for part in parts
         ]
 
-    def write_pending(self) -> None:
-        """Writes the weights that are in no file so far, if any."""
+    def _write_pending(self) -> None:
         from safetensors.torch import save_file
 
-        if not self._pending:
-            return
         path = self.folder / f"{self._prefix}-{len(self.files)}"
         save_file(self._pending, path, metadata={"format": "pt"})
         # safetensors writes files that only their owner can read: set the mode of the other files.
@@ -263,8 +249,21 @@ class HuggingFaceWriter:
         self.files.append(WeightFile(path, digest_of(path), tuple(self._pending), num_bytes))
         self._pending = {}
 
-    def finish(self, files: Sequence[WeightFile]) -> None:
-        """Names the files of weights of all processes as `save_pretrained` does, and writes the digests."""
+    def close(self) -> tuple[Files, list[WeightFile]]:
+        """See `CheckpointWriter`. Writes the weights that are in no file so far."""
+        if self._pending:
+            self._write_pending()
+        return {}, self.files
+
+    def complete(self) -> None:
+        """See `CheckpointWriter`. The folder has no `run.json`."""
+        _, files = self.close()
+        self.finish({}, [files])
+
+    def finish(self, run: dict[str, Any], tables: Sequence[Any]) -> dict[str, Any]:
+        """See `CheckpointWriter`. Names the files of weights of all processes as `save_pretrained` does, and
+        writes the digests."""
+        files: list[WeightFile] = [file for table in tables for file in table]
         digests = {}
         index: dict[str, Any] = {
             "metadata": {"total_size": sum(file.num_bytes for file in files)},
@@ -280,4 +279,4 @@ class HuggingFaceWriter:
         if len(files) > 1:
             (self.folder / "model.safetensors.index.json").write_text(json.dumps(index, indent=2) + "\n")
         write_digests(self.folder, digests)
-        sync_tree(self.folder)
+        return run

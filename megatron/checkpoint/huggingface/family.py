@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 from torch import Tensor
 
 from megatron.config import ModelConfig
-from megatron.config.config import settings_of
+from megatron.config.config import settings_of_section
 from megatron.config.fields import option_name, value_text
 from megatron.config.registry import Choice, Registry
 from megatron.errors import UserError, one_line
@@ -159,7 +159,7 @@ class Family:
             for name, values in pair.megatron_values.items()
             if name not in unused and getattr(model, name) not in values
         }
-        for setting in settings_of("model"):
+        for setting in settings_of_section("model"):
             name = setting.field
             if not setting.changes_model or name in mapped | unused:
                 continue

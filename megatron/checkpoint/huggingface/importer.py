@@ -19,6 +19,7 @@ from torch import Tensor
 
 from megatron.checkpoint.foreign_arguments import harmless_in_hugging_face
 from megatron.checkpoint.formats.registry import TORCHTITAN, format_of
+from megatron.checkpoint.formats.state import UnusableSourceError
 from megatron.checkpoint.formats.torch_archive import read_file as load_torch_file
 from megatron.checkpoint.huggingface.family import FAMILIES, LM_HEAD, Family, Parameter, count_non_finite
 from megatron.checkpoint.huggingface.rope import check_numbers
@@ -31,7 +32,7 @@ from megatron.config import (
     ModelConfig,
     ScheduleConfig,
 )
-from megatron.config.config import settings_of
+from megatron.config.config import settings_of_section
 from megatron.config.fields import option_name
 from megatron.errors import UserError, one_line
 from megatron.files import HostileFileError, expect_layout, open_regular, read_json
@@ -230,7 +231,7 @@ def _family_and_fields(
             pair.check_file(settings, hf_config)
     except UserError as error:
         raise UserError(f"{folder / 'config.json'}: {error}") from error
-    required = {setting.field for setting in settings_of("model") if setting.is_required}
+    required = {setting.field for setting in settings_of_section("model") if setting.is_required}
     for field, setting in family.fields:
         value = fields.get(field)
         if field in required | {"vocab_size"} and (type(value) is not int or value < 1):
@@ -350,9 +351,9 @@ def specs_without_padding(config: Config, vocab_size: int, eod: int | None) -> d
 
 
 def check_finite(values: Tensor, folder: Path, name: str) -> None:
-    """Raises UserError if a value of the parameter `name` is NaN or infinite."""
+    """Raises UnusableSourceError if a value of the parameter `name` is NaN or infinite."""
     if count := count_non_finite(values):
-        raise UserError(
+        raise UnusableSourceError(
             f"{folder} holds {count:,} values of {name} that are NaN or infinite: the folder is "
             "damaged, or the training diverged. Use another model"
         )
@@ -362,7 +363,7 @@ def start_flags(config: Config, output: Path) -> list[str]:
     """Returns the flags of `pretrain_gpt.py` that start a run from `output`, a universal checkpoint of the
     model: checkpoint, model and tokenizer. Settings with default values are not included."""
     model, chosen = config.model, config.model.chosen_settings()
-    of_model = {setting.field: setting for setting in settings_of("model")}
+    of_model = {setting.field: setting for setting in settings_of_section("model")}
     values = {name: getattr(model, name) for name in of_model}
     derived = {name for name, setting in of_model.items() if setting.flag.derived} - chosen
     plain = ModelConfig(**{name: value for name, value in values.items() if name not in derived})

@@ -28,7 +28,7 @@ from megatron.mpu.parameter_spec import ParameterSpec
 
 
 class HuggingFaceReader(StateReader):
-    """Reads config.json and the memory-mapped weights beside it. `read_shard` says what one rank reads."""
+    """Reads config.json and the memory-mapped weights beside it. `stored_shard` says what one rank reads."""
 
     @classmethod
     def open_external(cls, folder: Path) -> Checkpoint:
@@ -119,6 +119,7 @@ class HuggingFaceReader(StateReader):
         ]
         if vocab_size > self.model.rows:
             differences.append(
-                f"it has embeddings of {self.model.rows} tokens, and the vocabulary has {vocab_size}"
+                f"it has embeddings of {self.model.rows} tokens, and the vocabulary has {vocab_size}: set "
+                f"the flags of the model's own tokenizer, or --vocab-size to at most {self.model.rows}"
             )
         return differences

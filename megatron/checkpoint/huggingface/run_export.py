@@ -10,7 +10,7 @@ from __future__ import annotations
 import logging
 import shutil
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 
@@ -19,11 +19,9 @@ import torch.distributed as dist
 from safetensors import SafetensorError
 from torch import Tensor
 
-from megatron.checkpoint.conversion.output_folder import check_space
-from megatron.checkpoint.huggingface.exporter import (
-    HuggingFaceWriter,
-    weights_bytes,
-)
+from megatron.checkpoint.formats.deepspeed_files import VALUES
+from megatron.checkpoint.formats.writing import check_space
+from megatron.checkpoint.huggingface.exporter import HuggingFaceWriter, weights_bytes
 from megatron.checkpoint.huggingface.family import family_of
 from megatron.checkpoint.ranks import errors_of_rank_0, first_problem_of_ranks
 from megatron.checkpoint.record import REPLACED
@@ -31,10 +29,11 @@ from megatron.config import Config
 from megatron.config.sections.data import fitting_tokenizer_types
 from megatron.engine.pipeline_engine import GPTEngine
 from megatron.errors import UserError, one_line
-from megatron.files import rename_synced
+from megatron.files import rename_synced, sync_tree
 from megatron.mpu.mesh import Mesh
-from megatron.mpu.parameter_spec import ParameterSpec, Shard
-from megatron.mpu.parameters import merge_shards, spec_of
+from megatron.mpu.parameter_spec import ParameterSpec
+from megatron.mpu.parameters import spec_of
+from megatron.mpu.pieces import Piece
 from megatron.mpu.world import gather_from_all_ranks
 from megatron.tokenizer.hugging_face import EXPORTED_TYPES
 
@@ -66,63 +65,64 @@ def check_export(config: Config) -> None:
 def export_model(
     engine: GPTEngine,
     folder: Path,
-    vocab_size: int,
-    eod: int | None,
     heartbeat: Callable[[], None],
     check_owner: Callable[[], None] = lambda: None,
 ) -> Exported:
     """Writes the model in the precision of the run to `folder`, which then replaces an existing folder of
     that name. Collective.
 
-    vocab_size: without padding. heartbeat: called after each layer. check_owner: called on rank 0; raises an
+    heartbeat: called after each layer. check_owner: called on rank 0; raises an
     error if another job has taken over --save. Raises UserError on every rank, and leaves nothing behind, if
     the folder cannot be written.
     """
+    config = engine.run.config
     prefix = f"stage-{engine.mesh.pp.rank}-replica-{engine.mesh.dp_cp.rank}-part"
     temporary = folder.with_name(folder.name + _UNFINISHED)
-    writer = HuggingFaceWriter(temporary, engine.run_config, prefix=prefix)
+    types = fitting_tokenizer_types(config.data)
+    tokenizer = config.data if not EXPORTED_TYPES.isdisjoint(types) else None
+    writer = HuggingFaceWriter(temporary, config=config, tokenizer=tokenizer, prefix=prefix)
     with errors_of_rank_0(str(folder)):
         if dist.get_rank() == 0:
             check_owner()
-            _begin(writer, engine, vocab_size, eod)
-    problem = _write_layers(engine, writer, heartbeat) or _problem_of(writer.write_pending)
+            _begin(writer, engine)
+            if types and tokenizer is None:
+                _LOG.warning("a %s has no Hugging Face equivalent: only the model is exported", types[0])
+    problem = _write_layers(engine, writer, heartbeat) or _problem_of(writer.close)
     found = first_problem_of_ranks(problem)
-    files = [file for own in gather_from_all_ranks(writer.files) for file in own]
+    tables = gather_from_all_ranks(writer.files)
     with errors_of_rank_0(str(folder)):
         if dist.get_rank() == 0:
             try:
                 if found is not None:
                     raise UserError(f"{folder} cannot be written: rank {found[0]}: {found[1]}")
-                writer.finish(files)
+                writer.finish({}, tables)
+                sync_tree(temporary)
                 check_owner()
                 _replace(temporary, folder)
             except (OSError, UserError):
                 shutil.rmtree(temporary, ignore_errors=True)
                 raise
-    _, family = family_of(engine.run_config.model)
-    return Exported(folder, family.architecture, sum(file.num_bytes for file in files))
+    _, family = family_of(config.model)
+    num_bytes = sum(file.num_bytes for table in tables for file in table)
+    return Exported(folder, family.architecture, num_bytes)
 
 
-def _begin(writer: HuggingFaceWriter, engine: GPTEngine, vocab_size: int, eod: int | None) -> None:
+def _begin(writer: HuggingFaceWriter, engine: GPTEngine) -> None:
     """Creates the folder with all files except the weights."""
-    config, temporary = engine.run_config, writer.folder
+    config, vocab, temporary = engine.run.config, engine.run.vocab, writer.folder
     if temporary.exists():  # of a killed job: --save belongs to this run
         shutil.rmtree(temporary)
     temporary.mkdir(parents=True)
     specs = (spec_of(parameter) for parameter in engine.module.parameters())
     stages = config.parallel.pipeline_model_parallel_size
     check_space(temporary, stages * weights_bytes(specs, config), "--save")
-    types = fitting_tokenizer_types(config.data)
-    is_exported = not EXPORTED_TYPES.isdisjoint(types)
     try:
-        writer.begin(vocab_size, eod, config.data if is_exported else None)
+        writer.begin(vocab.size, vocab.eod)
     except (OSError, UserError):
         shutil.rmtree(temporary, ignore_errors=True)
         raise
     except Exception as error:  # transformers raises many kinds, and the other ranks wait
         raise UserError(f"{temporary}: transformers cannot write the model ({one_line(error)})") from error
-    if types and not is_exported:
-        _LOG.warning("a %s has no Hugging Face equivalent: only the model is exported", types[0])
 
 
 def _write_layers(engine: GPTEngine, writer: HuggingFaceWriter, heartbeat: Callable[[], None]) -> str | None:
@@ -148,38 +148,42 @@ def _write_layers(engine: GPTEngine, writer: HuggingFaceWriter, heartbeat: Calla
                 if stage_of[name] != mesh.pp.rank or name in written:
                     continue
                 written.add(name)
-                values = _collect(parameter.detach(), spec, mesh)
-                if values is not None and problem is None:
-                    valid = iter([values[: spec.num_valid_rows]])
-                    problem = _problem_of(partial(writer.write_parameter, name, valid))
+                pieces = _pieces(name, parameter.detach(), spec, mesh)
+                if pieces and problem is None:
+                    problem = _problem_of(partial(writer.write_parameter, name, iter(pieces)))
         heartbeat()
     return problem
 
 
-def _collect(shard: Tensor, spec: ParameterSpec, mesh: Mesh) -> Tensor | None:
-    """Returns the global parameter in host memory on the first of the ranks that hold its shards or replicas
-    of one data-parallel rank, None on the others. Collective in the groups that shard the parameter."""
-    gathered = [shard for shard in spec.sharding if mesh.axis(shard.axis).size > 1]
-    for index, (dim, name, parts) in enumerate(gathered):
-        axis = mesh.axis(name)
-        assert axis.group is not None
-        shards = []
+def _pieces(name: str, shard: Tensor, spec: ParameterSpec, mesh: Mesh) -> list[Piece]:
+    """Returns the pieces of the full parameter in host memory on the first of the ranks that hold its shards
+    or replicas of one data-parallel rank, none on the others. Collective in the groups that shard the
+    parameter."""
+    own = Piece.of_shard(name, spec, mesh.axes_of(spec))
+    pieces = [replace(own, values={VALUES: shard.reshape(-1)})]
+    axes = [axis for axis in map(mesh.axis, spec.axis_names) if axis.group is not None]
+    for axis in axes:
+        received = []
         for rank, source in enumerate(dist.get_process_group_ranks(axis.group)):
-            buffer = shard.contiguous() if rank == axis.rank else torch.empty_like(shard)
-            dist.broadcast(buffer, source, group=axis.group)
-            if axis.rank == 0:
-                # The result stays on the device if it is sent along another axis.
-                shards.append(buffer if index + 1 < len(gathered) else buffer.cpu())
+            for piece in pieces:
+                values = piece.values[VALUES]
+                buffer = values.contiguous() if rank == axis.rank else torch.empty_like(values)
+                dist.broadcast(buffer, source, group=axis.group)
+                place = tuple(replace(a, rank=rank) if a.name == axis.name else a for a in piece.axes)
+                if axis.rank == 0:
+                    # It stays on the device if it is sent along another axis.
+                    kept = buffer if axis is not axes[-1] else buffer.cpu()
+                    received.append(replace(piece, axes=place, values={VALUES: kept}))
         if axis.rank != 0:
-            return None
-        shard = merge_shards(ParameterSpec((), (Shard(dim, name, parts),)), shards)
+            return []
+        pieces = received
     if not mesh.counts(spec):
-        return None
+        return []
     # A copy in host memory too: ZeRO-3 frees the gathered weights before they are in a file.
-    return shard if gathered else shard.to("cpu", copy=True)
+    return pieces if axes else [replace(own, values={VALUES: shard.reshape(-1).to("cpu", copy=True)})]
 
 
-def _problem_of(write: Callable[[], None]) -> str | None:
+def _problem_of(write: Callable[[], object]) -> str | None:
     try:
         write()
     except (OSError, UserError, SafetensorError, RuntimeError, MemoryError) as error:

@@ -11,7 +11,7 @@ from megatron.checkpoint.record import RUN_FILE, Checkpoint
 from megatron.config import CheckpointConfig
 from megatron.config.registries import LR_DECAY_STYLES, ConstantPhaseStyle
 from megatron.errors import UserError
-from megatron.object_urls import as_urls
+from megatron.object_store.path import real_path
 from megatron.optimizer.schedule import schedule_of
 from megatron.text_table import first_few
 
@@ -88,5 +88,5 @@ def is_branch_of(checkpoint: Checkpoint, options: CheckpointConfig) -> bool:
 def was_started_from(checkpoint: Checkpoint, load: str | None) -> bool:
     """Returns whether a checkpoint's run was started from --load, or from a checkpoint in it."""
     path = checkpoint.origin.get("path")
-    given = as_urls(os.path.realpath(load or ""))
+    given = real_path(load or "")
     return isinstance(path, str) and given in (path, os.path.dirname(path))

@@ -16,6 +16,7 @@ checkpoints in this file are used, so deleting the --save folder forgets the loc
 
 from __future__ import annotations
 
+import json
 import logging
 import re
 import secrets
@@ -25,9 +26,9 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from megatron.checkpoint.files import add_checksum, read_record
+from megatron.checkpoint.files import add_checksum, read_record, write_small
 from megatron.checkpoint.latest import MissingCheckpointError, read_latest_file
-from megatron.files import write_atomically, write_json
+from megatron.files import write_json
 
 LATEST_FILE = "latest"
 RECORD_FILE = "latest.json"
@@ -189,7 +190,7 @@ def record_upcoming(folder: Path, upcoming: LineageEntry, identity: RunIdentity)
 
 def set_latest(folder: Path, entry: LineageEntry, identity: RunIdentity) -> None:
     """Writes the name of a complete checkpoint into `latest`. identity: has it in its lineage."""
-    write_atomically(folder / LATEST_FILE, entry.name)
+    write_small(folder / LATEST_FILE, entry.name)
     try:
         _write(folder, LatestRecord(entry.name, identity.run_id, identity.lineage, identity.origin))
     except OSError as error:
@@ -198,7 +199,7 @@ def set_latest(folder: Path, entry: LineageEntry, identity: RunIdentity) -> None
 
 
 def _write(folder: Path, record: LatestRecord) -> None:
-    write_json(folder / RECORD_FILE, add_checksum(asdict(record)), indent=1)
+    write_small(folder / RECORD_FILE, json.dumps(add_checksum(asdict(record)), indent=1) + "\n")
 
 
 # --- latest_local ---

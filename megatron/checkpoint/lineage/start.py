@@ -43,15 +43,19 @@ from megatron.config import CheckpointConfig, Config
 from megatron.errors import UserError, stop_at_access_error
 from megatron.files import HostileFileError, read_json
 from megatron.mpu.world import broadcast_from_rank_0
-from megatron.object_urls import as_urls
+from megatron.object_store.path import ObjectPath, real_path
+from megatron.object_store.store import is_url
 from megatron.text_table import first_few
+
+PathOf = Callable[[str], Path]
+"""Returns the path of --save or --load: see `Folders.at` for a run that may have URLs."""
 
 
 def check_save_is_outside_checkpoints(config: Config) -> None:
     """Raises UserError if --save is a checkpoint or lies inside one: deleting that checkpoint would delete
     the run as well. Each rank calls it before it creates --save, because this program does not delete a
     checkpoint with an unknown folder in it."""
-    if config.checkpoint.save is None or config.training.no_train:
+    if config.checkpoint.save is None or is_url(config.checkpoint.save) or config.training.no_train:
         return
     save = Path(os.path.realpath(config.checkpoint.save))
     for folder in (save, *save.parents):
@@ -76,53 +80,54 @@ def _is_checkpoint(folder: Path) -> bool:
 
 
 @stop_at_access_error(MAY_BE_INTACT)
-def check_load_folder(config: Config) -> None:
+def check_load_folder(config: Config, path_of: PathOf = Path) -> None:
     """Raises UserError if --load does not exist, unless it equals --save, which a new run creates."""
     load, save = config.checkpoint.load, config.checkpoint.save
-    if load is None or Path(load).is_dir():
+    if load is None or path_of(load).is_dir():
         return
     if config.training.no_train:
         raise UserError(f"--load {load} does not exist: --eval-only needs a checkpoint to evaluate")
-    if save is None or not (is_same_path(load, save) or _continuation(config.checkpoint, None)):
+    if save is None or not (is_same_path(load, save) or _continuation(config.checkpoint, None, path_of)):
         raise UserError(
-            f"--load {load} {'is a file' if Path(load).is_file() else 'does not exist'}: pass an existing "
-            "folder, or remove --load; to "
+            f"--load {load} {'is a file' if path_of(load).is_file() else 'does not exist'}: pass an "
+            "existing folder, or remove --load; to "
             "start from scratch and resume later, pass one folder as both --load and --save"
         )
 
 
-def choose_checkpoint(config: CheckpointConfig, damaged: Mapping[str, str] | None) -> Checkpoint | None:
+def choose_checkpoint(
+    config: CheckpointConfig, damaged: Mapping[str, str] | None, path_of: PathOf = Path
+) -> Checkpoint | None:
     """Returns the checkpoint in --load (None if there is none). If this run was started from it before,
     returns the newest checkpoint that the run has saved to --save since: repeating a command resumes its run.
 
     --finetune, --no-load-optim and --branch-at apply to the checkpoint in --load, not to the run's own."""
     if config.load is None:
         return None
-    load = Path(config.load)
     try:
-        given = _find_given(config, damaged)
+        given = _find_given(config, damaged, path_of)
         if given is not None and (problem := (damaged or {}).get(str(given.folder))):
             raise UserError(f"checkpoint {given.folder}: {problem}; pass another checkpoint to --load")
     except UserError as error:
         # If the run has saved its own checkpoints since, it no longer needs --load.
-        continued = _continuation(config, damaged)
+        continued = _continuation(config, damaged, path_of)
         if continued is None:
             raise
         return _with_reasons(continued, str(error), continued.skip_reason)
     if given is None:
-        return _continuation(config, damaged)
+        return _continuation(config, damaged, path_of)
     given = replace(
         given,
         weights_only=config.finetune,
         no_optimizer=config.finetune or config.no_load_optim,
         is_branch_point=config.branch_at is not None,
     )
-    if config.save is None or format_of(Path(config.save)) != NATIVE:
+    if config.save is None or format_of(save := path_of(config.save)) != NATIVE:
         return given
-    if not config.universal_checkpoint and is_same_path(load, config.save):
+    if not config.universal_checkpoint and is_same_path(config.load, save):
         return given
     try:
-        own = find_latest(config.save, damaged)
+        own = find_latest(save, damaged)
     except MissingCheckpointError:
         raise
     except UserError as error:  # no checkpoint in --save is complete
@@ -138,13 +143,15 @@ def _with_reasons(checkpoint: Checkpoint, *reasons: str) -> Checkpoint:
     return replace(checkpoint, skip_reason="; ".join(filter(None, reasons)))
 
 
-def _continuation(config: CheckpointConfig, damaged: Mapping[str, str] | None) -> Checkpoint | None:
+def _continuation(
+    config: CheckpointConfig, damaged: Mapping[str, str] | None, path_of: PathOf
+) -> Checkpoint | None:
     """Returns the newest checkpoint in --save if its run was started from --load, according to the path that
     its `origin` records; otherwise None. Returns None also if --load and --save are one folder."""
     if config.load is None or config.save is None or is_same_path(config.load, config.save):
         return None
     try:
-        own = find_latest(config.save, damaged) if Path(config.save).is_dir() else None
+        own = find_latest(save, damaged) if (save := path_of(config.save)).is_dir() else None
     except MissingCheckpointError:
         raise
     except UserError:
@@ -154,9 +161,11 @@ def _continuation(config: CheckpointConfig, damaged: Mapping[str, str] | None) -
     return own if was_started_from(own, config.load) else None
 
 
-def _find_given(config: CheckpointConfig, damaged: Mapping[str, str] | None) -> Checkpoint | None:
+def _find_given(
+    config: CheckpointConfig, damaged: Mapping[str, str] | None, path_of: PathOf
+) -> Checkpoint | None:
     """Returns the checkpoint that --load and its flags name."""
-    load = Path(config.load or "")
+    load = path_of(config.load or "")
     if config.branch_at is not None:
         return find_branch_point(config)
     return find_universal(load) if config.universal_checkpoint else _find_native(load, damaged)
@@ -183,7 +192,7 @@ def origin_record(checkpoint: Checkpoint) -> dict[str, Any]:
         "folder": checkpoint.folder.name,
         "iteration": checkpoint.state.iteration,
         "sha256": checkpoint.run.get("sha256"),
-        "path": as_urls(os.path.realpath(checkpoint.folder)),
+        "path": real_path(checkpoint.folder),
         "weights_only": checkpoint.weights_only,
         "no_optimizer": checkpoint.no_optimizer,
         "branch_at": checkpoint.state.iteration if checkpoint.is_branch_point else None,
@@ -212,7 +221,9 @@ def _has_same_load_flags(origin: Mapping[str, Any], config: CheckpointConfig) ->
     return was == (config.finetune, config.finetune or config.no_load_optim, config.branch_at)
 
 
-def start_identity(checkpoint: Checkpoint | None, config: CheckpointConfig) -> RunIdentity:
+def start_identity(
+    checkpoint: Checkpoint | None, config: CheckpointConfig, path_of: PathOf = Path
+) -> RunIdentity:
     """Returns the identity of the run that is continued from `checkpoint`, or of a new run.
 
     The run is continued if the checkpoint is the newest in --save, or if a user has set `latest` to it. A
@@ -231,10 +242,10 @@ def start_identity(checkpoint: Checkpoint | None, config: CheckpointConfig) -> R
     origin: Any = origin_record(checkpoint)
     if config.save is None:
         return RunIdentity(lineage=lineage, origin=origin)
-    save = Path(config.save)
+    save = path_of(config.save)
     record = read_latest_record(save)
     resumes = not checkpoint.weights_only and is_same_path(checkpoint.folder.parent, save)
-    if resumes and (converted or _is_current(checkpoint, config)):
+    if resumes and (converted or _is_current(checkpoint, config, save)):
         run_id = checkpoint.run_id or RunIdentity().run_id
         if not converted:
             origin = checkpoint.run.get("origin")
@@ -246,12 +257,12 @@ def start_identity(checkpoint: Checkpoint | None, config: CheckpointConfig) -> R
     return RunIdentity(lineage=lineage, origin=origin)
 
 
-def _is_current(checkpoint: Checkpoint, config: CheckpointConfig) -> bool:
+def _is_current(checkpoint: Checkpoint, config: CheckpointConfig, save: Path) -> bool:
     """Returns whether a resume from --save would select this checkpoint."""
     if not is_same_path(checkpoint.folder, config.load or ""):
         return True
     try:
-        current = find_latest(str(config.save))
+        current = find_latest(save)
     except MissingCheckpointError:
         return False
     return current is not None and is_same_path(current.folder, checkpoint.folder)
@@ -304,15 +315,15 @@ def _lacks_run_file(path: Path) -> bool:
         return False
 
 
-def check_save_folder(checkpoint: Checkpoint | None, config: Config) -> None:
+def check_save_folder(checkpoint: Checkpoint | None, config: Config, path_of: PathOf = Path) -> None:
     """Raises UserError if a new run would start in a --save folder with checkpoints of another run, or if a
     resumed run would reach iterations for which another run has checkpoints. --overwrite-checkpoints allows
     both."""
     options = config.checkpoint
     if options.save is None or config.training.no_train or options.overwrite_checkpoints:
         return
-    save = Path(options.save)
-    found = checkpoints_of_other_runs(save, start_identity(checkpoint, options))
+    save = path_of(options.save)
+    found = checkpoints_of_other_runs(save, start_identity(checkpoint, options, path_of))
     if options.load is None:  # the first local save of a new run would delete them
         found += [f"local {entry.name}" for entry in read_local_entries(save)]
     remedy = (
@@ -349,7 +360,7 @@ def check_save_folder(checkpoint: Checkpoint | None, config: Config) -> None:
 
 def is_same_path(one: str | Path, other: str | Path | None) -> bool:
     """Returns whether two paths name the same folder, which need not exist."""
-    return other is not None and os.path.realpath(one) == os.path.realpath(other)
+    return other is not None and real_path(one) == real_path(other)
 
 
 def share_checkpoint(
@@ -365,8 +376,10 @@ def share_checkpoint(
     of files. Raises UserError on every rank if one node cannot see the checkpoint after some retries.
     """
     checkpoint = share(checkpoint)
+    if checkpoint is None or isinstance(checkpoint.folder, ObjectPath):
+        return checkpoint
     with errors_of_all_ranks():
-        if checkpoint is not None and dist.get_rank() != 0 and leads_node:
+        if dist.get_rank() != 0 and leads_node:
             try:
                 _open_with_retries(checkpoint.folder, checkpoint.run.get("sha256"))
             except (UserError, OSError) as error:

@@ -18,52 +18,50 @@ import torch.distributed as dist
 
 from megatron.checkpoint.discovery import open_checkpoint
 from megatron.checkpoint.files import describe_file
+from megatron.checkpoint.folders.of_run import FILE_SYSTEM, Folders
 from megatron.checkpoint.formats.deepspeed_files import optimizer_files
 from megatron.checkpoint.formats.native import NativeReader
 from megatron.checkpoint.lineage.identity import LineageEntry, read_latest, read_local_entries
 from megatron.checkpoint.lineage.start import is_same_path, origin_matches
 from megatron.checkpoint.local.saves import LocalCheckpoints
-from megatron.checkpoint.object_store.checkpoints import ObjectCheckpoints
 from megatron.checkpoint.ranks import errors_of_rank_0, files_of_this_rank, first_problem_of_ranks
 from megatron.checkpoint.record import RUN_FILE, Checkpoint
-from megatron.checkpoint.selection import FingerprintAt, check_fits, select_valid_checkpoint
-from megatron.config import CheckpointConfig, Config
+from megatron.checkpoint.selection import check_fits, select_valid_checkpoint
+from megatron.config import CheckpointConfig
 from megatron.engine.pipeline_engine import GPTEngine
 from megatron.errors import UserError
 from megatron.files import sync_file, write_json
 from megatron.mpu.world import broadcast_from_rank_0, gather_from_all_ranks
+from megatron.run import Run
 from megatron.text_table import first_few
 
 
 def select_checkpoint(
     shared: Checkpoint | None,
     local: LocalCheckpoints | None,
-    config: Config,
-    vocab_size: int,
-    fingerprint_at: FingerprintAt,
+    run: Run,
     heartbeat: Callable[[], None],
-    objects: ObjectCheckpoints | None = None,
+    folders: Folders = FILE_SYSTEM,
 ) -> Checkpoint | None:
     """Returns the checkpoint that the run starts from, on all ranks; None if it initializes from scratch.
 
     shared: what `find_checkpoint` has returned on rank 0; other ranks may pass None. Its files are read only
-    if no local checkpoint is newer. local: None without --save-local. objects: the checkpoints in object
-    stores, if any. Collective.
+    if no local checkpoint is newer. local: None without --save-local. folders: of the run. Collective.
     """
-    if local is None or config.checkpoint.load is None:
-        return select_valid_checkpoint(shared, config, vocab_size, fingerprint_at, heartbeat, objects)
+    if local is None or run.config.checkpoint.load is None:
+        return select_valid_checkpoint(shared, run, heartbeat, folders)
 
     def newest_local(other: Checkpoint | None) -> tuple[Checkpoint | None, list[str]]:
         checkpoint, reasons = _newest_complete(other, local, heartbeat)
         with errors_of_rank_0():
             if checkpoint is not None and dist.get_rank() == 0:
-                check_fits(checkpoint, config, vocab_size, fingerprint_at)
+                check_fits(checkpoint, run)
         return checkpoint, reasons
 
     shared = broadcast_from_rank_0(shared)
     checkpoint, reasons = newest_local(shared)
     if checkpoint is None:
-        valid = select_valid_checkpoint(shared, config, vocab_size, fingerprint_at, heartbeat, objects)
+        valid = select_valid_checkpoint(shared, run, heartbeat, folders)
         if shared is not None and (valid is None or valid.folder != shared.folder):
             checkpoint, reasons = newest_local(valid)  # the damaged one may have been newer
         if checkpoint is None and valid is not None:

@@ -78,6 +78,8 @@ class BackgroundSave:
     started: float
     """The clock (`time.monotonic`) at the begin of the save."""
     writer: CheckpointWriter
+    folder: Path
+    """The folder of the checkpoint, for messages."""
     is_local: bool = False
     """Whether it is a save to --save-local."""
     before_report: Callable[[BackgroundSave, Files, str], str] | None = None
@@ -100,16 +102,13 @@ class BackgroundSave:
         return self.writer.folder
 
     def ended(
-        self, folder: Path, problem: str = "", files: Files | None = None, mismatched: tuple[str, ...] = ()
+        self, problem: str = "", files: Files | None = None, mismatched: tuple[str, ...] = ()
     ) -> SaveOutcome:
-        """Returns the outcome. folder, files: of the checkpoint; the folder may have its temporary name.
-        problem, mismatched: see `SaveOutcome`."""
+        """Returns the outcome. files: of the checkpoint. problem, mismatched: see `SaveOutcome`."""
         num_bytes = sum(facts["bytes"] for facts in (files or {}).values())
         seconds = time.monotonic() - self.started
-        folder, problem = folder.with_name(with_final_names(folder.name)), with_final_names(problem)
-        return SaveOutcome(
-            folder, self.state.iteration, problem, num_bytes, seconds, mismatched, self.is_local
-        )
+        facts = (with_final_names(problem), num_bytes, seconds, mismatched, self.is_local)
+        return SaveOutcome(self.folder, self.state.iteration, *facts)
 
     def count_bytes(self, count: int) -> None:
         """Counts copied bytes: the heartbeats of `BackgroundSaves.finish` depend on them."""
@@ -119,17 +118,14 @@ class BackgroundSave:
 class BackgroundSaves:
     """A rank's saves in the background. At most one is in flight."""
 
-    def __init__(
-        self, engine: GPTEngine, vocab_size: int, store: dist.Store, heartbeat: Callable[[], None]
-    ) -> None:
-        """vocab_size: without padding. store: the store of the ranks. heartbeat: called while the state is
-        copied, and while `finish` waits if the writer makes progress."""
+    def __init__(self, engine: GPTEngine, store: dist.Store, heartbeat: Callable[[], None]) -> None:
+        """store: the store of the ranks. heartbeat: called while the state is copied, and while `finish`
+        waits if the writer makes progress."""
         self.in_flight: BackgroundSave | None = None
         self.writer: BackgroundWriter | None = None
         self.last_has_failed = False
         """Whether the last save to --save that has ended has failed, on every rank."""
-        self._engine, self._vocab_size = engine, vocab_size
-        self._store, self._heartbeat = store, heartbeat
+        self._engine, self._store, self._heartbeat = engine, store, heartbeat
         self._num_saves = 0
         self._lost_store = ""
         """Why a thread of this rank could not use the store; "" if none has failed."""
@@ -140,7 +136,7 @@ class BackgroundSaves:
         try:
             if self.writer is None:
                 sizes = [*self._engine.layer_sizes.values()]
-                self.writer = BackgroundWriter(ring_bytes(sizes, self._engine.run_config), self._heartbeat)
+                self.writer = BackgroundWriter(ring_bytes(sizes, self._engine.run.config), self._heartbeat)
         except OSError as error:
             return f"the checkpoint writer cannot be started ({error})"
         return ""
@@ -162,7 +158,7 @@ class BackgroundSaves:
         digests = rank_digests(
             pieces, engine.mesh, optimizer.is_partitioned, lambda piece: files.digests.get(piece.name, {})
         )
-        save.canary_loss = canary_loss(engine, self._vocab_size)
+        save.canary_loss = canary_loss(engine)
         self._num_saves += 1
         self.in_flight = save
         result = RankResult({}, table, digests, problem)
@@ -251,7 +247,7 @@ class BackgroundSaves:
         except Exception as error:  # nobody would see it in a thread, and `finish` would wait for ever
             if isinstance(error, dist.DistError):  # a lost store may accept one more `set`
                 self._lost_store = one_line(error)
-            save.outcome = save.ended(save.saving, f"{type(error).__name__}: {error}")
+            save.outcome = save.ended(f"{type(error).__name__}: {error}")
         self._outcomes.put(save.outcome)
         save.has_ended.set()
 

@@ -1,4 +1,4 @@
-"""File operations of a save: removes leftovers, renames the new checkpoint into place, deletes old ones."""
+"""Saves to a folder: removes leftovers, renames the new checkpoint into place, deletes old ones."""
 
 from __future__ import annotations
 
@@ -8,11 +8,12 @@ import os
 import re
 import secrets
 import shutil
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
+from contextlib import suppress
 from pathlib import Path
 
 from megatron.checkpoint.discovery import open_checkpoint
-from megatron.checkpoint.files import RETRY_DELAYS_S
+from megatron.checkpoint.files import DISK_IS_FULL, RETRY_DELAYS_S, Files, first_size_mismatch
 from megatron.checkpoint.lineage.identity import (
     CHECKPOINT_NAME,
     LATEST_FILE,
@@ -21,10 +22,12 @@ from megatron.checkpoint.lineage.identity import (
     record_upcoming,
     set_latest,
 )
+from megatron.checkpoint.lineage.owner import ClaimFolder
 from megatron.checkpoint.record import REPLACED, RUN_FILE, SAVING
 from megatron.config import CheckpointConfig
 from megatron.errors import UserError, is_access_error, one_line
 from megatron.files import HostileFileError, read_json, sync_file
+from megatron.object_store.path import ObjectPath
 from megatron.text_table import first_few
 
 # Folder names of unfinished saves. Older versions wrote no suffix.
@@ -44,17 +47,121 @@ def with_final_names(text: str) -> str:
     return re.sub(rf"{SAVING}(global_step[0-9]+)(\.[0-9a-f]{{8}})?", r"\1", text)
 
 
-def clean_leftovers(folder: Path) -> None:
-    """Removes unfinished saves of killed jobs, and finishes or undoes an interrupted replacement. Only the
-    owner of the folder may call it. Failures are logged, not raised."""
-    for path in sorted(folder.iterdir()):
+class Folder:
+    """A --save folder in a file system. `ObjectFolder` is one in an object store.
+
+    path: of its checkpoints; an `ObjectPath` in an object store. saving: the folder on this rank's node with
+    the files of a save, under its temporary name.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def claims(self) -> ClaimFolder:
+        """Returns the owner files of the folder."""
+        return ClaimFolder(self.path)
+
+    def begin(self, saving_name: str) -> None:
+        """Removes unfinished saves of killed jobs, and finishes or undoes an interrupted replacement. Only
+        the owner of the folder may call it, before each save. Failures are logged, not raised."""
+        for path in sorted(self.path.iterdir() if self.path.is_dir() else ()):
+            try:
+                if UNFINISHED.fullmatch(path.name):
+                    remove_checkpoint(path)
+                elif path.name.endswith(REPLACED) and CHECKPOINT_NAME.fullmatch(
+                    path.name.removesuffix(REPLACED)
+                ):
+                    _finish_replacement(path, path.with_name(path.name.removesuffix(REPLACED)))
+            except OSError as error:
+                _LOG.warning("%s cannot be removed: %s", path, error)
+
+    def staging(self, saving_name: str) -> Path:
+        """Returns the `saving` of a save."""
+        return self.path / saving_name
+
+    def upload(self, saving: Path, names: Collection[str], count_bytes: Callable[[int], object]) -> None:
+        """Moves files of a save to the store, if there is one. count_bytes: called with the bytes of each.
+        Raises OSError."""
+
+    def size_mismatch(self, saving: Path, files: Files) -> str | None:
+        """Describes the first file of a save that is missing or has the wrong size, on rank 0."""
+        return first_size_mismatch(saving, files)
+
+    def publish(
+        self,
+        saving: Path,
+        entry: LineageEntry,
+        identity: RunIdentity,
+        check_owner: Callable[[], object] = lambda: None,
+    ) -> RunIdentity:
+        """Gives a complete checkpoint its name and updates `latest`, on rank 0. Returns the run's new
+        identity. At every instant each complete checkpoint has a name under which a resume finds it. Raises
+        OSError if the checkpoint cannot get its name.
+
+        check_owner: raises an error if another job has taken over the folder. An object store calls it
+        directly before each request for `run.json`.
+        """
+        folder = saving.parent
+        sync_file(saving)
+        record_upcoming(folder, entry, identity)
+        final = folder / entry.name
+        replaced = final.with_name(f"{final.name}{REPLACED}")
+        for old in (replaced, final):
+            _set_aside_unknown(old)
+        if final.exists():
+            warn_of_replacement(final, identity)
+            remove_checkpoint(replaced)
+            os.rename(final, replaced)
+        os.rename(saving, final)
+        identity = identity.with_checkpoint(entry)
         try:
-            if UNFINISHED.fullmatch(path.name):
-                remove_checkpoint(path)
-            elif path.name.endswith(REPLACED) and CHECKPOINT_NAME.fullmatch(path.name.removesuffix(REPLACED)):
-                _finish_replacement(path, path.with_name(path.name.removesuffix(REPLACED)))
+            sync_file(folder)
+            set_latest(folder, entry, identity)
+        except OSError as error:  # the checkpoint has its name: a resume finds it through `latest.json`
+            _LOG.warning("%s is saved, but %s cannot be updated: %s", final, folder / LATEST_FILE, error)
+        try:
+            remove_checkpoint(replaced)
         except OSError as error:
-            _LOG.warning("%s cannot be removed: %s", path, error)
+            _LOG.warning("%s cannot be removed: %s", replaced, error)
+        return identity
+
+    def remove(self, checkpoint: Path) -> None:
+        """Deletes a checkpoint, on rank 0. Raises OSError if it contains files that `run.json` does not list,
+        or if it cannot be accessed."""
+        remove_checkpoint(checkpoint)
+
+    def delete_old(self, identity: RunIdentity, options: CheckpointConfig, protected: str | None) -> None:
+        """Deletes checkpoints beyond --keep-last. identity: its lineage ends with the new checkpoint.
+
+        protected: name of a checkpoint that is always kept. Deletes only checkpoints that this run saved,
+        identified by the checksum of `run.json`, and none of the run that it started from. Failures are
+        logged, not raised.
+        """
+        if options.keep_last is None:
+            return
+        interval, kept = options.save_retain_interval, 0
+        earlier = (0, *(entry.iteration for entry in identity.lineage))
+        for entry, previous in reversed([*zip(identity.lineage, earlier, strict=False)]):
+            if not identity.saved(entry):
+                continue
+            path = self.path / entry.name
+            try:
+                if kept < options.keep_last:
+                    kept += is_same_checkpoint(self.path, entry, ())
+                elif entry.name == protected or (
+                    interval and entry.iteration // interval > previous // interval
+                ):
+                    continue
+                elif is_same_checkpoint(self.path, entry, ()):
+                    self.remove(path)
+            except OSError as error:
+                _LOG.warning("the old checkpoint %s cannot be deleted: %s", path, error)
+                if isinstance(path, ObjectPath) and error.errno == errno.EIO:
+                    return  # the object store has not answered for minutes
+
+    def note_on_space(self, problem: str) -> str:
+        """Describes the free space on the disk, unless the problem of a save says that it is full."""
+        return "" if DISK_IS_FULL in problem else f"; {free_space_text(self.path)}"
 
 
 def _finish_replacement(replaced: Path, final: Path) -> None:
@@ -68,41 +175,13 @@ def _finish_replacement(replaced: Path, final: Path) -> None:
     remove_checkpoint(replaced)
 
 
-def publish(saving: Path, entry: LineageEntry, identity: RunIdentity) -> RunIdentity:
-    """Renames a complete checkpoint into place and updates `latest`; returns the run's new identity. At every
-    instant each complete checkpoint has a name under which a resume finds it."""
-    folder = saving.parent
-    sync_file(saving)
-    record_upcoming(folder, entry, identity)
-    final = folder / entry.name
-    replaced = final.with_name(f"{final.name}{REPLACED}")
-    for old in (replaced, final):
-        _set_aside_unknown(old)
-    if final.exists():
-        if not _is_in_lineage(folder, entry.name, identity):
-            _LOG.warning("replacing %s, which belongs to another branch or run", final)
-        remove_checkpoint(replaced)
-        os.rename(final, replaced)
-    os.rename(saving, final)
-    identity = identity.with_checkpoint(entry)
-    try:
-        sync_file(folder)
-        set_latest(folder, entry, identity)
-    except OSError as error:  # the checkpoint has its name: a resume finds it through `latest.json`
-        _LOG.warning("%s is saved, but %s cannot be updated: %s", final, folder / LATEST_FILE, error)
-    try:
-        remove_checkpoint(replaced)
-    except OSError as error:
-        _LOG.warning("%s cannot be removed: %s", replaced, error)
-    return identity
-
-
-def _is_in_lineage(folder: Path, name: str, identity: RunIdentity) -> bool:
-    own = (entry for entry in identity.lineage if entry.name == name)
-    try:
-        return any(is_same_checkpoint(folder, entry, ()) for entry in own)
-    except OSError:
-        return False
+def warn_of_replacement(checkpoint: Path, identity: RunIdentity) -> None:
+    """Warns if the checkpoint that a save replaces is not in the lineage of the run."""
+    own = (entry for entry in identity.lineage if entry.name == checkpoint.name)
+    with suppress(OSError):
+        if any(is_same_checkpoint(checkpoint.parent, entry, ()) for entry in own):
+            return
+    _LOG.warning("replacing %s, which belongs to another branch or run", checkpoint)
 
 
 def _set_aside_unknown(folder: Path) -> None:
@@ -142,41 +221,6 @@ def _unlisted_text(names: list[str]) -> str:
     return f"contains {first_few(map(one_line, names))}, which {RUN_FILE} does not list"
 
 
-def delete_old_checkpoints(
-    folder: Path,
-    identity: RunIdentity,
-    options: CheckpointConfig,
-    protected: str | None,
-    remove: Callable[[Path], None] | None = None,
-) -> None:
-    """Deletes checkpoints beyond --keep-last. identity: its lineage ends with the new checkpoint.
-
-    protected: name of a checkpoint that is always kept. Deletes only checkpoints that this run saved,
-    identified by the checksum of `run.json`, and none of the run that it started from. Failures are logged,
-    not raised. remove: deletes one; None in a file system.
-    """
-    remove = remove or remove_checkpoint
-    if options.keep_last is None:
-        return
-    interval, kept = options.save_retain_interval, 0
-    earlier = (0, *(entry.iteration for entry in identity.lineage))
-    for entry, previous in reversed([*zip(identity.lineage, earlier, strict=False)]):
-        if not identity.saved(entry):
-            continue
-        path = folder / entry.name
-        try:
-            if kept < options.keep_last:
-                kept += is_same_checkpoint(folder, entry, ())
-            elif entry.name == protected or (interval and entry.iteration // interval > previous // interval):
-                continue
-            elif is_same_checkpoint(folder, entry, ()):
-                remove(path)
-        except OSError as error:
-            _LOG.warning("the old checkpoint %s cannot be deleted: %s", path, error)
-            if remove is not remove_checkpoint and error.errno == errno.EIO:
-                return  # the object store has not answered for minutes
-
-
 def is_same_checkpoint(
     folder: Path, entry: LineageEntry, retry_delays_s: Sequence[float] = RETRY_DELAYS_S
 ) -> bool:
@@ -201,6 +245,15 @@ def remove_checkpoint(folder: Path) -> None:
         if unlisted := _unlisted(folder):
             raise OSError(f"it {_unlisted_text(unlisted)}")
         if not UNFINISHED.fullmatch(folder.name):
-            # Deletion takes time. If the job is killed during it, `clean_leftovers` finds the rest.
+            # Deletion takes time. If the job is killed during it, `Folder.begin` finds the rest.
             folder = folder.rename(folder.with_name(saving_name(folder.name.removesuffix(REPLACED))))
         shutil.rmtree(folder)
+
+
+def free_space_text(folder: Path) -> str:
+    """Describes the free space on a folder's disk."""
+    try:
+        free = shutil.disk_usage(folder).free
+        return f"{free / 1e6:,.1f} MB are free there" if free else DISK_IS_FULL
+    except OSError as error:
+        return f"its file system does not answer: {error.strerror}"

@@ -10,43 +10,35 @@ from typing import TYPE_CHECKING, Any
 from megatron.checkpoint.formats.universal_info import INFO_KEY, derive_info, spec_record
 from megatron.checkpoint.record import RUN_FILE, TrainingState
 from megatron.config import Config
+from megatron.config.registries import SAVE_FORMATS
 from megatron.files import MAX_JSON_BYTES
 from megatron.mpu.parameter_spec import ParameterSpec
 from megatron.mpu.parameters import spec_of
 from megatron.mpu.world import gather_from_all_ranks
-from megatron.object_urls import settings_with_urls
 from megatron.optimizer.eight_bit import rule_record
 
 if TYPE_CHECKING:
+    from megatron.checkpoint.formats.writing import CheckpointWriter
     from megatron.engine.pipeline_engine import GPTEngine
 
 
-def run_record(
-    engine: GPTEngine,
-    specs: dict[str, ParameterSpec],
-    vocab_size: int,
-    eod: int | None,
-    fingerprint: dict[str, Any],
-    state: TrainingState,
-) -> dict[str, Any]:
+def run_record(engine: GPTEngine, specs: dict[str, ParameterSpec], state: TrainingState) -> dict[str, Any]:
     """Returns the content of `run.json` without the files, the integrity record and the run's identity.
-
-    specs: of all parameters of the model. See `CheckpointManager` for the other arguments.
-    """
-    config = engine.run_config
+    specs: of all parameters of the model."""
+    config, vocab = engine.run.config, engine.run.vocab
     return {
         "state": asdict(state),
-        "config": settings_with_urls(config.to_dict()),
+        "config": config.to_dict(),
         "layout": layout_record(config),
         # The precision of the moments in memory. The files always hold them in fp32.
         "optimizer_state": rule_record() if config.optimizer.use_bnb_optimizer else {"bits": 32},
         "stages": engine.module.stages_record(),
         "versions": {name: version(name) for name in ("torch", "deepspeed")},
-        "vocab_size": vocab_size,
-        "eod": eod,
-        "data": fingerprint,
+        "vocab_size": vocab.size,
+        "eod": vocab.eod,
+        "data": engine.run.fingerprint,
         "parameters": {name: spec_record(spec) for name, spec in specs.items()},
-        INFO_KEY: derive_info(specs, vocab_size),
+        INFO_KEY: derive_info(specs, vocab.size),
     }
 
 
@@ -69,6 +61,17 @@ def all_specs(engine: GPTEngine) -> dict[str, ParameterSpec]:
     """Returns the spec of every parameter of the model, by name. Collective."""
     own = {name: spec_of(parameter) for name, parameter in engine.module.named_parameters()}
     return {name: spec for specs in gather_from_all_ranks(own) for name, spec in specs.items()}
+
+
+def check_sharding(engine: GPTEngine) -> None:
+    """Raises UserError on all ranks if a format in which the run saves cannot hold the sharding of a
+    parameter. Collective."""
+    options = engine.run.config.checkpoint
+    names = [options.save_format] if options.save else []
+    names += ["native"] if options.save_local else []
+    for name in names:
+        writer: type[CheckpointWriter] = SAVE_FORMATS.load(name)
+        writer.check_sharding(all_specs(engine))
 
 
 def within_limit(*contents: dict[str, Any]) -> dict[str, Any]:

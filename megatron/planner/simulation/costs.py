@@ -40,14 +40,16 @@ class LayerCost:
     """The costs of an entry of the layer list, or of several that are recomputed together or computed with
     the loss.
 
-    first, end: range of indices in the layer list. frees_input: bytes of the input that only the caller holds
-    after the forward pass. output: shapes and dtypes of what the layer returns on this rank.
+    first, end: range of indices in the layer list. weight: the weight-gradient pass of --pipeline-schedule
+    zero-bubble. frees_input: bytes of the input that only the caller holds after the forward pass. output:
+    shapes and dtypes of what the layer returns on this rank.
     """
 
     first: int
     end: int
     forward: PassCost
     backward: PassCost
+    weight: PassCost
     frees_input: int
     output: tuple[Spec, ...]
 
@@ -56,13 +58,11 @@ class LayerCost:
 class ModelCosts:
     """The costs of a model with few layers.
 
-    weight: the weight-gradient pass of all layers together (--pipeline-schedule zero-bubble). tables: bytes
-    that stay allocated between micro-batches, without the state. host: bytes that a micro-batch in flight
-    keeps in host memory.
+    tables: bytes that stay allocated between micro-batches, without the state. host: bytes that a micro-batch
+    in flight keeps in host memory.
     """
 
     layers: tuple[LayerCost, ...]
-    weight: PassCost
     tables: int
     host: int
 
@@ -152,22 +152,28 @@ def _scaled(actions: Sequence[_Action], factor: float) -> tuple[_Action, ...]:
 def _sum(
     actions: Sequence[Action], times: float, fewer: Sequence[Action], more: Sequence[Action]
 ) -> tuple[Action, ...]:
-    """Returns `actions` plus `times` x (`more` - `fewer`), computed for each kind of action. Both the number
-    of actions and their total bytes are extrapolated; each action then has the mean bytes of its kind. Each
-    collective is followed by its wait."""
-    sums: dict[tuple[Any, ...], list[float]] = {}
-    for factor, part in ((1.0, actions), (times, more), (-times, fewer)):
+    """Returns `actions` plus `times` x (`more` - `fewer`), computed for each kind of action, first to first,
+    second to second. If the numbers of a kind differ, the number and the total bytes are extrapolated, and
+    each action has the mean bytes. Each collective is followed by its wait."""
+    sizes: dict[tuple[Any, ...], tuple[list[float], ...]] = {}
+    for index, part in enumerate((actions, more, fewer)):
         for action in part:
             if isinstance(action, Kernel | Collective):
                 kind = (action.name,) if isinstance(action, Kernel) else (action.group, action.operation)
-                entry = sums.setdefault(kind, [0.0, 0.0])
-                entry[0] += factor
-                entry[1] += factor * action.bytes
+                sizes.setdefault(kind, ([], [], []))[index].append(action.bytes)
     found: list[Action] = []
-    for kind, (number, size) in sums.items():
-        count = max(round(number), 1)
-        if len(kind) == 1:
-            found += [Kernel(kind[0], 0.0, size / count)] * count
+    for kind, lists in sizes.items():
+        if len({len(values) for values in lists}) == 1:
+            all_bytes = [own + times * (many - few) for own, many, few in zip(*lists, strict=True)]
         else:
-            found += [Collective(*kind, size / count), Wait(0)] * count
+            number, total = (
+                own + times * (many - few) for own, many, few in (map(len, lists), map(sum, lists))
+            )
+            count = max(round(number), 1)
+            all_bytes = [total / count] * count
+        for size in all_bytes:
+            if len(kind) == 1:
+                found.append(Kernel(kind[0], 0.0, size))
+            else:
+                found += [Collective(*kind, size), Wait(0)]
     return tuple(found)

@@ -28,7 +28,7 @@ from megatron.config.model import padded_vocab_size
 from megatron.engine.pipeline_engine import mixed_precision_optimizer, plain_optimizer
 from megatron.model.layer_context import LayerIO, split_layer_io
 from megatron.model.pipeline_module import GPTModelPipe
-from megatron.mpu.deferred_gradients import accumulate
+from megatron.mpu.deferred_gradients import Deferred, accumulate
 from megatron.mpu.logit_chunks import chunk_sizes
 from megatron.mpu.mesh import Mesh
 from megatron.mpu.vector_math import initialize_vector_math
@@ -133,6 +133,21 @@ class _ObservedModel(GPTModelPipe):
         self._note_freed_input()
         self.host_bytes = host_bytes
 
+    def deferred_by_entry(self, deferred: Deferred) -> dict[int, Deferred]:
+        """Moves the deferred gradients to a list for each entry. Lists that share them would keep their
+        memory."""
+        owners: dict[torch.Tensor, int] = {
+            parameter: index
+            for index, (positions, _) in enumerate(self.entries)
+            for position in positions
+            if position in self.layers
+            for parameter in self.layers[position].parameters()
+        }
+        found: dict[int, Deferred] = {}
+        while deferred:
+            found.setdefault(owners[deferred[0][0]], []).append(deferred.pop(0))
+        return found
+
     def _note_freed_input(self) -> None:
         """Records how many bytes of the last layer's input have been freed: all or none."""
         if self._input is not None:
@@ -171,12 +186,13 @@ def record_layers(config: Config, vocab_size: int, num_entries: int, kernels: bo
                 end,
                 recorder.cost("forward", index),
                 recorder.cost("backward", index),
+                recorder.cost("weight", index),
                 model.freed_inputs[index],
                 output,
             )
             for index, (first, end, output) in enumerate(entries)
         )
-        return ModelCosts(layers, recorder.cost("weight"), tables, model.host_bytes - on_host)
+        return ModelCosts(layers, tables, model.host_bytes - on_host)
 
 
 def _check_chunks(config: Config, vocab_size: int) -> None:
@@ -206,8 +222,9 @@ def _run_micro_batch(rank: _Rank) -> tuple[Spec, ...]:
     model.begin_backward(rank.simulated.host_memory.total)
     (loss * scale).backward()
     if model.deferred_gradients is not None:
-        model.recorder.begin("weight")
-        accumulate(model.deferred_gradients.take())
+        for index, deferred in model.deferred_by_entry(model.deferred_gradients.take()).items():
+            model.recorder.begin("weight", index)
+            accumulate(deferred)
     model.recorder.end()
     return _specs(outputs)
 

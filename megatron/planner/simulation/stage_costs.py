@@ -12,6 +12,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, replace
+from functools import cached_property
 from itertools import accumulate, chain, pairwise
 from threading import Lock
 from typing import Any
@@ -29,15 +30,15 @@ from megatron.model.layer_kinds import (
     LayerKind,
     Role,
     layer_kind,
-    settings_of,
+    settings_for_kinds,
     transformer_layers,
 )
 from megatron.optimizer.overlap import divide_into_buckets
-from megatron.pipeline.stages import StagePlan
 from megatron.planner.simulation.costs import LayerCost, ModelCosts, PassCost, Spec, UpdateCosts, spec_bytes
 from megatron.planner.simulation.layer_costs import record_layers, record_update
 from megatron.planner.simulation.passes import Action, Collective, Kernel, Wait
 from megatron.planner.simulation.processes import Worker
+from megatron.run import Run
 
 _FEW_LAYERS, _MANY_LAYERS = 2, 4
 """The optimizer step of a rank with more than `_MANY_LAYERS` transformer layers is extrapolated from the
@@ -77,16 +78,14 @@ _NEUTRAL: dict[str, Any] = {
 class StageCosts:
     """The costs of the passes of a micro-batch through a stage.
 
-    layers: costs of the layers, in order. weight: the weight-gradient pass of --pipeline-schedule
-    zero-bubble. inputs: shapes and dtypes of the stage's input. receives: number of parts in which the
-    tensor-parallel ranks receive the input, one part each; 1 if each rank receives all of it, 0 in the first
-    stage. sends: number of parts in which they send the output; 0 in the last stage. tables: bytes that stay
-    allocated between micro-batches, without the state. host: bytes that a micro-batch in flight keeps in host
-    memory.
+    layers: costs of the layers, in order. inputs: shapes and dtypes of the stage's input. receives: number of
+    parts in which the tensor-parallel ranks receive the input, one part each; 1 if each rank receives all of
+    it, 0 in the first stage. sends: number of parts in which they send the output; 0 in the last stage.
+    tables: bytes that stay allocated between micro-batches, without the state. host: bytes that a micro-batch
+    in flight keeps in host memory.
     """
 
     layers: tuple[LayerCost, ...]
-    weight: PassCost
     inputs: tuple[Spec, ...]
     receives: int
     sends: int
@@ -97,6 +96,17 @@ class StageCosts:
     def outputs(self) -> tuple[Spec, ...]:
         """Shapes and dtypes of the stage's output; for the last stage, of the loss's input."""
         return self.layers[-1].output if self.layers else self.inputs
+
+    @cached_property
+    def weight(self) -> PassCost:
+        """The weight-gradient pass of --pipeline-schedule zero-bubble."""
+        actions: list[Action] = []
+        peak = change = 0
+        for layer in reversed(self.layers):
+            actions += layer.weight.actions
+            peak = max(peak, change + layer.weight.peak)
+            change += layer.weight.change
+        return PassCost(tuple(actions), peak, change)
 
     @property
     def passes(self) -> dict[str, Iterator[Action]]:
@@ -118,9 +128,10 @@ def _gather(specs: Sequence[Spec], parts: int) -> tuple[Action, ...]:
     return (Collective("tensor", "_allgather_base_", spec_bytes(specs[:1])), Wait(0)) if parts > 1 else ()
 
 
-def stage_costs(config: Config, plan: StagePlan, vocab_size: int, stage: int) -> StageCosts:
+def stage_costs(run: Run, stage: int) -> StageCosts:
     """Returns the costs of a stage of the plan."""
-    costs = _stage(config, plan.layers, vocab_size, plan.bounds[stage], plan.bounds[stage + 1])
+    plan = run.stages
+    costs = _stage(run.config, plan.layers, run.vocab.size, plan.bounds[stage], plan.bounds[stage + 1])
     own, following = plan.rank_of(stage), plan.rank_of_stage[stage + 1 :][:1]
     return replace(
         costs,
@@ -139,7 +150,6 @@ def _stage(
     shards = config.parallel.tensor_model_parallel_size if config.parallel.sends_parts else 1
     return StageCosts(
         layers=tuple(parts.layers_between(first, end)),
-        weight=_repeated(parts.model.weight, count, parts.few),
         inputs=parts.outputs_of(first - 1) if first else (tokens,),
         receives=shards if first > 0 else 0,
         sends=shards if end < len(layers) else 0,
@@ -263,16 +273,11 @@ class _Parts:
         return next(layer.output for layer in self.model.layers if layer.first <= index < layer.end)
 
 
-def _repeated(weight: PassCost, count: int, few: int) -> PassCost:
-    """Returns the weight-gradient pass of `count` transformer layers, given the pass of `few` layers."""
-    actions = weight.actions[: len(weight.actions) // few] * count
-    return replace(weight, actions=actions, change=weight.change * count // few)
-
-
-def rank_update(config: Config, plan: StagePlan, vocab_size: int, rank: int) -> UpdateCosts:
+def rank_update(run: Run, rank: int) -> UpdateCosts:
     """Returns the state and the optimizer step of the first device (TP rank 0, DP rank 0) of a pipeline rank.
     For many layers or replicas they are extrapolated from fewer, except with an optimizer of whole matrices:
     how many matrices the most loaded rank owns grows in steps."""
+    config, plan = run.config, run.stages
     held = [stage for stage, holder in enumerate(plan.rank_of_stage) if holder == rank]
     entries = [entry for stage in held for entry in range(plan.bounds[stage], plan.bounds[stage + 1])]
     inner = transformer_layers(plan.layers)
@@ -289,7 +294,7 @@ def rank_update(config: Config, plan: StagePlan, vocab_size: int, rank: int) -> 
         settings = _update_config(config, len(bounds) - 1, kinds, replicas, bool(buckets))
         first = place * parallel.tensor_model_parallel_size * replicas
         recording = _RECORDINGS.get(
-            record_update, settings, vocab_size, bounds, first, run_uses_kernels(config)
+            record_update, settings, run.vocab.size, bounds, first, run_uses_kernels(config)
         )
         found: UpdateCosts = recording.result()
         return found
@@ -387,7 +392,7 @@ def _layers_config(config: Config, kinds: Sequence[LayerKind]) -> Config:
         "parallel.zero_stage": parallel.zero_stage if shards else 0,
         "parallel.ddp_bucket_size": None,
         "parallel.cpu_offload": False,
-        **settings_of(kinds),
+        **settings_for_kinds(kinds),
         "batch.global_batch_size": config.batch.micro_batch_size * replicas,
     }
     return _without_run(config.with_settings(settings), OptimizerConfig())
@@ -408,7 +413,7 @@ def _update_config(
         "parallel.pipeline_schedule": "1f1b",
         "parallel.virtual_pipeline_stages": 1,
         "parallel.ddp_bucket_size": 1 if has_buckets else _NO_BUCKETS,
-        **settings_of(kinds or [layer_kind(config.model, 0).without_window]),
+        **settings_for_kinds(kinds or [layer_kind(config.model, 0).without_window]),
         "model.hidden_dropout": 0.0,
         "model.attention_dropout": 0.0,
         "batch.micro_batch_size": 1,

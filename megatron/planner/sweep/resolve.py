@@ -14,8 +14,9 @@ from megatron.data.vocabulary import find_vocabulary
 from megatron.errors import UserError
 from megatron.pipeline.layer_times import needs_profiling, read_layer_times
 from megatron.pipeline.schedule import mean_bubble
-from megatron.pipeline.stages import plan_stages, stage_flops
-from megatron.planner.plan import make_plan
+from megatron.pipeline.stages import stage_flops
+from megatron.planner.layer_memory import planned_run
+from megatron.planner.plan import plan_of
 from megatron.planner.sweep.axes import Row, num_processes, run_words
 
 # Largest schedule (stages x micro-batches) that is simulated. It takes a second.
@@ -139,17 +140,15 @@ def loss_settings_digest(config: Config) -> str:
 def predict(config: Config) -> dict[str, Any]:
     """Returns the fields of `_PREDICTION` for a run. Without --gpu there is no time of a step, and the bubble
     assumes times proportional to FLOPs. Raises UserError for a partition that is not possible."""
-    vocab = find_vocabulary(config)
-    times = read_layer_times(config, vocab.size)
-    if times is None and needs_profiling(config):
+    if needs_profiling(config) and read_layer_times(config, find_vocabulary(config).size) is None:
         note = "--partition-method profile measures the layers at the start of the run"
         return {**_PREDICTION, "note": note}
-    plan = make_plan(config, vocab.size, plan_stages(config, vocab.size, times))
-    work, step = stage_flops(config, plan.stages, vocab.size), plan.step
-    ranks = plan.stages.sum_by_rank(work)
+    plan = plan_of(planned_run(config))
+    work, step = stage_flops(config, plan.run.stages, plan.run.vocab.size), plan.step
+    ranks = plan.run.stages.sum_by_rank(work)
     return {
         **_PREDICTION,
-        "layers": [plan.stages.layer_range(stage) for stage in range(len(work))],
+        "layers": [plan.run.stages.layer_range(stage) for stage in range(len(work))],
         "memory_bytes": plan.bytes_by_rank,
         "bubble": _predicted_bubble(config, work) if step is None else step.bubble,
         "max_over_mean": max(ranks) * len(ranks) / sum(ranks),

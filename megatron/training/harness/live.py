@@ -33,6 +33,7 @@ def load_tasks(config: Config) -> Tasks | None:
     if not training.eval_harness_tasks:
         return None
     try:
+        # Late: lm_eval is optional.
         from megatron.training.harness.model import Tasks
     except ImportError as error:
         raise no_harness("--eval-harness-tasks", str(error)) from error
@@ -62,7 +63,7 @@ def run_tasks(
         heartbeat()
         engine.optimizer.unit_overlap.begin_micro_batch()
 
-    config = engine.run_config
+    config = engine.run.config
     size = config.batch.micro_batch_size
     model = DistributedGPT(engine.module, engine.mesh, size, stop_requested, begin_micro_batch)
     engine.optimizer.wait_for_params()

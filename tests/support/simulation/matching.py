@@ -11,7 +11,7 @@ from collections import defaultdict, deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
-from megatron.mpu.mesh import Mesh
+from megatron.mpu.mesh import DENSE, Mesh
 from megatron.planner.simulation.device import POINT_TO_POINT, CollectiveCall
 from tests.support.simulation.record import StepRecord
 from tests.support.simulation.trace import COMMIT
@@ -52,7 +52,15 @@ def translate_ranks(ranks: Sequence[int], simulated: Mesh, other: Mesh) -> tuple
     own, wanted = simulated.coordinates_of(simulated.rank), other.coordinates_of(other.rank)
     members = [simulated.coordinates_of(rank) for rank in ranks]
     shared = {name: wanted[name] for name in own if all(member[name] == own[name] for member in members)}
-    return tuple(sorted(simulated.rank_at(member | shared) for member in members))
+    return tuple(sorted(rank_at(simulated, member | shared) for member in members))
+
+
+def rank_at(mesh: Mesh, coordinates: Mapping[str, int], view: Sequence[str] = DENSE) -> int:
+    """Inverts `Mesh.coordinates_of`."""
+    rank = 0
+    for name in view:
+        rank = rank * mesh.sizes[name] + coordinates[name]
+    return rank
 
 
 def find_deadlock(calls: Mapping[int, Sequence[Batch]]) -> str | None:

@@ -18,20 +18,18 @@ from unittest.mock import patch
 import torch.distributed as dist
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from megatron.checkpoint.compatibility import resumed_schedule
+from megatron.checkpoint.manager import CheckpointManager
 from megatron.checkpoint.record import TrainingState
 from megatron.cluster import processes
 from megatron.cluster.rank_reports import RankReport
 from megatron.cluster.watchdog import Watchdog
 from megatron.config import Config
-from megatron.data.vocabulary import Vocabulary, find_vocabulary
 from megatron.engine.pipeline_engine import GPTEngine
 from megatron.engine.profiler_ranges import TRAIN_STEP
 from megatron.model.attention_choice import run_uses_kernels
 from megatron.mpu.mesh import Mesh
-from megatron.optimizer.batch_schedule import BatchSchedule, RunLength
-from megatron.pipeline.layer_times import read_layer_times
-from megatron.pipeline.stages import StagePlan, plan_stages
+from megatron.optimizer.batch_schedule import RunLength
+from megatron.planner.layer_memory import planned_run
 from megatron.planner.simulation.device import POINT_TO_POINT, SimulatedDevice, process_group_of
 from megatron.planner.simulation.rank_process import (
     SimulatedAccelerator,
@@ -39,6 +37,7 @@ from megatron.planner.simulation.rank_process import (
     simulated_process,
     state_tensors,
 )
+from megatron.run import Run
 from megatron.training.build import build_engine, build_trainer
 from megatron.training.startup_report import StartupReport
 from megatron.training.trainer import Trainer, make_metrics
@@ -115,16 +114,10 @@ class _Accelerator(SimulatedAccelerator):
         self._open.pop().__exit__(None, None, None)
 
 
-def find_stages(config: Config) -> tuple[Vocabulary, StagePlan]:
-    """Returns the vocabulary and the stages."""
-    vocab = find_vocabulary(config)
-    return vocab, plan_stages(config, vocab.size, read_layer_times(config, vocab.size))
-
-
 def simulate_rank(config: Config, rank: int, micro_batches: int | None = None) -> StepRecord:
     """Simulates a training step of `rank`, and returns its record. The device runs Triton kernels if
     `model.attention_choice.run_uses_kernels`. micro_batches: None takes `simulated_micro_batches`."""
-    vocab, plan = find_stages(config)
+    run = planned_run(config)
     mesh = Mesh.from_config(config.parallel, rank)
     count = micro_batches or simulated_micro_batches(config)
     first = config.curriculum.steps if config.curriculum is not None else 0
@@ -134,7 +127,7 @@ def simulate_rank(config: Config, rank: int, micro_batches: int | None = None) -
     # The report of the first steps needs values of all ranks.
     no_report = patch.object(StartupReport, "lines", lambda *_: iter(()))
     with simulated_process(mesh, accelerator), no_report:
-        trainer = _make_trainer(config, mesh, vocab, plan, first)
+        trainer = _make_trainer(dataclasses.replace(run, config=config, mesh=mesh))
         optimizer = trainer.engine.optimizer
         accelerator.on_step = lambda: simulated.memory.mark_state(chain(*state_tensors(optimizer).values()))
         start_peak = simulated.memory.peak
@@ -174,20 +167,15 @@ def _simulated_config(config: Config, micro_batches: int) -> Config:
     )
 
 
-def _make_trainer(config: Config, mesh: Mesh, vocab: Vocabulary, plan: StagePlan, first: int) -> Trainer:
-    rank = processes.init_distributed(config, FakeStore())
-    vocab = dataclasses.replace(vocab, eod=vocab.eod or 0)
-    engine = build_engine(config, mesh.connect(), vocab, plan.bounds, no_values)
-    return build_trainer(
-        config,
-        engine,
-        vocab,
-        RunLength(_NEVER, _STEPS * config.batch.global_batch_size),
-        BatchSchedule.from_config(config.batch),
-        resumed_schedule(None, config),
-        make_metrics(config, vocab.size, rank),
-        Watchdog(RankReport(None, str(rank))),
-    )
+def _make_trainer(run: Run) -> Trainer:
+    rank = processes.init_distributed(run.config, FakeStore())
+    vocab = dataclasses.replace(run.vocab, eod=run.vocab.eod or 0)
+    run = dataclasses.replace(run, vocab=vocab, mesh=run.mesh.connect())
+    # The simulated steps are not the last ones, and read few samples.
+    vars(run)["length"] = RunLength(_NEVER, _STEPS * run.config.batch.global_batch_size)
+    engine = build_engine(run, no_values)
+    watchdog = Watchdog(RankReport(None, str(rank)))
+    return build_trainer(engine, CheckpointManager(engine, ""), make_metrics(run), watchdog)
 
 
 def _record(

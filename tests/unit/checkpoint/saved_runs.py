@@ -52,10 +52,11 @@ class Run:
 
     def save(self, *steps, protected=None):
         for step in steps:
-            publishing.clean_leftovers(self.folder)
+            folder = publishing.Folder(self.folder)
+            folder.begin("")
             entry = self.write(step)
-            self.identity = publishing.publish(self.saving(entry), entry, self.identity)
-            publishing.delete_old_checkpoints(self.folder, self.identity, self.options, protected)
+            self.identity = folder.publish(self.saving(entry), entry, self.identity)
+            folder.delete_old(self.identity, self.options, protected)
         return self
 
     def saving(self, entry):

@@ -18,6 +18,7 @@ from megatron.checkpoint.selection import find_checkpoint
 from megatron.config import Config
 from megatron.errors import UserError
 from megatron.optimizer.schedule import schedule_of
+from tests.support.layouts import unconnected_run
 from tests.unit.checkpoint import saved_runs
 
 MODEL = (
@@ -88,7 +89,7 @@ def test_other_data_are_read_from_their_first_sample(trunk: Path) -> None:
     assert (config.data.data_first_sample, config.data.data_order_samples) == (400, None)
     with pytest.raises(UserError, match="--data-first-sample 400: the run starts before it, at sample 20"):
         start = dataclasses.replace(config.checkpoint, branch_at=None, load=str(trunk / "global_step5"))
-        find_checkpoint(dataclasses.replace(config, checkpoint=start), 64, lambda start: {})
+        find_checkpoint(unconnected_run(dataclasses.replace(config, checkpoint=start), 64, {}))
 
 
 def test_the_same_command_resumes_the_branch_even_without_the_trunk(trunk: Path) -> None:

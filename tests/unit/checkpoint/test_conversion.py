@@ -2,34 +2,43 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import pickle
 import runpy
 import shutil
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from importlib import import_module
 from itertools import pairwise
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, NoReturn
 
 import pytest
 import torch
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata
 
+from megatron.checkpoint.conversion import pipeline
+from megatron.checkpoint.conversion.source import open_any
 from megatron.checkpoint.digests import fragment_digests
 from megatron.checkpoint.discovery import open_checkpoint
 from megatron.checkpoint.files import describe_file
-from megatron.checkpoint.formats import dcp, dcp_writer, torch_dist_writer
+from megatron.checkpoint.formats import dcp, dcp_writer, native_writer, torch_dist_writer
 from megatron.checkpoint.formats.deepspeed_files import VALUES
 from megatron.checkpoint.formats.registry import FORMATS, CheckpointFormat, open_reader
 from megatron.checkpoint.formats.torch_dist_writer import TorchDistWriter
+from megatron.checkpoint.formats.universal_writer import UniversalWriter
+from megatron.checkpoint.formats.writing import CheckpointWriter
 from megatron.commands import convert_checkpoint
 from megatron.errors import UserError
 from megatron.files import HostileFileError
 from megatron.mpu.mesh import Axis
+from megatron.mpu.pieces import Piece
 from tests.end_to_end.clone import commands_in
+from tests.end_to_end.command import ROOT
+from tests.support import HANG_TIMEOUT_S
 from tests.support.assets import unpack
 from tests.support.layouts import Row, config_of
 from tests.unit.checkpoint import megatron_deepspeed_folder
@@ -115,8 +124,8 @@ def test_a_rank_of_any_layout_reads_its_shard_of_a_dcp_checkpoint(
     for name, spec in theirs.specs.items():
         for size in (1, 2):
             for rank in range(size):
-                args = name, "exp_avg", spec, [Axis("tp", rank, size)]
-                assert torch.equal(ours.read_shard(*args), theirs.read_shard(*args)), args
+                args = Piece.of_shard(name, spec, [Axis("tp", rank, size)]), "exp_avg"
+                assert torch.equal(ours.read_piece(*args), theirs.read_piece(*args)), args
 
 
 @pytest.mark.gate(rows=1)
@@ -225,6 +234,134 @@ def change_a_value(folder: Path) -> None:
     path.write_bytes(content)
 
 
+# --- conversions that fail or continue ---
+
+
+def left_of(target: Path) -> list[str]:
+    """Returns what a conversion to `target` has left, by the suffixes of the names."""
+    return sorted(path.name.removeprefix(target.name) for path in target.parent.glob(f"{target.name}*"))
+
+
+def first_parameter(native: Path, target: Path) -> str:
+    """Begins a conversion to the universal format, and interrupts it after a parameter."""
+    conversion = pipeline.convert(open_any(native), UniversalWriter, target, workers=1)
+    name = next(conversion)
+    conversion.close()
+    return name
+
+
+def test_space_is_needed_for_what_is_not_on_the_disk(
+    native: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    target, partial = tmp_path / "target", tmp_path / "target.partial"
+    first_parameter(native, target)
+    missing = sum(UniversalWriter(partial, open_any(native)).parameter_bytes().values())
+    # As another process writes it.
+    (partial / "unfinished" / "other").mkdir(parents=True)
+    (partial / "unfinished" / "other" / "fp32.pt").write_bytes(bytes(1000))
+
+    def convert_with(free: int) -> None:
+        monkeypatch.setattr("shutil.disk_usage", lambda _: SimpleNamespace(free=free))
+        convert(native, target, "universal")
+
+    with pytest.raises(UserError, match="GB free and"):
+        convert_with(missing - 1001)
+    convert_with(missing - 1000)
+
+
+def test_a_conversion_that_fails_leaves_only_what_can_continue(
+    native: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    target = tmp_path / "target"
+    damaged = max(native.glob(DAMAGED_FILES["native"]), key=lambda path: path.stat().st_size)
+    content = damaged.read_bytes()
+    flip_a_byte(damaged)
+    with pytest.raises(UserError, match="is damaged"):  # before the folder is created
+        convert(native, target, "universal")
+    assert left_of(target) == []
+    damaged.write_bytes(content)
+    with monkeypatch.context() as patched:
+        patched.setattr("shutil.disk_usage", lambda _: SimpleNamespace(free=0))
+        with pytest.raises(UserError, match="GB free"):  # before the first parameter
+            convert(native, target, "universal")
+    assert left_of(target) == []
+    name = first_parameter(native, target)
+    flip_a_byte(damaged)
+    with pytest.raises(UserError, match="is damaged"):
+        convert(native, target, "universal")
+    assert left_of(target) == [".partial"]
+    damaged.write_bytes(content)
+    before = (tmp_path / "target.partial" / "zero" / name / "fp32.pt").stat().st_mtime_ns
+    convert(native, target, "universal")
+    assert (target / "zero" / name / "fp32.pt").stat().st_mtime_ns == before and left_of(target) == [""]
+
+
+WORKS = """
+import sys
+from pathlib import Path
+from megatron.checkpoint.conversion.shared_work import SharedWork
+
+with SharedWork(Path(sys.argv[1]), 1, 2):
+    print("works", flush=True)
+    input()
+    sys.exit(1)
+"""
+
+
+def test_the_last_of_the_tasks_that_fail_removes_what_cannot_continue(
+    native: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    target = tmp_path / "target"
+    monkeypatch.setattr("shutil.disk_usage", lambda _: SimpleNamespace(free=0))
+    command = [sys.executable, "-c", WORKS, str(tmp_path / "target.partial")]
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
+    with subprocess.Popen(command, text=True, cwd=ROOT, **pipes) as other:  # type: ignore[call-overload]
+        assert other.stdout.readline() == "works\n"
+        with pytest.raises(UserError, match="GB free"):
+            convert(native, target, "universal")
+        assert left_of(target) == [".partial", ".partial.locks"]
+        other.communicate("\n", timeout=HANG_TIMEOUT_S)
+    assert left_of(target) == [".partial"]  # the other task was not one that creates a folder
+    with pytest.raises(UserError, match="GB free"):
+        convert(native, target, "universal")
+    assert left_of(target) == []
+
+
+def one_piece(pieces: Iterator[Piece]) -> Iterator[Piece]:
+    yield next(pieces)
+    fail()
+
+
+def fail(*_: object) -> NoReturn:
+    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+
+@pytest.mark.parametrize("name", ["native", "universal", "dcp", "torch_dist", "native at once"])
+def test_no_file_is_open_when_a_failed_conversion_removes_its_folder(
+    name: str, native: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """NFS renames an open file instead of deleting it: its folder could not be removed."""
+    target, removed = tmp_path / "target", []
+    remove = shutil.rmtree
+
+    def record(path: Path, *args: Any, **kwargs: Any) -> None:
+        if Path(path).name == "target.partial":
+            descriptors = (Path(file) for file in os.scandir("/proc/self/fd"))
+            opened = (os.readlink(file) for file in descriptors if file.is_symlink())
+            removed.append([file for file in opened if file.startswith(f"{path}/")])
+        remove(path, *args, **kwargs)
+
+    monkeypatch.setattr(shutil, "rmtree", record)
+    if name == "native at once":  # the last file of the writer that creates all files first
+        monkeypatch.setattr(native_writer, "client_state", fail)
+    else:
+        whole = CheckpointWriter.source_pieces
+        monkeypatch.setattr(CheckpointWriter, "source_pieces", lambda *args: one_piece(whole(*args)))
+    with pytest.raises(UserError):
+        convert(native, target, name.split()[0])
+    assert removed == [[]] and left_of(target) == []
+
+
 # --- hostile and damaged folders ---
 
 
@@ -298,6 +435,18 @@ def test_parameters_that_the_model_does_not_have_are_left_out(
     parameters = universal / "zero"
     shutil.copytree(next(parameters.glob("*.bias")), parameters / "99.bias")
     assert_equal(states_of(convert(universal, tmp_path / "target", name)), states_of(native))
+
+
+def test_the_first_of_several_tasks_writes_a_format_that_one_process_writes(
+    native: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for rank in (1, 0):
+        task = {"SLURM_STEP_ID": "0", "SLURM_NTASKS": "2", "SLURM_PROCID": str(rank)}
+        for name, value in task.items():
+            monkeypatch.setenv(name, value)
+        convert_checkpoint.run(["--from", str(native), "--to", str(tmp_path / "dcp"), "--format", "dcp"])
+        assert (tmp_path / "dcp").exists() == (rank == 0)
+    assert capsys.readouterr().out.count(" parameters of ") == 1
 
 
 def test_a_format_that_is_only_read_cannot_be_written(monkeypatch: pytest.MonkeyPatch) -> None:

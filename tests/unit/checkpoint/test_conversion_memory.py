@@ -12,10 +12,11 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from megatron.checkpoint.conversion.pipeline import convert
+from megatron.checkpoint.conversion.source import open_any
 from megatron.checkpoint.formats import dcp, dcp_writer, native, native_writer, torch_dist_writer
 from megatron.checkpoint.formats.registry import writer_class
 from megatron.checkpoint.formats.state import ReplicaMismatch
-from megatron.commands.convert_checkpoint import open_source
 from megatron.mpu.pieces import Piece
 from tests.support.layouts import Row, config_of
 from tests.unit.checkpoint.native_folder import random_wholes, write_native
@@ -60,7 +61,7 @@ def small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
 def copied(source: Path, target: Path, format_name: str) -> tuple[int, int]:
     """Copies the largest parameter. Returns the bytes of the largest allocation, and of the parameter."""
     target.mkdir()
-    reader = open_source(source)
+    reader = open_any(source)
     spec = reader.specs[LARGEST]
     writer = writer_class(format_name)(target, reader)
     states: set[str] = set()
@@ -84,7 +85,7 @@ def test_the_largest_allocation_is_a_chunk(
     config = config_of(Row(tp=tp, zero=1), model={"ffn_hidden_size": FFN, **model})
     source = write_native(tmp_path, config, random_wholes(config))
     whole = tmp_path / "whole"
-    list(writer_class("dcp").write_checkpoint(open_source(source), whole))
+    list(convert(open_any(source), writer_class("dcp"), whole))
     allocations = []
     for number, (folder, format_name) in enumerate(
         [*((source, name) for name in ("dcp", "torch_dist", "native", "universal")), (whole, "native")]

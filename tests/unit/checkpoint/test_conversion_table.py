@@ -1,5 +1,5 @@
 """The table of docs/conversion.md says what a conversion carries. Each row is converted, and the five facts
-of the source are looked for in the target."""
+of the source are looked for in the target, whose files are verified."""
 
 from __future__ import annotations
 
@@ -24,6 +24,7 @@ from megatron.checkpoint.formats.registry import (
     open_reader,
 )
 from megatron.checkpoint.huggingface.importer import own_tokenizer
+from megatron.checkpoint.inspect import inspect_checkpoint
 from megatron.commands import ds_to_universal
 from megatron.config import DataConfig
 from megatron.tokenizer import build_tokenizer
@@ -166,3 +167,5 @@ def test_a_conversion_carries_what_the_row_says(
             source = convert(source, tmp_path / "source", name)
     written = convert(source, tmp_path / "target" / "global_step5_universal", target)
     assert carried(source, written) == row[2:]
+    report = inspect_checkpoint(written, verify=True)
+    assert report.is_complete and report.problems == []

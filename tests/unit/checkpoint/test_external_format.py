@@ -19,8 +19,7 @@ from megatron.config.registry import Registry
 from megatron.errors import UserError
 from megatron.model.single_process import GPTModel, model_specs
 from megatron.mpu.parameter_spec import ParameterSpec
-from tests.support.checkpoints import FINGERPRINT
-from tests.support.layouts import EOD, VOCAB, Row, config_of
+from tests.support.layouts import EOD, VOCAB, Row, config_of, unconnected_run
 from tests.unit.checkpoint.native_folder import random_wholes
 
 FILE = "weights.pt"
@@ -55,7 +54,7 @@ def one_file_format(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def find(folder: Path, **model: Any) -> tuple[Config, Checkpoint]:
     config = config_of(Row(), model=model, checkpoint={"load": str(folder)})
-    checkpoint = find_checkpoint(config, VOCAB, lambda start: FINGERPRINT)
+    checkpoint = find_checkpoint(unconnected_run(config))
     assert checkpoint is not None
     return config, checkpoint
 

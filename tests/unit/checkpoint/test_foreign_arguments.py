@@ -26,12 +26,11 @@ from megatron.checkpoint.selection import find_checkpoint
 from megatron.commands import convert_checkpoint
 from megatron.config import ModelConfig
 from megatron.errors import UserError
-from tests.distributed.test_torch_dist import VOCAB, config_for
+from tests.distributed.test_torch_dist import config_for
 from tests.reference.plain_gpt import plain_gpt_logits
 from tests.support.assets import ASSETS, unpack
-from tests.support.checkpoints import FINGERPRINT
 from tests.support.layouts import VOCAB as LAYOUT_VOCAB
-from tests.support.layouts import Row, config_of, sample_tokens
+from tests.support.layouts import Row, config_of, sample_tokens, unconnected_run
 from tests.unit.checkpoint import megatron_deepspeed_folder
 from tests.unit.checkpoint.native_folder import random_wholes, write_native
 
@@ -173,7 +172,7 @@ def test_foreign_arguments_are_checked_by_a_conversion_and_by_load(argument: str
     with pytest.raises(UserError) as converted:
         convert_checkpoint.run(["--from", str(core), "--to", str(target)])
     with pytest.raises(UserError) as loaded:
-        find_checkpoint(config_for(Row(), core), VOCAB, lambda start: FINGERPRINT)
+        find_checkpoint(unconnected_run(config_for(Row(), core)))
     for name, value in changes.items():
         assert all(f"{name} is {value}" in str(error.value) for error in (converted, loaded))
     assert not target.exists()
@@ -201,7 +200,7 @@ def test_foreign_arguments_are_compared_with_the_flags_of_load(
     core = unpack("torch_dist_llama", tmp_path)
     change(core, **changes)
     with pytest.raises(UserError, match=sentence):
-        find_checkpoint(config_for(Row(), core, **flags), VOCAB, lambda start: FINGERPRINT)
+        find_checkpoint(unconnected_run(config_for(Row(), core, **flags)))
 
 
 WRITTEN: list[dict[str, Any]] = [

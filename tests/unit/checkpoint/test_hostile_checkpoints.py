@@ -12,7 +12,6 @@ import pytest
 import torch
 
 from megatron.checkpoint.conversion.source import open_source
-from megatron.checkpoint.conversion.to_universal import convert
 from megatron.checkpoint.discovery import find_latest, find_universal, open_checkpoint
 from megatron.checkpoint.inspect import inspect_folder
 from megatron.checkpoint.lineage.identity import read_latest
@@ -21,6 +20,7 @@ from megatron.checkpoint.reading import read_checkpoint
 from megatron.commands import ds_to_universal, generate, inspect_checkpoint
 from megatron.errors import USER_ERROR_EXIT_CODE, UserError
 from megatron.files import HostileFileError, read_json
+from tests.support.conversion import to_universal
 from tests.support.layouts import Row, config_of
 from tests.unit.checkpoint.native_folder import change_run, flip_a_byte, random_wholes, write_native
 from tests.unit.checkpoint.test_torch_files import harm
@@ -266,7 +266,7 @@ def test_a_hostile_offset_of_a_parameter_is_refused(
     torch.save(content, path)
     change_run(folder, lambda run: run["files"].update({path.name: {"bytes": path.stat().st_size}}))
     with bounds(), pytest.raises(UserError, match="it is damaged"):
-        list(convert(open_source(folder, derive_patterns=True), tmp_path / "out"))
+        list(to_universal(open_source(folder, derive_patterns=True), tmp_path / "out"))
 
 
 # --- what a reader reads is compared with its digest ---
@@ -310,7 +310,7 @@ def test_generation_does_not_run_a_model_with_a_flipped_bit(
     assert ended.value.code == USER_ERROR_EXIT_CODE and f"{path.name} is damaged" in capsys.readouterr().err
     generate.main(["--load", str(folder), "--prompt", "a", "--no-verify-digests"])
     assert texts == ["GPTModel"]
-    list(convert(open_source(folder, derive_patterns=True), folder.parent / "global_step5_universal"))
+    list(to_universal(open_source(folder, derive_patterns=True), folder.parent / "global_step5_universal"))
     universal = folder.parent / "global_step5_universal"
     generate.main(["--load", str(universal), "--prompt", "a"])
     flip_a_byte(universal / "zero" / "5.weight" / "fp32.pt")
@@ -328,8 +328,8 @@ def test_a_finished_parameter_that_is_damaged_is_converted_again(
 ) -> None:
     folder, _ = folders
     source = open_source(folder, derive_patterns=True)
-    list(convert(source, tmp_path / "expected"))
-    conversion = convert(source, tmp_path / "out")
+    list(to_universal(source, tmp_path / "expected"))
+    conversion = to_universal(source, tmp_path / "out")
     first, second = next(conversion), next(conversion)
     conversion.close()
     done = tmp_path / "out.partial" / "zero"
@@ -347,7 +347,7 @@ def test_a_finished_parameter_that_is_damaged_is_converted_again(
     else:
         path.write_bytes((done / second / "exp_avg.pt").read_bytes())
     kept = (done / second / "fp32.pt").stat().st_mtime_ns
-    again = list(convert(source, tmp_path / "out"))
+    again = list(to_universal(source, tmp_path / "out"))
     assert first in again and second not in again
     assert (tmp_path / "out" / "zero" / second / "fp32.pt").stat().st_mtime_ns == kept
     assert snapshot(tmp_path / "out") == snapshot(tmp_path / "expected")
@@ -364,7 +364,7 @@ def test_a_hostile_link_in_an_interrupted_conversion_is_not_followed(
     (partial / name).symlink_to(victim)
     before = snapshot(tmp_path)
     assert "is a link" in refusal(
-        lambda: list(convert(open_source(folder, derive_patterns=True), tmp_path / "out"))
+        lambda: list(to_universal(open_source(folder, derive_patterns=True), tmp_path / "out"))
     )
     assert snapshot(tmp_path) == before
 
@@ -395,7 +395,7 @@ def test_a_conversion_is_synced_before_it_is_renamed(
     renamed_into: list[Path] = []
     monkeypatch.setattr(os, "fsync", note_sync)
     monkeypatch.setattr(os, "rename", check_rename)
-    list(convert(open_source(folders[0], derive_patterns=True), tmp_path / "out"))
+    list(to_universal(open_source(folders[0], derive_patterns=True), tmp_path / "out"))
     assert problems == [] and renamed_into[-1] == tmp_path
     status = tmp_path.stat()
     assert synced[status.st_dev, status.st_ino]

@@ -15,7 +15,6 @@ from hypothesis import strategies as st
 
 from megatron.arguments import read_command_line
 from megatron.checkpoint.conversion.source import open_source
-from megatron.checkpoint.conversion.to_universal import convert
 from megatron.checkpoint.discovery import find_latest, find_universal
 from megatron.checkpoint.files import add_checksum
 from megatron.checkpoint.formats.registry import open_reader
@@ -27,6 +26,7 @@ from megatron.checkpoint.report import overview_text
 from megatron.model.single_process import model_specs
 from megatron.mpu.mesh import Axis
 from megatron.mpu.pieces import Piece
+from tests.support.conversion import to_universal
 from tests.support.layouts import EOD, VOCAB, Row, config_of
 from tests.unit.checkpoint.hugging_face_folder import save_hf, weights_of
 from tests.unit.checkpoint.native_folder import random_wholes, write_native
@@ -123,14 +123,14 @@ def source_of_a_conversion(tmp_path: Path) -> Case:
     def read() -> None:
         for name in ("out", "out.partial"):
             shutil.rmtree(tmp_path / name, ignore_errors=True)
-        list(convert(open_source(folder, derive_patterns=True), tmp_path / "out"))
+        list(to_universal(open_source(folder, derive_patterns=True), tmp_path / "out"))
 
     return folder, read
 
 
 def universal(tmp_path: Path) -> Case:
     folder = tmp_path / "universal"
-    list(convert(open_source(native(tmp_path)[0], derive_patterns=True), folder))
+    list(to_universal(open_source(native(tmp_path)[0], derive_patterns=True), folder))
     return folder, lambda: read_all(folder)
 
 

@@ -20,10 +20,10 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from megatron.checkpoint.discovery import open_checkpoint
 from megatron.checkpoint.files import describe_file
 from megatron.checkpoint.formats.registry import open_reader
+from megatron.checkpoint.formats.universal_writer import UniversalWriter
 from megatron.checkpoint.huggingface import exporter, file_digests
 from megatron.checkpoint.huggingface.exporter import (
     format_differences,
-    write_hugging_face,
 )
 from megatron.checkpoint.huggingface.family import FAMILIES, family_of
 from megatron.checkpoint.huggingface.file_digests import DIGEST_FILE
@@ -34,6 +34,7 @@ from megatron.config.fields import flag, flag_of
 from megatron.config.registries import POSITION_EMBEDDINGS
 from megatron.errors import UserError
 from megatron.tokenizer.gpt2_bpe import GPT2BPETokenizer
+from tests.support.conversion import write_hugging_face
 from tests.support.layouts import EOD, SEQ, VOCAB, Row, config_of
 from tests.unit.checkpoint.hugging_face_folder import (
     change_config,
@@ -285,6 +286,14 @@ def test_without_a_tokenizer_the_model_is_written_alone(tmp_path, capsys):
     assert "GPT2LMHeadModel in bf16, iteration 5 of" in printed.out and printed.err == ""
 
 
+def test_all_mistakes_in_the_flags_are_one_error(tmp_path):
+    flags = ["--from", tmp_path, "--to", tmp_path / "hf", "--no-tokenizer", "--tokenizer-model", "x"]
+    with pytest.raises(UserError) as caught:
+        convert_checkpoint.run([*map(str, flags), "--format", "huggingface", "--workers", "2"])
+    assert "--workers acts on all formats but huggingface" in str(caught.value)
+    assert "--no-tokenizer contradicts the tokenizer's flags" in str(caught.value)
+
+
 @pytest.mark.parametrize("change", ["bit", "setting", "missing", "hostile name"])
 def test_an_exported_folder_has_digests_that_an_import_and_a_load_compare(change, tmp_path, capsys):
     write(tmp_path, GPT2, {})
@@ -366,40 +375,72 @@ def test_all_files_have_digests_and_weights_are_read_as_soon_as_they_are_written
 KILLED = """
 import os, sys
 from pathlib import Path
-from megatron.checkpoint.conversion.output_folder import temporary_folder
-with temporary_folder(Path(sys.argv[1]), sys.argv[2], 0) as folder:
-    (folder / "part-0").write_text("half of the weights")
+from megatron.checkpoint.conversion.shared_work import SharedWork
+partial = Path(sys.argv[1])
+with SharedWork(partial, is_exclusive=True):
+    partial.mkdir()
+    (partial / "part-0").write_text("half of the weights")
     os.kill(os.getpid(), 9)
 """
 
 
-@pytest.mark.parametrize("direction", ["export", "import"])
-def test_the_same_command_replaces_what_a_killed_conversion_left_and_nothing_else(
-    direction, tmp_path, capsys
-):
+def test_the_same_command_replaces_what_a_killed_export_left_and_nothing_else(tmp_path, capsys):
     write(tmp_path / "native", GPT2, {})
-    command = ["--load", tmp_path / "native", "--output", tmp_path / "m"]
-    suffix = ".tmp"
-    if direction == "import":
-        convert(*command)
-        command = ["--from-hugging-face", tmp_path / "m", "--output", tmp_path / "m_universal"]
-        suffix = ".partial"
-    output = command[-1]
-    left = output.with_name(output.name + suffix)
-    subprocess.run([sys.executable, "-c", KILLED, output, suffix])
+    output, left = tmp_path / "m", tmp_path / "m.partial"
+    command = ["--load", tmp_path / "native", "--output", output]
+    subprocess.run([sys.executable, "-c", KILLED, left])
     assert (left / "part-0").exists()
     convert(*command)
-    assert output.is_dir() and not (output / "unfinished").exists()
-    assert not list(tmp_path.glob(f"{left.name}*"))
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["m", "native"]
     shutil.rmtree(output)
     # A folder of somebody else, and one that another process writes.
     left.mkdir()
     (left / "part-0").write_text("notes")
-    for words in (f"{left} exists already", f"{left} is being written by another process"):
-        assert words in mistake(capsys, *command)
-        assert (left / "part-0").read_text() == "notes"
-        lock = open(f"{left}.lock", "w")
-        fcntl.flock(lock, fcntl.LOCK_EX)
+    assert f"{left} exists already" in mistake(capsys, *command)
+    holder = subprocess.Popen([sys.executable, "-c", HOLDER, left], stdout=subprocess.PIPE, text=True)
+    assert holder.stdout.readline() == "locked\n"
+    assert f"{left} is being written by another process" in mistake(capsys, *command)
+    holder.kill()
+    holder.wait()
+    assert (left / "part-0").read_text() == "notes"
+
+
+HOLDER = """
+import sys, time
+from pathlib import Path
+from megatron.checkpoint.conversion.shared_work import SharedWork
+with SharedWork(Path(sys.argv[1]), is_exclusive=True):
+    print("locked", flush=True)
+    time.sleep(3600)
+"""
+
+
+def test_an_import_that_has_failed_is_continued_by_the_same_command(tmp_path, monkeypatch, capsys):
+    write(tmp_path / "native", GPT2, {})
+    convert("--load", tmp_path / "native", "--output", tmp_path / "m")
+    output, left = tmp_path / "m_universal", tmp_path / "m_universal.partial"
+    command = ["--from-hugging-face", tmp_path / "m", "--output", output]
+    left.mkdir()  # a folder of somebody else
+    (left / "notes").touch()
+    assert f"{left} is not an interrupted conversion" in mistake(capsys, *command)
+    shutil.rmtree(left)
+    write_parameter = UniversalWriter.write_parameter
+
+    def fail_in_the_third(writer, *args):
+        if len(list((left / "zero").glob("*"))) == 2:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        write_parameter(writer, *args)
+
+    monkeypatch.setattr(UniversalWriter, "write_parameter", fail_in_the_third)
+    assert "then the same command continues it" in mistake(capsys, *command)
+    done = {path: path.stat().st_mtime_ns for path in (left / "zero").rglob("*.pt")}
+    monkeypatch.undo()
+    convert(*command)
+    assert len(done) == 2 and not list(tmp_path.glob(f"{left.name}*"))
+    assert all((output / path.relative_to(left)).stat().st_mtime_ns == when for path, when in done.items())
+    convert(*command)
+    assert "an earlier command has converted" in capsys.readouterr().out
+    assert f"{output} exists already" in mistake(capsys, *command, "--vocab-size", "90")
 
 
 @pytest.mark.parametrize("direction", ["export", "import"])
@@ -418,12 +459,13 @@ def test_a_conversion_ends_where_open_files_stay_in_their_folder(direction, tmp_
                     return
         unlink(path, dir_fd=dir_fd)
 
-    command = ["--load", checkpoint.folder, "--output", tmp_path / "m"]
+    output = tmp_path / "m"
+    subprocess.run([sys.executable, "-c", KILLED, f"{output}.partial"])
+    command = ["--load", checkpoint.folder, "--output", output]
     if direction == "import":
         convert(*command)
-        command = ["--from", tmp_path / "m", "--to", tmp_path / "m_universal"]
-    output = command[-1]
-    subprocess.run([sys.executable, "-c", KILLED, output, ".tmp" if direction == "export" else ".partial"])
+        output = tmp_path / "m_universal"
+        command = ["--from", tmp_path / "m", "--to", output]
     monkeypatch.setattr(os, "unlink", rename_if_open)
     convert(*command)
     assert output.is_dir() and not list(output.rglob(".nfs*")) and not (output / "unfinished").exists()
@@ -436,14 +478,18 @@ def test_without_locks_a_conversion_works_and_a_killed_one_has_to_be_removed(tmp
     def refuse(*_):
         raise OSError(errno.ENOSYS, "Function not implemented")
 
-    monkeypatch.setattr(fcntl, "flock", refuse)
+    monkeypatch.setattr(fcntl, "lockf", refuse)
     convert("--load", checkpoint.folder, "--output", output)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["m", "native"]
     shutil.rmtree(output)
-    subprocess.run([sys.executable, "-c", KILLED, output, ".tmp"])
+    subprocess.run([sys.executable, "-c", KILLED, f"{output}.partial"])
     printed = mistake(capsys, "--load", checkpoint.folder, "--output", output)
-    assert f"{output}.tmp.lock exists already" in printed and "remove m.tmp.lock and m.tmp if" in printed
-    assert (tmp_path / "m.tmp" / "part-0").exists()
-    shutil.rmtree(tmp_path / "m.tmp")
-    (tmp_path / "m.tmp.lock").unlink()
+    left = tmp_path / "m.partial"
+    assert (
+        f"{left}.locks exists already" in printed
+        and f"remove {left.name}.locks and {left.name} if" in printed
+    )
+    assert (left / "part-0").exists()
+    shutil.rmtree(left)
+    (tmp_path / "m.partial.locks").unlink()
     convert("--load", checkpoint.folder, "--output", output)

@@ -13,13 +13,14 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, Genera
 
 from megatron.arguments import read_command_line
 from megatron.checkpoint.discovery import open_checkpoint
-from megatron.checkpoint.huggingface.exporter import write_hugging_face, write_settings
+from megatron.checkpoint.huggingface.exporter import write_settings
 from megatron.checkpoint.huggingface.family import FAMILIES
 from megatron.checkpoint.huggingface.importer import read_hugging_face
 from megatron.checkpoint.reading import read_checkpoint
 from megatron.config import ModelConfig
 from megatron.errors import UserError
 from tests.distributed.test_model_variants import FALCON, GEMMA3, LLAMA, NEOX, OLMO2
+from tests.support.conversion import write_hugging_face
 from tests.support.layouts import EOD, SEQ, VOCAB, Row, config_of
 from tests.unit.checkpoint.hugging_face_folder import (
     TOKENS,

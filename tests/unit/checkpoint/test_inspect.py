@@ -14,13 +14,13 @@ import torch
 from megatron.checkpoint import files as checkpoint_files
 from megatron.checkpoint import inspect
 from megatron.checkpoint.conversion.source import open_source
-from megatron.checkpoint.conversion.to_universal import convert
 from megatron.checkpoint.discovery import open_checkpoint
 from megatron.checkpoint.inspect import inspect_checkpoint, inspect_folder
 from megatron.checkpoint.reading import read_checkpoint
 from megatron.checkpoint.report import compare_checkpoints, different_settings, size_text
 from megatron.commands import inspect_checkpoint as tool
 from megatron.errors import UserError
+from tests.support.conversion import to_universal
 from tests.support.layouts import EOD, VOCAB, Row, config_of
 from tests.unit.checkpoint.native_folder import change_run, flip_a_byte, random_wholes, write_native
 
@@ -224,7 +224,7 @@ def test_a_flipped_byte_is_found_by_the_digests(tmp_path, capsys):
 def write_universal(folder, row=TP2_PP2):
     """A native checkpoint and a universal checkpoint made from it."""
     native, target = write(folder, row), folder / "global_step5_universal"
-    list(convert(open_source(native, derive_patterns=True), target))
+    list(to_universal(open_source(native, derive_patterns=True), target))
     info = json.loads((target / "run.json").read_text())["universal_checkpoint_info"]
     change_run(native, lambda run: run.update(universal_checkpoint_info=info))
     return native, target

@@ -80,7 +80,7 @@ def test_leftovers_of_saves_are_removed_and_conversions_are_not(tmp_path):
     others = ("saving-global_step3_universal", "global_step3_universal.partial", "saving-notes")
     for name in (*ours, *others):
         (tmp_path / name).mkdir()
-    publishing.clean_leftovers(run.folder)
+    publishing.Folder(run.folder).begin("")
     assert {path.name for path in tmp_path.iterdir()} == set(others)
 
 
@@ -88,10 +88,10 @@ def test_an_interrupted_replacement_is_undone_or_finished_before_the_next_save(t
     Run(tmp_path, tmp_path).save(1, 2)
     (tmp_path / "global_step1").rename(tmp_path / "global_step1.replaced")
     assert Run(tmp_path, tmp_path).started_from == "global_step2"
-    publishing.clean_leftovers(tmp_path)
+    publishing.Folder(tmp_path).begin("")
     assert steps_in(tmp_path) == [1, 2] and open_checkpoint(tmp_path / "global_step1")
     (tmp_path / "global_step2.replaced").mkdir()
-    publishing.clean_leftovers(tmp_path)
+    publishing.Folder(tmp_path).begin("")
     assert not (tmp_path / "global_step2.replaced").exists()
 
 

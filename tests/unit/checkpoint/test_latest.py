@@ -17,6 +17,7 @@ from megatron.checkpoint.saving import publishing
 from megatron.checkpoint.selection import find_checkpoint
 from megatron.config import CheckpointConfig
 from megatron.errors import UserError
+from tests.support.layouts import unconnected_run
 from tests.unit.checkpoint.saved_runs import (
     FILE,
     Killed,
@@ -77,7 +78,7 @@ def test_after_a_kill_during_the_rename_the_newest_complete_checkpoint_is_resume
             publishing.record_upcoming(tmp_path, entry, run.identity)
             patch.setattr(publishing, "record_upcoming", lambda *_: None)
         patch.setattr(where, die)
-        publishing.publish(run.saving(entry), entry, run.identity)
+        publishing.Folder(tmp_path).publish(run.saving(entry), entry, run.identity)
     again = Run(tmp_path, tmp_path)
     before = None if first else "global_step2"
     assert again.started_from == (before if at == "rename" else "global_step4")
@@ -220,7 +221,7 @@ def test_a_file_that_cannot_be_read_now_is_read_again_and_never_skipped(code, fi
         failures = 1000
         options = CheckpointConfig(load=str(load), save=str(run.folder))
         with pytest.raises(UserError, match=f"{path} cannot be accessed now .{os.strerror(code)}"):
-            find_checkpoint(replace(run.config, checkpoint=options), 100, lambda start: {})
+            find_checkpoint(unconnected_run(replace(run.config, checkpoint=options), 100, {}))
 
 
 def test_latest_of_a_folder_from_before_run_ids_is_used(tmp_path):

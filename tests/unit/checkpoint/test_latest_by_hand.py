@@ -7,10 +7,13 @@ from pathlib import Path
 import pytest
 
 from megatron.checkpoint.discovery import find_latest, find_universal
+from megatron.checkpoint.files import file_sizes
 from megatron.checkpoint.inspect import inspect_folder
 from megatron.checkpoint.latest import MissingCheckpointError
 from megatron.checkpoint.reading import read_checkpoint
 from megatron.errors import UserError
+from megatron.object_store.path import ObjectPath, ObjectTree
+from megatron.object_store.store import ObjectStore
 from tests.unit.checkpoint.saved_runs import Run
 
 # {run} is the folder of the run, {parent} the folder in which it lies.
@@ -123,10 +126,14 @@ def test_latest_by_hand_may_be_a_path_from_the_working_folder(run: Path, monkeyp
 
 @pytest.mark.parametrize("bucket", ["bucket", "other"])
 def test_latest_by_hand_in_an_object_store_may_be_a_url(bucket: str, tmp_path: Path) -> None:
-    folder = tmp_path / "object-store-0-0123456789abcdef" / "s3" / "bucket" / "run"
-    folder.parent.mkdir(parents=True)
-    Run(folder, folder).save(3, 6)
-    write(folder / "latest", f"s3://{bucket}/run/global_step3/")
+    disk = tmp_path / "s3" / "bucket" / "run"
+    disk.parent.mkdir(parents=True)
+    Run(disk, disk).save(3, 6)
+    write(disk / "latest", f"s3://{bucket}/run/global_step3/")
+    tree = ObjectTree(ObjectStore("s3://bucket/run"), disk)
+    for name in file_sizes(disk):
+        tree.keep(name, (disk / name).read_bytes())
+    folder = ObjectPath(tree)
     if bucket == "bucket":
         assert find_latest(folder).folder.name == "global_step3"
         return

@@ -16,6 +16,7 @@ from megatron.errors import UserError
 from megatron.model.single_process import model_specs
 from megatron.mpu.mesh import Axis
 from megatron.mpu.parameters import reshard
+from megatron.mpu.pieces import Piece
 from tests.unit.checkpoint.hugging_face_folder import change_config, change_weights
 from tests.unit.checkpoint.test_huggingface_import import save_tokenizer
 from tests.unit.checkpoint.test_huggingface_llama import save_hf
@@ -45,7 +46,7 @@ def test_each_rank_reads_its_shards(name, ranks, tmp_path, monkeypatch):
     for rank in range(ranks):
         axes = [Axis("tp", rank, ranks)]
         for key, spec in specs.items():
-            found = reader.read_shard(key, VALUES, spec, axes)
+            found = reader.read_piece(Piece.of_shard(key, spec, axes), VALUES)
             expected = whole[key]
             if spec.sharding:
                 saved = replace(spec, global_shape=tuple(expected.shape))

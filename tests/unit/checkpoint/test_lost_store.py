@@ -25,9 +25,9 @@ def test_a_lost_store_is_an_error_of_the_next_step_and_of_the_next_save(
 ) -> None:
     monkeypatch.setattr(dist, "get_rank", lambda: rank)
     monkeypatch.setattr(dist, "get_world_size", lambda: 2)
-    saves = BackgroundSaves(None, 100, LostStore(), lambda: None)
+    saves = BackgroundSaves(None, LostStore(), lambda: None)
     assert list(saves.take_outcomes()) == []
-    save = BackgroundSave(TrainingState(iteration=2), {}, 0.0, NativeWriter(tmp_path / "saving"))
+    save = BackgroundSave(TrainingState(iteration=2), {}, 0.0, NativeWriter(tmp_path / "saving"), tmp_path)
     saves.in_flight = save
     saves._finish_files(save, 1, None, RankResult({}, None, None, ""), None)
     assert save.is_reported.is_set() and save.has_ended.is_set() is (rank == 0)

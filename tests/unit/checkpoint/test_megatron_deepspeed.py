@@ -23,8 +23,7 @@ from megatron.files import HostileFileError
 from megatron.model.single_process import GPTModel, model_specs
 from megatron.mpu.pieces import Piece
 from tests.reference.plain_gpt import plain_gpt_logits
-from tests.support.checkpoints import FINGERPRINT
-from tests.support.layouts import EOD, SEQ, VOCAB, Row, config_of, sample_tokens
+from tests.support.layouts import EOD, SEQ, VOCAB, Row, config_of, sample_tokens, unconnected_run
 from tests.unit.checkpoint.megatron_deepspeed_folder import STEP, unpack, write_as_megatron_deepspeed
 from tests.unit.checkpoint.native_folder import random_wholes
 
@@ -77,7 +76,7 @@ def write(folder: Path, model: dict[str, Any] | None = None, **options: Any) -> 
 
 
 def find(folder: Path, **model: Any):
-    return find_checkpoint(config_for(folder, **model), VOCAB, lambda start: FINGERPRINT)
+    return find_checkpoint(unconnected_run(config_for(folder, **model)))
 
 
 @pytest.mark.parametrize("pipeline", [True, False])
@@ -153,7 +152,7 @@ def test_a_vocabulary_of_another_size_is_refused_without_a_pipeline_too(tmp_path
         folder = tmp_path / str(pipeline)
         write(folder, pipeline=pipeline, client_state={"universal_checkpoint_info": {}})
         with pytest.raises(UserError, match=f"the vocabulary had {VOCAB} rows with padding, and has 4096"):
-            find_checkpoint(config_for(folder), 4096, lambda start: FINGERPRINT)
+            find_checkpoint(unconnected_run(config_for(folder), 4096))
 
 
 def test_part_of_the_names_without_a_pipeline_is_another_model(tmp_path: Path) -> None:
@@ -254,7 +253,7 @@ def test_a_native_folder_given_to_load_names_the_converter(
         (folder / "latest").unlink()
     config = config_of(Row(), checkpoint={"load": str(folder / load)})
     with pytest.raises(UserError) as refused:
-        find_checkpoint(config, VOCAB, lambda start: FINGERPRINT)
+        find_checkpoint(unconnected_run(config))
     command = shlex.split(re.search("'(python tools/.*)',", str(refused.value))[1])
     ds_to_universal.main(command[2:])
     assert str(refused.value).endswith(f"then pass --load {folder} --universal_checkpoint")
@@ -266,9 +265,7 @@ def test_a_native_folder_of_this_program_without_its_record_is_not_taken_for_the
     folder.mkdir()
     torch.save({"iteration": 3, "args": None}, folder / "mp_rank_00_model_states.pt")
     with pytest.raises(UserError, match="no checkpoint in .* is complete"):
-        find_checkpoint(
-            config_of(Row(), checkpoint={"load": str(tmp_path)}), VOCAB, lambda start: FINGERPRINT
-        )
+        find_checkpoint(unconnected_run(config_of(Row(), checkpoint={"load": str(tmp_path)})))
 
 
 @pytest.mark.parametrize("tool", ["load", "converter"])
@@ -280,9 +277,7 @@ def test_zero_3_is_refused_by_name(tool: str, tmp_path: Path) -> None:
         torch.save({}, folder / f"zero_pp_rank_0_mp_rank_00_{kind}_states.pt")
     with pytest.raises(UserError, match="saved it with ZeRO-3"):
         if tool == "load":
-            find_checkpoint(
-                config_of(Row(), checkpoint={"load": str(tmp_path)}), VOCAB, lambda start: FINGERPRINT
-            )
+            find_checkpoint(unconnected_run(config_of(Row(), checkpoint={"load": str(tmp_path)})))
         else:
             open_source(folder)
 

@@ -11,7 +11,7 @@ import torch
 from megatron.checkpoint.files import HashedFile
 from megatron.checkpoint.formats.dcp_storage import DcpFolder
 from megatron.checkpoint.formats.dcp_writer import Chunks, DcpFile, DcpWriter, save_piece
-from megatron.checkpoint.formats.native_writer import check_sharding
+from megatron.checkpoint.formats.native_writer import NativeWriter
 from megatron.checkpoint.formats.universal_info import spec_record
 from megatron.errors import UserError
 from megatron.mpu.mesh import Axis
@@ -69,6 +69,6 @@ def test_pieces_of_any_sharding_make_the_full_parameters_of_a_dcp_folder(
 
 
 def test_deepspeeds_files_refuse_other_axes_than_tp() -> None:
-    check_sharding({name: SPECS[name] for name in ("padded", "replicated")})
+    NativeWriter.check_sharding({name: SPECS[name] for name in ("padded", "replicated")})
     with pytest.raises(UserError, match="two axes is sharded over cp and tp, .*: use the format dcp"):
-        check_sharding(SPECS)
+        NativeWriter.check_sharding(SPECS)

@@ -8,13 +8,13 @@ import torch
 
 from megatron.checkpoint import files as checkpoint_files
 from megatron.checkpoint.conversion.source import open_source
-from megatron.checkpoint.conversion.to_universal import convert
 from megatron.checkpoint.discovery import open_checkpoint
 from megatron.checkpoint.formats import torch_archive
 from megatron.checkpoint.formats.registry import (
     open_reader,
 )
 from megatron.checkpoint.formats.torch_archive import matches_checksums, read_file
+from tests.support.conversion import to_universal
 from tests.support.layouts import Row, config_of
 from tests.unit.checkpoint.native_folder import change_run, flip_a_byte, random_wholes, write_native
 
@@ -25,7 +25,7 @@ CONFIG = config_of(Row(tp=2, pp=2, zero=1))
 def folders(tmp_path: Path) -> dict[str, Path]:
     """One checkpoint in each of two formats."""
     native = write_native(tmp_path / "native", CONFIG, random_wholes(CONFIG))
-    list(convert(open_source(native, derive_patterns=True), tmp_path / "universal"))
+    list(to_universal(open_source(native, derive_patterns=True), tmp_path / "universal"))
     return {"native": native, "universal": tmp_path / "universal"}
 
 

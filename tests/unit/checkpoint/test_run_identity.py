@@ -18,7 +18,7 @@ from megatron.checkpoint.lineage.start import (
 from megatron.checkpoint.record import Checkpoint, TrainingState
 from megatron.config import CheckpointConfig, TrainingConfig
 from megatron.errors import UserError
-from tests.support.layouts import Row, config_of
+from tests.support.layouts import Row, config_of, unconnected_run
 from tests.unit.checkpoint.native_folder import change_run
 from tests.unit.checkpoint.saved_runs import Killed, Run, damage, digest, old_folder, steps_in
 
@@ -217,7 +217,7 @@ def test_an_evaluation_uses_load_and_training_resumes_from_save(no_train, tmp_pa
     Run(new, old).save(4)
     chosen = []
 
-    def choose(options, damaged):
+    def choose(options, damaged, path_of):
         chosen.append(choose_checkpoint(options, damaged))
         raise Killed
 
@@ -225,7 +225,9 @@ def test_an_evaluation_uses_load_and_training_resumes_from_save(no_train, tmp_pa
     options = CheckpointConfig(load=str(old), save=str(new))
     with pytest.raises(Killed):
         selection.find_checkpoint(
-            config_of(Row(), training={"no_train": no_train}, checkpoint=vars(options)), 1, lambda start: {}
+            unconnected_run(
+                config_of(Row(), training={"no_train": no_train}, checkpoint=vars(options)), 1, {}
+            )
         )
     assert chosen[0].folder == (old / "global_step2" if no_train else new / "global_step4")
 

@@ -16,6 +16,7 @@ from megatron.checkpoint.formats.registry import TORCHTITAN, format_of, open_rea
 from megatron.errors import UserError
 from megatron.model.single_process import model_specs
 from megatron.mpu.mesh import Axis
+from megatron.mpu.pieces import Piece
 from tests.support.assets import unpack
 from tests.support.layouts import Row, config_of
 from tests.unit.checkpoint.hugging_face_folder import megatron_logits
@@ -55,8 +56,9 @@ def test_a_run_on_any_layout_starts_from_the_folder(titan: Path) -> None:
     reader = open_reader(checkpoint)
     reader.check_external(config, 64)
     for name, spec in model_specs(config, 64, None).items():
-        whole = reader.read_shard(name, VALUES, spec, ())
-        shards = [reader.read_shard(name, VALUES, spec, [Axis("tp", rank, 2)]) for rank in range(2)]
+        whole = reader.read_piece(Piece.of_shard(name, spec), VALUES)
+        places = [Piece.of_shard(name, spec, [Axis("tp", rank, 2)]) for rank in range(2)]
+        shards = [reader.read_piece(place, VALUES) for place in places]
         numels = {whole.numel() // 2} if spec.sharding else {whole.numel()}
         assert {shard.numel() for shard in shards} == numels
         assert sorted(torch.cat(shards).tolist() if spec.sharding else shards[0].tolist()) == (

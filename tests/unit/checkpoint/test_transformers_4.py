@@ -26,7 +26,7 @@ from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, proce
 from transformers import AutoConfig, AutoTokenizer, PreTrainedTokenizerFast
 
 from megatron.checkpoint.discovery import open_checkpoint
-from megatron.checkpoint.huggingface.exporter import format_differences, write_hugging_face, write_settings
+from megatron.checkpoint.huggingface.exporter import format_differences, write_settings
 from megatron.checkpoint.huggingface.family import FAMILIES, family_of
 from megatron.checkpoint.huggingface.importer import read_settings
 from megatron.checkpoint.huggingface.rope import flat_settings
@@ -46,6 +46,7 @@ from tests.distributed.test_model_variants import (
     YARN,
 )
 from tests.end_to_end.command import ROOT
+from tests.support.conversion import write_hugging_face
 from tests.support.layouts import EOD, VOCAB, Row, config_of
 from tests.unit.checkpoint.hugging_face_folder import change_config, convert, hf_logits, megatron_logits
 from tests.unit.checkpoint.native_folder import write_native

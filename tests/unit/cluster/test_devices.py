@@ -31,7 +31,7 @@ from megatron.cluster.processes import _check_backend, _use_deterministic_algori
 from megatron.config import ParallelConfig
 from megatron.config.registries import GPUS
 from megatron.errors import UserError
-from megatron.training.build import config_of_layout
+from megatron.training.build import run_of_layout
 from megatron.units import GIB
 from tests.end_to_end.command import ROOT
 from tests.support import HANG_TIMEOUT_S
@@ -131,7 +131,7 @@ def test_deterministic_mode_of_a_checkpoint_ends_with_training() -> None:
     """tools/evaluate.py does not set cuBLAS's variable, so its first product on a GPU would be refused."""
     saved: Any = SimpleNamespace(config=parse_args([*SMALL, "--deterministic-mode"]), vocab_size=128, eod=0)
     assert saved.config.training.deterministic_mode
-    assert not config_of_layout(saved, ParallelConfig()).training.deterministic_mode
+    assert not run_of_layout(saved, ParallelConfig()).config.training.deterministic_mode
 
 
 @pytest.mark.parametrize("name", ["PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"])

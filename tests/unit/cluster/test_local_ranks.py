@@ -12,6 +12,7 @@ import pytest
 
 from tests.end_to_end.command import ROOT, environment
 from tests.support import HANG_TIMEOUT_S
+from tests.support.forked import Ended, run_script
 
 # All ranks write to one pipe: a line is one write, which print does not promise.
 FIRST = """
@@ -41,19 +42,18 @@ time.sleep(0 if sys.argv[2] == "ends" else 10_000)  # longer than any test waits
 """
 
 
-def start(tmp_path: Path, seconds: str, what: str) -> subprocess.Popen[str]:
+def run(tmp_path: Path, seconds: str, what: str, other: str = OTHER, **env: str) -> Ended:
     """Runs rank 0, which sleeps in the block, while the other ranks do `what`."""
-    (tmp_path / "other.py").write_text(OTHER)
-    command = [sys.executable, "-c", FIRST, str(tmp_path / "other.py"), seconds, what]
-    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
-    env = environment() | {"PYTHONPATH": str(ROOT)}
-    return subprocess.Popen(command, env=env, text=True, **pipes)
+    (tmp_path / "first.py").write_text(FIRST)
+    (tmp_path / "other.py").write_text(other)
+    flags = [str(tmp_path / "other.py"), seconds, what]
+    return run_script(tmp_path / "first.py", flags, environment() | env, 0)
 
 
 def test_the_ranks_have_a_launchers_variables_and_rank_0_its_own_afterwards(tmp_path: Path) -> None:
-    first = start(tmp_path, "0", "ends")
-    lines = first.communicate(timeout=HANG_TIMEOUT_S)[0].splitlines()
-    assert first.returncode == 0
+    first = run(tmp_path, "0", "ends")
+    lines = first.stdout.splitlines()
+    assert first.exit_codes == [0]
     assert sorted(line.split() for line in lines if line != "False") == [
         ["0", "3", "0"],
         ["1", "3", "1"],
@@ -63,44 +63,37 @@ def test_the_ranks_have_a_launchers_variables_and_rank_0_its_own_afterwards(tmp_
 
 
 def test_rank_0_ends_with_the_exit_code_of_a_rank_that_fails(tmp_path: Path) -> None:
-    first = start(tmp_path, "10000", "fails")
-    error = first.communicate(timeout=HANG_TIMEOUT_S)[1]
-    assert first.returncode == 7 and error.count("rank 2 has ended with exit code 7") == 1
+    first = run(tmp_path, "10000", "fails")
+    assert first.exit_codes == [7] and first.stderr.count("rank 2 has ended with exit code 7") == 1
 
 
 @pytest.mark.parametrize("what", ["is killed", "is killed later"])
 def test_a_rank_that_was_killed_is_named_though_rank_0_fails_too(what: str, tmp_path: Path) -> None:
-    first = start(tmp_path, "0", what)
-    error = first.communicate(timeout=HANG_TIMEOUT_S)[1]
-    assert first.returncode == 128 + signal.SIGKILL
-    assert error == "error: rank 2 has ended with exit code -9\n"
+    first = run(tmp_path, "0", what)
+    assert first.exit_codes == [128 + signal.SIGKILL]
+    assert first.stderr == "error: rank 2 has ended with exit code -9\n"
 
 
-def test_the_ranks_do_not_take_the_variables_of_the_first_ones_launcher(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_ranks_do_not_take_the_variables_of_the_first_ones_launcher(tmp_path: Path) -> None:
     """In a shell of srun with one task, the other ranks would compare WORLD_SIZE with srun's task."""
-    for name, value in (
-        ("SLURM_STEP_ID", "0"),
-        ("SLURM_NTASKS", "1"),
-        ("TORCHELASTIC_USE_AGENT_STORE", "True"),
-    ):
-        monkeypatch.setenv(name, value)
-    (tmp_path / "other.py").write_text(
+    env = {"SLURM_STEP_ID": "0", "SLURM_NTASKS": "1", "TORCHELASTIC_USE_AGENT_STORE": "True"}
+    other = (
         "import os\n"
         "names = [name for name in os.environ if name.startswith('SLURM')]\n"
         "os.write(1, f'{names} {os.environ[\"TORCHELASTIC_USE_AGENT_STORE\"]}\\n'.encode())\n"
     )
-    command = [sys.executable, "-c", FIRST, str(tmp_path / "other.py"), "0", "ends"]
-    env = os.environ | environment() | {"PYTHONPATH": str(ROOT)}
-    first = subprocess.run(command, env=env, text=True, capture_output=True, timeout=HANG_TIMEOUT_S)
+    first = run(tmp_path, "0", "ends", other, **env)
     assert first.stdout.splitlines().count("[] False") == 2
 
 
 @pytest.mark.parametrize("end", ["raises", "is killed"])
 def test_the_others_end_with_rank_0(end: str, tmp_path: Path) -> None:
     """The other ranks have rank 0's stdout open, and would sleep on."""
-    first = start(tmp_path, "0.1" if end == "raises" else "10000", "waits")
+    (tmp_path / "other.py").write_text(OTHER)
+    seconds = "0.1" if end == "raises" else "10000"
+    command = [sys.executable, "-c", FIRST, str(tmp_path / "other.py"), seconds, "waits"]
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+    first = subprocess.Popen(command, env=environment() | {"PYTHONPATH": str(ROOT)}, text=True, **pipes)
     assert first.stdout is not None
     if end == "is killed":
         for _ in range(3):  # all ranks have printed their variables

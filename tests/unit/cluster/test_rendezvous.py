@@ -109,30 +109,25 @@ def test_missing_ranks_are_named_on_every_connected_rank(port: int) -> None:
     assert "(rank 2, 3)" in str(found[0]) and "of 4 processes" in str(found[0])
 
 
-@pytest.mark.parametrize("kind", [UserError, RunStopped, PermissionError])
-def test_error_of_rank_0_before_it_connects_ends_the_waiting_ranks(port: int, kind: type) -> None:
-    env = {"RANK": "0", "WORLD_SIZE": "3", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+@pytest.mark.parametrize(
+    ("failing", "kind"), [(0, UserError), (0, RunStopped), (0, PermissionError), (2, UserError)]
+)
+def test_error_of_a_rank_before_it_connects_ends_the_waiting_ranks(
+    port: int, failing: int, kind: type
+) -> None:
+    env = {"RANK": str(failing), "WORLD_SIZE": "3", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
 
-    def rank_0() -> None:
+    def fail() -> None:
         with rendezvous.announce_errors({**env, "TORCHELASTIC_USE_AGENT_STORE": "True"}):
             raise kind("--load x does not exist")
 
     with ThreadPoolExecutor(1) as thread:
-        first = thread.submit(rank_0)
-        found = outcomes(port, [config()] * 2, 3, ranks=(1, 2))
-        assert isinstance(first.exception(), kind)
+        failed = thread.submit(fail)
+        found = outcomes(port, [config()] * 2, 3, ranks=[rank for rank in range(3) if rank != failing])
+        assert isinstance(failed.exception(), kind)
     expected = SharedUserError if kind is UserError else RunStopped
     assert [type(error) for error in found] == [expected] * 2
     assert {str(error) for error in found} == {"--load x does not exist"}
-
-
-def test_error_of_another_rank_before_it_connects_ends_all_ranks(port: int) -> None:
-    env = {"RANK": "2", "WORLD_SIZE": "3", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
-    with pytest.raises(UserError), rendezvous.announce_errors(env):
-        raise UserError("a.idx: damaged")
-    found = outcomes(port, [config()] * 2, 3, ranks=(0, 1))
-    assert [type(error) for error in found] == [SharedUserError] * 2
-    assert {str(error) for error in found} == {"a.idx: damaged"}
 
 
 def test_error_of_rank_0_is_raised_although_its_port_is_in_use(monkeypatch) -> None:

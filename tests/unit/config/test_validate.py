@@ -123,6 +123,13 @@ REFUSED = """
     --partition-activations
     => --partition-activations; --sequence-parallel; remove --partition-activations
 --save-interval 10 => --save-interval 10; --save
+--save a --save-local b => --save-local b without --save-local-interval: set the interval, or remove
+--save a --save-local-interval 5 => --save-local-interval 5 without --save-local: set --save-local to a folder
+--save-local b --save-local-interval 5 => --save-local b without --save: set --save to a shared folder, or
+--save /a --save-local /a/b --save-local-interval 5
+    => --save-local /a/b is inside --save /a: set a folder outside it
+--save /a --save-local /a/x/.. --save-local-interval 5
+    => --save-local /a/x/.. is --save /a: set a folder outside it
 --position-embedding-type alibi --reset-position-ids => --reset-position-ids; alibi; relative
 --data-path 0.3 A B => --data-path; 3 values; 0.3 A 0.7 B
 --data-path A 0.3 => --data-path 'A 0.3'; weight 'A'

@@ -10,9 +10,9 @@ from megatron.config import ConfigError
 from megatron.data.mock_dataset import MockDataset
 from megatron.data.vocabulary import find_vocabulary
 from megatron.errors import UserError
-from megatron.optimizer.batch_schedule import BEGIN, RunLength
+from megatron.run import Run
 from megatron.tokenizer.null import NullTokenizer
-from megatron.training.data import data_report, run_fingerprint
+from megatron.training.data import data_report
 from tests.unit.config.command_lines import RUN
 
 NULL = [*RUN, "--mock-data", "--tokenizer-type", "NullTokenizer", "--vocab-size", "100"]
@@ -61,14 +61,12 @@ def test_mock_data_need_no_files_and_no_batch_size() -> None:
     del words[place : place + 2]
     config = parse_args(words, {"WORLD_SIZE": "4"})
     assert config.batch.global_batch_size == 4
-    length = RunLength.from_config(config)
-    assert "--mock-data" in data_report(config, length, None)  # type: ignore[arg-type]
-    vocabulary = find_vocabulary(config)
+    run = Run.from_config(config)
+    assert "--mock-data" in data_report(run)
     longer = parse_args([*words, "--train-samples", "9000", "--global-batch-size", "8"], {})
-    same = run_fingerprint(longer, BEGIN, vocabulary)
-    assert run_fingerprint(config, BEGIN, vocabulary) == same
+    assert run.fingerprint == Run.from_config(longer).fingerprint
     other = parse_args([*words, "--seed", "5"], {})
-    assert run_fingerprint(other, BEGIN, vocabulary) != same
+    assert run.fingerprint != Run.from_config(other).fingerprint
 
 
 @pytest.mark.parametrize(

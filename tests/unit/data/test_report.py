@@ -20,11 +20,12 @@ from megatron.data.gpt_dataset import (
 from megatron.data.index_stamp import IndexStamp
 from megatron.data.indexed_dataset import IndexedDataset
 from megatron.data.splits import verify_token_files
+from megatron.data.vocabulary import Vocabulary
 from megatron.errors import UserError
-from megatron.optimizer.batch_schedule import BEGIN, RunLength
+from megatron.run import Run
 from megatron.training import data as run_data
 from megatron.training.data import DatasetUsage, empty_split_notes, index_notes, usage_table
-from tests.support.layouts import Row, config_of
+from tests.support.layouts import VOCAB, Row, config_of
 from tests.unit.config.command_lines import SMALL
 from tests.unit.data.token_files import data_config, missing_files, numbered_documents, write_documents
 
@@ -136,9 +137,11 @@ def test_a_run_above_the_limit_stops_before_it_starts_if_asked(a: str, b: str) -
         config = parse_args([*flags, "--max-epochs-action", action, "--max-epochs-per-dataset", "20"], {})
         if stops:  # 400 samples of 4 tokens from 60
             with pytest.raises(ConfigError, match=f"stop: training reads {a} 26.67 times"):
-                run_data.planned_data_report(config, BEGIN)
+                run_data.planned_data_report(Run.from_config(config))
         else:
-            assert f"warning: training reads {a} 26.67 times" in run_data.planned_data_report(config, BEGIN)
+            assert f"warning: training reads {a} 26.67 times" in run_data.planned_data_report(
+                Run.from_config(config)
+            )
 
 
 @pytest.mark.parametrize(
@@ -150,10 +153,10 @@ def test_an_evaluation_for_which_a_split_has_no_document_is_an_error(
     flags = [*SMALL, "--data-path", a, "--seq-length", "4", "--vocab-size", "100", "--split", split]
     config = parse_args([*flags, "--eval-only", "--load", "c"], {})
     if evaluates:
-        assert "training" not in run_data.planned_data_report(config, BEGIN)
+        assert "training" not in run_data.planned_data_report(Run.from_config(config))
     else:
         with pytest.raises(ConfigError, match="--eval-only finds no validation or test documents"):
-            run_data.planned_data_report(config, BEGIN)
+            run_data.planned_data_report(Run.from_config(config))
 
 
 def test_a_split_without_the_tokens_of_a_sample_is_refused(a: str) -> None:
@@ -188,18 +191,18 @@ def test_missing_indices_are_reported_with_the_command_that_prepares_them(
     a: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     config = config_of(Row(dp=4), data={"data_path": (a,), "split": "1"})
-    length = RunLength.from_config(config)
-    stamp = IndexStamp(config.data)
-    assert index_notes(config, length, stamp) == ["rank 0 builds 1 indices of the data order (0 MB)"]
+    run = Run.from_config(config, Vocabulary(VOCAB, None))
+    run = replace(run, stamp=IndexStamp(config.data))
+    assert index_notes(run) == ["rank 0 builds 1 indices of the data order (0 MB)"]
     monkeypatch.setattr(run_data, "_LARGE_INDEX_BYTES", 0)
-    (note,) = index_notes(config, length, stamp)
+    (note,) = index_notes(run)
     assert note.endswith("4 ranks wait for it. To build them before a job, run tools/prepare_indices.py "
                          "--world-size 4 with the flags of this run")  # fmt: skip
-    prepare_index_files(config.data, 32, config.training.seed, length.samples_per_split(config))
-    assert index_notes(config, length, stamp) == []
+    prepare_index_files(config.data, 32, config.training.seed, run.length.samples_per_split(config))
+    assert index_notes(run) == []
     strict = replace(config, data=replace(config.data, require_prepared_indices=True))
     with pytest.raises(UserError, match="1 of 1 indices are not prepared"):  # no stamp vouches for them
-        index_notes(strict, length, stamp)
+        index_notes(replace(run, config=strict))
 
 
 def test_hostile_evaluations_that_repeat_their_data_without_end_are_refused(a: str) -> None:

@@ -24,13 +24,16 @@ from megatron.mpu.compilation import compile_in_place
 from megatron.mpu.context_parallel import positions_of
 from megatron.mpu.mesh import ONE_RANK, Axis
 from megatron.mpu.random import DropoutRNG
+from tests.support.rows import for_each
 
 BOTH = (False, True)
-ALL = itertools.product((0.0, 0.1), BOTH, BOTH, (2048, 2049), (128, 256), BOTH, (None, 64), BOTH)
+KERNELS = (None, "MEGATRON_KERNELS=pytorch is set")
 
 
-@pytest.mark.parametrize("dropout,alibi,documents,seq,head_dim,on_cpu,window,context", list(ALL))
-@pytest.mark.parametrize("kernels", [None, "MEGATRON_KERNELS=pytorch is set"])
+@for_each(
+    "dropout, alibi, documents, seq, head_dim, on_cpu, window, context, kernels",
+    itertools.product((0.0, 0.1), BOTH, BOTH, (2048, 2049), (128, 256), BOTH, (None, 64), BOTH, KERNELS),
+)
 def test_every_combination(dropout, alibi, documents, seq, head_dim, on_cpu, window, context, kernels):
     if on_cpu:
         kernels = "the device is a CPU"

@@ -21,6 +21,7 @@ from tests.support.layouts import (
     build_engine,
     build_model,
     config_of,
+    evaluate,
     relative_errors,
     train,
     train_layout,
@@ -183,7 +184,7 @@ def losses_with_masks(row, masked=True):
     for _ in range(3):
         loss = engine.train_step(batches(), GLOBAL_BATCH, RATE)
         history.append((loss.item(), engine.optimizer.grad_norm))
-    evaluated = by_hand = engine.evaluate(batches(), engine.micro_batches).item()
+    evaluated = by_hand = evaluate(engine, batches(), engine.micro_batches).item()
     if row.world_size == 1:
         with torch.no_grad():
             logits = torch.cat(
@@ -266,7 +267,7 @@ def outputs_after_a_step(row, training):
             outputs = model(TOKENS)
     batch = MicroBatch(range(2), TOKENS, TOKENS, torch.ones(2, SEQ))
     loss, returned = engine.eval_batch(iter([batch]), return_logits=True, num_micro_batches=1)
-    plain_loss = engine.evaluate(iter([batch]), 1)
+    plain_loss = evaluate(engine, iter([batch]), 1)
     torch.testing.assert_close(loss, plain_loss)
     return [tuple(x.shape) for x in (logits, outputs, returned)]
 
@@ -283,7 +284,7 @@ def test_evaluation_can_return_logits(precision):
 def validation_loss(z_loss_weight):
     engine = build_engine(config_of(Row(), training={"z_loss_weight": z_loss_weight}))
     batch = MicroBatch(range(2), TOKENS, TOKENS, torch.ones(2, SEQ))
-    return engine.evaluate(iter([batch]), 1).item()
+    return evaluate(engine, iter([batch]), 1).item()
 
 
 def test_the_validation_loss_has_no_z_loss():

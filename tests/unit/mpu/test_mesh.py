@@ -5,6 +5,7 @@ from megatron.config import ConfigError
 from megatron.mpu.mesh import EXPERT, ONE_RANK, Axis, Mesh
 from megatron.mpu.parameter_spec import ParameterSpec, Shard
 from tests.support.pool import run_world
+from tests.support.simulation.matching import rank_at
 
 
 @pytest.mark.parametrize(
@@ -15,7 +16,7 @@ def test_coordinates_are_those_of_deepspeeds_topology(world_size, tp_size, pp_si
     """Its axis `data` holds the data- and context-parallel ranks."""
     for rank in range(world_size):
         mesh = Mesh.create(world_size, tp_size, pp_size, rank, cp_size)
-        assert mesh.rank_at(mesh.coordinates_of(rank)) == rank
+        assert rank_at(mesh, mesh.coordinates_of(rank)) == rank
         assert divmod(mesh.dp_cp.rank, cp_size) == (mesh.dp.rank, mesh.cp.rank)
         coordinate = mesh.topology.get_coord(rank)
         assert (mesh.pp.rank, mesh.dp_cp.rank, mesh.tp.rank) == (
@@ -54,7 +55,7 @@ def test_both_views_number_the_ranks_of_a_stage(sizes):
     for rank in range(tp * pp * dp * cp):
         mesh = Mesh(tp, pp, dp, rank, cp, ep)
         pipeline, edp, expert = mesh.coordinates_of(rank, EXPERT).values()
-        assert mesh.rank_at({"pp": pipeline, "edp": edp, "ep": expert}, EXPERT) == rank
+        assert rank_at(mesh, {"pp": pipeline, "edp": edp, "ep": expert}, EXPERT) == rank
         stage = ((mesh.dp.rank * cp) + mesh.cp.rank) * tp + mesh.tp.rank
         assert (pipeline, edp * ep + expert) == (mesh.pp.rank, stage)
         assert (mesh.axis("ep").size, mesh.axis("edp").size) == (ep, tp * dp * cp // ep)

@@ -15,6 +15,7 @@ from megatron.pipeline.schedule_actions import (
     zero_bubble,
 )
 from megatron.planner.simulation.device import CollectiveCall
+from tests.support.rows import for_each
 from tests.support.simulation.matching import find_deadlock
 
 # (ranks, micro-batches, chunks per rank)
@@ -39,7 +40,7 @@ def megatrons_passes(ranks, micro_batches, chunks, rank):
     return passes + [action("backward", k) for k in range(total - warm_up, total)]
 
 
-@pytest.mark.parametrize(("ranks", "micro_batches", "chunks"), LOOP_SIZES)
+@for_each("ranks, micro_batches, chunks", LOOP_SIZES)
 def test_interleaved_has_the_passes_of_megatron(ranks, micro_batches, chunks):
     actions = interleaved(ranks, micro_batches, chunks)
     assert actions.rank_of_chunk == [chunk % ranks for chunk in range(ranks * chunks)]
@@ -49,7 +50,7 @@ def test_interleaved_has_the_passes_of_megatron(ranks, micro_batches, chunks):
 
 
 @pytest.mark.parametrize("ratio", [1, 2, Fraction(7, 3)])
-@pytest.mark.parametrize(("ranks", "micro_batches", "chunks"), LOOP_SIZES)
+@for_each("ranks, micro_batches, chunks", LOOP_SIZES)
 def test_interleaving_divides_the_bubble_of_1f1b(ranks, micro_batches, chunks, ratio):
     """Section 2.2 of the paper: a bubble of (p - 1) (t_f + t_b) / v, and passes of m (t_f + t_b)."""
     count = ranks * chunks

@@ -20,6 +20,7 @@ from megatron.pipeline.schedule_actions import (
     gpipe,
     one_f_one_b,
 )
+from tests.support.rows import for_each
 
 SIZES = [(p, m) for p in (1, 2, 3, 4, 5, 8) for m in (1, 2, 3, 4, 7, 8, 16, 17)]
 DUAL_SIZES = [(p, m) for p in (1, 2, 3, 4, 5, 8) for m in (2 * p, 2 * p + 1, 3 * p + 1, 6 * p)]
@@ -68,7 +69,7 @@ def as_stream(steps):
         yield from named(step.actions, *PASSES)
 
 
-@pytest.mark.parametrize(("stages", "micro_batches"), SIZES)
+@for_each("stages, micro_batches", SIZES)
 def test_1f1b_emits_the_instructions_of_deepspeed(stages, micro_batches):
     actions = one_f_one_b(stages, micro_batches)
     for stage in range(stages):
@@ -100,7 +101,7 @@ def committed_groups(stream):
     ]
 
 
-@pytest.mark.parametrize(("ranks", "micro_batches"), DUAL_SIZES)
+@for_each("ranks, micro_batches", DUAL_SIZES)
 def test_dualpipev_emits_the_exchanges_of_deepspeed(ranks, micro_batches):
     actions = dual_pipe_v(ranks, micro_batches)
     for rank in range(ranks):
@@ -109,7 +110,7 @@ def test_dualpipev_emits_the_exchanges_of_deepspeed(ranks, micro_batches):
         assert not any(step.late_sends for step in actions.steps[rank])
 
 
-@pytest.mark.parametrize(("stages", "micro_batches"), SIZES)
+@for_each("stages, micro_batches", SIZES)
 def test_gpipe_goes_forward_as_deepspeeds_evaluation_and_then_backward(stages, micro_batches):
     for stage, steps in enumerate(gpipe(stages, micro_batches).steps):
         evaluation = deepspeed.InferenceSchedule(micro_batches, stages, stage)
@@ -237,14 +238,14 @@ def test_a_timeline_breaks_no_rule_and_no_lower_bound(name, data):
 
 @pytest.mark.parametrize("name", ["1f1b", "gpipe"])
 @pytest.mark.parametrize("ratio", [0, 1, 2, Fraction(7, 3)])
-@pytest.mark.parametrize(("stages", "micro_batches"), SIZES)
+@for_each("stages, micro_batches", SIZES)
 def test_equal_stages_idle_for_the_share_that_the_formula_says(name, ratio, stages, micro_batches):
     forward, backward = [Fraction(1)] * stages, [Fraction(ratio)] * stages
     timeline = simulate_schedule(name, forward, backward, [0] * (stages - 1), micro_batches)
     assert timeline.bubble_shares == [Fraction(stages - 1, micro_batches + stages - 1)] * stages
 
 
-@pytest.mark.parametrize(("stages", "micro_batches"), SIZES)
+@for_each("stages, micro_batches", SIZES)
 def test_the_peak_of_in_flight_micro_batches(stages, micro_batches):
     def peak(name):
         return simulate_schedule(
@@ -259,7 +260,7 @@ def test_the_peak_of_in_flight_micro_batches(stages, micro_batches):
     assert buffers == [max(2, live) for live in peak("1f1b")]
 
 
-@pytest.mark.parametrize(("ranks", "micro_batches"), DUAL_SIZES)
+@for_each("ranks, micro_batches", DUAL_SIZES)
 def test_dualpipev_keeps_as_many_activations_on_every_rank(ranks, micro_batches):
     """Each activation is of half a stage: half a stage more than 1F1B keeps on its first rank."""
     chunks = 2 * ranks
@@ -268,7 +269,7 @@ def test_dualpipev_keeps_as_many_activations_on_every_rank(ranks, micro_batches)
 
 
 @pytest.mark.parametrize("ratio", [1, 2, 3])
-@pytest.mark.parametrize(("ranks", "micro_batches"), DUAL_SIZES)
+@for_each("ranks, micro_batches", DUAL_SIZES)
 def test_dualpipev_idles_less_than_1f1b_with_the_same_layers(ranks, micro_batches, ratio):
     chunks = 2 * ranks
     dual = simulate_schedule(
@@ -320,7 +321,7 @@ def test_zero_bubble_takes_as_long_as_the_formula_says(times, stages):
         assert timeline.peak_in_flight == [stages] * stages
 
 
-@pytest.mark.parametrize(("stages", "micro_batches"), SIZES)
+@for_each("stages, micro_batches", SIZES)
 def test_zero_bubble_does_all_work_and_is_never_longer_than_1f1b(stages, micro_batches):
     arguments = [[2] * stages, [4] * stages, [1] * (stages - 1), micro_batches]
     timeline = simulate_schedule("zero-bubble", *arguments)

@@ -4,8 +4,8 @@ import pytest
 
 from megatron.arguments import read_command_line
 from megatron.config import ConfigError
-from megatron.model.layer_kinds import layer_kinds, period, settings_of
-from megatron.pipeline.stages import plan_stages
+from megatron.model.layer_kinds import layer_kinds, period, settings_for_kinds
+from megatron.planner.layer_memory import planned_run
 
 FLAGS = (
     "--dry-run --num-layers 4 --hidden-size 64 --num-attention-heads 4 --seq-length 32 "
@@ -14,7 +14,7 @@ FLAGS = (
 
 
 def plan(words, vocab=1000):
-    return plan_stages(read_command_line([*FLAGS.split(), *words.split()], {}).config, vocab)
+    return planned_run(read_command_line([*FLAGS.split(), *words.split()], {}).config, vocab).stages
 
 
 def pipeline(stages):
@@ -98,4 +98,4 @@ def test_the_settings_of_kinds_make_a_model_with_layers_of_these_kinds(words, le
     kinds = layer_kinds(config.model)
     assert period(kinds) == length
     for part in (kinds, kinds[1:], kinds[-2:]):
-        assert layer_kinds(config.with_settings(settings_of(part)).model) == part
+        assert layer_kinds(config.with_settings(settings_for_kinds(part)).model) == part

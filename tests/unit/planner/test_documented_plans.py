@@ -11,7 +11,8 @@ import pytest
 from megatron.arguments import read_command_line
 from megatron.data.vocabulary import find_vocabulary
 from megatron.pipeline.schedule import simulate_schedule
-from megatron.pipeline.stages import StagePlan, plan_stages
+from megatron.pipeline.stages import StagePlan
+from megatron.planner.layer_memory import planned_run
 from megatron.planner.plan import Plan, make_plan
 from megatron.units import GIB
 from tests.end_to_end.command import ROOT
@@ -73,9 +74,9 @@ def plan_of(flags: str) -> Plan:
 
 
 def partition_of(flags: str) -> StagePlan:
-    """The stages of a run; no layer is recorded."""
+    """The stages of a run; layers are recorded only for --partition-method memory."""
     config = read_command_line(shlex.split(flags), {}).config
-    return plan_stages(config, find_vocabulary(config).size)
+    return planned_run(config).stages
 
 
 def page_text(page: str) -> str:

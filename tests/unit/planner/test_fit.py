@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+import os
 import re
+from functools import cache
 
 import pytest
 
 from megatron.arguments import parse_args
 from megatron.planner.dry_run import memory_table, planned_run_report
 from megatron.planner.fit import free_saving, remedies, with_verdict
+from megatron.planner.in_flight import InFlight, in_flight_micro_batches, in_flight_on_rank
 from megatron.planner.memory import COMMUNICATOR_BYTES, CONTEXT_BYTES, FRAGMENTATION
 from megatron.planner.plan import Plan, make_plan
 from megatron.training.out_of_memory import UNPREDICTED
 from megatron.units import GIB
+from tests.unit.config.command_lines import SMALL
 
 VOCAB = 50_000
 SIZES = (
@@ -22,8 +26,13 @@ SIZES = (
 MODEL = [*SIZES, *"--micro-batch-size 4 --world-size 4 --pipeline-model-parallel-size 2".split()]
 
 
-def plan_of(flags: str = "") -> Plan:
+@cache
+def _plan_of(flags: str, kernels: str | None) -> Plan:
     return make_plan(parse_args([*MODEL, *flags.split()], {}), VOCAB)
+
+
+def plan_of(flags: str = "") -> Plan:
+    return _plan_of(flags, os.environ.get("MEGATRON_KERNELS"))
 
 
 def summary_of(flags: str) -> tuple[bool | None, str]:
@@ -175,7 +184,10 @@ def test_the_copy_of_a_background_save_is_planned_in_host_memory() -> None:
     """Each of 2 replicas saves half of a stage's fp32 values and moments, and half of its bf16 weights to
     within a layer."""
     before = plan_of("--zero-stage 1")
-    plan, stages = plan_of("--zero-stage 1 --async-save --save-interval 9 --save checkpoints"), before.stages
+    plan, stages = (
+        plan_of("--zero-stage 1 --async-save --save-interval 9 --save checkpoints"),
+        before.run.stages,
+    )
     for stage, (with_copy, without) in enumerate(zip(plan.memory, before.memory, strict=True)):
         layers = stages.parameters[stages.bounds[stage] : stages.bounds[stage + 1]]
         copy = with_copy.host - without.host - (1 << 24)
@@ -183,3 +195,10 @@ def test_the_copy_of_a_background_save_is_planned_in_host_memory() -> None:
         assert (with_copy.total, without.host) == (without.total, 0)
     limited = plan_of("--async-save --save-interval 9 --save checkpoints --async-save-memory-gb 0.1").memory
     assert [part.host for part in limited] == [1e8, 1e8]
+
+
+def test_the_stages_of_an_interleaved_rank_do_not_have_most_in_flight_at_the_same_time() -> None:
+    words = "--world-size 2 --pipeline-model-parallel-size 2 --virtual-pipeline-stages 2"
+    config = parse_args([*SMALL, *words.split(), "--num-layers", "4", "--global-batch-size", "32"], {})
+    assert in_flight_on_rank(config, 0)[0] == {0: InFlight(3), 2: InFlight(2)}
+    assert in_flight_micro_batches(config) == [4, 3, 2, 1]

@@ -16,8 +16,8 @@ from megatron.cluster.preflight import (
     write_network_figures,
 )
 from megatron.errors import UserError
-from megatron.pipeline.stages import plan_stages
 from megatron.planner.dry_run import planned_run_report
+from megatron.planner.layer_memory import planned_run
 from megatron.planner.network import Network, find_network
 from megatron.planner.plan import make_plan
 from megatron.planner.step_time import StepTime, planned_step
@@ -37,7 +37,7 @@ GOOD = {
 
 def step_of(flags: str) -> StepTime:
     config = config_of(f"--world-size 64 --tensor-model-parallel-size 4 {flags}")
-    step = planned_step(config, plan_stages(config, VOCAB), VOCAB)
+    step = planned_step(planned_run(config, VOCAB))
     assert step is not None
     return step
 

@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import csv
 import dataclasses
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
 from benchmarks.cpu_steps import least
-from benchmarks.planner_accuracy import FITTED, order_of_layouts, time_report
+from benchmarks.planner_accuracy import FITTED, main, order_of_layouts, time_report
 from benchmarks.published_runs import (
     FOLDER,
     IN_USE,
@@ -27,7 +25,6 @@ from megatron.mpu.mesh import Mesh
 from megatron.planner.network import KINDS
 from megatron.planner.rates import RATES, kernel_seconds
 from megatron.planner.simulation.passes import Collective, Kernel
-from tests.end_to_end.command import ROOT
 
 ROWS = read_rows()
 # Causal attention of 4 x 16 heads of 128 elements, 2048 tokens; the FLOPs count all scores.
@@ -152,7 +149,9 @@ def test_errors_are_counted_by_program_and_gpu(monkeypatch: pytest.MonkeyPatch) 
     assert any(line[0] == "a@5*" and line[-1] == "+1.0" for line in lines if line)
 
 
-def test_the_command_predicts_the_rows_of_a_file(tmp_path: Path) -> None:
+def test_the_command_predicts_the_rows_of_a_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     """The rows are small models; the errors are those of the constants in use."""
     with (FOLDER / "rows.csv").open() as file:
         reader = csv.DictReader(file)
@@ -165,8 +164,9 @@ def test_the_command_predicts_the_rows_of_a_file(tmp_path: Path) -> None:
         writer = csv.DictWriter(file, fields)
         writer.writeheader()
         writer.writerows(rows[:2])
-    command = [sys.executable, "benchmarks/planner_accuracy.py", "--rows", tmp_path / "rows.csv"]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True)
-    (line,) = (line.split() for line in done.stdout.splitlines() if line.startswith("fitted on  all"))
+    monkeypatch.setattr("sys.argv", ["planner_accuracy.py", "--rows", str(tmp_path / "rows.csv")])
+    main()
+    printed = capsys.readouterr().out
+    (line,) = (line.split() for line in printed.splitlines() if line.startswith("fitted on  all"))
     assert line[4] == "2" and float(line[5]) < 10
-    assert "memory" not in done.stdout
+    assert "memory" not in printed

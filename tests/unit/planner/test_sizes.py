@@ -3,19 +3,23 @@
 from __future__ import annotations
 
 import dataclasses
+import os
 import typing
+from pathlib import Path
 
 import pytest
 
-from megatron.arguments import read_command_line
+from megatron.arguments import parse_args, read_command_line
 from megatron.arguments.data_checks import check_index_memory
 from megatron.config.config import SECTIONS
 from megatron.config.fields import flag_of, option_name
 from megatron.errors import UserError
 from megatron.optimizer.batch_schedule import BEGIN, Progress, RunLength
+from megatron.pipeline.layer_times import read_layer_times
 from megatron.planner.dry_run import planned_run_report
 from megatron.planner.plan import make_plan
 from tests.unit.config.command_lines import SMALL
+from tests.unit.hostile import refusal
 
 HUGE = 10**13
 
@@ -134,3 +138,14 @@ def test_resumed_length_is_what_must_fit_into_memory() -> None:
     with pytest.raises(UserError, match="1,000,000,000 samples"):
         check_memory(words)
     check_memory(words, Progress(10, 80, 31_000_000_000))
+
+
+def test_a_hostile_pipe_device_or_deep_file_of_a_partition_profile_is_one_sentence(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "pipe")
+    (tmp_path / "zero").symlink_to("/dev/zero")
+    (tmp_path / "deep").write_text("[" * 100_000)
+    for name in ("pipe", "zero", "deep"):
+        path = tmp_path / name
+        words = [*SMALL, "--partition-method", "profile", "--partition-profile", str(path)]
+        sentence = refusal(lambda words=words: read_layer_times(parse_args(words, {}), 1000))
+        assert f"--partition-profile {path} cannot be read" in sentence

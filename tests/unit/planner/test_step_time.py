@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from dataclasses import replace
 
 import pytest
 
@@ -12,7 +13,7 @@ from megatron.config.sections.parallel import ParallelConfig
 from megatron.mpu.mesh import Mesh
 from megatron.optimizer.batch_schedule import BEGIN, Progress
 from megatron.pipeline.schedule import simulate_schedule
-from megatron.pipeline.stages import plan_stages
+from megatron.planner.layer_memory import planned_run
 from megatron.planner.network import ACHIEVED, ALL_REDUCE, ALL_TO_ALL, LATENCY_S, Network, find_network
 from megatron.planner.simulation.passes import Collective, Group
 from megatron.planner.simulation.stage_costs import rank_update
@@ -51,7 +52,7 @@ def predicted(flags: str = "", start: Progress = BEGIN) -> StepTime:
     config = config_of(flags)
     cluster = find_cluster(config)
     assert cluster is not None
-    return predict_step(config, plan_stages(config, VOCAB), VOCAB, cluster, start)
+    return predict_step(replace(planned_run(config, VOCAB), start=start), cluster)
 
 
 SIZE = 10**9
@@ -294,11 +295,11 @@ def test_only_a_first_stage_with_one_hardware_queue_chains_the_gathers(
         f"--world-size {8 * tensor} --tensor-model-parallel-size {tensor} --pipeline-model-parallel-size 2 "
         "--zero-stage 1 --ddp-bucket-size 1"
     )
-    plan = plan_stages(config, VOCAB)
-    updates = [rank_update(config, plan, VOCAB, rank) for rank in range(2)]
+    run = planned_run(config, VOCAB)
+    updates = [rank_update(run, rank) for rank in range(2)]
     assert [update.chained for update in updates] == chained
     for rank, update in enumerate(updates):
-        layers = plan.num_transformer_layers(rank)
+        layers = run.stages.num_transformer_layers(rank)
         assert len(update.gathers) == layers
 
 
@@ -355,7 +356,7 @@ def test_layers_with_and_without_a_window_have_their_own_times_and_weights() -> 
     assert mixed.forward == pytest.approx(layers, rel=0.02)
 
     def layers_of_stage_0(method: str) -> int:
-        plan = plan_stages(config_of(f"{long} {method} {pattern}"), VOCAB)
+        plan = planned_run(config_of(f"{long} {method} {pattern}"), VOCAB).stages
         return plan.num_transformer_layers(0)
 
     assert layers_of_stage_0("type:transformer") == 4

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch.distributed as dist
@@ -25,7 +26,13 @@ def warnings(
     monkeypatch.setattr(os, "statvfs", lambda path: stats)
     monkeypatch.setattr(dist, "get_rank", lambda: 0)
     monkeypatch.setattr(free_space, "gather_from_all_ranks", lambda value: [value])
-    return free_space.check_free_space(config, 1000, TrainingState(start), end, None)
+    run: Any = SimpleNamespace(
+        config=config,
+        start=TrainingState(start),
+        length=SimpleNamespace(iterations=end),
+        stages=SimpleNamespace(total_parameters=1000),
+    )
+    return free_space.check_free_space(run, None)
 
 
 def test_a_file_system_that_reports_no_size_is_not_checked(

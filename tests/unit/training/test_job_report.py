@@ -171,7 +171,7 @@ def test_user_errors_are_one_sentence_and_exit_code_2(tmp_path, capsys):
     + ["successfully loaded checkpoint ", "|", "lm loss: 1 |", "iteration 1/ 2 | ", "\x00", "\r"],
 )
 def test_a_hostile_line_is_read_in_time_that_is_linear_in_its_length(unit, tmp_path):
-    (tmp_path / "log").write_text(training_line(1, 2.0) + "\n" + unit * (3_000_000 // len(unit)) + "\n")
+    (tmp_path / "log").write_text(training_line(1, 2.0) + "\n" + unit * (500_000 // len(unit)) + "\n")
     with bounds(cpu_s=20.0):
         run = job_report.read_logs([tmp_path / "log"])
     assert run.curve("lm_loss")[1] in (2.0, 1.0)

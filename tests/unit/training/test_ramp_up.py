@@ -12,7 +12,7 @@ from megatron.checkpoint import selection
 from megatron.config import Config
 from megatron.errors import UserError
 from megatron.planner import dry_run
-from tests.support.layouts import VOCAB
+from tests.support.layouts import VOCAB, unconnected_run
 from tests.unit.checkpoint.native_folder import random_wholes, write_native
 from tests.unit.config.command_lines import SMALL
 
@@ -26,7 +26,7 @@ def config_of(*words: object) -> Config:
 
 
 def ramp_up_notes(config: Config) -> list[str]:
-    return dry_run.ramp_up_notes(config, selection.planned_checkpoint(config))
+    return dry_run.ramp_up_notes(unconnected_run(config), selection.planned_checkpoint(config))
 
 
 @pytest.fixture(scope="module")
@@ -82,24 +82,25 @@ def test_a_run_checks_the_sizes_after_its_checkpoint(samples: int, accepted: boo
     checks = replace(config.schedule, override_lr_scheduler=True)
     config = replace(config, schedule=checks)
     if accepted:
-        found = selection.find_checkpoint(config, VOCAB, lambda start: {"paths": ["other"]})
+        found = selection.find_checkpoint(unconnected_run(config, fingerprint={"paths": ["other"]}))
         assert found is not None and found.state.consumed_samples == CONSUMED
         return
     with pytest.raises(UserError, match="a batch of [26] is not divisible"):
-        selection.find_checkpoint(config, VOCAB, lambda start: {"paths": ["other"]})
+        selection.find_checkpoint(unconnected_run(config, fingerprint={"paths": ["other"]}))
 
 
 def test_fine_tuning_begins_the_ramp_up_again(folder: Path) -> None:
     config = config_of(*ramp(CONSUMED), "--load", folder, "--finetune", "--vocab-size", VOCAB)
-    for check in (ramp_up_notes, lambda config: selection.find_checkpoint(config, VOCAB, lambda start: {})):
+    run = unconnected_run(config, fingerprint={})
+    for check in (lambda: ramp_up_notes(config), lambda: selection.find_checkpoint(run)):
         with pytest.raises(UserError, match="a batch of 2 is not divisible"):
-            check(config)
+            check()
 
 
 def test_a_start_from_initial_weights_checks_all_sizes(tmp_path: Path) -> None:
     config = config_of(*ramp(30), "--load", tmp_path, "--save", tmp_path)
     with pytest.raises(UserError, match="a batch of 2 is not divisible .* at least 30 consumed samples"):
-        selection.find_checkpoint(config, VOCAB, lambda start: {})
+        selection.find_checkpoint(unconnected_run(config, fingerprint={}))
     evaluation = replace(config.training, no_train=True)
     with pytest.raises(UserError, match="--eval-only needs one"):
-        selection.find_checkpoint(replace(config, training=evaluation), VOCAB, lambda start: {})
+        selection.find_checkpoint(unconnected_run(replace(config, training=evaluation), fingerprint={}))

@@ -11,11 +11,14 @@ import pytest
 
 from megatron.arguments import parse_args
 from megatron.arguments.checkpoint_args import add_branch_settings
-from megatron.checkpoint.compatibility import check_data, check_schedule, resumed_schedule
+from megatron.checkpoint.compatibility import check_data, check_schedule
 from megatron.checkpoint.record import Checkpoint, TrainingState
 from megatron.checkpoint.saved_config import SavedConfig
+from megatron.data.vocabulary import Vocabulary
 from megatron.errors import UserError
-from megatron.optimizer.batch_schedule import BatchSchedule, Progress, RunLength
+from megatron.optimizer.batch_schedule import Progress, RunLength
+from megatron.optimizer.schedule import schedule_of
+from megatron.run import Run
 from megatron.training.stability import StabilityMonitor
 from tests.support.trainers import Log, NoWatchdog
 from tests.unit.config.command_lines import SMALL, WITHOUT_LENGTH
@@ -69,7 +72,7 @@ def test_a_schedule_that_changes_learning_rates_is_refused(saved: str, now: str,
 def test_resumed_length_of_tokens_gives_no_other_schedule_with_longer_sequences() -> None:
     flags = "--train-samples 100 --train-tokens 5120 --lr-warmup-samples 20 --max-position-embeddings 64"
     now = parse_args([*WITHOUT_LENGTH, *flags.split(), "--seq-length", "64"], {})
-    assert resumed_schedule(None, now).decay_unit == "tokens"
+    assert schedule_of(now).decay_unit == "tokens"
     check_schedule(saved_by(flags), now)
 
 
@@ -91,9 +94,10 @@ def test_resumed_length_is_kept_by_a_rollback_to_before_the_resume() -> None:
     checkpoint = Checkpoint(Path("x"), replace(STATE, skipped_iterations=1, recent_losses=(3.0,)), {})
     checkpoints: Any = SimpleNamespace(rollback=lambda: checkpoint)
     optimizer = SimpleNamespace(skipped=True, found_nonfinite=False, diagnosis="")
-    batches, engine = BatchSchedule.from_config(config.batch), SimpleNamespace(optimizer=optimizer)
-    parts: Any = (engine, batches, Log(), checkpoints, NoWatchdog())
-    monitor = StabilityMonitor(config, *parts)
+    run = Run.from_config(config, Vocabulary(100, None))
+    engine = SimpleNamespace(optimizer=optimizer, run=run)
+    parts: Any = (engine, Log(), checkpoints, NoWatchdog())
+    monitor = StabilityMonitor(*parts)
     before = Progress(20, 80, 80 * 32)  # at the resume
     state = TrainingState(22, 96, 96 * 32)
     monitor.spikes.diagnosis = "loss 9"

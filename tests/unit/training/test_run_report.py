@@ -9,14 +9,15 @@ import numpy as np
 import pytest
 
 from megatron.arguments import parse_args, read_command_line
-from megatron.checkpoint.compatibility import resumed_schedule
+from megatron.checkpoint.compatibility import starting_from
 from megatron.checkpoint.record import Checkpoint, TrainingState
 from megatron.config import Config
 from megatron.data.indexed_dataset import IndexedDatasetBuilder
-from megatron.data.vocabulary import find_vocabulary
+from megatron.data.vocabulary import Vocabulary
 from megatron.errors import UserError
 from megatron.pipeline.methods import Partition
 from megatron.pipeline.stages import StagePlan, plan_stages
+from megatron.run import Run
 from megatron.training.run_report import (
     heaviest_line,
     pipeline_efficiency,
@@ -188,7 +189,8 @@ def notes(flags: str, saved_flags: str = "", iteration: int = 0, finetune: bool 
         saved = parse_args([*WITHOUT_LENGTH, *saved_flags.split()], {})
         state = TrainingState(iteration, 8 * iteration, 8 * 32 * iteration)
         checkpoint = Checkpoint(Path("x"), state, {"config": saved.to_dict()}, weights_only=finetune)
-    return start_notes(checkpoint, config, resumed_schedule(checkpoint, config))
+    run = Run.from_config(config, Vocabulary(VOCAB, None))
+    return start_notes(checkpoint, starting_from(checkpoint, run))
 
 
 @pytest.mark.parametrize("iteration", [0, 50, 99])
@@ -280,7 +282,7 @@ def places(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
 def planned(load: Path, data: Path, *flags: str) -> list[str]:
     words = [*SMALL, "--dry-run", "--vocab-size", str(VOCAB), "--load", str(load), "--data-path", str(data)]
     config: Config = read_command_line([*words, *flags], {}).config
-    return planned_start(config, find_vocabulary(config))[1]
+    return planned_start(Run.from_config(config))[1]
 
 
 def test_dry_run_names_the_checkpoint_that_a_run_starts_from(places: tuple[Path, Path]) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 from dataclasses import asdict
+from types import SimpleNamespace
 
 import pytest
 
@@ -12,7 +13,7 @@ from megatron.arguments import parse_args
 from megatron.checkpoint.record import TrainingState
 from megatron.config import StabilityConfig
 from megatron.config.sections.curriculum import LengthCurriculum
-from megatron.optimizer.batch_schedule import BatchSchedule
+from megatron.optimizer.batch_schedule import BatchSchedule, RunLength
 from megatron.training.stability import SpikeDetector, advance_state, range_to_skip
 from tests.unit.config.command_lines import SMALL
 
@@ -85,6 +86,7 @@ CONFIG = dataclasses.replace(
 )
 BATCHES = BatchSchedule(8, (2, 2, 20))
 TOTAL = 20
+RUN = SimpleNamespace(config=CONFIG, batches=BATCHES, length=RunLength(TOTAL, 8 * TOTAL))
 
 
 def after_one_step(state):
@@ -103,12 +105,12 @@ def run_from(state):
     """Returns the iterations with a step, the skipped ranges, and all states."""
     taken, skipped, states = [], [], [state]
     while state.iteration < TOTAL:
-        found = range_to_skip(CONFIG, state.iteration, TOTAL)
+        found = range_to_skip(RUN, state.iteration)
         if found is None:
             state = after_one_step(state)
             taken.append(state.iteration)
         else:
-            state = advance_state(state, found[1], CONFIG, BATCHES)
+            state = advance_state(state, found[1], RUN)
             skipped.append(found)
         states.append(state)
     return taken, skipped, states

@@ -17,8 +17,10 @@ from megatron.arguments import parse_args
 from megatron.checkpoint.manager import SaveError
 from megatron.checkpoint.record import TrainingState
 from megatron.cluster.exit_codes import RunStopped
-from megatron.config import CheckpointConfig
+from megatron.config import CheckpointConfig, Config
+from megatron.data.vocabulary import Vocabulary
 from megatron.errors import UserError
+from megatron.run import Run
 from megatron.training.trainer import Trainer, UpdateCount, after_failed_save, evaluate
 from tests.unit.config.command_lines import SMALL, WITHOUT_LENGTH
 
@@ -33,8 +35,10 @@ def warnings_at_end(
     for step in steps:
         updates.add(step == "s")
     trainer: Any = SimpleNamespace(
-        config=SimpleNamespace(precision=SimpleNamespace(fp16=fp16)),
-        length=SimpleNamespace(iterations=total),
+        run=SimpleNamespace(
+            config=SimpleNamespace(precision=SimpleNamespace(fp16=fp16)),
+            length=SimpleNamespace(iterations=total),
+        ),
         metrics=SimpleNamespace(print=printed.append),
         updates=updates,
     )
@@ -81,7 +85,7 @@ def test_failed_save_is_exit_code_2() -> None:
         raise SaveError("checkpoint a/global_step5 cannot be written (the disk is full)")
 
     trainer: Any = SimpleNamespace(
-        config=SimpleNamespace(checkpoint=CheckpointConfig(save="a")),
+        run=SimpleNamespace(config=SimpleNamespace(checkpoint=CheckpointConfig(save="a"))),
         watchdog=SimpleNamespace(phase=lambda phase: nullcontext()),
         checkpoints=SimpleNamespace(save=save, finish_save=lambda: None),
         resumable_iteration=0,
@@ -103,7 +107,8 @@ FLAGS = [*SMALL, "--global-batch-size", "6", "--eval-iters", "3"]
 class Engine:
     """An engine in which a token's loss is its micro-batch's number; odd ones have twice as many tokens."""
 
-    def __init__(self) -> None:
+    def __init__(self, config: Config) -> None:
+        self.run = SimpleNamespace(config=config)
         self.groups: list[list[int]] = []
 
     def evaluate_totals(self, micro_batches, num_micro_batches, heartbeat):
@@ -117,7 +122,7 @@ class Engine:
 
 def run(flags: str, stop_after: int = 99) -> tuple[float | None, list[list[int]], int]:
     config = parse_args([*FLAGS, *flags.split()], {})
-    engine, heartbeats = Engine(), []
+    engine, heartbeats = Engine(config), []
 
     def micro_batches(first: int, samples: int) -> Iterator[int]:
         return iter(range(first, first + samples))
@@ -125,7 +130,6 @@ def run(flags: str, stop_after: int = 99) -> tuple[float | None, list[list[int]]
     loss = evaluate(
         engine,
         SimpleNamespace(micro_batches=micro_batches),
-        config,
         100,
         stop_requested=lambda: len(engine.groups) >= stop_after,
         heartbeat=lambda: heartbeats.append(1),
@@ -162,7 +166,7 @@ def test_a_line_that_is_due_in_a_skipped_range_follows_the_step_before_it(
     flags = ["--log-interval", "10", "--train-iters", "25"]
     flags += ["--skip-train-iteration-range", *ranges.split()] if ranges else []
     config = parse_args([*WITHOUT_LENGTH, *flags], {})
-    trainer: Any = SimpleNamespace(config=config, length=SimpleNamespace(iterations=25))
+    trainer: Any = SimpleNamespace(run=Run.from_config(config, Vocabulary(100, None)))
     skipped = {i for first, last in config.stability.skipped_ranges for i in range(first, last + 1)}
     lines = [i for i in range(1, 26) if i not in skipped and Trainer.is_logged(trainer, i)]
     assert lines == logged
@@ -176,9 +180,11 @@ def test_an_evaluation_of_masked_tokens_only_is_an_error(is_evaluation: bool) ->
         parallel=SimpleNamespace(num_stages=1),
         micro_batches_per_step=1,
     )
-    engine: Any = SimpleNamespace(evaluate_totals=lambda *_, **__: torch.zeros(2))
+    engine: Any = SimpleNamespace(
+        evaluate_totals=lambda *_, **__: torch.zeros(2), run=SimpleNamespace(config=config)
+    )
     loader: Any = SimpleNamespace(micro_batches=lambda *_: iter([]))
     error = pytest.raises(UserError, match="all tokens are masked") if is_evaluation else nullcontext()
     with error:
-        loss = evaluate(engine, loader, config, 0, stop_requested=lambda: False, heartbeat=lambda: None)
+        loss = evaluate(engine, loader, 0, stop_requested=lambda: False, heartbeat=lambda: None)
         assert math.isnan(loss or 0.0)

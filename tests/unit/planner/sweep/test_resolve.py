@@ -34,13 +34,13 @@ def test_a_combination_that_the_configuration_refuses_is_a_row_with_its_reason()
 
 
 def test_the_number_of_processes_follows_from_the_flags() -> None:
-    axes = (
-        Axis("--pipeline-model-parallel-size", ("1", "2")),
-        Axis("--tensor-model-parallel-size", ("1", "2")),
-        Axis("--context-parallel-size", ("1", "2")),
+    pipeline, tensor, context = (
+        Axis(f"--{name}-parallel-size", ("1", "2")) for name in ("pipeline-model", "tensor-model", "context")
     )
-    assert [row.processes for row in resolve(*axes)] == [1, 2, 2, 4, 2, 4, 4, 8]
-    assert {row.processes for row in resolve(*axes, base=[*BASE, "--world-size", "8"])} == {8}
+    assert [row.processes for row in resolve(pipeline, tensor)] == [1, 2, 2, 4]
+    base = [*BASE, *"--pipeline-model-parallel-size 2 --tensor-model-parallel-size 2".split()]
+    assert [row.processes for row in resolve(context, base=base)] == [4, 8]
+    assert [row.processes for row in resolve(context, base=[*base, "--world-size", "8"])] == [8, 8]
 
 
 def test_a_prediction_is_that_of_the_planner() -> None:
@@ -48,7 +48,7 @@ def test_a_prediction_is_that_of_the_planner() -> None:
     (row,) = resolve(base=words)
     plan = make_plan(read_command_line([*words, "--world-size", "2", "--dry-run"], {}).config, 1000)
     assert row.predicted["memory_bytes"] == plan.bytes_by_rank
-    assert row.predicted["layers"] == [plan.stages.layer_range(0), plan.stages.layer_range(1)]
+    assert row.predicted["layers"] == [plan.run.stages.layer_range(0), plan.run.stages.layer_range(1)]
     assert row.tokens_per_step == 32 * 32
 
 

@@ -1,4 +1,4 @@
-"""A --save or --load folder in an object store, and its mirror.
+"""A --save or --load folder in an object store.
 
 An object store has no rename. The files of a save are uploaded below a key that no other save has,
 global_step4.<8 hexadecimal digits>/; `run.json` is uploaded last, and a folder without it does not exist for
@@ -14,6 +14,7 @@ import logging
 import os
 import re
 import shutil
+import time
 from collections import defaultdict
 from collections.abc import Callable, Collection, Mapping
 from concurrent.futures import ThreadPoolExecutor
@@ -23,7 +24,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron.checkpoint.discovery import open_checkpoint
-from megatron.checkpoint.files import file_sizes
+from megatron.checkpoint.files import Files, first_size_mismatch
 from megatron.checkpoint.lineage.identity import (
     LATEST_FILE,
     RECORD_FILE,
@@ -31,14 +32,16 @@ from megatron.checkpoint.lineage.identity import (
     RunIdentity,
     read_latest_record,
     record_upcoming,
+    set_latest,
 )
 from megatron.checkpoint.lineage.owner import ClaimFolder
 from megatron.checkpoint.names import check_file
-from megatron.checkpoint.object_store.mirror import explained_full_disk, show_object
 from megatron.checkpoint.record import RUN_FILE, SAVING
-from megatron.checkpoint.saving.publishing import publish, remove_checkpoint
+from megatron.checkpoint.saving.publishing import Folder, free_space_text, warn_of_replacement
 from megatron.errors import UserError
-from megatron.files import MAX_JSON_BYTES, HostileFileError, write_json
+from megatron.files import MAX_JSON_BYTES, HostileFileError
+from megatron.object_store.cache import explained_full_disk
+from megatron.object_store.path import ObjectPath, ObjectTree
 from megatron.object_store.store import ObjectInfo, ObjectStore, Retries
 from megatron.text_table import first_few
 
@@ -46,8 +49,6 @@ from megatron.text_table import first_few
 FOLDER = re.compile(r"global_step[0-9]{1,12}(\.[0-9a-f]{8})?")
 _CLAIMS = "owner"
 _THREADS = 8
-# A file is downloaded in blocks of this size, by several threads.
-_BLOCK_BYTES = 1 << 26
 # They end before another job may take over the folder, see `Timing.stale_after_s`.
 _COMMIT = Retries(total_s=25.0, request_s=20.0)
 _LOG = logging.getLogger(__name__)
@@ -84,28 +85,34 @@ class ObjectClaims(ClaimFolder):
         self._store.delete([f"{_CLAIMS}/{name}"], Retries(attempts=2, request_s=10.0))
 
 
-class ObjectFolder:
-    """A folder of checkpoints in an object store. path: its mirror."""
+class ObjectFolder(Folder):
+    """A folder of checkpoints in an object store."""
 
-    def __init__(self, url: str, path: Path) -> None:
+    def __init__(self, url: str, cache: Path) -> None:
+        """cache: a folder on the node's disk, for files of checkpoints. Sends no request."""
         self.store = ObjectStore(url)
-        self.path = path
-        self.folders: dict[str, str] = {}
+        self.tree = ObjectTree(self.store, cache)
+        super().__init__(ObjectPath(self.tree))
+        self.keys: dict[str, str] = {}
         """Checkpoint -> its folder in the store. On rank 0 all, on other ranks those that were shared."""
-        self.fetched: dict[str, set[str]] = defaultdict(set)
-        """Checkpoint -> the files that this rank has downloaded."""
         self._leftovers: set[str] = set()
-        self._replaced: list[tuple[str, str]] = []
+        self._replaced: dict[str, str] = {}
+        """Folder in the store -> checkpoint that has another folder."""
+
+    def claims(self) -> ClaimFolder:
+        return ObjectClaims(self.store)
 
     # --- what the store holds ---
 
-    def mirror(self) -> None:
-        """Makes the mirror show what the store holds, on rank 0: one listing, then the small files.
+    def read(self) -> None:
+        """Finds out what the store holds, on rank 0: one listing, then the small files.
 
-        A job that is killed while it replaces a checkpoint leaves two complete folders of it. The mirror
-        shows the one whose digest `latest.json` has, or else the newest.
+        A job that is killed while it replaces a checkpoint leaves two complete folders of it. The one counts
+        whose digest `latest.json` has, or else the newest.
         """
         listed = self.store.list()
+        self.tree.folders = {"": {}} if listed else {}
+        self.keys, self._leftovers, self._replaced = {}, set(), {}
         files: dict[str, dict[str, ObjectInfo]] = defaultdict(dict)
         for key, info in listed.items():
             folder, _, name = key.partition("/")
@@ -118,76 +125,62 @@ class ObjectFolder:
         small = [key for key in (LATEST_FILE, RECORD_FILE, *run_files) if key in listed]
         with ThreadPoolExecutor(_THREADS) as pool:
             contents = dict(zip(small, pool.map(partial(self._read_small, listed), small), strict=True))
-        if listed:
-            self.path.mkdir(parents=True, exist_ok=True)
         for key in (LATEST_FILE, RECORD_FILE):
             if (content := contents.get(key)) is not None:
-                show_object(self.path / key, listed[key].size, listed[key].modified, content)
+                self.tree.keep(key, content, listed[key].modified)
         record = read_latest_record(self.path)
         digests = {entry.sha256 for entry in record.entries} if record is not None else set()
 
         def priority(folder: str) -> tuple[bool, float]:
-            content = contents[_run_file(folder)] or b""
-            return _digest_in(content) in digests, listed[_run_file(folder)].modified
+            key = _run_file(folder)
+            return _digest_in(contents[key] or b"") in digests, listed[key].modified
 
         complete = (folder for folder in files if contents.get(_run_file(folder)) is not None)
         for folder in sorted(complete, key=priority):
             name = folder.partition(".")[0]
-            if name in self.folders:
-                self._replaced.append((name, self.folders[name]))
-            self.folders[name] = folder
-        for name, folder in self.folders.items():
-            for file, info in files[folder].items():
-                content = contents[_run_file(folder)] if file == RUN_FILE else None
-                show_object(self.path / name / file, info.size, info.modified, content or b"")
+            if name in self.keys:
+                self._replaced[self.keys[name]] = name
+            self.add(name, folder, files[folder], contents[_run_file(folder)])
 
     def _read_small(self, listed: Mapping[str, ObjectInfo], key: str) -> bytes | None:
         """Returns the content of a small file; None if it has been deleted since the listing. Of a file that
-        is too large, it returns b"", and its reader reports the size."""
+        is too large, it returns so much that its reader rejects it."""
+        is_small = listed[key].size <= MAX_JSON_BYTES
         try:
-            return self.store.read(key) if listed[key].size <= MAX_JSON_BYTES else b""
+            return self.store.read(key, end=None if is_small else MAX_JSON_BYTES + 1)
         except FileNotFoundError:
             return None
 
-    def sizes(self, name: str) -> dict[str, int]:
-        """Returns the sizes of a checkpoint's files except `run.json`, on rank 0."""
-        sizes = file_sizes(self.path / name)
-        return {file: size for file, size in sizes.items() if file != RUN_FILE}
-
-    def show(self, name: str, run: dict[str, Any], sizes: Mapping[str, int]) -> None:
-        """Makes a mirror show one checkpoint, with placeholders of its files."""
-        shutil.rmtree(self.path / name, ignore_errors=True)
-        for file, size in sizes.items():
-            show_object(self.path / name / file, size)
-        write_json(self.path / name / RUN_FILE, run)
+    def add(self, name: str, key: str, files: dict[str, ObjectInfo], run_file: bytes | None = None) -> None:
+        """Adds a complete checkpoint, or replaces the one of this name. key: its folder in the store.
+        run_file: the content of its `run.json`, on rank 0."""
+        self.keys[name] = key
+        self.tree.folders[name] = files
+        if run_file is not None:
+            self.tree.keep(_run_file(name), run_file)
 
     def fetch(self, name: str, file: str, heartbeat: Callable[[], object]) -> None:
-        """Downloads a file of a checkpoint into the mirror, in blocks. heartbeat: called after each.
-        Raises OSError if it cannot be read."""
-        path = self.path / name / file
-        key, size = f"{self.folders[name]}/{file}", path.stat().st_size
+        """Downloads a file of a checkpoint into the cache. heartbeat: called after each block. Raises OSError
+        if it cannot be read."""
+        path, size = self.tree.cache / name / file, (self.path / name / file).stat().st_size
         temporary = path.with_name(f".{path.name}.part")
-
-        def download(start: int) -> None:
-            self.store.download(key, temporary, start, min(start + _BLOCK_BYTES, size))
-
         try:
             with explained_full_disk(path):
-                with open(temporary, "wb") as part:
-                    part.truncate(size)
-                with ThreadPoolExecutor(_THREADS) as pool:
-                    for _ in pool.map(download, range(0, size, _BLOCK_BYTES)):
-                        heartbeat()
+                path.parent.mkdir(parents=True, exist_ok=True)
+                self.store.download(f"{self.keys[name]}/{file}", temporary, size, heartbeat)
                 os.replace(temporary, path)
         finally:
             temporary.unlink(missing_ok=True)
-        self.fetched[name].add(file)
+
+    def remove_fetched(self) -> None:
+        """Removes the files of checkpoints from the node's disk, but no `run.json`."""
+        for path in self.tree.cache.glob("global_step*/**/*"):
+            if path.is_file() and path.name != RUN_FILE:
+                path.unlink(missing_ok=True)
 
     # --- a save ---
 
     def begin(self, saving_name: str) -> None:
-        """Announces a save, on rank 0, and removes what killed and failed saves have left. saving_name: the
-        temporary name of the save in the mirror."""
         self._clean_leftovers()
         self._announce(saving_name.removeprefix(SAVING))
 
@@ -199,22 +192,24 @@ class ObjectFolder:
         self.store.delete([f"{SAVING}{folder}"])
         self._leftovers.discard(folder)
 
+    def staging(self, saving_name: str) -> Path:
+        for path in self.tree.cache.glob(f"{SAVING}*"):  # of a save that has failed on another rank
+            if path.name != saving_name:
+                shutil.rmtree(path, ignore_errors=True)
+        return self.tree.cache / saving_name
+
     def upload(self, saving: Path, names: Collection[str], count_bytes: Callable[[int], object]) -> None:
-        """Uploads files of a save, and deletes them on the disk. saving: their folder in the mirror.
-        count_bytes: called with the bytes of each file. Raises OSError."""
         for name in sorted(names):
             size = (saving / name).stat().st_size
             self.store.put_file(f"{saving.name.removeprefix(SAVING)}/{name}", saving / name)
             count_bytes(size)
             (saving / name).unlink()
 
-    def show_uploaded(self, saving: Path, names: Collection[str]) -> None:
-        """Makes the mirror show which files of a save are in the store, with their sizes. On rank 0."""
+    def size_mismatch(self, saving: Path, files: Files) -> str | None:
         folder = saving.name.removeprefix(SAVING)
-        listed = self.store.list(folder)
-        for name in names:
-            if (info := listed.get(f"{folder}/{name}")) is not None:
-                show_object(saving / name, info.size, info.modified)
+        listed = self.store.list(folder).items()
+        self.tree.folders[saving.name] = {key.removeprefix(f"{folder}/"): info for key, info in listed}
+        return first_size_mismatch(self.path / saving.name, files)
 
     def publish(
         self,
@@ -223,29 +218,33 @@ class ObjectFolder:
         identity: RunIdentity,
         check_owner: Callable[[], object] = lambda: None,
     ) -> RunIdentity:
-        """Makes an uploaded checkpoint visible and updates `latest`, on rank 0, as `publish` does in a file
-        system. Returns the run's new identity. Raises OSError if it cannot be made visible.
-
-        check_owner: raises an error if another job has taken over the folder. Called directly before each
-        request for `run.json`.
-        """
-        folder = saving.name.removeprefix(SAVING)
+        folder, content = saving.name.removeprefix(SAVING), (saving / RUN_FILE).read_bytes()
         record_upcoming(self.path, entry, identity)
-        self.store.put_file(RECORD_FILE, self.path / RECORD_FILE)
-        self._commit(folder, (saving / RUN_FILE).read_bytes(), check_owner)
+        cached = self.tree.cache / _run_file(entry.name)
+        cached.parent.mkdir(parents=True, exist_ok=True)
+        self._commit(folder, content, check_owner)
+        # From now on the checkpoint is complete, whatever the node's disk does: a rename needs no space.
+        os.replace(saving / RUN_FILE, cached)
         self._leftovers.discard(folder)
-        before = self.folders.get(entry.name)
-        identity = publish(saving, entry, identity)
-        self.folders[entry.name] = folder
+        shutil.rmtree(saving, ignore_errors=True)
+        before = self.keys.get(entry.name)
+        if before is not None:
+            warn_of_replacement(self.path / entry.name, identity)
+        files = self.tree.folders.pop(saving.name)
+        self.add(entry.name, folder, {**files, RUN_FILE: ObjectInfo(len(content), time.time())})
+        identity = identity.with_checkpoint(entry)
         try:
-            for name in (LATEST_FILE, RECORD_FILE):
-                self.store.put_file(name, self.path / name)
+            set_latest(self.path, entry, identity)
             self.store.delete([f"{SAVING}{folder}"])
             if before is not None:
                 self._delete(before)
         except OSError as error:  # the checkpoint is visible: a resume finds it through `latest.json`
             _LOG.warning("%s is saved, but the objects beside it are not updated: %s", self.store.url, error)
         return identity
+
+    def note_on_space(self, problem: str) -> str:
+        disk = next(path for path in (self.tree.cache, *self.tree.cache.parents) if path.exists())
+        return f"; the node's disk: {free_space_text(disk)}"
 
     def _commit(self, folder: str, content: bytes, check_owner: Callable[[], object]) -> None:
         check_owner()
@@ -260,12 +259,12 @@ class ObjectFolder:
     # --- a deletion ---
 
     def remove(self, checkpoint: Path) -> None:
-        """Deletes a checkpoint, on rank 0. checkpoint: its folder in the mirror. Raises OSError if it
-        contains files that `run.json` does not list, or if the store cannot be accessed."""
+        name = checkpoint.name
         with suppress(FileNotFoundError):  # an earlier deletion removed `run.json` and then failed
-            self._delete(self.folders[checkpoint.name])
-        del self.folders[checkpoint.name]
-        remove_checkpoint(checkpoint)
+            self._delete(self.keys[name])
+        del self.keys[name]
+        self.tree.folders.pop(name, None)
+        shutil.rmtree(self.tree.cache / name, ignore_errors=True)
 
     def _delete(self, folder: str) -> None:
         found = self.store.list(folder)
@@ -284,28 +283,24 @@ class ObjectFolder:
 
     def _clean_leftovers(self) -> None:
         """Removes what killed jobs and failed saves have left. Failures are logged, not raised."""
-        replaced, self._replaced = self._replaced, []
-        for name, folder in replaced:
+        replaced, self._replaced = self._replaced, {}
+        for folder in (*replaced, *sorted(self._leftovers - replaced.keys())):
             try:
-                open_checkpoint(self.path / name)
-                self._delete(folder)
-            except UserError:
-                continue  # the new one is damaged: keep the old one
-            except OSError as error:
-                _LOG.warning("%s/%s cannot be deleted: %s", self.store.url, folder, error)
-                if error.errno == errno.EIO:
-                    return  # after minutes of retries
-        for folder in sorted(self._leftovers):
-            try:
+                if folder in replaced:
+                    open_checkpoint(self.path / replaced[folder])
+                    self._delete(folder)
+                    continue
                 found = self.store.list(folder)
                 if _run_file(folder) not in found:
                     self.store.abort_uploads(folder)
                     self.store.delete(found)
                 self._forget(folder)
+            except UserError:
+                continue  # the new one is damaged: keep the old one
             except OSError as error:
                 _LOG.warning("%s/%s cannot be removed: %s", self.store.url, folder, error)
                 if error.errno == errno.EIO:
-                    return
+                    return  # after minutes of retries
 
 
 def _run_file(folder: str) -> str:

@@ -1,1 +1,0 @@
-"""Checkpoints in an object store such as S3, where no rename exists."""

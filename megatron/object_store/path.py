@@ -1,0 +1,170 @@
+"""Objects as paths: `ObjectPath` has the methods of `Path` with which a program looks at a folder.
+
+Its text is a URL, and what exists is what `ObjectTree` knows to be in the store. Opening a path opens the
+object's file in the cache of the node, which is there once the object is downloaded. Only `write_bytes` sends
+a request.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import re
+import stat
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from fnmatch import fnmatchcase
+from pathlib import Path, PosixPath
+from typing import Any, NoReturn
+
+from megatron.object_store.cache import explained_full_disk
+from megatron.object_store.store import ObjectInfo, ObjectStore, is_url
+
+# A folder of a save has a suffix that no other save has; its name in a tree has none.
+_SUFFIX = re.compile(r"(/global_step[0-9]+)\.[0-9a-f]{8}$")
+
+
+@dataclass
+class ObjectTree:
+    """What is known about the objects below a URL. Their keys here may differ from those in the store.
+
+    cache: the folder on this node's disk for the files of the objects. folders: folder beside the objects ->
+    path in it -> object; the objects in no folder are under "".
+    """
+
+    store: ObjectStore
+    cache: Path
+    folders: dict[str, dict[str, ObjectInfo]] = field(default_factory=dict)
+
+    def keep(self, key: str, content: bytes, modified: float | None = None) -> None:
+        """Adds an object with this content, and its file on the disk. modified: None for now."""
+        path = self.cache / key
+        with explained_full_disk(path):
+            path.parent.mkdir(parents=True, exist_ok=True)
+            temporary = path.with_name(f".{path.name}.new")  # a reader has the old content or the new one
+            temporary.write_bytes(content)
+            os.replace(temporary, path)
+        folder, name = _split(key)
+        self.folders.setdefault(folder, {})[name] = ObjectInfo(len(content), modified or time.time())
+
+    def names(self, key: str) -> list[str]:
+        """Returns the sorted names in a folder; [] if it does not exist."""
+        if not key:
+            return sorted({*self.folders, *self.folders.get("", ())} - {""})
+        folder, _, inside = f"{key}/".partition("/")
+        below = (
+            path.removeprefix(inside) for path in self.folders.get(folder, ()) if path.startswith(inside)
+        )
+        return sorted({path.partition("/")[0] for path in below})
+
+    def is_folder(self, key: str) -> bool:
+        """Returns whether an object is in this folder."""
+        folder, _, inside = f"{key}/".partition("/")
+        if not inside:
+            return folder in self.folders if folder else bool(self.folders)
+        return any(path.startswith(inside) for path in self.folders.get(folder, ()))
+
+    def info(self, key: str) -> ObjectInfo | None:
+        """Returns what is known about an object; None if it does not exist."""
+        folder, name = _split(key)
+        return self.folders.get(folder, {}).get(name)
+
+
+def _split(key: str) -> tuple[str, str]:
+    folder, _, path = key.partition("/")
+    return (folder, path) if path else ("", folder)
+
+
+class ObjectPath(PosixPath):
+    """An object, or a folder of objects. Other methods of `Path` fail, or act on the file in the cache."""
+
+    def __new__(cls, *_: Any) -> ObjectPath:
+        return object.__new__(cls)
+
+    def __init__(self, tree: ObjectTree, key: str = "") -> None:
+        self.tree, self.key = tree, key
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Another process gets the name only: it has not listed the folder, and may have another disk."""
+        return ObjectPath, (ObjectTree(ObjectStore(self.tree.store.url), Path(os.devnull)), self.key)
+
+    def __str__(self) -> str:
+        return self.tree.store.url_of(self.key)
+
+    def __fspath__(self) -> str:
+        return os.fspath(self.tree.cache / self.key)
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, ObjectPath) and str(self) == str(other)
+
+    def __lt__(self, other: Any) -> bool:
+        return str(self) < str(other)
+
+    def __gt__(self, other: Any) -> bool:
+        return str(self) > str(other)
+
+    def __hash__(self) -> int:
+        return hash(str(self))
+
+    def __truediv__(self, name: Any) -> ObjectPath:
+        return ObjectPath(self.tree, f"{self.key}/{name}" if self.key else str(name))
+
+    @property
+    def name(self) -> str:
+        return str(self).rpartition("/")[2]
+
+    @property
+    def parent(self) -> ObjectPath:
+        return ObjectPath(self.tree, self.key.rpartition("/")[0])
+
+    def stat(self, *, follow_symlinks: bool = True) -> os.stat_result:
+        """Returns kind, size and time of change of an object, and the kind of a folder."""
+        if (info := self.tree.info(self.key)) is None:
+            if self.is_dir():
+                return os.stat_result((stat.S_IFDIR, *[0] * 9))
+            raise FileNotFoundError(errno.ENOENT, "no such object", str(self))
+        times = (*[int(info.modified)] * 3, *[info.modified] * 3, *[int(info.modified * 1e9)] * 3)
+        return os.stat_result((stat.S_IFREG, 0, 0, 1, 0, 0, info.size, *times))
+
+    def lstat(self) -> os.stat_result:
+        return self.stat()
+
+    def exists(self, *_: Any, **__: Any) -> bool:
+        return self.is_file() or self.is_dir()
+
+    def is_file(self, *_: Any, **__: Any) -> bool:
+        return self.tree.info(self.key) is not None
+
+    def is_dir(self, *_: Any, **__: Any) -> bool:
+        return self.tree.is_folder(self.key)
+
+    def is_symlink(self) -> bool:
+        return False
+
+    def iterdir(self) -> Iterator[ObjectPath]:  # type: ignore[override]
+        return (self / name for name in self.tree.names(self.key))
+
+    def glob(self, pattern: str, *_: Any, **__: Any) -> Iterator[ObjectPath]:  # type: ignore[override]
+        """Yields what is in this folder itself and has such a name."""
+        assert "/" not in pattern
+        return (path for path in self.iterdir() if fnmatchcase(path.name, pattern))
+
+    def write_bytes(self, content: Any) -> int:
+        """Writes an object, and its file in the cache."""
+        self.tree.store.put(self.key, bytes(content))
+        self.tree.keep(self.key, content)
+        return len(content)
+
+    def _is_read_only(self, *_: Any, **__: Any) -> NoReturn:
+        """Raises an error for what would change, or list, the cache and not the store."""
+        raise TypeError(f"{self}: objects are written and removed through the store")
+
+    mkdir = rmdir = unlink = rename = replace = touch = chmod = symlink_to = write_text = _is_read_only
+    hardlink_to = rglob = walk = _is_read_only
+
+
+def real_path(path: str | os.PathLike[str]) -> str:
+    """Returns the text that all names of a folder have in common: its path without links, or its URL."""
+    text = str(path)
+    return _SUFFIX.sub(r"\1", text.rstrip("/")) if is_url(text) else os.path.realpath(path)
