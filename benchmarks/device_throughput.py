@@ -261,7 +261,7 @@ def figures(row: Row, seconds: float) -> dict[str, Any]:
     model, config = row.model, row.config()
     tokens = row.samples * model.seq
     flops = iteration_flops(config, model.vocab, batch_size=row.samples, with_recomputation=False)
-    palm = palm_flops(config, model.vocab, plan_stages(config, model.vocab).total_parameters, row.samples)
+    palm = palm_flops(config, model.vocab, plan_stages(config, model.vocab).active_parameters, row.samples)
     gpu = gpu_of_process()
     rates = {
         "mfu": flops,

@@ -40,13 +40,14 @@
 # tiles      times of the attention kernels with other tiles
 # rest       more models and settings
 # times      each kernel, compared with PyTorch and with libraries
+# experts    expert layers of OLMoE's and Qwen3-30B-A3B's size: share of the peak, and a dense MLP's time
 # loss       memory and time of head and loss
 # host       time of the host for a layer, compared with plain PyTorch modules
 #
 # With --device cpu, kernels run in Triton's interpreter; that of Triton 3.6 needs numpy < 2.4.
 set -uo pipefail
 cd "$(dirname "$0")/.."
-known="versions smoke kernels curves gpt llama ranks resume sanitizer tiles rest times loss host"
+known="versions smoke kernels curves gpt llama ranks resume sanitizer tiles rest times experts loss host"
 budget=480 device=cuda out=runs/gpu phases=$known wheelhouse="" dry_run=""
 usage_error() {
     echo "error: $1" >&2
@@ -271,6 +272,7 @@ sanitizer racecheck
 kernels tiles 90 tiles
 measure rest 300
 kernels times 180 time
+phase experts 90 "$PYTHON" benchmarks/expert_speed.py --out "$results/experts" "${tiny[@]}"
 phase loss 90 "$PYTHON" benchmarks/memory.py "${loss[@]}"
 phase host 90 env CUDA_VISIBLE_DEVICES= DS_ACCELERATOR=cpu "$PYTHON" benchmarks/host_time.py "${host[@]}"
 [ -z "$dry_run" ] || exit 0

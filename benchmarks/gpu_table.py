@@ -22,7 +22,7 @@ MAX_MEMORY_ERROR = 0.03
 # Tables that are printed as they are; the others are for `throughput`.
 TABLES = (
     *("phases", "losses", "kernels", "kernel times", "attention times", "attention back ends", "tiles"),
-    "environment",
+    *("expert layers", "environment"),
 )
 
 Row = dict[str, Any]

@@ -17,6 +17,7 @@ from megatron.model.gpt_model import ParallelSelfAttention
 from megatron.model.layer_context import LayerContext
 from megatron.model.position import document_ids_of
 from megatron.mpu.embedding import embedding
+from megatron.mpu.grouped_linear import Groups, grouped_linear
 from megatron.mpu.logit_chunks import LogitChunks
 from megatron.mpu.mesh import ONE_RANK, Axis
 from megatron.mpu.random import DropoutRNG, dropout_add
@@ -93,6 +94,7 @@ def cases(inputs: Inputs) -> Iterator[Case]:
     yield rotary_case(inputs)
     yield gated_case(inputs)
     yield weight_gradient_case(inputs)
+    yield grouped_case(inputs)
     yield loss_case(inputs)
     yield embedding_case(inputs)
     yield norms_case(inputs)
@@ -213,6 +215,33 @@ def weight_gradient_case(inputs: Inputs) -> Case:
 
     flops = 2.0 * sizes.seq * 4 * sizes.hidden**2
     return Case("weight gradient into main_grad", work, "torch matmul, add", library, 0, flops)
+
+
+def grouped_case(inputs: Inputs) -> Case:
+    """Runs the first linear layer of 8 experts, one without rows, and adds its weight's gradient to the fp32
+    sum."""
+    sizes, device = inputs.sizes, inputs.device
+    counts = (1, sizes.seq // 2, 0, *[sizes.seq // 10] * 4)
+    groups = Groups((*counts, sizes.seq - sum(counts)))
+    (weight,) = inputs.some((8, 4 * sizes.hidden, sizes.hidden), 1)
+    (bias,) = inputs.some((8, 4 * sizes.hidden), 1)
+    (x,) = inputs.some((sizes.seq, sizes.hidden), 1)
+    (grad,) = inputs.some((sizes.seq, 4 * sizes.hidden), 1)
+    weight.main_grad = torch.zeros(weight.shape, device=device)
+
+    def work() -> list[Tensor]:
+        weight.main_grad.zero_()
+        y = grouped_linear(x, weight, bias, groups)
+        grad_x, grad_weight, grad_bias = torch.autograd.grad(y, (x, weight, bias), grad, allow_unused=True)
+        total = weight.main_grad if grad_weight is None else grad_weight
+        return [y.detach(), grad_x, total, grad_bias]
+
+    def library() -> list[Tensor]:
+        y = F.grouped_mm(x, weight.transpose(1, 2), offs=groups.offsets(device))
+        return [y.detach(), *torch.autograd.grad(y, (x, weight), grad)]
+
+    flops = 3 * 2.0 * sizes.seq * 4 * sizes.hidden**2
+    return Case("grouped linear layer of experts", work, "torch grouped_mm, no bias", library, 0, flops)
 
 
 def loss_case(inputs: Inputs) -> Case:

@@ -11,6 +11,7 @@ import os
 import types
 import typing
 from collections.abc import Mapping
+from dataclasses import fields
 from typing import Any
 
 from megatron.checkpoint.saved_config import SavedConfig, read_saved_config
@@ -18,6 +19,7 @@ from megatron.config.config import SETTINGS, Config
 from megatron.config.fields import setting_option
 from megatron.config.sections.checkpoint import CheckpointConfig
 from megatron.config.sections.data import TOKENIZER_FIELDS
+from megatron.config.sections.experts import ExpertConfig
 from megatron.errors import ConfigError
 from megatron.optimizer.batch_schedule import RunLength
 
@@ -83,6 +85,7 @@ def add_checkpoint_args(settings: Settings, saved: SavedConfig) -> str:
     """
     typed_tokenizer = any(f"data.{name}" in settings for name in TOKENIZER_FIELDS)
     is_finetuning = settings.get("checkpoint.finetune", False)
+    of_experts = {field.name for field in fields(ExpertConfig)}
     unused = saved.config.model.unused_fields()  # some are derived from other fields, such as --seq-length
     for name, setting in SETTINGS.items():
         is_of_tokenizer = setting.field in TOKENIZER_FIELDS
@@ -100,6 +103,8 @@ def add_checkpoint_args(settings: Settings, saved: SavedConfig) -> str:
             continue
         if setting.section == "model" and setting.field in unused:
             continue
+        if setting.field in of_experts and settings.get("checkpoint.moe_use_upcycling"):
+            continue  # the checkpoint has none
         typed = settings.setdefault(name, value)
         if typed != value and setting.changes_model:
             has = "does not have it" if value in (None, False) else f"has {value}"
@@ -112,7 +117,8 @@ def add_checkpoint_args(settings: Settings, saved: SavedConfig) -> str:
 
 def _has_type(value: Any, annotation: Any) -> bool:
     """Returns whether a value from a file has the type of a field, such as `int | None`."""
-    kinds = typing.get_args(annotation) if isinstance(annotation, types.UnionType) else (annotation,)
+    given = typing.get_args(annotation) if isinstance(annotation, types.UnionType) else (annotation,)
+    kinds = [typing.get_origin(kind) or kind for kind in given]
     return type(value) in kinds or (type(value) is int and float in kinds)
 
 

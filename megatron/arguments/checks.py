@@ -20,6 +20,7 @@ from megatron.arguments.data_checks import (
     missing_file_mistakes,
     tokenizer_mistakes,
 )
+from megatron.arguments.expert_checks import expert_mistakes
 from megatron.arguments.schedule_checks import length_mistakes, schedule_mistakes
 from megatron.config.config import Config
 from megatron.config.fields import option_name
@@ -27,9 +28,9 @@ from megatron.config.mistakes import raise_first
 from megatron.config.model import check_vocab_divides, padded_vocab_size
 from megatron.config.rules import rule_mistakes
 from megatron.config.sections.curriculum import SOURCE
+from megatron.config.sections.layer_pattern import WINDOW
 from megatron.config.sections.model import ModelConfig
 from megatron.config.sections.parallel import ParallelConfig
-from megatron.config.sections.window_pattern import WINDOW
 from megatron.errors import ConfigError
 from megatron.object_store.store import is_url
 from megatron.optimizer.batch_schedule import batch_mistakes
@@ -47,7 +48,8 @@ def validate(config: Config) -> None:
 def mistakes_of(config: Config) -> Iterator[str]:
     """Yields a sentence for each combination of settings that cannot be run."""
     checks: list[Callable[[Config], Iterator[str]]] = [
-        *(rule_mistakes, layout_mistakes, model_mistakes, pipeline_mistakes, batch_mistakes, length_mistakes),
+        *(rule_mistakes, layout_mistakes, model_mistakes, expert_mistakes, pipeline_mistakes, batch_mistakes),
+        length_mistakes,
         *(schedule_mistakes, optimizer_mistakes, precision_mistakes, finetuning_mistakes, stability_mistakes),
         *(
             local_save_mistakes,

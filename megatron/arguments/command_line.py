@@ -76,6 +76,8 @@ def read_command_line(
         notes += use_checkpoint_args(settings, reads_files)
     with mistakes.collect(["--train-iters", "--train-samples", "--lr"]):
         notes += use_branch_point(settings, reads_files)
+    if settings.get("model.num_experts", 1) not in (None, 1) and "checkpoint.save" in settings:
+        settings.setdefault("checkpoint.save_format", "dcp")
     file, curriculum, more = merge_file(settings, mistakes) if reads_files else ({}, None, [])
     _fill_in_required(settings, mistakes)
     sections = {name: _section(name, settings, mistakes) for name in SECTIONS}

@@ -47,6 +47,8 @@ def _by_several(config: Config) -> Iterator[tuple[str, str]]:
             "with --attention-dropout 0: fused attention stores no attention scores to recompute (full "
             "reduces memory)",
         )
+    if config.model.moe_router_load_balancing_type != "none" and not config.model.moe_aux_loss_coeff:
+        yield "model.moe_router_load_balancing_type", "without --moe-aux-loss-coeff"
     if precision.fp16 and precision.loss_scale is not None and training.deepspeed_config is None:
         for name in ("initial_loss_scale", "min_loss_scale", "loss_scale_window", "hysteresis"):
             yield f"precision.{name}", f"with the static --loss-scale {precision.loss_scale:g}"

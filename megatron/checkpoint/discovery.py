@@ -14,11 +14,10 @@ from megatron.checkpoint.files import (
     read_with_retries,
 )
 from megatron.checkpoint.formats.deepspeed_files import (
-    SHARDED_WEIGHTS,
     missing_files,
     model_files,
-    sharded_weight_files,
     unneeded_files,
+    why_unreadable,
 )
 from megatron.checkpoint.formats.registry import (
     LATEST_UNIVERSAL_FILE,
@@ -338,8 +337,8 @@ def check_program(folder: Path) -> None:
     structure of one file, unless the folder has a `run.json`."""
     if (folder / RUN_FILE).exists() or not folder.is_dir() or format_of(folder) != NATIVE:
         return
-    if sharded_weight_files(folder):
-        raise UserError(f"checkpoint {folder}: {SHARDED_WEIGHTS}")
+    if reason := why_unreadable(folder):
+        raise UserError(f"checkpoint {folder}: {reason}")
     for path in model_files(folder)[:1]:
         content = read_file(path)
         # Neither this program nor DeepSpeed writes a version into mp_rank files.

@@ -80,11 +80,10 @@ def build_parser() -> ToolParser:
     written = {name: entry for name, entry in FORMATS.items() if entry.writer}
     parser.add_argument(
         "--format",
-        default=NATIVE,
         choices=tuple(written),
         metavar="NAME",
         help="; ".join(f"{name}: {entry.description}" for name, entry in written.items())
-        + " (default: %(default)s)",
+        + f" (default: {NATIVE}; {UNIVERSAL} from a Hugging Face model)",
     )
     parser.add_argument(
         "--workers",
@@ -262,14 +261,15 @@ def read_model(arguments: argparse.Namespace) -> None:
     from megatron.checkpoint.formats.universal_writer import UniversalWriter
     from megatron.checkpoint.huggingface.exporter import token_ids
     from megatron.checkpoint.huggingface.file_digests import check_digests
-    from megatron.checkpoint.huggingface.importer import own_tokenizer, start_flags
+    from megatron.checkpoint.huggingface.importer import losses, own_tokenizer, start_flags
     from megatron.checkpoint.huggingface.reader import HuggingFaceReader
     from megatron.checkpoint.record import TOKEN_IDS_KEY
 
-    source, target, notes = Path(arguments.source), Path(arguments.target), []
+    source, target = Path(arguments.source), Path(arguments.target)
     if not arguments.no_verify_digests:
         check_digests(source)
     reader = HuggingFaceReader(HuggingFaceReader.open_external(source))
+    notes = losses(source)
     given = tokenizer_settings(arguments)
     tokenizer = given or own_tokenizer(source)
     open_external(reader, tokenizer, arguments.vocab_size)
@@ -308,6 +308,7 @@ def run(argv: Sequence[str] | None) -> None:
         check_folder("--from", arguments.source or "")
     source = Path(arguments.source or "")
     is_model = format_of(source) in (HUGGING_FACE, TORCHTITAN)
+    arguments.format = arguments.format or (UNIVERSAL if is_model else NATIVE)
     if arguments.format != HUGGING_FACE:
         given = {"--dtype": arguments.dtype, "--no-tokenizer": arguments.no_tokenizer}
         mistakes.extend(

@@ -35,7 +35,8 @@ class Flag:
     of the number, or of each number of a tuple.
 
     choices: the possible values. registry: described in --help (default: `choices`, if they are a Registry).
-    spellings: value of another framework -> this program's.
+    spellings: value of another framework -> this program's. rejected: value of another framework -> the
+    alternative.
 
     Rules between this field and other settings name conditions: 'section.field', 'section.field=value', or
     several with '|' between them. 'section.field' holds if the setting is not at its default (see
@@ -59,6 +60,7 @@ class Flag:
     choices: tuple[str, ...] | Registry | None = None
     registry: Registry | None = None
     spellings: Mapping[str, str] = dataclasses.field(default_factory=dict)
+    rejected: Mapping[str, str] = dataclasses.field(default_factory=dict)
     metavar: str | tuple[str, ...] | None = None
     nargs: int | str | None = None
     derived: str | None = None
@@ -162,6 +164,8 @@ class Section:
 def _mistake(field: dataclasses.Field[Any], value: Any) -> str | None:
     """Returns why a field cannot have this value; None if it can."""
     choices = flag_of(field).choices
+    if instead := flag_of(field).rejected.get(value if isinstance(value, str) else ""):
+        return f"{option_name(field.name)} {value} is not supported: {instead}"
     if choices is not None and value not in choices:
         return f"{option_name(field.name)} is '{value}': expected one of {', '.join(choices)}"
     return _wrong_bounds(field, value) or _too_long_path(field, value)

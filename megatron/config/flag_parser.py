@@ -21,6 +21,7 @@ HELP_GROUPS = (
     COMMON_FLAGS,
     "network size",
     "rotary embeddings",
+    "mixture of experts",
     "regularization",
     "training",
     "stability",

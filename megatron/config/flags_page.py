@@ -47,7 +47,12 @@ def other_frameworks_tables() -> str:
         for setting in SETTINGS.values()
         for value, instead in setting.flag.spellings.items()
     ]
-    rejected, families = list[str](), dict[str, list[str]]()
+    families: dict[str, list[str]] = {}
+    rejected = [
+        f"| {_code(f'{setting.option} {value}')} | {_escaped(answer)} |"
+        for setting in SETTINGS.values()
+        for value, answer in setting.flag.rejected.items()
+    ]
     for name, answer in flags.unsupported.items():
         if name.endswith("*"):
             families.setdefault(answer, []).append(_code(name))

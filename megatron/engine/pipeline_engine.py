@@ -19,6 +19,7 @@ from megatron.engine.device_progress import DeviceProgress
 from megatron.engine.executor import ScheduleExecutor
 from megatron.engine.pass_times import PassTimes
 from megatron.engine.profiler_ranges import TRAIN_STEP, profiler_range
+from megatron.model.experts import RouterBalance
 from megatron.model.layer_list import PARAMETER_DTYPES
 from megatron.model.pipeline_module import GPTModelPipe
 from megatron.mpu.mesh import Mesh
@@ -201,11 +202,13 @@ class GPTEngine(ScheduleExecutor):
         self._heartbeat()
         self.optimizer.unit_overlap.begin_micro_batch()
         samples = self.pipe_buffers["samples"][buffer_id % self._buffers_per_chunk]
+        # DeepSpeed divides the loss by the number of micro-batches before the backward pass.
+        loss_gradient = self.optimizer.scaler.scale / self.micro_batches
         head_loss: AbstractContextManager[None] = nullcontext()
         if self._compute_loss and not self.eval_return_logits:
-            # DeepSpeed divides the loss by the number of micro-batches before the backward pass.
-            head_loss = self.module.fused_head_loss(self.optimizer.scaler.scale / self.micro_batches)
-        with self._timed_pass(), self.module.dropout_rng.use_samples(samples), head_loss:
+            head_loss = self.module.fused_head_loss(loss_gradient)
+        use_samples = self.module.dropout_rng.use_samples(samples, loss_gradient)
+        with self._timed_pass(), use_samples, head_loss:
             super()._exec_forward_pass(buffer_id, model_chunk_id)
 
     def _exec_backward_pass(self, buffer_id: int, model_chunk_id: int) -> None:
@@ -264,6 +267,7 @@ def mixed_precision_optimizer(
         ),
         config.optimizer.clip_grad,
         averages_replicated=config.stability.sync_tp_duplicated_parameters,
+        state_rule=RouterBalance(model, mesh),
     )
 
 

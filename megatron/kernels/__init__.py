@@ -2,8 +2,8 @@
 
 Each operator is one kernel launch, so the simulated accelerator counts it as one operation with its bytes.
 The operators' files import without triton, which is optional and takes 0.4 s. The kernels themselves are in
-`triton_kernels` and `attention_triton`. Each has a reference implementation in PyTorch, which also serves
-CPUs and GPUs without triton:
+`triton_kernels`, `attention_triton` and `grouped_triton`. Each has a reference implementation in PyTorch,
+which also serves CPUs and GPUs without triton:
 
     dropout        dropout, bias and residual addition  `mpu.random.dropout_add`
     norms          norms of many tensors                `optimizer.gradient_norm.accurate_norm`
@@ -13,7 +13,9 @@ CPUs and GPUs without triton:
     embedding      gradient of an embedding             `mpu.embedding._add_rows`
     rotary         split projection, rotary positions   `model.position.RotaryEmbedding.rotate`
     gated          activation of a gated MLP            `model.activations.gated_by`
+    grouped_linear products of groups with experts      loops in `grouped_linear` itself
 
 `operators` makes an operator of a function that launches a kernel. `selection` chooses between kernel and
-reference implementation; for attention, `model.attention_choice` does.
+reference implementation; for attention, `model.attention_choice` does, and for experts
+`grouped_linear.implementation`, which also knows torch's grouped product.
 """

@@ -4,17 +4,18 @@ Only matrix products count, 2 FLOPs per multiply-add, and their backward pass co
 
     FLOPs = 6 tokens (L (matrices + 2 keys x query width) + hidden x padded vocabulary) + recomputation
 
-matrices are the elements of a layer's weight matrices, so gated MLPs, grouped queries and any MLP width need
-no factors of their own. keys is the number of keys with which each query is multiplied: all of the sequence,
-although the causal mask forbids half of them, or the window of --window-size. The masks between documents
-(--reset-attention-mask) save work, which is not subtracted. The LM head is never recomputed.
+matrices are the elements of a layer's weight matrices that a token uses, so gated MLPs, grouped queries, any
+MLP width and experts need no factors of their own. keys is the number of keys with which each query is
+multiplied: all of the sequence, although the causal mask forbids half of them, or the window of
+--window-size. The masks between documents (--reset-attention-mask) save work, which is not subtracted. The LM
+head is never recomputed.
 """
 
 from __future__ import annotations
 
 from collections import Counter
 
-from megatron.config import Config
+from megatron.config import Config, ModelConfig
 from megatron.config.model import padded_vocab_size
 from megatron.config.registries import LAYER_ARRANGEMENTS
 from megatron.kernels.attention import scores_within
@@ -46,7 +47,7 @@ def iteration_flops(
     tokens = (batch_size or config.batch.global_batch_size) * seq_length
     padded = padded_vocab_size(vocab_size, model, config.parallel.tensor_model_parallel_size)
     kinds = layer_kinds(model)
-    layers = 2 * tokens * sum(kind.matrix_elements for kind in kinds)
+    layers = 2 * tokens * sum(kind.active_elements for kind in kinds)
     layers += 4 * tokens * sum(kind.keys(seq_length) for kind in kinds) * model.query_width
     head = 2 * tokens * model.hidden_size * padded
     recomputed = 0
@@ -66,9 +67,9 @@ def palm_flops(config: Config, vocab_size: int, num_parameters: int, batch_size:
     """Returns the FLOPs of one step, summed over all devices, by the formula of PaLM's model FLOPs
     utilization (arXiv 2204.02311, appendix B): 6 N + 12 L H Q T per token.
 
-    N: `num_parameters` of the whole model without tables that are only looked up (positions, an untied word
-    embedding). L, H, Q, T: layers, heads, head size, and tokens of a sequence, or of the window if it is
-    shorter. batch_size: see `iteration_flops`.
+    N: the `num_parameters` of the whole model that a token uses, without tables that are only looked up
+    (positions, an untied word embedding). L, H, Q, T: layers, heads, head size, and tokens of a sequence, or
+    of the window if it is shorter. batch_size: see `iteration_flops`.
     """
     model = config.model
     padded = padded_vocab_size(vocab_size, model, config.parallel.tensor_model_parallel_size)
@@ -90,7 +91,7 @@ def layer_flops(config: Config, layer: LayerDescription, padded_vocab_size: int)
 
 def transformer_layer_flops(config: Config, kind: LayerKind) -> float:
     """Returns the FLOPs of a transformer layer on one rank for one micro-batch, recomputation included. The
-    Triton kernels compute no scores outside of the kind's window.
+    Triton kernels compute no scores outside of the kind's window. All experts have equal numbers of tokens.
 
     It counts the matrix products that are launched. The backward pass of a fused attention kernel recomputes
     the scores: it has 5 products where the forward pass has 2. Unfused attention has 4, the Triton kernels
@@ -105,7 +106,7 @@ def transformer_layer_flops(config: Config, kind: LayerKind) -> float:
     chunks = sequence_chunks(Axis("cp", size=config.parallel.context_parallel_size), model.seq_length)
     scores_of_head = sum(scores_within(window, len(queries), queries.stop) for queries in chunks)
     scores = 2 * batch * scores_of_head * model.query_width
-    forward = 2 * tokens * kind.matrix_elements + 2 * scores
+    forward = 2 * tokens * kind.active_elements + 2 * scores
     total: float = _FORWARD_AND_BACKWARD * forward
     if attention == Implementation.TRITON:
         total += 3 * scores
@@ -114,9 +115,17 @@ def transformer_layer_flops(config: Config, kind: LayerKind) -> float:
     if training.recomputes_layers:
         total += forward
         if skips_last_product(config):
-            last_product = 2 * tokens * model.ffn_hidden_size * model.hidden_size
+            last_product = 2 * tokens * _last_width(model, kind) * model.hidden_size
             total -= last_product / training.checkpoint_num_layers
     return total / config.parallel.tensor_model_parallel_size
+
+
+def _last_width(model: ModelConfig, kind: LayerKind) -> int:
+    """Returns the inner dimension of a layer's last matrix product, 0 if its output is saved for the backward
+    pass, as the outputs of experts and of a gated shared expert are."""
+    if not kind.has_experts:
+        return model.ffn_hidden_size
+    return 0 if model.moe_shared_expert_gate else model.moe_shared_expert_intermediate_size or 0
 
 
 def skips_last_product(config: Config) -> bool:

@@ -11,7 +11,8 @@ layers. `pipeline_layers` is the model as an ordered list of layers:
     3 .. L+2     ParallelTransformerLayerPipe                           [s, b, h]
                      x = x + dropout(attention(norm(x)))                ParallelSelfAttention
                      x = x + dropout(mlp(norm(x)))                      ParallelMLP
-                     or another of the arrangements below the class (--layer-arrangement)
+                     or another of the arrangements below the class (--layer-arrangement);
+                     with --num-experts, mlp is an ExpertMLP (experts.py)
     L+3          to_batch_first (function)                              [b, s, h]
     L+4          MixedFusedLayerNorm or RMSNorm, the final norm         [b, s, h]
     L+5          EmbeddingPipe again, as LM head: x @ word weight.T     [b, s, V]
@@ -36,8 +37,9 @@ ranks; with --sequence-parallel each rank has a shard [s / TP, b, h] of them fro
 Context parallelism (CP > 1, `megatron.mpu.context_parallel`): s is s / CP except in token ids, labels and
 document ids. The embedding selects this rank's tokens; attention all-gathers keys and values.
 
-Other parts of the model: core_attention.py, position.py, norm.py, qk_norm.py, activations.py, loss.py and
-layer_context.py. pipeline_module.py runs a rank's part of the list, single_process.py the whole list.
+Other parts of the model: core_attention.py, experts.py, position.py, norm.py, qk_norm.py, activations.py,
+loss.py and layer_context.py. pipeline_module.py runs a rank's part of the list, single_process.py the whole
+list.
 """
 
 from collections.abc import Callable
@@ -47,10 +49,12 @@ import torch
 from deepspeed.pipe import LayerSpec, TiedLayerSpec
 from torch import Tensor, nn
 
+from megatron.config import ModelConfig
 from megatron.config.model import padded_vocab_size
 from megatron.config.registries import ACTIVATIONS, LAYER_ARRANGEMENTS, QK_NORMS
 from megatron.model.activations import gated_by
 from megatron.model.core_attention import CoreAttention
+from megatron.model.experts import ExpertMLP
 from megatron.model.layer_context import LayerContext, LayerIO, join_layer_io, split_layer_io
 from megatron.model.layer_kinds import LayerDescription, Role, layer_kind
 from megatron.model.layer_list import FIRST_TRANSFORMER_LAYER, TIED_EMBEDDING
@@ -241,7 +245,7 @@ class ParallelTransformerLayerPipe(nn.Module):
         self.self_attention = ParallelSelfAttention(context, layer_index)
         self.post_attention_layernorm = norm("post_attention_layernorm")
         self.pre_mlp_layernorm = norm("pre_mlp_layernorm")
-        self.mlp = ParallelMLP(context)
+        self.mlp = new_mlp(context, layer_index)
         self.post_mlp_layernorm = norm("post_mlp_layernorm")
         self.residual_after_norm = model.apply_residual_connection_post_layernorm
         self.dropout_rate = model.hidden_dropout
@@ -258,8 +262,7 @@ class ParallelTransformerLayerPipe(nn.Module):
 
     def dropout_add(self, output: Tensor, residual: Tensor, block: str) -> Tensor:
         """Returns residual + dropout(output + skipped bias, if any). block: 'self_attention' or 'mlp'."""
-        matrix = self.self_attention.dense if block == "self_attention" else self.mlp.dense_4h_to_h
-        bias = matrix.skipped_bias
+        bias = (self.self_attention.dense if block == "self_attention" else self.mlp).skipped_bias
         if not self.training or self.dropout_rate == 0:
             return residual + (output if bias is None else output + bias)
         return self._drop_and_add(output, bias, residual, block)
@@ -384,26 +387,51 @@ class ParallelSelfAttention(nn.Module):
         return torch.cat((group.narrow(-1, own * width, width), group[..., -2 * self.head_dim :]), dim=-1)
 
 
+def new_mlp(context: LayerContext, layer_index: int) -> "ParallelMLP | ExpertMLP":
+    """Returns the MLP of a transformer layer: a dense one, or with --num-experts one of experts."""
+    model = context.config.model
+    if not model.has_experts(layer_index - FIRST_TRANSFORMER_LAYER):
+        return ParallelMLP(context, model.ffn_hidden_size)
+    shared, size = None, model.moe_shared_expert_intermediate_size
+    if size is not None:
+        shared = ParallelMLP(context, size, skip_bias_add=False)
+    return ExpertMLP(context, layer_index, mlp_activation(model), shared)
+
+
+def mlp_activation(model: ModelConfig) -> Callable[[Tensor], Tensor]:
+    """Returns the function between the two matrices of an MLP."""
+    gate = model.glu_activation
+    function: Callable[[Tensor], Tensor] = (
+        ACTIVATIONS.load(model.activation) if gate is None else gated_by(gate)
+    )
+    return function
+
+
 class ParallelMLP(nn.Module):
     """h -> 4h -> activation -> h: [seq, batch, hidden] -> [seq, batch, hidden].
 
-    In a gated MLP (GLU variants, arXiv 2002.05202) the first matrix has 2 * ffn_hidden_size rows: first the
-    value, then the gate. The output is value * activation(gate).
+    In a gated MLP (GLU variants, arXiv 2002.05202) the first matrix has 2 * 4h rows: first the value, then
+    the gate. The output is value * activation(gate).
     """
 
-    def __init__(self, context: LayerContext) -> None:
+    def __init__(self, context: LayerContext, size: int, **settings: Any) -> None:
+        """size: 4h. settings: of the second matrix."""
         super().__init__()
         model = context.config.model
-        gate = model.glu_activation
-        self.activation = ACTIVATIONS.load(model.activation) if gate is None else gated_by(gate)
-        parts = 1 if gate is None else 2
+        self.activation = mlp_activation(model)
+        parts = 2 if model.glu_activation else 1
         first, second = _linear_layer_settings(context)
         self.dense_h_to_4h = ColumnParallelLinear(
-            model.hidden_size, parts * model.ffn_hidden_size, context.tp_group, num_fused_parts=parts, **first
+            model.hidden_size, parts * size, context.tp_group, num_fused_parts=parts, **first
         )
         self.dense_4h_to_h = RowParallelLinear(
-            model.ffn_hidden_size, model.hidden_size, context.tp_group, **second
+            size, model.hidden_size, context.tp_group, **{**second, **settings}
         )
+
+    @property
+    def skipped_bias(self) -> Tensor | None:
+        """See `RowParallelLinear`."""
+        return self.dense_4h_to_h.skipped_bias
 
     def forward(self, hidden: Tensor) -> Tensor:
         return self.dense_4h_to_h(self.activation(self.dense_h_to_4h(hidden)))

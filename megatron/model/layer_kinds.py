@@ -8,32 +8,46 @@ a `LayerKind`; what reads the descriptions does not change.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from enum import Enum
 from typing import Any
 
 from megatron.config import ModelConfig
-from megatron.config.sections.window_pattern import FULL, WINDOW
+from megatron.config.sections.layer_pattern import DENSE, EXPERTS, FULL, WINDOW
 
 
 @dataclass(frozen=True)
 class LayerKind:
     """A kind of transformer layer.
 
-    letter: stands for the kind in --window-pattern. suffix: follows the class name in the names that
-    --partition-method type:REGEX matches; '' if all layers are of one kind. window: see --window-size.
-    matrix_elements: number of elements in the layer's weight matrices.
+    window: see --window-size. matrix_elements: number of elements in the layer's weight matrices.
+    unused_elements: number of those that a token does not use, because they belong to other experts than its
+    own. window_letter, expert_letter: stand for the kind in --window-pattern and --moe-layer-freq; '' without
+    a pattern, and without experts. suffix: follows the class name in the names that --partition-method
+    type:REGEX matches; '' if all layers are of one kind.
     """
 
-    letter: str
-    suffix: str
     window: int | None
     matrix_elements: int
+    unused_elements: int = 0
+    window_letter: str = ""
+    expert_letter: str = ""
+    suffix: str = field(default="", compare=False)
+
+    @property
+    def has_experts(self) -> bool:
+        """Whether the layer has experts."""
+        return self.expert_letter == EXPERTS
+
+    @property
+    def active_elements(self) -> int:
+        """Number of elements of weight matrices by which each token is multiplied."""
+        return self.matrix_elements - self.unused_elements
 
     @property
     def without_window(self) -> LayerKind:
         """The kind with equal parameters that has no window."""
-        return replace(self, letter=FULL, suffix="", window=None)
+        return replace(self, window=None, window_letter="", suffix="")
 
     def keys(self, seq_length: int) -> int:
         """Returns the number of keys with which each query is multiplied."""
@@ -42,15 +56,25 @@ class LayerKind:
 
 def layer_kind(model: ModelConfig, layer: int) -> LayerKind:
     """Returns the kind of a transformer layer, counted from 0."""
-    attention = 2 * model.query_width + 2 * model.key_width
-    mlp = (3 if model.glu_activation else 2) * model.ffn_hidden_size
-    elements = (attention + mlp) * model.hidden_size
-    has_window = model.has_window(layer)
-    window = model.window_size if has_window else None
-    if model.window_pattern is None:
-        return LayerKind(WINDOW, "", window, elements)
-    letter, suffix = (WINDOW, "@window") if has_window else (FULL, "@full")
-    return LayerKind(letter, suffix, window, elements)
+    hidden, matrices = model.hidden_size, 3 if model.glu_activation else 2
+    elements, unused = (2 * model.query_width + 2 * model.key_width) * hidden, 0
+    window_letter = expert_letter = suffix = ""
+    if model.window_pattern is not None:
+        window_letter = WINDOW if model.has_window(layer) else FULL
+        suffix += "@window" if model.has_window(layer) else "@full"
+    if model.has_experts(layer):
+        experts, shared = model.num_experts or 0, model.moe_shared_expert_intermediate_size or 0
+        one = matrices * model.expert_hidden_size * hidden
+        elements += experts * (hidden + one) + (matrices * shared + model.moe_shared_expert_gate) * hidden
+        unused = (experts - model.moe_router_topk) * one
+    else:
+        elements += matrices * model.ffn_hidden_size * hidden
+    if model.num_experts is not None:
+        expert_letter = EXPERTS if model.has_experts(layer) else DENSE
+        if len(model.moe_layer_freq) > 1:
+            suffix += "@experts" if model.has_experts(layer) else "@dense"
+    window = model.window_size if model.has_window(layer) else None
+    return LayerKind(window, elements, unused, window_letter, expert_letter, suffix)
 
 
 def layer_kinds(model: ModelConfig) -> list[LayerKind]:
@@ -60,8 +84,13 @@ def layer_kinds(model: ModelConfig) -> list[LayerKind]:
 
 def settings_for_kinds(kinds: Sequence[LayerKind]) -> dict[str, Any]:
     """Returns the settings of a model with transformer layers of these kinds: 'section.field' -> value."""
-    pattern = tuple(kind.letter for kind in kinds) if any(kind.suffix for kind in kinds) else None
-    return {"model.num_layers": len(kinds), "model.window_pattern": pattern}
+    windows = tuple(letter for kind in kinds if (letter := kind.window_letter))
+    experts = tuple(letter for kind in kinds if (letter := kind.expert_letter))
+    return {
+        "model.num_layers": len(kinds),
+        "model.window_pattern": windows or None,
+        "model.moe_layer_freq": experts or (EXPERTS,),
+    }
 
 
 def period(kinds: Sequence[LayerKind]) -> int:

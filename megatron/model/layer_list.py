@@ -15,4 +15,8 @@ def final_norm_of(num_layers: int) -> int:
     return FIRST_TRANSFORMER_LAYER + num_layers + 1
 
 
+ONLY_IN_TRAINING = (".mlp.router.expert_load",)
+"""Ends of the names of state that only --moe-router-load-balancing-type global_aux_loss has. No model needs
+it: without it a run begins with its initial value."""
+
 PARAMETER_DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}

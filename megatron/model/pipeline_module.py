@@ -36,6 +36,7 @@ from megatron.model.loss import CrossEntropy
 from megatron.mpu.compilation import compile_in_place
 from megatron.mpu.deferred_gradients import DeferredGradients
 from megatron.mpu.mesh import Axis, Mesh, chunks_of_rank
+from megatron.mpu.parameter_spec import ParameterSpec
 from megatron.mpu.parameters import (
     InitialValues,
     initial_values,
@@ -57,7 +58,11 @@ def describe(layer: LayerSpec | Callable) -> LayerDescription:
     return found
 
 
-def layer_parameter_counts(layers: Sequence[LayerSpec | Callable], unsharded: bool = False) -> list[int]:
+def layer_parameter_counts(
+    layers: Sequence[LayerSpec | Callable],
+    unsharded: bool = False,
+    counts_parameter: Callable[[ParameterSpec], bool] = lambda _: True,
+) -> list[int]:
     """Returns the number of parameters per layer, on one TP rank or (`unsharded`) in the whole model.
 
     Layers with equal descriptions have equal parameters, so one of them is built, on the meta device.
@@ -70,7 +75,7 @@ def layer_parameter_counts(layers: Sequence[LayerSpec | Callable], unsharded: bo
         key = describe(layer)
         if key not in counts:
             with torch.device("meta"):
-                parameters = layer.build().parameters()
+                parameters = [p for p in layer.build().parameters() if counts_parameter(spec_of(p))]
             counts[key] = sum(prod(spec_of(p).global_shape) if unsharded else p.numel() for p in parameters)
         return counts[key]
 
@@ -92,7 +97,8 @@ class _DeviceLayerSpec(LayerSpec):
         with torch.device(get_accelerator().current_device_name()):
             layer = super().build(log).to(self.dtype)
         for parameter in layer.parameters() if self.is_sharded else ():
-            parameter.data = without_memory(parameter)
+            if spec_of(parameter).has_gradient:
+                parameter.data = without_memory(parameter)
         return layer
 
 

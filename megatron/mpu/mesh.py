@@ -30,7 +30,20 @@ EXPERT = ("pp", "edp", "ep")
 DATA_AXES = ("dp", "cp", "edp", "ep")
 """The axes whose ranks read different tokens."""
 _STAGE = ("dp", "cp", "tp")
-_WITH_GROUPS = (("tp",), ("cp",), ("dp",), ("dp", "cp"), ("pp", "tp"), ("pp",), _STAGE, ("ep",), ("edp",))
+_WITH_GROUPS = (
+    *(
+        ("tp",),
+        ("cp",),
+        ("dp",),
+        ("dp", "cp"),
+        ("cp", "tp"),
+        ("pp", "tp"),
+        ("pp",),
+        _STAGE,
+        ("ep",),
+        ("edp",),
+    ),
+)
 """Axes, and combinations of axes, with process groups."""
 
 
@@ -81,12 +94,16 @@ class Mesh:
     """The process group of each set of ranks that one of `_WITH_GROUPS` has; empty before `connect`."""
 
     @classmethod
-    def create(cls, world_size: int, tp_size: int, pp_size: int, rank: int = 0, cp_size: int = 1) -> Mesh:
-        """Derives the data-parallel size. Raises ConfigError if TP x CP x PP does not divide `world_size`."""
+    def create(
+        cls, world_size: int, tp_size: int, pp_size: int, rank: int = 0, cp_size: int = 1, ep_size: int = 1
+    ) -> Mesh:
+        """Derives the data-parallel size. Raises ConfigError if TP x CP x PP does not divide `world_size`, or
+        EP the ranks of a pipeline rank."""
         for flag, degree in (
             ("--tensor-model-parallel-size", tp_size),
             ("--context-parallel-size", cp_size),
             ("--pipeline-model-parallel-size", pp_size),
+            ("--expert-model-parallel-size", ep_size),
             ("--world-size", world_size),
         ):
             if degree < 1:
@@ -103,7 +120,12 @@ class Mesh:
             raise ConfigError(
                 f"rank {rank} is outside a job of {counted(world_size, 'process')}: check RANK, WORLD_SIZE"
             )
-        return cls(tp_size, pp_size, world_size // per_replica, rank, cp_size)
+        if (ranks := world_size // pp_size) % ep_size:
+            raise ConfigError(
+                f"--expert-model-parallel-size {ep_size} does not divide the {counted(ranks, 'rank')} of "
+                f"each pipeline rank (TP x CP x DP): set a divisor of {ranks}"
+            )
+        return cls(tp_size, pp_size, world_size // per_replica, rank, cp_size, ep_size)
 
     @classmethod
     def from_config(cls, parallel: ParallelConfig, rank: int) -> Mesh:
@@ -114,6 +136,7 @@ class Mesh:
             parallel.pipeline_model_parallel_size,
             rank,
             parallel.context_parallel_size,
+            parallel.expert_model_parallel_size,
         )
 
     @property
@@ -188,6 +211,16 @@ class Mesh:
     def dp_cp(self) -> Axis:
         """The ranks with equal dense parameters."""
         return self.axis("dp", "cp")
+
+    @cached_property
+    def sequence(self) -> Axis:
+        """The ranks that share sequences, with --sequence-parallel."""
+        return self.axis("cp", "tp")
+
+    @cached_property
+    def ep(self) -> Axis:
+        """The ranks that share the experts of a layer."""
+        return self.axis("ep")
 
     @cached_property
     def stage(self) -> Axis:

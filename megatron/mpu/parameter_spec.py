@@ -39,6 +39,8 @@ class ParameterSpec:
         matrices; the pattern repeats until all rows are assigned. (2, 1, 1): rows 0, 1, 4, 5, ... are the
         first matrix, rows 2, 6, ... the second one. Empty for parameters without matrices of this kind. It
         does not affect how a parameter is sharded or stored.
+    has_gradient: false for state that a rule of the model changes after each step, such as the bias of
+        experts. It is fp32 in every precision, and saved like a parameter.
     """
 
     global_shape: tuple[int, ...]
@@ -49,6 +51,7 @@ class ParameterSpec:
     weight_decay: bool = True
     lr_mult: float = 1.0
     matrix_rows: tuple[int, ...] = field(default=(), compare=False)
+    has_gradient: bool = True
 
     def __post_init__(self) -> None:
         names, dims = self.axis_names, [shard.dim for shard in self.sharding]

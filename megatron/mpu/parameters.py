@@ -142,6 +142,7 @@ def new_parameter(spec: ParameterSpec, *axes: Axis, dtype: torch.dtype | None = 
     this rank's place on the axes that shard the parameter."""
     parameter = nn.Parameter(torch.empty(spec.local_shape(axes), dtype=dtype))
     parameter.spec = spec  # type: ignore[attr-defined]
+    parameter.requires_grad_(spec.has_gradient)
     if spec.sharding:
         # DeepSpeed reads this attribute: it counts parameters without it only on tensor-parallel rank 0.
         parameter.tensor_model_parallel = True  # type: ignore[attr-defined]
@@ -214,7 +215,7 @@ def initial_values(
     if spec.init_std is None:
         shard.fill(spec.init_value)
     else:
-        _fill_normal(shard, spec, seed, name, axes, elements or range(shard.size))
+        _fill_matrices(shard, spec, seed, name, axes, elements or range(shard.size))
     if spec.num_valid_rows is not None:
         if any(dim != 0 or parts != 1 for dim, _, parts in spec.sharding):
             raise ValueError(f"num_valid_rows needs a parameter replicated or sharded along its rows: {spec}")
@@ -235,6 +236,25 @@ def initialize_parameters(
         for name, parameter in module.named_parameters():
             if has_memory(parameter):
                 parameter.copy_(values(spec_of(parameter), seed, name, axes, None))
+
+
+def _fill_matrices(
+    shard: np.ndarray, spec: ParameterSpec, seed: int, name: str, axes: Sequence[Axis], elements: range
+) -> None:
+    """Fills the shard of one matrix, or of a stack of matrices [experts, rows, columns], each of which has
+    its own stream: a rank generates only its own experts."""
+    if len(spec.global_shape) < 3:
+        _fill_normal(shard, spec, seed, name, axes, elements)
+        return
+    if any(dim != 0 for dim, _, _ in spec.sharding):
+        raise ValueError(f"a stack of matrices is sharded only along its first dimension, not as {spec}")
+    matrix = replace(spec, global_shape=spec.global_shape[1:], sharding=())
+    owned = [index for indices in spec.segments(axes)[0] for index in indices]
+    size = math.prod(matrix.global_shape)
+    for place, index in enumerate(owned):
+        first, stop = max(elements.start - place * size, 0), min(elements.stop - place * size, size)
+        if first < stop:
+            _fill_normal(shard[place], matrix, seed, f"{name}/{index}", (), range(first, stop))
 
 
 def _fill_normal(

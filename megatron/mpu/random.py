@@ -37,10 +37,16 @@ _ELEMENTS_PER_PIECE = 1 << 17
 
 
 class Samples(tuple[int, ...]):
-    """The global sample numbers of a micro-batch, one per batch row, and the keys of its dropouts."""
+    """The global sample numbers of a micro-batch, one per batch row, and what its passes share."""
 
     keys: tuple[torch.Tensor, ...] = ()
-    """int64 [batch] on the device, for each salt: see `DropoutRNG.device_keys`."""
+    """The keys of its dropouts, int64 [batch] on the device, for each salt: see `DropoutRNG.device_keys`."""
+    loss_gradient = 1.0
+    """The gradient of its loss in the backward pass, for losses that layers add."""
+
+    def __init__(self, samples: Sequence[int] = ()) -> None:
+        self.kept: dict[str, Any] = {}
+        """What layers keep from the forward pass for its recomputation, by name."""
 
 
 class DropoutRNG:
@@ -56,10 +62,15 @@ class DropoutRNG:
         self._salts: dict[str, int] = {}
 
     @contextmanager
-    def use_samples(self, samples: Sequence[int]) -> Iterator[None]:
-        """Sets the global sample numbers of the current micro-batch, one per batch row, within the block."""
+    def use_samples(self, samples: Sequence[int], loss_gradient: float = 1.0) -> Iterator[None]:
+        """Sets the global sample numbers of the current micro-batch, one per batch row, within the block.
+        loss_gradient: see `Samples`, unless `samples` are `Samples` already."""
         before = self.samples
-        self.samples = samples if isinstance(samples, Samples) else Samples(samples)
+        if isinstance(samples, Samples):
+            self.samples = samples
+        else:
+            self.samples = Samples(samples)
+            self.samples.loss_gradient = loss_gradient
         try:
             yield
         finally:

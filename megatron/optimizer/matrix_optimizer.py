@@ -31,7 +31,9 @@ class MatrixUpdate:
 
     def apply(self, weight: Tensor, rows: Sequence[int]) -> Tensor:
         """Returns the updates (scale x direction) of the matrices that are fused in `weight` [rows, columns],
-        fp32. rows: `ParameterSpec.matrix_rows`."""
+        fp32. rows: `ParameterSpec.matrix_rows`. A stack of weights has one more dimension."""
+        if weight.dim() == 3:
+            return torch.stack([self.apply(matrix, rows) for matrix in weight])
         columns, sizes = weight.shape[1], list(rows)
         parts = weight.view(-1, sum(rows), columns).split(sizes, 1)
         matrices = (part.reshape(-1, columns) for part in parts)

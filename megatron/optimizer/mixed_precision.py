@@ -19,7 +19,7 @@ from collections import deque
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
@@ -60,6 +60,17 @@ class NonFiniteError(RuntimeError):
     """The loss or a gradient is non-finite. Raised on every rank, before the weights are updated."""
 
 
+class StateRule(Protocol):
+    """Changes parameters without a gradient (`ParameterSpec.has_gradient`), such as the bias of experts."""
+
+    def begin_step(self) -> None:
+        """Called before the passes of a step."""
+
+    def end_step(self) -> Mapping[nn.Parameter, Tensor]:
+        """Returns what to add to the parameters, fp32, equal on all ranks that hold one. Called after the
+        passes, also if the update is skipped. Collective."""
+
+
 class MixedPrecisionOptimizer:
     """Wraps `optimizer`, whose groups hold the model's parameters. They become views of flat buffers."""
 
@@ -73,16 +84,19 @@ class MixedPrecisionOptimizer:
         zero: ZeroConfig,
         clip_grad: float,
         averages_replicated: bool = False,
+        state_rule: StateRule | None = None,
     ) -> None:
         """`names`: global name of each parameter. `tied`: parameters with a replica on another stage, and the
         process group of these stages. `clip_grad`: largest global gradient norm; 0 for no clipping.
-        `averages_replicated`: average parameters replicated over tensor-parallel ranks after each step."""
+        `averages_replicated`: average parameters replicated over tensor-parallel ranks after each step.
+        `state_rule`: of the parameters without a gradient."""
         self.optimizer = optimizer
         self.names = names
         self.mesh = mesh
         self.scaler = scaler
         self.clip_grad = clip_grad
         self.averages_replicated = averages_replicated
+        self._state_rule = state_rule
         self.is_partitioned = zero.zero_stage >= 1
         """Whether the ranks that reduce a gradient share one replica of the optimizer state (ZeRO)."""
         # NVIDIA apex's Adam keeps its step count in the groups, torch's in the state.
@@ -183,6 +197,8 @@ class MixedPrecisionOptimizer:
         self._skips_non_finite = skips_non_finite
         self._skip_update_fn = skip_update_fn
         self._exit_code_fn = exit_code_fn
+        if self._state_rule is not None:
+            self._state_rule.begin_step()
         for bucket in self.buckets:
             bucket.begin_step(micro_batches)
 
@@ -214,6 +230,7 @@ class MixedPrecisionOptimizer:
         # The gradients are sums over data-parallel ranks of the scaled loss's gradients. This factor makes
         # them the gradients of the mean loss.
         factor = 1.0 / (self.scaler.scale * self.mesh.dp_cp.size)
+        state_changes = self._state_rule.end_step() if self._state_rule is not None else {}
         self.grad_norm = self._global_norm() * factor
         self.found_nonfinite = not math.isfinite(self.grad_norm)
         self.diagnosis = ""
@@ -240,6 +257,7 @@ class MixedPrecisionOptimizer:
         self.unit_overlap.free_prefetched()
         wait_for_copies(self.flat)
         self.update_masters()
+        self._change_state(state_changes)
         if self.averages_replicated:
             average_replicated(self.flat, self.mesh.tp)
         self._all_gather_params()
@@ -252,6 +270,15 @@ class MixedPrecisionOptimizer:
         self.optimizer.step()
         for flat in self.flat:
             flat.master.grad = None
+
+    def _change_state(self, changes: Mapping[nn.Parameter, Tensor]) -> None:
+        """Adds to the masters of parameters without a gradient what the state rule returned."""
+        for flat in self.flat:
+            for parameter, start, length in flat.fragments():
+                if parameter in changes:
+                    first = flat.first_element(parameter)
+                    change = changes[parameter].view(-1)[first : first + length]
+                    flat.master.data[start : start + length] += change.to(flat.master.device)
 
     @property
     def skipped(self) -> bool:

@@ -30,7 +30,8 @@ def parameter_groups(
 
     Keys of a group: 'params', 'names' (in the same order), 'weight_decay', 'lr_mult'. Every rank has both
     groups in this order, even if one is empty (a stage with only the embedding). A parameter that occurs
-    twice (tied weights) is listed once, under its first name; frozen parameters are skipped. Raises
+    twice (tied weights) is listed once, under its first name; frozen parameters are skipped. Parameters
+    without a gradient (`ParameterSpec.has_gradient`) form the last group, which is never updated. Raises
     ValueError if a parameter has no spec.
 
     lr_mult: the learning-rate multiplier of the specs that have one. If it is not 1, these parameters form
@@ -54,10 +55,14 @@ def parameter_groups(
     by_unit: dict[str, list[tuple[str, nn.Parameter]]] = {unit: [] for unit in units.values()}
     others: list[tuple[str, nn.Parameter]] = []
     replicas: list[tuple[str, nn.Parameter]] = []
+    state: list[tuple[str, nn.Parameter]] = []
     of_tied = {id(parameter) for parameter in tied}
     for name, parameter in named_parameters:
         unit = units.get(name.partition(".")[0])
         held = others if unit is None else by_unit[unit]
+        if not spec_of(parameter).has_gradient:
+            state.append((name, parameter))
+            continue
         (replicas if id(parameter) in of_tied else held).append((name, parameter))
     settings = weight_decay, eight_bit, lr_mult, matrices
     groups = _groups_by_axes(others, *settings)
@@ -65,6 +70,10 @@ def parameter_groups(
     for unit, of_unit in by_unit.items():
         of_kinds = _groups_by_axes(of_unit, *settings)
         groups += [{**group, "unit": unit} for group in of_kinds]
+    if state:
+        of_state: dict[str, Any] = {"params": [p for _, p in state], "names": [name for name, _ in state]}
+        bits = {"moment_bits": 32} if eight_bit else {}
+        groups.append({**of_state, "weight_decay": 0.0, "lr_mult": 0.0, **bits})
     return groups
 
 

@@ -18,6 +18,7 @@ and all replicas get the bits of one owner.
 
 from __future__ import annotations
 
+import math
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
@@ -37,9 +38,9 @@ from megatron.shares import share_out
 
 def _cost(spec: ParameterSpec) -> int:
     """Returns a number proportional to the FLOPs of a product of each matrix with its transpose."""
-    columns, period = spec.global_shape[1], sum(spec.matrix_rows)
-    heights = [rows * spec.global_shape[0] // period for rows in spec.matrix_rows]
-    return sum(height * columns * min(height, columns) for height in heights)
+    *stack, all_rows, columns = spec.global_shape
+    heights = [rows * all_rows // sum(spec.matrix_rows) for rows in spec.matrix_rows]
+    return math.prod(stack) * sum(height * columns * min(height, columns) for height in heights)
 
 
 @dataclass(frozen=True)

@@ -1,8 +1,9 @@
 """Measures the time of each kind of layer with the run's shapes, for `--partition-method profile`.
 
-The tensor-parallel group of the first stage and first replica measures. The times are broadcast, so that all
-ranks compute the same partition. `--partition-profile FILE` stores them: later runs with the same shapes read
-the file instead of measuring, and a dry run can compute the partition.
+The tensor-parallel group of the first stage and first replica measures; with expert parallelism, all replicas
+do, since they exchange tokens. The times are broadcast, so that all ranks compute the same partition.
+`--partition-profile FILE` stores them: later runs with the same shapes read the file instead of measuring,
+and a dry run can compute the partition.
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ from torch.utils.checkpoint import checkpoint
 from megatron.config import Config, ConfigError
 from megatron.config.config import settings_of_section
 from megatron.config.model import padded_vocab_size
+from megatron.config.sections.experts import OPTIONS_OF_EXPERTS
 from megatron.files import HostileFileError, read_json, write_json
 from megatron.model.flops import recomputes_scores
 from megatron.model.gpt_model import pipeline_layers
@@ -55,7 +57,7 @@ def find_layer_times(config: Config, mesh: Mesh, vocab_size: int, eod: int | Non
     if found[0] is not None:
         return found[0]
     measured: list[dict[str, float]] = [{}]
-    if mesh.pp.rank == 0 and mesh.dp.rank == 0:
+    if mesh.pp.rank == 0 and (mesh.dp.rank == 0 or mesh.ep.size > 1):
         measured = [_measure(config, mesh, vocab_size, eod)]
     dist.broadcast_object_list(measured, src=0)
     path = config.parallel.partition_profile
@@ -75,8 +77,8 @@ def read_layer_times(config: Config, vocab_size: int) -> dict[str, float] | None
         return None
     try:
         profile = read_json(Path(path))
-        # Without context parallelism in files that were written before it existed.
-        measured_for = {"context_parallel_size": 1, **profile["measured_for"]}
+        # Without what did not exist when the file was written.
+        measured_for = {"context_parallel_size": 1, "num_experts": None, **profile["measured_for"]}
         seconds = dict(profile["seconds"])
         if not all(type(value) in (int, float) and 0 <= value < math.inf for value in seconds.values()):
             raise ValueError("expected times of 0 seconds or more")
@@ -109,12 +111,17 @@ def _shapes(config: Config, vocab_size: int) -> dict[str, Any]:
     """Returns the settings that the times depend on, which exclude the numbers of layers and stages."""
     tensor_size = config.parallel.tensor_model_parallel_size
     device = get_accelerator().device_name()
+    unused, of_experts = OPTIONS_OF_EXPERTS, dict[str, Any]()
+    if config.model.num_experts is not None:
+        names = ("expert_model_parallel_size", "moe_token_dispatcher_type")
+        unused, of_experts = frozenset(), {name: getattr(config.parallel, name) for name in names}
     return {
         **{
             setting.field: getattr(config.model, setting.field)
             for setting in settings_of_section("model")
-            if setting.flag.changes_layer_time
+            if setting.flag.changes_layer_time and setting.field not in unused
         },
+        **of_experts,
         "reset_position_ids": config.data.reset_position_ids,
         "reset_attention_mask": config.data.reset_attention_mask,
         "use_apex": config.optimizer.use_apex,

@@ -1,7 +1,7 @@
 """The layers of each pipeline stage, computed without parameters in memory and without process groups."""
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
 
 from deepspeed.pipe import LayerSpec
@@ -33,6 +33,15 @@ class StagePlan:
     """The pipeline rank that holds each stage."""
     total_parameters: int
     """Parameters of the whole model; the tied embedding counts once."""
+    expert_parameters: int = 0
+    """Parameters of all experts."""
+    expert_share: float = 1.0
+    """Experts per token divided by experts."""
+
+    @property
+    def active_parameters(self) -> int:
+        """Parameters of the whole model that a token uses."""
+        return self.total_parameters - round(self.expert_parameters * (1 - self.expert_share))
 
     @property
     def bounds(self) -> list[int]:
@@ -113,14 +122,20 @@ def plan_stages(
     )
     unsharded = layer_parameter_counts(layers, unsharded=True)
     total = sum(number for layer, number in zip(described, unsharded, strict=True) if not layer.is_tied)
-    return StagePlan(
+    plan = StagePlan(
         parallel.partition_method, described, parameters, partition, parallel.rank_of_stage, total
     )
+    if config.model.num_experts is None:
+        return plan
+    of_experts = layer_parameter_counts(layers, True, lambda spec: "ep" in spec.axis_names)
+    share = config.model.moe_router_topk / config.model.num_experts
+    return replace(plan, expert_parameters=sum(of_experts), expert_share=share)
 
 
 def layer_list(config: Config, vocab_size: int) -> list[LayerSpec | Callable]:
-    """Returns the list of the model's layers on a tensor-parallel rank."""
-    mesh = Mesh(config.parallel.tensor_model_parallel_size, 1, 1)
+    """Returns the list of the model's layers on a tensor- and expert-parallel rank."""
+    experts = config.parallel.expert_model_parallel_size
+    mesh = Mesh(config.parallel.tensor_model_parallel_size, 1, experts, ep_size=experts)
     context = LayerContext(config, mesh, DropoutRNG(config.training.seed))
     return pipeline_layers(context, vocab_size, eod=0)
 

@@ -58,7 +58,8 @@ def planned_run_report(
     `shows_time`, the predicted time."""
     parts = [
         run_report(plan.run, notes, learning_rate, _network_lines(plan.config)),
-        "planned memory of a device in GiB\n" + memory_table(plan),
+        f"planned memory of a device in GiB{plan.assumption and f' ({plan.assumption})'}\n"
+        + memory_table(plan),
         *([time_lines(plan.step)] if shows_time and plan.step is not None else []),
     ]
     return "\n\n".join(parts)

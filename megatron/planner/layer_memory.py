@@ -9,6 +9,7 @@ from megatron.config.sections.parallel import ParallelConfig
 from megatron.data.vocabulary import Vocabulary
 from megatron.model.layer_kinds import transformer_layers
 from megatron.model.pipeline_module import describe, layer_parameter_counts
+from megatron.mpu.parameter_spec import ParameterSpec
 from megatron.pipeline.methods import MemoryCosts
 from megatron.pipeline.stages import held_parameters, layer_list
 from megatron.planner.in_flight import in_flight_by_stage
@@ -25,13 +26,12 @@ class StateBytes:
     others: tuple[float, float, float]
     """Bytes per parameter of embedding, norm and head."""
 
-    def in_layers(self, parallel: ParallelConfig) -> float:
+    def in_layers(self, parallel: ParallelConfig, of_experts: bool = False) -> float:
         """Returns the bytes per parameter of a transformer layer with ZeRO. ZeRO-1 shards optimizer states,
-        ZeRO-2 adds gradients, ZeRO-3 adds weights."""
+        ZeRO-2 adds gradients, ZeRO-3 adds weights. of_experts: of parameters of experts."""
+        replicas = parallel.expert_replicas if of_experts else parallel.dp_cp_size
         stages = zip(self.layers, (3, 2, 1), strict=True)
-        return sum(
-            size / (parallel.dp_cp_size if parallel.zero_stage >= stage else 1) for size, stage in stages
-        )
+        return sum(size / (replicas if parallel.zero_stage >= stage else 1) for size, stage in stages)
 
     def in_others(self, parallel: ParallelConfig) -> float:
         """Returns the bytes per parameter of embedding, norm and head with ZeRO, which shards only their
@@ -49,6 +49,7 @@ def bytes_per_parameter(config: Config, vocab_size: int) -> StateBytes:
                 "model.num_layers": num_layers,
                 "parallel.tensor_model_parallel_size": 1,
                 "parallel.context_parallel_size": 1,
+                "parallel.expert_model_parallel_size": 1,
                 **ONE_STAGE,
                 "parallel.partition_method": "type:transformer",
                 "parallel.sequence_parallel": False,
@@ -68,6 +69,11 @@ def bytes_per_parameter(config: Config, vocab_size: int) -> StateBytes:
     return StateBytes((weights, gradients, optimizer), (others[0], others[1], others[2]))
 
 
+def is_of_expert(spec: ParameterSpec) -> bool:
+    """Returns whether a parameter belongs to experts."""
+    return "ep" in spec.axis_names
+
+
 def planned_run(config: Config, vocab_size: int | None = None) -> Run:
     """Returns a run that is not started, with this vocabulary or the one of the flags. Raises ConfigError if
     its layers cannot be partitioned."""
@@ -80,8 +86,10 @@ def memory_costs(config: Config, vocab_size: int) -> MemoryCosts:
     entries = layer_list(config, vocab_size)
     layers = list(map(describe, entries))
     held = held_parameters(config, layers, layer_parameter_counts(entries))
+    of_experts = layer_parameter_counts(entries, counts_parameter=is_of_expert)
     state = bytes_per_parameter(config, vocab_size)
     in_layers, in_others = state.in_layers(config.parallel), state.in_others(config.parallel)
+    in_experts = state.in_layers(config.parallel, of_experts=True)
     costs = whole_model_costs(config, layers, vocab_size)
     kept = [0.0] * len(layers)
     for layer in costs.layers:
@@ -91,7 +99,10 @@ def memory_costs(config: Config, vocab_size: int) -> MemoryCosts:
     kept_by_one = kept[inner.start + 1]
     deferred = -costs.weight.change / len(inner)
     return MemoryCosts(
-        [count * (in_layers if index in inner else in_others) for index, count in enumerate(held)],
+        [
+            (count - experts) * (in_layers if index in inner else in_others) + experts * in_experts
+            for index, (count, experts) in enumerate(zip(held, of_experts, strict=True))
+        ],
         kept,
         _mean_in_flight(config, deferred / kept_by_one if kept_by_one else 1.0),
     )

@@ -236,15 +236,21 @@ def communicators(config: Config) -> int:
 
     A rank has one for all ranks, and one for each set of several ranks: tensor parallel; context parallel;
     data and context parallel; pipeline parallel; model parallel (TP x PP); the two stages of the tied
-    embedding; with an optimizer of whole matrices, all ranks of a stage, unless these are all ranks.
+    embedding; all ranks of a stage with an optimizer of whole matrices or with experts, unless these are all
+    ranks; with experts also the ranks that share them, those with equal experts, and those that share a
+    sequence.
     """
     mesh, holders = Mesh.from_config(config.parallel, 0), config.parallel.rank_of_stage
     groups = [("tp",), ("cp",), ("dp", "cp"), ("pp",), ("pp", "tp")]
     sets = {mesh.ranks_along(names, 0) for names in groups}
     if not config.model.untie_embeddings_and_output_weights:
         sets.add(tuple(sorted({stage * mesh.ranks_per_stage for stage in (holders[0], holders[-1])})))
-    if config.optimizer.updates_matrices and mesh.pp_size > 1:
+    has_experts = config.model.num_experts is not None
+    if (config.optimizer.updates_matrices or has_experts) and mesh.pp_size > 1:
         sets.add(mesh.ranks_along(("dp", "cp", "tp"), 0))
+    if has_experts:
+        sets |= {mesh.ranks_along(names, 0) for names in (("ep",), ("edp",))}
+        sets.add(mesh.ranks_along(("cp", "tp") if config.parallel.sequence_parallel else ("cp",), 0))
     return (mesh.world_size > 1) + sum(len(ranks) > 1 for ranks in sets)
 
 

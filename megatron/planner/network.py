@@ -75,13 +75,15 @@ class Network:
         for the order of the ranks, and `passes.group_name` for the groups."""
         tensor = mesh.tp_size
         sizes = {"tensor": tensor, "context": mesh.cp_size, "data": mesh.dp_cp.size}
-        sizes["pipeline"] = mesh.pp_size
+        sizes |= {"pipeline": mesh.pp_size, "expert": mesh.ep_size, "expert data": mesh.sizes["edp"]}
         strides = {"tensor": 1, "context": tensor, "data": tensor, "pipeline": mesh.ranks_per_stage}
+        strides |= {"expert": 1, "expert data": mesh.ep_size}
         if not isinstance(group, str):  # some pipeline ranks
             near = strides["pipeline"] * (max(group) - min(group)) < self.node_size
             return len(group), len(group) if near else 1
         stage = ("tensor", "data")
         several = {"model": ("tensor", "pipeline"), "stage": stage, "world": (*stage, "pipeline")}
+        several["sequence"] = ("tensor", "context")
         axes = several.get(group, (group,))
         fitting = [min(sizes[axis], max(self.node_size // strides[axis], 1)) for axis in axes]
         return math.prod(sizes[axis] for axis in axes), min(math.prod(fitting), self.node_size)

@@ -87,10 +87,18 @@ class Plan:
     def title(self) -> str:
         """The model and the devices."""
         model, gpu = self.config.model, self.config.training.gpu
-        number, count = self.config.parallel.world_size, self.run.stages.total_parameters
-        size = f"{count / 1e9:.3g} B" if count >= 1e9 else f"{count / 1e6:.3g} M"
+        number, stages = self.config.parallel.world_size, self.run.stages
+        size = f"{_in_millions(stages.total_parameters)} parameters"
+        if stages.active_parameters != stages.total_parameters:
+            size += f", {_in_millions(stages.active_parameters)} active per token"
         devices = f"{number} x {gpu}" if gpu else counted(number, "device")
-        return f"{size} parameters ({model.num_layers} layers x {model.hidden_size}), {devices}"
+        return f"{size} ({model.num_layers} layers x {model.hidden_size}), {devices}"
+
+    @property
+    def assumption(self) -> str:
+        """What the numbers of a plan with experts assume; '' without experts."""
+        has_experts = self.config.model.num_experts is not None
+        return "balanced routing is assumed: all experts get equal numbers of tokens" if has_experts else ""
 
     @property
     def prediction(self) -> StepTime:
@@ -176,6 +184,7 @@ class Plan:
             "title": self.title,
             "layout": _layout(self.config),
             "parameters": self.run.stages.total_parameters,
+            "active_parameters": self.run.stages.active_parameters,
             "weight_unit": self.run.stages.partition.unit,
             "stages": _stages(self.config, self.run.stages),
             "memory": memory,
@@ -191,6 +200,10 @@ class Plan:
             "verdict": self.verdict,
             "best_change": self.best_change and self.best_change.change,
         }
+
+
+def _in_millions(count: int) -> str:
+    return f"{count / 1e9:.3g} B" if count >= 1e9 else f"{count / 1e6:.3g} M"
 
 
 def make_plan(config: Config, vocab_size: int, change: Mapping[str, Any] | None = None) -> Plan:
@@ -213,6 +226,7 @@ def _layout(config: Config) -> dict[str, Any]:
         "context_parallel": parallel.context_parallel_size,
         "pipeline_parallel": parallel.pipeline_model_parallel_size,
         "data_parallel": parallel.data_parallel_size,
+        "expert_parallel": parallel.expert_model_parallel_size,
         "zero_stage": parallel.zero_stage,
         "schedule": parallel.schedule_title,
         "stages_per_rank": parallel.stages_per_rank,

@@ -68,7 +68,8 @@ def search_report(config: Config, words: Sequence[str], top: int) -> Report:
     best = list(map(with_verdict, result.candidates[:_IN_JSON]))
     text = [
         f"{result.combinations:,} combinations for {counted(config.parallel.world_size, 'device')}, "
-        f"{result.planned} planned in full, {len(result.candidates)} fit",
+        f"{result.planned} planned in full, {len(result.candidates)} fit"
+        f"{best[0].assumption and f'; {best[0].assumption}'}",
         search_table(best[: max(top, 10)]),
         *(explain(number, plan, result, words) for number, plan in enumerate(best[:top], 1)),
     ]
@@ -120,9 +121,10 @@ def layout_words(config: Config) -> str:
     """Returns the settings that a search varies, in one line."""
     parallel = config.parallel
     context = f"CP {parallel.context_parallel_size} x " if parallel.context_parallel_size > 1 else ""
+    experts = "" if config.model.num_experts is None else f", EP {parallel.expert_model_parallel_size}"
     return (
         f"TP {parallel.tensor_model_parallel_size} x {context}PP {parallel.pipeline_model_parallel_size} x "
-        f"DP {parallel.data_parallel_size}, micro-batch {config.batch.micro_batch_size}, ZeRO "
+        f"DP {parallel.data_parallel_size}{experts}, micro-batch {config.batch.micro_batch_size}, ZeRO "
         f"{parallel.zero_stage}, recompute {recomputation_of(config)}, {parallel.schedule_title}, "
         f"{parallel.partition_method}{', sequence parallel' * parallel.sequence_parallel}"
     )
@@ -176,8 +178,9 @@ def what_if(plan: Plan) -> tuple[WhatIf, ...]:
     parallel, batch, model = config.parallel, config.batch, config.model
     changes: list[tuple[str, dict[str, object]]] = []
     tp_size, pp_size = parallel.tensor_model_parallel_size, parallel.pipeline_model_parallel_size
+    for size in (2 * tp_size, tp_size // 2) if tp_size % 2 == 0 else (2 * tp_size,):
+        changes.append((f"tensor-parallel size {size}", _tensor_parallel(config, size)))
     for name, field, value in (
-        ("tensor-parallel size", "parallel.tensor_model_parallel_size", tp_size),
         ("pipeline-parallel size", "parallel.pipeline_model_parallel_size", pp_size),
         ("micro-batch size", "batch.micro_batch_size", batch.micro_batch_size),
     ):
@@ -187,6 +190,9 @@ def what_if(plan: Plan) -> tuple[WhatIf, ...]:
     cp_sizes = [2 * cp_size] if config.is_long_enough_for(2 * cp_size) else []
     for size in cp_sizes + ([cp_size // 2] if cp_size % 2 == 0 else []):
         changes.append((f"context-parallel size {size}", {"parallel.context_parallel_size": size}))
+    ep_size = parallel.expert_model_parallel_size
+    for size in {2 * ep_size, max(ep_size // 2, 1)} - {ep_size} if model.num_experts is not None else ():
+        changes.append((f"expert-parallel size {size}", {"parallel.expert_model_parallel_size": size}))
     recomputes = not config.training.recomputes_layers
     change: dict[str, object] = {
         "training.checkpoint_activations": recomputes,
@@ -204,7 +210,7 @@ def what_if(plan: Plan) -> tuple[WhatIf, ...]:
     for method in PARTITION_METHODS if pp_size > 1 else ():
         if method != parallel.partition_method:
             changes.append((f"partition {method}", {"parallel.partition_method": method}))
-    if tp_size > 1:
+    if tp_size > 1 and model.num_experts is None:
         flag = not parallel.sequence_parallel
         change = {"parallel.sequence_parallel": flag, "parallel.tp_comm_overlap": False}
         changes.append((f"sequence parallel {'on' if flag else 'off'}", change))
@@ -219,6 +225,12 @@ def what_if(plan: Plan) -> tuple[WhatIf, ...]:
     return tuple(
         sorted(rows, key=lambda row: (bool(row.reason), not row.fits, -(row.tokens_per_second or 0)))
     )
+
+
+def _tensor_parallel(config: Config, size: int) -> dict[str, object]:
+    """Returns the change to a tensor-parallel size. Experts also need sequence parallelism."""
+    sequence = {"parallel.sequence_parallel": size > 1} if config.model.num_experts is not None else {}
+    return {"parallel.tensor_model_parallel_size": size, **sequence}
 
 
 def _what_if(plan: Plan, text: str, change: dict[str, object]) -> WhatIf | None:
@@ -271,7 +283,7 @@ def nodes_recipe(config: Config, vocab_size: int) -> list[RecipeStep]:
     nodes = world // node
     ranks = max(n for n in range(1, nodes + 1) if nodes % n == 0 and n <= config.model.num_layers)
     change = {
-        "parallel.tensor_model_parallel_size": node,
+        **_tensor_parallel(config, node),
         "parallel.pipeline_model_parallel_size": ranks,
         "parallel.zero_stage": 1 if nodes > ranks else 0,
         "batch.micro_batch_size": 1,
@@ -319,6 +331,7 @@ def micro_batch_recipe(config: Config, vocab_size: int) -> list[RecipeStep]:
     size of tensor parallelism within a node and pipeline parallelism."""
     few_layers = {
         "parallel.tensor_model_parallel_size": 1,
+        "parallel.expert_model_parallel_size": 1,
         "parallel.pipeline_model_parallel_size": 1,
         "parallel.zero_stage": 0,
         "parallel.world_size": 1,
@@ -348,7 +361,7 @@ def micro_batch_recipe(config: Config, vocab_size: int) -> list[RecipeStep]:
     sizes = tuple(n for n in (64, 32, 16, 8, 4, 2, 1) if n <= max(size, 1))
     for devices, pp, tp in shapes:
         change = {
-            "parallel.tensor_model_parallel_size": tp,
+            **_tensor_parallel(config, tp),
             "parallel.pipeline_model_parallel_size": pp,
             "parallel.zero_stage": 1 if world > devices else 0,
         }

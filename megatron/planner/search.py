@@ -28,7 +28,7 @@ from megatron.planner.network import ALL_REDUCE
 from megatron.planner.plan import NO_GPU, Plan, make_plan
 from megatron.planner.simulation.costs import spec_bytes
 from megatron.planner.simulation.passes import Collective, Kernel
-from megatron.planner.simulation.stage_costs import ONE_STAGE, stage_costs
+from megatron.planner.simulation.stage_costs import ONE_STAGE, fewest_replicas, stage_costs
 from megatron.planner.step_time import Cluster, Rank, find_cluster
 
 MICRO_BATCHES = (1, 2, 4, 8, 16, 32, 64)
@@ -65,9 +65,9 @@ def changed(config: Config, change: Change) -> Config:
 
 
 def combinations(config: Config, node_size: int) -> Iterator[dict[str, Any]]:
-    """Yields all changes to estimate: TP within a node, CP of long sequences, PP, micro-batch, recomputation,
-    ZeRO, schedule, stages per rank, and sequence parallelism."""
-    world, layers = config.parallel.world_size, config.model.num_layers
+    """Yields all changes to estimate: TP within a node, CP of long sequences, PP, EP, micro-batch,
+    recomputation, ZeRO, schedule, stages per rank, and sequence parallelism, which experts need with TP."""
+    world, layers, experts = config.parallel.world_size, config.model.num_layers, config.model.num_experts
     own = config.parallel.virtual_pipeline_stages
     has_scores = training_attention(config) == Implementation.UNFUSED
     recomputations: list[tuple[bool, str | None]] = [(False, None), (True, None)]
@@ -75,13 +75,14 @@ def combinations(config: Config, node_size: int) -> Iterator[dict[str, Any]]:
     for tp_size in _divisors(world):
         if node_size % tp_size or config.model.heads_problem(tp_size):
             continue
-        sequence = (False, True) if tp_size > 1 else (False,)
+        sequence = (True,) if tp_size > 1 and experts else (False, True) if tp_size > 1 else (False,)
         wants_overlap = config.parallel.tp_comm_overlap
         for cp_size, pp_size in _context_and_pipeline_sizes(config, world // tp_size):
             dp_size = world // tp_size // cp_size // pp_size
             replicas = dp_size * cp_size
             if pp_size > layers or config.batch.global_batch_size % dp_size:
                 continue
+            expert_sizes = [size for size in _divisors(tp_size * replicas) if (experts or 1) % size == 0]
             for micro_batch in MICRO_BATCHES:
                 count, rest = divmod(config.batch.global_batch_size // dp_size, micro_batch)
                 if rest or not count:
@@ -89,11 +90,14 @@ def combinations(config: Config, node_size: int) -> Iterator[dict[str, Any]]:
                 for schedule, virtual in schedules(pp_size, layers, count):
                     overlaps = not PIPELINE_SCHEDULES[schedule].splits_backward
                     for zero_stage in (1, 2, 3) if pp_size == 1 and replicas > 1 else (1,):
-                        for (recomputes, granularity), sharded in product(recomputations, sequence):
+                        for (recomputes, granularity), sharded, ep_size in product(
+                            recomputations, sequence, expert_sizes
+                        ):
                             yield {
                                 "parallel.tensor_model_parallel_size": tp_size,
                                 "parallel.pipeline_model_parallel_size": pp_size,
                                 "parallel.context_parallel_size": cp_size,
+                                **({"parallel.expert_model_parallel_size": ep_size} if experts else {}),
                                 "parallel.zero_stage": zero_stage if replicas > 1 else 0,
                                 "parallel.pipeline_schedule": schedule,
                                 **({"parallel.virtual_pipeline_stages": virtual} if virtual != own else {}),
@@ -239,12 +243,13 @@ class _Estimator:
         # The warm-up and cool-down of the schedule, see `pipeline.schedule_actions`.
         fill = (ranks - 1) / parallel.stages_per_rank * (1 - 2 * weight / seconds)
         step = heaviest * (count + fill)
-        per_layer, outside = layer.parameters, padded * model.hidden_size // tp_size
-        if mesh.dp_cp.size > 1:
-            size = 4.0 * (per_layer * layers + outside)
-            calls = count if parallel.zero_stage >= 2 else 1
-            step += calls * 1.25 * self._cluster.network.seconds(Collective("data", ALL_REDUCE, size), mesh)
-        state = per_layer * layers * self._state.in_layers(parallel)
+        outside, calls = padded * model.hidden_size // tp_size, count if parallel.zero_stage >= 2 else 1
+        reduced = {"data": layer.parameters * layers + outside, "expert data": layer.of_experts * layers}
+        for group, number in reduced.items():
+            reduction = Collective(group, ALL_REDUCE, 4.0 * number)
+            step += calls * 1.25 * self._cluster.network.seconds(reduction, mesh)
+        state = layer.parameters * layers * self._state.in_layers(parallel)
+        state += layer.of_experts * layers * self._state.in_layers(parallel, of_experts=True)
         state += outside * self._state.in_others(parallel)
         return step, state + held * layers * min(count, ranks) + (kept - held)
 
@@ -253,6 +258,7 @@ class _Estimator:
         key = (
             parallel.tensor_model_parallel_size,
             parallel.context_parallel_size,
+            parallel.expert_model_parallel_size,
             parallel.sequence_parallel,
             parallel.tp_comm_overlap,
         )
@@ -267,18 +273,21 @@ class _LayerEstimate:
     seconds, backward seconds, and bytes of the activations that are kept between the passes.
 
     first: costs of a micro-batch of one sample. further: costs that each further sample adds. input_bytes:
-    bytes of the layer's input per sample.
+    bytes of the layer's input per sample. parameters: on one rank, without those of experts. of_experts:
+    parameters of experts on one rank.
     """
 
     first: tuple[float, ...]
     further: tuple[float, ...]
     input_bytes: int
-    parameters: int
+    parameters: float
+    of_experts: float
 
     @classmethod
     def record(cls, config: Config, vocab_size: int, cluster: Cluster) -> _LayerEstimate:
         """Records the costs in a model with the layers after which the kinds repeat."""
-        costs, count = [], period(layer_kinds(config.model))
+        costs, count, parallel = [], period(layer_kinds(config.model)), config.parallel
+        ranks = parallel.tensor_model_parallel_size * parallel.context_parallel_size
         for batch in (1, 2):
             alone = config.with_settings(
                 {
@@ -286,8 +295,7 @@ class _LayerEstimate:
                     "batch.micro_batch_size": batch,
                     **ONE_STAGE,
                     "parallel.zero_stage": 0,
-                    "parallel.world_size": config.parallel.tensor_model_parallel_size
-                    * config.parallel.context_parallel_size,
+                    "parallel.world_size": ranks * fewest_replicas(parallel),
                     "training.checkpoint_activations": False,
                 }
             )
@@ -300,7 +308,9 @@ class _LayerEstimate:
             times = [sum(rank.time(part.actions).total for part in parts) / count for parts in passes]
             costs.append((*times, sum(part.change for part in passes[0]) / count))
         further = tuple(two - one for one, two in zip(*costs, strict=True))
-        return cls(costs[0], further, spec_bytes(layers[0].output) // 2, plan.parameters[inner.start])
+        of_experts = plan.expert_parameters / parallel.expert_model_parallel_size / count
+        dense = sum(plan.parameters[inner.start : inner.stop]) / count - of_experts
+        return cls(costs[0], further, spec_bytes(layers[0].output) // 2, dense, of_experts)
 
     def at(self, batch: int) -> tuple[float, ...]:
         """Returns (forward seconds, backward seconds, kept bytes) at a micro-batch of `batch` samples."""

@@ -180,7 +180,7 @@ def predict_step(run: Run, cluster: Cluster) -> StepTime:
             iteration_flops(config, vocab_size), step, config.parallel.world_size
         ),
         mfu=mfu,
-        palm_mfu=palm_flops(config, vocab_size, plan.total_parameters) / peak_flops,
+        palm_mfu=palm_flops(config, vocab_size, plan.active_parameters) / peak_flops,
         doubt=_doubt(cluster.kind, plan.total_parameters, mfu),
         days=_days(run, pipeline, outside),
         is_resumed=run.start != BEGIN,

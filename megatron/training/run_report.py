@@ -46,10 +46,12 @@ def run_report(run: Run, notes: Sequence[str], learning_rate: str = "", network:
 
 
 def _model_lines(run: Run) -> str:
+    total, active = run.stages.total_parameters, run.stages.active_parameters
+    per_token = f", {active:,} active per token" if active != total else ""
     return (
         f"model      {model_summary(run.config.model)}, {run.config.precision.name}\n"
         f"vocabulary {run.vocab.size:,} tokens, padded to {run.padded_vocab_size:,}\n"
-        f"parameters {run.stages.total_parameters:,}\n"
+        f"parameters {total:,}{per_token}\n"
         f"FLOPs      {_flops_line(run)}"
     )
 
@@ -62,7 +64,7 @@ def _flops_line(run: Run) -> str:
     logged = iteration_flops(config, vocab_size, on_cpu=is_on_cpu)
     counts = {
         "without recomputation": iteration_flops(config, vocab_size, with_recomputation=False),
-        "by PaLM's formula": palm_flops(config, vocab_size, run.stages.total_parameters),
+        "by PaLM's formula": palm_flops(config, vocab_size, run.stages.active_parameters),
     }
     gpu = find_gpu(config) if config.training.dry_run else gpu_of_process()
     line = f"{logged:.4g} per step as logged, " + ", ".join(f"{n:.4g} {how}" for how, n in counts.items())
@@ -79,9 +81,10 @@ def _layout_lines(run: Run, network: Sequence[str]) -> str:
     data = parallel.data_parallel_size
     micro_batches = config.micro_batches_per_step
     context = f"CP {parallel.context_parallel_size} x " if parallel.context_parallel_size > 1 else ""
+    experts = parallel.expert_model_parallel_size
     lines = [
         f"layout     {counted(parallel.world_size, 'process')} = TP {tensor} x {context}PP {stages} x DP "
-        f"{data}, ZeRO stage {parallel.zero_stage}"
+        f"{data}{f', EP {experts}' * (experts > 1)}, ZeRO stage {parallel.zero_stage}"
         + (", optimizer state on the host" * parallel.cpu_offload),
         f"batch      {batch.global_batch_size} samples = micro-batch {batch.micro_batch_size} "
         f"x {micro_batches} accumulation steps x DP {data}",
@@ -205,7 +208,10 @@ def _content(plan: StagePlan, stage: int) -> str:
 
 # Settings that a resume may change. The report notes the ones that differ from the checkpoint's.
 _CHANGEABLE_SETTINGS = {
-    "model": ("hidden_dropout", "attention_dropout", "init_method_std"),
+    "model": (
+        *("hidden_dropout", "attention_dropout", "init_method_std", "moe_router_load_balancing_type"),
+        *("moe_aux_loss_coeff", "moe_z_loss_coeff", "moe_router_bias_update_rate"),
+    ),
     "training": ("seed", "z_loss_weight"),
     "optimizer": ("optimizer", *OPTIMIZERS.settings(), "weight_decay", "clip_grad", "use_bnb_optimizer"),
 }

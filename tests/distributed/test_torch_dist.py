@@ -115,7 +115,8 @@ def test_a_conversion_needs_no_run(core: Path, tmp_path: Path, capsys: pytest.Ca
 @pytest.mark.parametrize(
     "change, sentence",
     [
-        ({"num_experts": 8}, "num_experts is 8 in the arguments of Megatron-Core, expected None"),
+        ({"num_experts": 8}, "lacks .* parameters, among them 3.mlp.experts"),
+        ({"num_experts": 8, "moe_latent_size": 16}, "moe_latent_size is 16 with num_experts, expected None"),
         ({"ffn_hidden_size": 96}, "holds another model|has shape|expected"),
         ({"num_layers": 1 << 15}, "its arguments describe 32,768 layers, and it holds 15 parameters"),
         ({"num_layers": None}, "its arguments describe no model of this program|lack num_layers"),

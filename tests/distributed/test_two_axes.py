@@ -91,8 +91,8 @@ class TwoAxesLinear(ColumnParallelLinear):
 
 
 class TwoAxesMLP(gpt_model.ParallelMLP):
-    def __init__(self, context: LayerContext) -> None:
-        super().__init__(context)
+    def __init__(self, context: LayerContext, size: int) -> None:
+        super().__init__(context, size)
         self.dense_h_to_4h = TwoAxesLinear(context, self.dense_h_to_4h)
 
 

@@ -56,6 +56,7 @@ KERNELS = {
     "cross entropy": 9,
     "rotary": 18,
     "gated": 14,
+    "grouped": 18,
 }
 
 
@@ -64,12 +65,14 @@ KERNELS = {
 @pytest.mark.parametrize("kernel", KERNELS)
 def test_no_kernel_spills(kernel: str, architecture: int) -> None:
     arguments = ("--compile-only", "--only", kernel, "--architectures", str(architecture))
-    heading, *rows = (line.split() for line in run_python("benchmarks/kernels.py", *arguments).splitlines())
+    lines = run_python("benchmarks/kernels.py", *arguments).splitlines()
+    # DeepSpeed writes a warning to stdout where it finds no GPU.
+    heading, *rows = (line.split() for line in lines if "[WARNING]" not in line)
     assert heading[-2:] == ["stack", "spills"]
     assert len(rows) == KERNELS[kernel]
     for row in rows:
         registers, shared, stack, spills = map(int, row[-4:])
-        assert 0 < registers <= (255 if row[0] == "attention" else 128), row
+        assert 0 < registers <= (255 if row[0] in ("attention", "grouped") else 128), row
         assert shared <= SHARED_BYTES[architecture], row
         assert (stack, spills) == (0, 0), row
 

@@ -60,7 +60,17 @@ def test_the_benchmark_compares_every_kernel_with_its_reference(
     rows = read_rows(tmp_path, table)
     if mode == "check":
         kinds = {re.split(r"[ ,']", row["kernel"])[0] for row in rows}
-        assert kinds == {"dropout", "attention", "weight", "cross", "embedding", "norms", "split", "gated"}
+        assert kinds == {
+            "dropout",
+            "attention",
+            "weight",
+            "cross",
+            "embedding",
+            "norms",
+            "split",
+            "gated",
+            "grouped",
+        }
         assert {row["verdict"] for row in rows} == {"ok"}
         of_fp32 = [row["error"] for row in rows if row["dtype"] == "float32"]
         assert 2 * len(of_fp32) == len(rows) and max(of_fp32) < 1e-6

@@ -9,6 +9,8 @@ import math
 import torch
 import torch.nn.functional as F
 
+from tests.reference.plain_experts import expert_mlp
+
 
 def plain_gpt_logits(
     weights,
@@ -29,6 +31,7 @@ def plain_gpt_logits(
     exact_gelu=False,
     scale_embeddings=False,
     zero_centered=False,
+    experts=None,
 ):
     """tokens [batch, seq] -> logits [batch, seq, vocab] of the true vocabulary.
 
@@ -36,7 +39,8 @@ def plain_gpt_logits(
     tokens that a token attends to, in the layers that have a W in `pattern`; the others have an F, and the
     arguments `full` of `rotate`. A norm without bias is an RMS norm. `weights` decides whether linear
     layers have biases, attention has norms of queries and keys, and the head is untied. scale_embeddings:
-    by sqrt(hidden). zero_centered: norms multiply by 1 + weight.
+    by sqrt(hidden). zero_centered: norms multiply by 1 + weight. experts: `PlainExperts` of the layers that
+    have a router.
     """
     embedding = weights["tied_modules.embed.word_embeddings.weight"]
     x = embedding[tokens]
@@ -59,7 +63,7 @@ def plain_gpt_logits(
             return attention(weights, index, x, heads, groups or heads, positions, angles or {}, width)
 
         def feed(x, index=index):
-            return mlp(weights, index, x, glu, exact_gelu)
+            return mlp(weights, index, x, glu, exact_gelu, experts)
 
         def normed(name, x, index=index):
             return norm(weights, f"{index}.{name}_layernorm", x)
@@ -139,33 +143,42 @@ def rotate(x, base=10000.0, part=1.0, interleaved=False, factor=1.0):
     return torch.cat((torch.stack(parts, -1).flatten(-2) if interleaved else torch.cat(parts, -1), rest), -1)
 
 
-def mlp(weights, index, x, glu, exact_gelu=False):
-    wide = linear(weights, f"{index}.mlp.dense_h_to_4h", x)
-    if glu is None:
-        wide = F.gelu(wide, approximate="none" if exact_gelu else "tanh")
-    else:
+def mlp(weights, index, x, glu, exact_gelu=False, experts=None):
+    def activation(wide):
+        if glu is None:
+            return F.gelu(wide, approximate="none" if exact_gelu else "tanh")
         value, gate = wide.chunk(2, -1)
         gates = {"geglu": F.gelu, "swiglu": F.silu, "reglu": F.relu, "liglu": lambda g: g}
         gates["geglu_tanh"] = lambda g: F.gelu(g, approximate="tanh")
-        wide = value * gates[glu](gate)
+        return value * gates[glu](gate)
+
+    if f"{index}.mlp.router.weight" in weights:
+        return expert_mlp(experts, weights, index, x, activation)
+    wide = activation(linear(weights, f"{index}.mlp.dense_h_to_4h", x))
     return linear(weights, f"{index}.mlp.dense_4h_to_h", wide)
 
 
-def train_plain_gpt(weights, batches, *, lr, vocab, decay=0.01, clip=1.0, **model):
+def train_plain_gpt(weights, batches, *, lr, vocab, decay=0.01, clip=1.0, experts=None, **model):
     """Trains on `batches`, a list of (tokens, labels) global batches; returns [(loss, grad norm), ...]."""
-    weights = {name: w.clone().requires_grad_() for name, w in weights.items()}
-    decayed = [w for name, w in weights.items() if w.dim() == 2]
-    others = [w for name, w in weights.items() if w.dim() == 1]
+    weights = {
+        name: w.clone().requires_grad_() for name, w in weights.items() if ".router.expert" not in name
+    }
+    decayed = [w for name, w in weights.items() if w.dim() > 1 and name.endswith("weight")]
+    others = [w for name, w in weights.items() if w.dim() == 1 or name.endswith("bias")]
     optimizer = torch.optim.AdamW(
         [{"params": decayed, "weight_decay": decay}, {"params": others, "weight_decay": 0.0}], lr=lr
     )
     history = []
     for tokens, labels in batches:
-        logits = plain_gpt_logits(weights, tokens, vocab=vocab, **model)
+        if experts is not None:
+            experts.begin_step()
+        logits = plain_gpt_logits(weights, tokens, vocab=vocab, experts=experts, **model)
         loss = F.cross_entropy(logits.reshape(-1, vocab), labels.reshape(-1))
         optimizer.zero_grad()
-        loss.backward()
+        (loss if experts is None else loss + experts.losses).backward()
         total = torch.nn.utils.clip_grad_norm_(weights.values(), clip)
         optimizer.step()
+        if experts is not None:
+            experts.end_step()
         history.append((loss.item(), total.item()))
     return history

@@ -30,6 +30,7 @@ TP_2, TP_4 = (f"--tensor-model-parallel-size {size}" for size in (2, 4))
 PP_2, PP_3, PP_4 = (f"--pipeline-model-parallel-size {size}" for size in (2, 3, 4))
 CP_2, CP_4 = (f"--context-parallel-size {size}" for size in (2, 4))
 WORLD_2, WORLD_3, WORLD_4, WORLD_8 = (f"--world-size {size}" for size in (2, 3, 4, 8))
+EP_2, EP_4 = (f"--num-experts 8 --expert-model-parallel-size {size}" for size in (2, 4))
 ZERO_BUBBLE, DUALPIPEV = (f"--pipeline-schedule {name}" for name in ("zero-bubble", "dualpipev"))
 
 # Name -> flags. The order matters to the gate, which takes evenly spaced rows.
@@ -143,6 +144,17 @@ LAYOUTS = {
     "all-three-chunks-recompute": f"{WORLD_8} {TP_2} {PP_2} --bf16 {ZERO_1} {SEQUENCE} --tp-comm-overlap "
     f"{RECOMPUTE} {NO_DROPOUT}",
     "all-three-buckets": f"{WORLD_8} {TP_2} {PP_2} --bf16 {ZERO_1} {SEQUENCE} --ddp-bucket-size 1",
+    "experts-8-alone-fp32": "--num-experts 8 --moe-aux-loss-coeff 0.01 --moe-z-loss-coeff 1e-3",
+    "experts-2-data-4-shared": f"{WORLD_4} {EP_2} --bf16 {ZERO_1} --moe-layer-freq D E E --num-layers 7 "
+    "--ddp-bucket-size 3000000 --moe-router-topk 3 "
+    "--moe-shared-expert-intermediate-size 128 --moe-shared-expert-gate",
+    "experts-4-context-2-tensor-2": f"{WORLD_8} {EP_4} {TP_2} {CP_2} --bf16 {SEQUENCE} {ZERO_1} {LLAMA} "
+    "--moe-ffn-hidden-size 192 --moe-aux-loss-coeff 0.01",
+    "experts-2-zero-bubble-2-dense": f"{WORLD_8} {EP_2} {PP_2} {TP_2} {ZERO_BUBBLE} --bf16 {SEQUENCE} "
+    f"--moe-layer-freq D E --num-layers 8 {LLAMA} --moe-router-score-function sigmoid "
+    "--moe-router-enable-expert-bias",
+    "experts-2-zero3-allgather-recompute": f"{WORLD_4} {EP_2} --bf16 {ZERO_3} {RECOMPUTE} {NO_DROPOUT} "
+    "--moe-token-dispatcher-type allgather --moe-shared-expert-intermediate-size 128",
     "all-three-spikes": f"{WORLD_8} {TP_2} {PP_2} --fp16 --spike-policy skip --sync-tp-duplicated-parameters",
 }
 

@@ -9,12 +9,14 @@ import torch
 
 from benchmarks.step_cost import least_layer_bytes
 from megatron.arguments import parse_args
+from megatron.kernels import grouped_linear as grouped
 from megatron.kernels import selection
 from megatron.kernels.dropout import fused_dropout_add, shard_offsets
 from megatron.kernels.gated import gated_activation
 from megatron.kernels.norms import CHUNK, copy_gradient_op, fused_norms
 from megatron.model.gpt_model import ParallelTransformerLayerPipe
 from megatron.model.layer_context import LayerContext
+from megatron.mpu.grouped_linear import Groups, grouped_linear
 from megatron.mpu.mesh import ONE_RANK, Axis
 from megatron.mpu.random import DropoutRNG, dropout_add
 from megatron.optimizer.gradient_norm import accurate_norm
@@ -87,6 +89,23 @@ def gated_kernel():
         return (sim.memory.peak - before) / (2 * ELEMENTS)
 
 
+def experts_layer(uses_kernels, fused):
+    """(launches, FLOPs) of the passes of a linear layer of 8 experts."""
+    with simulated_device() as sim, patch.object(grouped, "uses_kernels", lambda _: uses_kernels):
+        x = torch.empty(4096, 64, dtype=torch.bfloat16, device=sim.device, requires_grad=True)
+        weight = torch.empty(8, 128, 64, dtype=torch.bfloat16, device=sim.device, requires_grad=True)
+        if fused:
+            weight.main_grad = torch.empty(weight.shape, device=sim.device)
+        groups = Groups((512,) * 8)
+        groups.offsets(sim.device)
+        upstream = torch.empty(4096, 128, dtype=torch.bfloat16, device=sim.device)
+        before = operation_sums(sim)
+        output = grouped_linear(x, weight, None, groups)
+        torch.autograd.grad(output, (x, weight), upstream, allow_unused=True)
+        launches, flops, *_ = (b - a for a, b in zip(before, operation_sums(sim), strict=True))
+        return launches, flops
+
+
 LLAMA_8B = (
     "--dry-run --bf16 --num-layers 32 --hidden-size 4096 --ffn-hidden-size 14336 --num-attention-heads 32 "
     "--group-query-attention --num-query-groups 8 --seq-length 8192 --max-position-embeddings 8192 "
@@ -119,6 +138,14 @@ def test_a_llama_layer_reads_and_writes_everything_about_once():
 
 def test_the_backward_pass_of_a_gated_activation_takes_no_memory():
     assert run_all([gated_kernel]) == [0.0]
+
+
+def test_a_linear_layer_of_experts_is_three_launches_of_kernels():
+    """The reference is a loop over the 8 experts, and one operation more for the zeros of its gradient."""
+    flops = 3 * 2 * 4096 * 128 * 64
+    cases = [(True, True), (True, False), (False, False)]
+    found = run_all([partial(experts_layer, *case) for case in cases])
+    assert found == [(3, flops), (3, flops), (3 * 8 + 1, flops)]
 
 
 def test_a_fused_call_is_one_launch_with_its_bytes():

@@ -88,15 +88,16 @@ class CausalMean(nn.Module):
 class TwoMLPs(nn.Module):
     """A wide MLP beside one of low rank, with four matrices in total; it keeps [seq, batch, hidden]."""
 
-    def __init__(self, context: LayerContext) -> None:
+    def __init__(self, context: LayerContext, size: int) -> None:
         super().__init__()
         model, group = context.config.model, context.tp_group
         first, second = gpt_model._linear_layer_settings(context)
         rank = model.hidden_size // 4
         self.down = ColumnParallelLinear(model.hidden_size, rank, group, **first)
         self.up = RowParallelLinear(rank, model.hidden_size, group, **{**second, "skip_bias_add": False})
-        self.dense_h_to_4h = ColumnParallelLinear(model.hidden_size, model.ffn_hidden_size, group, **first)
-        self.dense_4h_to_h = RowParallelLinear(model.ffn_hidden_size, model.hidden_size, group, **second)
+        self.dense_h_to_4h = ColumnParallelLinear(model.hidden_size, size, group, **first)
+        self.dense_4h_to_h = RowParallelLinear(size, model.hidden_size, group, **second)
+        self.skipped_bias = self.dense_4h_to_h.skipped_bias
 
     def forward(self, hidden: Tensor) -> Tensor:
         return self.up(self.down(hidden)) + self.dense_4h_to_h(F.silu(self.dense_h_to_4h(hidden)))
@@ -107,9 +108,10 @@ def _attention(context: LayerContext, layer_index: int) -> nn.Module:
     return kind(context, layer_index)
 
 
-def _mlp(context: LayerContext) -> nn.Module:
-    kind = TwoMLPs if context.config.model.layer_arrangement == "two-mlps" else ParallelMLP
-    return kind(context)
+def _mlp(context: LayerContext, size: int) -> nn.Module:
+    if context.config.model.layer_arrangement == "two-mlps":
+        return TwoMLPs(context, size)
+    return ParallelMLP(context, size)
 
 
 def _register() -> None:

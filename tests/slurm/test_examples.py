@@ -237,6 +237,13 @@ def test_a_large_vocabulary(
 
 
 @pytest.mark.full
+def test_experts(submit: Submit, places: dict[str, object]) -> None:
+    few = {"PP_SIZE": 1, "EP_SIZE": 4, "NUM_EXPERTS": 4, "EXPERTS_PER_TOKEN": 2, "TRAIN_SAMPLES": 16}
+    first = train_exit_and_resume(submit, "olmoe-1B-7B.slurm", **{**TINY, **places, **few})
+    assert "TP 2 x PP 1 x DP 2, EP 4, ZeRO stage 1" in first.log()
+
+
+@pytest.mark.full
 def test_8_bit_adam(submit: Submit, places: dict[str, object]) -> None:
     train_exit_and_resume(submit, "tr8b-104B-bnb.slurm", **TINY, **places)
 

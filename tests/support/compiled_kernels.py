@@ -15,7 +15,7 @@ from unittest.mock import patch
 import torch
 from torch import Tensor
 
-from megatron.kernels import gated
+from megatron.kernels import gated, grouped_linear
 from megatron.kernels.attention import AttentionMask, flash_attention
 from megatron.kernels.cross_entropy import (
     logit_statistics_and_gradient_op,
@@ -66,6 +66,7 @@ def variants() -> Iterator[Variant]:
         *_cross_entropy_cases(),
         *_rotary_cases(),
         *_gated_cases(),
+        *_grouped_cases(),
     ):
         for launch, dtypes in _launches_of(work):
             kernel = launch.name.partition(".")[2].removesuffix("_kernel")
@@ -201,6 +202,32 @@ def _gated_cases() -> Iterator[Case]:
             f"gated {activation} {dtype}",
             lambda wide=wide, activation=activation: gated.gated_activation(wide, activation),
         )
+
+
+def _grouped_cases() -> Iterator[Case]:
+    """The products of a linear layer of experts, and its bias's gradient."""
+    # dtype, experts, n_in, n_out: a layer of Qwen3-30B-A3B, and lengths that are no multiples of a tile.
+    for dtype, experts, n_in, n_out in (("bf16", 128, 768, 2048), ("fp16", 8, 1000, 72), ("bf16", 1, 5, 1)):
+        x, grad = _tensor(dtype, 4096, n_in), _tensor(dtype, 4096, n_out)
+        weight, total = (_tensor(name, experts, n_out, n_in) for name in (dtype, "fp32"))
+        bias, ends = _tensor(dtype, experts, n_out), _integers(experts, dtype=torch.int32)
+
+        def work(
+            x: Tensor = x,
+            grad: Tensor = grad,
+            weight: Tensor = weight,
+            total: Tensor = total,
+            bias: Tensor = bias,
+            ends: Tensor = ends,
+        ) -> None:
+            grouped_linear.multiply_groups_op(x, weight, None, ends, 100, False)
+            grouped_linear.multiply_groups_op(x, weight, bias, ends, 100, False)
+            grouped_linear.multiply_groups_op(grad, weight, None, ends, 100, True)
+            grouped_linear.multiply_within_groups_op(grad, x, ends)
+            grouped_linear.add_products_within_groups_op(total, grad, x, ends)
+            grouped_linear.sum_groups_op(grad, ends)
+
+        yield f"grouped {dtype} {experts} x {n_out} x {n_in}", work
 
 
 def _attention_cases() -> Iterator[Case]:

@@ -7,7 +7,7 @@ LAYER = "ParallelTransformerLayerPipe"
 
 def layer_list(layers: int, casts: bool = False, norm: str = "MixedFusedLayerNorm") -> list[LayerDescription]:
     """Returns a list with `layers` transformer layers and a tied head. casts: in 16 bits."""
-    kind = LayerKind("W", "", None, 400)
+    kind = LayerKind(None, 400)
     return [
         LayerDescription("_to_float16"),
         LayerDescription("EmbeddingPipe", Role.EMBEDDING),

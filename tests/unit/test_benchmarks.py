@@ -75,6 +75,7 @@ def test_the_measured_configurations_are_accepted() -> None:
         "checkpoint.py --sizes 2 --rounds 1",
         "conversion.py --layers 1 --rounds 1",
         "data.py --gigabytes 0.01 --megabytes 0.5 --prefixes 20 --documents 10000",
+        "expert_speed.py --tiny --out FOLDER",
         "failure_drills.py --each 1 --faults kill",
         "host_time.py --rounds 1 --calls 1",
         "kills.py --kills 2",

@@ -19,7 +19,9 @@ from benchmarks.machine import describe_machine, read_rows
 from tests.end_to_end.command import ROOT
 from tests.support import HANG_TIMEOUT_S
 
-PHASES = "versions smoke kernels curves gpt llama ranks resume sanitizer tiles rest times loss host".split()
+PHASES = (
+    "versions smoke kernels curves gpt llama ranks resume sanitizer tiles rest times experts loss host"
+).split()
 
 
 def gpu_script(*flags: object, **settings: str) -> subprocess.CompletedProcess[str]:

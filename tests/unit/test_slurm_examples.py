@@ -187,8 +187,10 @@ def test_the_warning_time_covers_the_longest_step_and_a_save(script: str, tmp_pa
     vocab = number("--pad-vocab-size-to") if "--pad-vocab-size-to" in flags else 50_304
     vocab = 250_112 if "mt5" in script else vocab
     parameters = 12 * layers * hidden**2 + 13 * layers * hidden + vocab * hidden
-    parameters = 8_030_261_248 if script == "llama3-8B.slurm" else parameters
-    bytes_each = 2 + 4 + (2 if "--use-bnb-optimizer" in flags else 8)
+    parameters = {"llama3-8B.slurm": 8_030_261_248, "olmoe-1B-7B.slurm": 6_919_161_856}.get(
+        script, parameters
+    )
+    bytes_each = (0 if "--num-experts" in flags else 2) + 4 + (2 if "--use-bnb-optimizer" in flags else 8)
     name = script.removesuffix(".slurm")
     (row,) = re.findall(rf"^\| `{name}` \| ([\d. |]+) \|$", README, re.MULTILINE)
     billions, per_parameter, terabytes, save_s, step_s, signal_s = map(float, row.split("|"))

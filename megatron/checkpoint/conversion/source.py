@@ -13,10 +13,9 @@ from typing import Any
 from megatron.checkpoint.discovery import open_checkpoint
 from megatron.checkpoint.foreign_arguments import plain_arguments, program_of
 from megatron.checkpoint.formats.deepspeed_files import (
-    SHARDED_WEIGHTS,
     layer_files,
     model_files,
-    sharded_weight_files,
+    why_unreadable,
 )
 from megatron.checkpoint.formats.external_universal import without_wrappers
 from megatron.checkpoint.formats.native import NativeReader
@@ -141,8 +140,8 @@ def _own_source(
 def _external_source(folder: Path, strict: bool, warn: Callable[[str], object]) -> NativeReader:
     """Opens a checkpoint of another Megatron program, by the shapes and patterns in DeepSpeed's files."""
     paths = model_files(folder)
-    if sharded_weight_files(folder):
-        raise UserError(f"checkpoint {folder}: {SHARDED_WEIGHTS}")
+    if reason := why_unreadable(folder):
+        raise UserError(f"checkpoint {folder}: {reason}")
     if not paths:
         raise UserError(f"{folder} is not a checkpoint: it has neither {RUN_FILE} nor mp_rank files")
     states = [read_file(path) for path in paths]
@@ -195,11 +194,12 @@ def _check_spec(name: str, spec: ParameterSpec, tp_size: int, folder: Path) -> N
     shape, rows = spec.global_shape, spec.num_valid_rows
     if not is_shape(shape) or (rows is not None and not 0 < rows <= shape[0]):
         raise UserError(f"checkpoint {folder} gives {name} a shape that no tensor has: it is damaged")
-    for dim, _, parts in spec.sharding:
-        if dim >= len(shape) or shape[dim] % (tp_size * parts):
+    for dim, axis, parts in spec.sharding:
+        count = parts * (tp_size if axis == "tp" else 1)  # the files of each TP rank hold all experts
+        if dim >= len(shape) or shape[dim] % count:
             raise UserError(
-                f"checkpoint {folder}: {name} of shape {shape} cannot have been sharded into "
-                f"{tp_size * parts} parts along dimension {dim}: it is damaged"
+                f"checkpoint {folder}: {name} of shape {shape} cannot have been sharded into {count} parts "
+                f"along dimension {dim}: it is damaged"
             )
 
 

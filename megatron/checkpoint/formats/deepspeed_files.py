@@ -30,9 +30,13 @@ if TYPE_CHECKING:
 VALUES = "fp32"
 _ZERO_FILE = re.compile(r"(?:bf16_)?zero_pp_rank_(?P<data>\d+)_mp_rank_(?P<model>\d+)_optim_states\.pt")
 _SHARDED_WEIGHTS_FILE = re.compile(r"zero_pp_rank_\d+_mp_rank_\d+_model_states\.pt")
-SHARDED_WEIGHTS = (
+_SHARDED_WEIGHTS = (
     "another framework saved it with ZeRO-3, in shards that this program does not read: convert it with "
     "DeepSpeed's own ds_to_universal.py"
+)
+_EXPERTS = (
+    "DeepSpeed's mixture of experts saved it, with a file for each expert, which this program does not read: "
+    "use the program that saved it"
 )
 # A checkpoint of DeepSpeed has one of these files: the first without ZeRO-3, the second with it.
 FIRST_MODEL_FILES = ("mp_rank_00_model_states.pt", "zero_pp_rank_0_mp_rank_00_model_states.pt")
@@ -253,6 +257,14 @@ def optimizer_files(folder: Path, names: Collection[str] | None = None) -> list[
         return [(model, path, "optimizer_state_dict") for _, model, path in found]
     plain = [(match, folder / name) for name in names if (match := _MODEL_FILE.fullmatch(name))]
     return sorted((int(match["model"]), path, "optimizer") for match, path in plain)
+
+
+def why_unreadable(folder: Path) -> str:
+    """Returns why a native checkpoint of DeepSpeed cannot be read, judged by the names of its files; "" if it
+    can."""
+    if sharded_weight_files(folder):
+        return _SHARDED_WEIGHTS
+    return _EXPERTS if any(folder.glob("layer_*_expert_*_model_states.pt")) else ""
 
 
 def sharded_weight_files(folder: Path) -> list[Path]:

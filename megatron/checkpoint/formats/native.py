@@ -145,9 +145,10 @@ class NativeReader(StateReader):
         return {path.name for path in paths or {self.files.first_path}}
 
     def _rank_of_shard(self, piece: Piece) -> int | None:
-        """Returns the TP rank whose files hold a piece; None if several do."""
-        if not piece.spec.sharding:
-            return 0
+        """Returns the TP rank whose files hold a piece; None if several do, or if they hold more than the
+        piece's shard."""
+        if "tp" not in piece.spec.axis_names:  # the files of each TP rank hold all experts
+            return 0 if all(axis.size == 1 for axis in piece.axes) else None
         tp = place_on(piece.axes, "tp")
         is_saved = self._saved_spec(piece.spec) == piece.spec and self.tp_size == tp.size
         return tp.rank if is_saved else None
@@ -335,6 +336,7 @@ class LayerFiles:
         for name, shards in self.shards(layer).items():
             if name not in specs:
                 raise UserError(f"{self._paths[layer][0]} holds {name}, which the model does not have")
+            shards = shards if "tp" in specs[name].axis_names else shards[:1]
             shards = [shard.to("meta") for shard in shards] if meta else shards
             try:
                 global_tensors[name] = merge_shards(specs[name], shards)

@@ -99,7 +99,8 @@ class NativeWriter(CheckpointWriter):
 
     @classmethod
     def check_sharding(cls, specs: Mapping[str, ParameterSpec]) -> None:
-        """See `CheckpointWriter`. DeepSpeed's names of files have only the tensor-parallel rank."""
+        """See `CheckpointWriter`. DeepSpeed's names of files have only the tensor-parallel rank. A
+        conversion writes all experts for each of these ranks."""
         for name, spec in specs.items():
             if spec.axis_names not in ((), ("tp",)):
                 raise UserError(
@@ -148,7 +149,7 @@ class NativeWriter(CheckpointWriter):
         """Creates all files, without the bytes of tensors."""
         self._config = reader.checkpoint.config
         tp_size = self._config.parallel.tensor_model_parallel_size
-        NativeWriter.check_sharding(reader.specs)
+        NativeWriter.check_sharding({n: s for n, s in reader.specs.items() if s.axis_names != ("ep",)})
         self._specs = {
             name: padded_spec(spec, reader.checkpoint, tp_size) for name, spec in reader.specs.items()
         }
@@ -179,7 +180,10 @@ class NativeWriter(CheckpointWriter):
             keys = {name: name.removeprefix(parameter_prefix(layer)) for name in names}
             with FakeTensorMode():
                 tensors = {
-                    keys[name]: torch.empty(self._specs[name].local_shape([axis]), dtype=dtype)
+                    keys[name]: torch.empty(
+                        self._specs[name].local_shape([axis]),
+                        dtype=dtype if self._specs[name].has_gradient else torch.float32,
+                    )
                     for name in names
                 }
             target = self._create(layer_file(layer, axis.rank), tensors)

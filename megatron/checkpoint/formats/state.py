@@ -26,6 +26,7 @@ from megatron.config import Config
 from megatron.config.model import padded_vocab_size
 from megatron.errors import UserError
 from megatron.files import HostileFileError, expect_layout
+from megatron.model.layer_list import ONLY_IN_TRAINING
 from megatron.mpu.mesh import Axis
 from megatron.mpu.parameter_spec import ParameterSpec
 from megatron.mpu.parameters import spec_of
@@ -160,7 +161,8 @@ class StateReader(ABC):
 
     def check_complete(self) -> None:
         """Raises UserError if the checkpoint lacks a parameter of the model."""
-        if missing := sorted(self.specs.keys() - set(self.stored_names)):
+        missing = sorted(self.specs.keys() - set(self.stored_names))
+        if missing := [name for name in missing if not name.endswith(ONLY_IN_TRAINING)]:
             raise UserError(
                 f"checkpoint {self.folder} holds no state of {missing[0]} ({len(missing)} such parameters): "
                 "use another checkpoint"
@@ -181,8 +183,8 @@ class StateReader(ABC):
         differences = self.external_differences(config, specs, vocab_size)
         writer = f", written by {self.program.title}," if self.program and self.checkpoint.run["args"] else ""
         held = set(self.stored_names)
-        for names, what in ((specs.keys() - held, "it lacks"), (held - specs.keys(), "it also has")):
-            if names:
+        for difference, what in ((specs.keys() - held, "it lacks"), (held - specs.keys(), "it also has")):
+            if names := [name for name in difference if not name.endswith(ONLY_IN_TRAINING)]:
                 differences.append(f"{what} {len(names)} parameters, among them {min(names)}")
         if differences:
             raise UserError(f"checkpoint {self.folder}{writer} holds another model: {'; '.join(differences)}")
@@ -275,6 +277,8 @@ class StateReader(ABC):
         """Returns all states of a piece, as the optimizer loads them: it reads one moment at a time. out:
         gets the values, see `read_piece`. Raises UserError if the parameter is missing."""
         name = piece.name
+        if name not in self.stored_names and name.endswith(ONLY_IN_TRAINING):
+            return self._initial_state(piece, out)
         if name not in self.stored_names:
             raise UserError(f"checkpoint {self.folder} holds no parameter {name}: is it of another model?")
         # Values first: then the files with the moments are open.
@@ -282,6 +286,14 @@ class StateReader(ABC):
         moments = [state_name for state_name in self.state_names(name) if state_name != VALUES]
         readers = {moment: partial(self.read_piece, piece, moment) for moment in moments}
         return values, readers, self.optimizer_scalars(name)
+
+    def _initial_state(self, piece: Piece, out: Tensor | None) -> ParameterState:
+        """Returns the initial state of a piece, with as many updates as the other parameters have."""
+        numel, other = piece.stop - piece.start, next(iter(self.stored_names))
+        moments = [state_name for state_name in self.state_names(other) if state_name != VALUES]
+        readers = dict.fromkeys(moments, lambda out: torch.zeros(numel) if out is None else out.zero_())
+        values = (torch.empty(numel) if out is None else out).fill_(piece.spec.init_value)
+        return values, readers, self.optimizer_scalars(other)
 
     # --- weights alone, for tools ---
 

@@ -9,8 +9,10 @@ The distributed optimizer stores its state under Megatron-Core's names of the we
 shape [X, Y] whose shards have the shape [x, y] is stored as [X / x, Y / y, x * y].
 
 Megatron-Core stacks the layers: `decoder.layers.mlp.linear_fc2.weight` is [layers, hidden, ffn]. Checkpoints
-of models whose layers differ have a tensor per layer, `decoder.layers.<N>...`. A gated MLP stacks (gate,
-value) in Megatron-Core, and (value, gate) in this program.
+of models whose layers differ have a tensor per layer, `decoder.layers.<N>...`: also if only some layers have
+experts. Experts are stacked, too: `mlp.experts.experts.linear_fc1.weight` is [layers, experts, ffn, hidden].
+A gated MLP stacks (gate, value) in Megatron-Core, and (value, gate) in this program. The bias of experts is a
+buffer, of which the optimizer has no state.
 """
 
 from __future__ import annotations
@@ -35,7 +37,8 @@ from megatron.checkpoint.formats.deepspeed_files import VALUES
 from megatron.checkpoint.formats.torch_archive import read_file
 from megatron.checkpoint.names import shown
 from megatron.checkpoint.record import Checkpoint, TrainingState
-from megatron.config import Config
+from megatron.config import Config, ModelConfig
+from megatron.config.sections.layer_pattern import EXPERTS
 from megatron.errors import UserError
 from megatron.files import expect_layout
 from megatron.model.layer_list import EMBEDDING, FIRST_TRANSFORMER_LAYER, WORD_EMBEDDINGS, final_norm_of
@@ -65,12 +68,23 @@ _MODULES = {
     "mlp.linear_fc1.layer_norm_": "post_attention_layernorm.",
     "mlp.linear_fc1.": "mlp.dense_h_to_4h.",
     "mlp.linear_fc2.": "mlp.dense_4h_to_h.",
+    # Of layers with experts.
+    "pre_mlp_layernorm.": "post_attention_layernorm.",
+    "mlp.experts.experts.linear_fc1.": "mlp.experts.dense_h_to_4h.",
+    "mlp.experts.experts.linear_fc2.": "mlp.experts.dense_4h_to_h.",
+    "mlp.shared_experts.linear_fc1.": "mlp.shared_expert.dense_h_to_4h.",
+    "mlp.shared_experts.linear_fc2.": "mlp.shared_expert.dense_4h_to_h.",
 }
+# State without moments. Megatron-Core has only the bias, and reads no more than it asks for.
+_ROUTER_STATE = ("mlp.router.expert_bias", "mlp.router.expert_load")
 # Names of parameters in a transformer layer in Megatron-Core -> in this program.
 _INNER = {module + kind: own + kind for module, own in _MODULES.items() for kind in ("weight", "bias")}
+_INNER |= {name: name for name in ("mlp.router.weight", *_ROUTER_STATE)}
+_INNER["mlp.shared_experts.gate_weight"] = "mlp.shared_expert_gate.weight"
 _IN_LAYER = re.compile(r"decoder\.layers\.(?:(\d{1,6})\.)?(.+)")
-_FC1 = "mlp.dense_h_to_4h."
-_OPTIMIZER = "optimizer."
+_FC1, _FC2 = ".dense_h_to_4h.", ".dense_4h_to_h."
+# Older versions number the optimizers of dense parameters and of experts in the names.
+_OPTIMIZER = re.compile(r"(?:chained_\d+\.)?(optimizer\..+)")
 # Prefixes of the optimizer's fp32 values: in 16-bit runs, and in the distributed optimizer since 0.14.
 FP32_PARAM, DISTRIBUTED_PARAM = "optimizer.state.fp32_param.", "optimizer.state.param."
 _MOMENTS = ("exp_avg", "exp_avg_sq")
@@ -134,7 +148,7 @@ class TorchDistReader(DcpReader):
     def recorded_optimizer(self) -> dict[str, Any]:
         """See `StateReader`. Returns the state of the learning-rate scheduler, and the optimizer's groups."""
         with expect_layout(self.folder / COMMON_FILE, "the optimizer's state of Megatron-Core"):
-            state = self._common.get("optimizer") or {}
+            state = _first_optimizer(self._common.get("optimizer") or {})
             groups = state.get("optimizer", state).get("param_groups") or []
             scheduler = self._common.get("opt_param_scheduler") or {}
             return {OPTIMIZER_KEY: {"groups": [*map(_scalars, groups)], "scheduler": _scalars(scheduler)}}
@@ -158,25 +172,40 @@ class TorchDistReader(DcpReader):
         return self._keys.keys()
 
     def state_names(self, name: str) -> list[str]:
-        key, _ = self._keys[name]
-        stored = self.stored.tensors
-        return [VALUES, *(moment for moment in _MOMENTS if f"optimizer.state.{moment}.{key}" in stored)]
+        weight = f"{name.rpartition('.')[0]}.weight" if name.endswith(_ROUTER_STATE) else name
+        key, _ = self._keys[weight]
+        states = (f"optimizer.state.{moment}.{key}" for moment in _MOMENTS)
+        found = zip(_MOMENTS, states, strict=True)
+        return [VALUES, *(moment for moment, state in found if state in self._optimizer_keys)]
+
+    @cached_property
+    def _optimizer_keys(self) -> dict[str, str]:
+        """Name of a state of the optimizer, without the number of the optimizer -> name of its tensor."""
+        matches = map(_OPTIMIZER.fullmatch, self.stored.tensors)
+        return {match[1]: match[0] for match in matches if match}
 
     def _key(self, name: str, state_name: str) -> tuple[str, int | None]:
         """Returns the name of the tensor with a state, and the index of the layer in it."""
         if name not in self._keys:
             raise UserError(f"checkpoint {self.folder} holds no parameter {name}: is it of another model?")
         key, layer = self._keys[name]
+        found = self._optimizer_keys
         if state_name != VALUES:
-            return f"optimizer.state.{state_name}.{key}", layer
+            return found[f"optimizer.state.{state_name}.{key}"], layer
         masters = (prefix + key for prefix in (FP32_PARAM, DISTRIBUTED_PARAM))
-        return next((master for master in masters if master in self.stored.tensors), key), layer
+        return next((found[master] for master in masters if master in found), key), layer
 
     def shape_of(self, name: str, state_name: str) -> tuple[int, ...]:
         weight, layer = self._keys[name]
         shape = self.stored.tensor(weight).shape
-        self._shape_of_shards(self._key(name, state_name)[0], shape)
+        if not self._is_zero(name, state_name):
+            self._shape_of_shards(self._key(name, state_name)[0], shape)
         return shape if layer is None else shape[1:]
+
+    @staticmethod
+    def _is_zero(name: str, state_name: str) -> bool:
+        """Returns whether a state is a moment of the bias of experts, which is not stored."""
+        return state_name != VALUES and name.endswith(_ROUTER_STATE)
 
     def _shape_of_shards(self, key: str, shape: Sequence[int]) -> list[int]:
         """Returns the shape of the shards of a tensor that is stored flattened; [] if it has the shape of its
@@ -216,41 +245,53 @@ class TorchDistReader(DcpReader):
         return self.stored.read(key, Box(0, (*index, first), sizes))
 
     def read_box(self, name: str, state_name: str, box: Box | None) -> Tensor:
-        key, layer = self._key(name, state_name)
         shape = self.shape_of(name, state_name)
         box = box or Box(0, (0,) * len(shape), shape)
-        rows = [(box.offsets[0], box.offsets[0] + box.sizes[0])]
+        if self._is_zero(name, state_name):
+            return torch.zeros(box.sizes)
+        key, layer = self._key(name, state_name)
+        dim = gate_dim(name)
+        rows = [(box.offsets[dim], box.offsets[dim] + box.sizes[dim])]
         if self._is_gated(name):
-            rows = _stored_halves(shape[0], rows[0])
+            rows = _stored_halves(shape[dim], rows[0])
         in_layer, one = ((), ()) if layer is None else ((layer,), (1,))
+        before, after = slice(0, dim), slice(dim + 1, None)
         parts = [
-            Box(0, (*in_layer, start, *box.offsets[1:]), (*one, stop - start, *box.sizes[1:]))
+            Box(
+                0,
+                (*in_layer, *box.offsets[before], start, *box.offsets[after]),
+                (*one, *box.sizes[before], stop - start, *box.sizes[after]),
+            )
             for start, stop in rows
         ]
         read = [self._read(key, self._keys[name][0], part) for part in parts]
-        full = torch.cat(read, dim=len(in_layer)) if len(read) > 1 else read[0]
+        full = torch.cat(read, dim=len(in_layer) + dim) if len(read) > 1 else read[0]
         return full if layer is None else full[0]
 
     def _is_gated(self, name: str) -> bool:
         """Returns whether a parameter is the first matrix of a gated MLP, or its bias."""
-        block, _, rest = name.partition(".")
-        if not rest.startswith(_FC1):
+        module, first, _ = name.partition(_FC1)
+        if not first:
             return False
-        return (
-            self.shape_of(name, VALUES)[0]
-            == 2 * self.shape_of(f"{block}.mlp.dense_4h_to_h.weight", VALUES)[1]
-        )
+        rows = self.shape_of(name, VALUES)[gate_dim(name)]
+        return rows == 2 * self.shape_of(f"{module}{_FC2}weight", VALUES)[-1]
 
     def optimizer_scalars(self, name: str) -> dict[str, Any]:
         """See `StateReader`. Megatron-Core has one step for all parameters."""
         if len(self.state_names(name)) == 1:
             return {}
         with expect_layout(self.folder / COMMON_FILE, "the optimizer's state of Megatron-Core"):
-            state = self._common["optimizer"]
+            state = _first_optimizer(self._common["optimizer"])
             state = state.get("optimizer", state)
             step = state.get("state", {}).get("common_step")
             step = state["param_groups"][0]["step"] if step is None else step
             return {"step": torch.as_tensor(step, dtype=torch.float32).reshape(())}
+
+
+def _first_optimizer(state: Mapping[Any, Any]) -> Mapping[str, Any]:
+    """Returns the state of the only optimizer; of a model with experts, of the one of dense parameters."""
+    found: Mapping[str, Any] = state.get(0, state)
+    return found
 
 
 def _scalars(state: Mapping[str, Any]) -> dict[str, Any]:
@@ -279,15 +320,14 @@ def parameter_keys(stored: DcpFolder) -> dict[str, tuple[str, int | None]]:
     keys: dict[str, tuple[str, int | None]] = {}
     outer, num_layers = [], 0
     for key, tensor in stored.tensors.items():
-        if key.startswith((_OPTIMIZER, "rng_state")):
+        if _OPTIMIZER.fullmatch(key) or key.startswith("rng_state"):
             continue
         match = _IN_LAYER.fullmatch(key)
         if key in _OUTER:
             outer.append(key)
         elif match is None or match[2] not in _INNER:
             raise UserError(
-                f"checkpoint {stored.folder} holds {shown(key)}, which no model of this program has: "
-                "expected a GPT without experts"
+                f"checkpoint {stored.folder} holds {shown(key)}, which no model of this program has"
             )
         else:
             is_stacked = match[1] is None
@@ -305,16 +345,31 @@ def _outer_names(num_layers: int) -> dict[str, str]:
     return {key: name.format(final=final, head=final + 1) for key, name in _OUTER.items()}
 
 
-def stored_name(name: str, num_layers: int) -> tuple[str, int | None]:
-    """Returns the name of a parameter in Megatron-Core, and its layer in the tensor that stacks all layers.
-    Raises UserError if Megatron-Core has none."""
-    if name in (names := {own: key for key, own in _outer_names(num_layers).items()}):
+def stored_name(name: str, model: ModelConfig) -> tuple[str, int | None]:
+    """Returns the name of a parameter in Megatron-Core, and its layer in the tensor that stacks all layers;
+    None for the layer if the tensor holds one parameter. Raises UserError if Megatron-Core has none."""
+    if name in (names := {own: key for key, own in _outer_names(model.num_layers).items()}):
         return names[name], None
-    layer, _, inner = name.partition(".")
-    for key, own in _INNER.items():
-        if own == inner:
-            return f"{_LAYERS}{key}", int(layer) - FIRST_TRANSFORMER_LAYER
-    raise UserError(f"{name} has no equivalent in Megatron-Core: use --format dcp")
+    index, _, inner = name.partition(".")
+    keys = [key for key, own in _INNER.items() if own == inner]
+    if not keys or not index.isdigit():
+        raise UserError(f"{name} has no equivalent in Megatron-Core: use --format dcp")
+    layer = int(index) - FIRST_TRANSFORMER_LAYER
+    # The norm before an MLP belongs to the first matrix, the norm before experts to the layer.
+    key = keys[-1] if model.has_experts(layer) else keys[0]
+    if has_stacked_layers(model):
+        return f"{_LAYERS}{key}", layer
+    return f"{_LAYERS}{layer}.{key}", None
+
+
+def has_stacked_layers(model: ModelConfig) -> bool:
+    """Returns whether Megatron-Core stacks the layers: all of them have experts, or none."""
+    return model.num_experts is None or model.moe_layer_freq == (EXPERTS,)
+
+
+def gate_dim(name: str) -> int:
+    """Returns the dimension of a parameter in which a gated MLP stacks values and gates."""
+    return 1 if ".experts." in name else 0
 
 
 def _stored_halves(rows: int, span: tuple[int, int]) -> list[tuple[int, int]]:

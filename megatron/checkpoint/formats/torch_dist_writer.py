@@ -27,6 +27,8 @@ from megatron.checkpoint.formats.torch_dist import (
     DISTRIBUTED_PARAM,
     FP32_PARAM,
     OPTIMIZER_KEY,
+    gate_dim,
+    has_stacked_layers,
     stored_name,
 )
 from megatron.checkpoint.formats.writing import (
@@ -46,7 +48,8 @@ FULLY_RESHARDABLE = "fully_reshardable"
 # Holds the name of the format.
 CONFIG_FILE = "metadata.json"
 # Megatron-Core also stores an object for each of these modules of a layer, None without Transformer Engine.
-_EXTRA_STATE = ("self_attention.linear_qkv", "self_attention.linear_proj", "mlp.linear_fc1", "mlp.linear_fc2")
+_ATTENTION = ("self_attention.linear_qkv", "self_attention.linear_proj")
+_LINEAR = ("linear_fc1", "linear_fc2")
 
 
 class TorchDistWriter(CheckpointWriter):
@@ -56,7 +59,7 @@ class TorchDistWriter(CheckpointWriter):
         super().__init__(folder, source)
         reader = source
         self._config = reader.checkpoint.config
-        self._num_layers = self._config.model.num_layers
+        self._model = self._config.model
         self._args = MEGATRON_CORE.arguments(self._config.model)  # rejects other models before writing
         self._recorded = reader.checkpoint.run.get(OPTIMIZER_KEY) or {}
         # The weights of a 16-bit run have no digests.
@@ -64,15 +67,16 @@ class TorchDistWriter(CheckpointWriter):
         self._files = DcpFiles(folder, hashed=not has_digests)
         # Name -> shape and dtype.
         self._tensors: dict[str, tuple[tuple[int, ...], torch.dtype]] = {}
-        for name in reader.specs:
-            stored_name(name, self._num_layers)  # rejects other models, too
+        self._names = list(reader.specs)
+        for name in self._names:
+            stored_name(name, self._model)  # rejects other models, too
             moments = sorted(set(reader.state_names(name)) - {VALUES})
             if moments not in ([], ["exp_avg", "exp_avg_sq"]):
                 raise UserError(
                     f"checkpoint {reader.folder}: {name} has {' and '.join(moments)}: only Adam's moments "
                     "(exp_avg, exp_avg_sq) can be written for Megatron-Core: use --format dcp"
                 )
-        steps = {reader.step_of(name) for name in reader.specs}
+        steps = {reader.step_of(name) for name in self._names}
         if len(steps) > 1:
             raise UserError(
                 f"checkpoint {reader.folder} has several steps of the optimizer ({len(steps)}), and "
@@ -82,28 +86,35 @@ class TorchDistWriter(CheckpointWriter):
 
     def write_parameter(self, name: str, pieces: Iterator[Piece]) -> None:
         spec = self.reader.specs[name]
-        key, layer = stored_name(name, self._num_layers)
+        key, layer = stored_name(name, self._model)
         shape, num_valid = self._padded(spec), spec.valid_shape[0]
         zeros = (0,) * (len(shape) - 1)
-        gated = bool(self._config.model.glu_activation) and ".mlp.dense_h_to_4h." in name
+        gated = bool(self._model.glu_activation) and ".dense_h_to_4h." in name
         with self._files.append() as (archives, file):
             for piece in in_rows(pieces, CHUNK_BYTES):
                 ((state_name, values),) = piece.values.items()
                 first, rows = piece.start // prod(shape[1:]), values.view(-1, *shape[1:])
-                parts = _gate_first(first, rows, shape[0] // 2) if gated else [(first, rows)]
+                parts = [(first, rows)]
+                if gated and gate_dim(name) == 0:
+                    parts = _gate_first(first, rows, shape[0] // 2)
+                elif gated:
+                    parts = [(first, torch.cat(rows.chunk(2, 1)[::-1], 1))]
                 if first + len(rows) == num_valid < shape[0]:
                     parts.append((num_valid, torch.zeros(shape[0] - num_valid, *shape[1:])))
-                for stored, dtype in self._keys(key, state_name):
-                    self._tensors[stored] = (shape if layer is None else (self._num_layers, *shape), dtype)
+                for stored, dtype in self._keys(key, state_name, spec):
+                    stacked = shape if layer is None else (self._model.num_layers, *shape)
+                    self._tensors[stored] = (stacked, dtype)
                     for row, part in parts:
                         content, offsets = own_storage(part.to(dtype)), (row, *zeros)
                         if layer is not None:
                             content, offsets = content[None], (layer, *offsets)
                         self._files.chunks.append((stored, archives.append(file, content, offsets)))
 
-    def _keys(self, key: str, state_name: str) -> list[tuple[str, torch.dtype]]:
+    def _keys(self, key: str, state_name: str, spec: ParameterSpec) -> list[tuple[str, torch.dtype]]:
         """Returns the names under which a state is stored, and the dtypes. key: of the weights."""
         dtype = PARAMETER_DTYPES[self._config.precision.name]
+        if not spec.has_gradient:  # a buffer in Megatron-Core
+            return [(key, torch.float32)] if state_name == VALUES else []
         if state_name != VALUES:
             return [(f"optimizer.state.{state_name}.{key}", torch.float32)]
         if dtype == torch.float32:
@@ -120,13 +131,12 @@ class TorchDistWriter(CheckpointWriter):
         for key, chunk in self._files.chunks:
             table.add(key, chunk, *self._tensors[key])
         is_fp32 = self._config.precision.name == "fp32"
-        for key in {stored_name(name, self._num_layers)[0] for name in self.reader.specs}:
+        trained = (name for name in self._names if self.reader.specs[name].has_gradient)
+        for key in {stored_name(name, self._model)[0] for name in trained}:
             table.add_name(DISTRIBUTED_PARAM + key, key if is_fp32 else FP32_PARAM + key)
         with self._files.append() as (archives, file):
-            for layer in range(self._num_layers):
-                for module in _EXTRA_STATE:
-                    name = f"decoder.layers.{module}._extra_state/shard_{layer}_{self._num_layers}"
-                    table.add_object(name, archives.append(file, [None]))
+            for name in self._extra_states():
+                table.add_object(name, archives.append(file, [None]))
         with open(self.folder / COMMON_FILE, "wb") as common:
             save_archive(self._common(), common)
         backends = {"sharded_backend": "torch_dist", "common_backend": "torch"}
@@ -134,6 +144,26 @@ class TorchDistWriter(CheckpointWriter):
         write_json(self.folder / CONFIG_FILE, backends | versions)
         files = {name: describe_file(self.folder / name) for name in (COMMON_FILE, CONFIG_FILE)}
         return files | self._files.close() | table.write(self.folder), None
+
+    def _extra_states(self) -> Iterator[str]:
+        """Yields the names of the objects that Megatron-Core stores beside linear layers."""
+        model, is_stacked = self._model, has_stacked_layers(self._model)
+        for layer in range(model.num_layers):
+            prefix, place = "decoder.layers.", ([layer], [model.num_layers])
+            if not is_stacked:
+                prefix, place = f"decoder.layers.{layer}.", ([0], [1])
+            has_experts = model.has_experts(layer)
+            modules = [*_ATTENTION]
+            if not has_experts:
+                modules += [f"mlp.{linear}" for linear in _LINEAR]
+            elif model.moe_shared_expert_intermediate_size:
+                modules += [f"mlp.shared_experts.{linear}" for linear in _LINEAR]
+            yield from (_extra_state(prefix + module, *place) for module in modules)
+            for expert in range(model.num_experts or 0) if has_experts else ():
+                offsets, shape = ([layer], [model.num_layers]) if is_stacked else ([], [])
+                for linear in _LINEAR:
+                    module = f"{prefix}mlp.experts.experts.{linear}"
+                    yield _extra_state(module, [*offsets, expert], [*shape, model.num_experts or 0])
 
     def abandon(self) -> None:
         self._files.abandon()
@@ -174,11 +204,11 @@ class TorchDistWriter(CheckpointWriter):
             state["common_step"] = torch.tensor(self._step)
             for group in groups:
                 group["step"] = self._step  # where the distributed optimizer looks for it
-        inner = {"state": state, "param_groups": groups}
-        sharding = {"param_state_sharding_type": FULLY_RESHARDABLE}
+        # Megatron-Core has an optimizer for dense parameters, and one for experts.
+        of_experts = [{**group, "is_expert_parallel": True} for group in groups]
+        optimizers = [_optimizer(state, kind) for kind in (groups, of_experts)]
         return {
-            # The fp32 optimizer has no entries beside torch's; all others nest them.
-            "optimizer": inner | sharding | {"optimizer": inner},
+            "optimizer": dict(enumerate(optimizers)) if self._model.num_experts else optimizers[0],
             "args": Namespace(
                 **self._args,
                 **{
@@ -189,8 +219,8 @@ class TorchDistWriter(CheckpointWriter):
                 micro_batch_size=self._config.batch.micro_batch_size,
                 tensor_model_parallel_size=self._config.parallel.tensor_model_parallel_size,
                 pipeline_model_parallel_size=self._config.parallel.pipeline_model_parallel_size,
-                hidden_dropout=self._config.model.hidden_dropout,
-                attention_dropout=self._config.model.attention_dropout,
+                hidden_dropout=self._model.hidden_dropout,
+                attention_dropout=self._model.attention_dropout,
                 tokenizer_type=self._config.data.tokenizer_type,
                 squared_relu=False,
                 apply_query_key_layer_scaling=False,
@@ -226,6 +256,18 @@ class TorchDistWriter(CheckpointWriter):
             **{"start_wd": decay, "end_wd": decay, "wd_incr_style": "constant"},
             "wd_incr_steps": training.train_samples or (training.train_iters or state.iteration) * batch,
         }
+
+
+def _optimizer(state: dict[str, Any], groups: list[dict[str, Any]]) -> dict[str, Any]:
+    """Returns the entry of an optimizer."""
+    inner = {"state": state, "param_groups": groups}
+    # The fp32 optimizer has no entries beside torch's; all others nest them.
+    return inner | {"param_state_sharding_type": FULLY_RESHARDABLE, "optimizer": inner}
+
+
+def _extra_state(module: str, offsets: Sequence[int], shape: Sequence[int]) -> str:
+    place = "_".join(".".join(map(str, numbers)) for numbers in (offsets, shape))
+    return f"{module}._extra_state/shard_{place}"
 
 
 def _gate_first(first: int, rows: Tensor, half: int) -> list[tuple[int, Tensor]]:

@@ -66,8 +66,7 @@ class TorchtitanWriter(DcpWriter):
             )
         self._model = model
         self._is_tied = not model.untie_embeddings_and_output_weights
-        names = family.names(model.num_layers, not self._is_tied)
-        self._parameters = {parameter.megatron: parameter for parameter in names}
+        self._parameters = {parameter.megatron: parameter for parameter in family.names(model)}
         self._shapes: dict[str, tuple[int, ...]] = {}
 
     def write_parameter(self, name: str, pieces: Iterator[Piece]) -> None:

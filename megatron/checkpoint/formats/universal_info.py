@@ -75,11 +75,17 @@ def spec_record(spec: ParameterSpec) -> dict[str, Any]:
 
 
 def recorded_spec(record: Mapping[str, Any]) -> ParameterSpec:
-    """Returns the spec of a `spec_record`, with its sharding; all other fields have their defaults."""
+    """Returns the spec of a `spec_record`, with its sharding and `has_gradient`; all other fields have their
+    defaults."""
     sharding = tuple(Shard(*shard) for shard in record.get("sharding", ()))
     if record["shard_dim"] is not None:
         sharding = (Shard(record["shard_dim"], parts=record["blocks"]),)
-    return ParameterSpec(tuple(record["whole_shape"]), sharding, num_valid_rows=record["used_rows"])
+    return ParameterSpec(
+        tuple(record["whole_shape"]),
+        sharding,
+        num_valid_rows=record["used_rows"],
+        has_gradient=record.get("has_gradient", True),
+    )
 
 
 def pattern_key(name: str, spec: ParameterSpec) -> str:
@@ -198,8 +204,9 @@ def megatron_args(config: Config, state: Mapping[str, Any]) -> Namespace:
     state: the fields of `TrainingState`.
     """
     model, parallel = config.model, config.parallel
+    unused = {"num_experts", *model.unused_fields()} if model.num_experts is None else ()
     return Namespace(
-        **{name: getattr(model, name) for name in MODEL_ARGUMENTS},
+        **{name: getattr(model, name) for name in MODEL_ARGUMENTS if name not in unused},
         tensor_model_parallel_size=parallel.tensor_model_parallel_size,
         pipeline_model_parallel_size=parallel.pipeline_model_parallel_size,
         consumed_train_samples=state["consumed_samples"],

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -25,7 +26,7 @@ from megatron.config import Config
 from megatron.config.sections.data import fitting_tokenizer_types
 from megatron.errors import UserError
 from megatron.files import read_json
-from megatron.model.layer_list import PARAMETER_DTYPES
+from megatron.model.layer_list import ONLY_IN_TRAINING, PARAMETER_DTYPES
 from megatron.mpu.parameter_spec import ParameterSpec
 from megatron.mpu.pieces import Piece
 from megatron.tokenizer import TokenizerFlags, build_tokenizer
@@ -50,6 +51,11 @@ def format_differences(config: Config) -> list[str]:
         found.append(
             "the model was trained with --fp32-residual-connection: Hugging Face's model rounds the residual "
             f"stream to {config.precision.name}, unless it is loaded in fp32"
+        )
+    if config.model.num_experts and config.model.moe_aux_loss_coeff:
+        found.append(
+            "transformers normalizes the balance loss in another way: router_aux_loss_coef in config.json is "
+            "its default, not --moe-aux-loss-coeff"
         )
     model_type, family = family_of(config.model)
     if is_lost_in_flat_settings({"model_type": model_type, **family.hf_settings(config.model)}):
@@ -108,6 +114,8 @@ def write_settings(
         content = json.loads(path.read_text())
         if name == "config.json":
             content |= {"torch_dtype": content["dtype"], **ids, **flat_settings(content)}
+            # Some classes write another name (`attribute_map`), which other readers do not know.
+            content |= {name: getattr(hf_config, name) for _, name in family.fields if name not in content}
         if isinstance(own := found.get(name), dict):
             content |= {key: own.get(key) for key in ids}
         path.write_text(json.dumps(content, indent=2, sort_keys=True) + "\n")
@@ -184,11 +192,11 @@ class HuggingFaceWriter(CheckpointWriter):
         self._config, self._model, self._max_file_bytes = config, config.model, max_file_bytes
         self._precision = precision or config.precision.name
         _, family = family_of(config.model)  # before anything is written
-        names = family.names(config.model.num_layers, config.model.untie_embeddings_and_output_weights)
-        self._parameters = {parameter.megatron: parameter for parameter in names}
+        self._parameters = {parameter.megatron: parameter for parameter in family.names(config.model)}
         self._tokenizer, self._prefix = tokenizer, prefix
         self.files: list[WeightFile] = []
         self._pending: dict[str, Tensor] = {}
+        self._pending_bytes = 0
         if source is not None:
             checkpoint = source.checkpoint
             self.begin(checkpoint.vocab_size, checkpoint.eod, checkpoint.run.get(TOKEN_IDS_KEY))
@@ -214,28 +222,28 @@ class HuggingFaceWriter(CheckpointWriter):
 
     def write_parameter(self, name: str, pieces: Iterator[Piece]) -> None:
         """See `CheckpointWriter`. Raises UserError if the precision cannot hold a value."""
+        if name.endswith(ONLY_IN_TRAINING):
+            return
         parameter = self._parameters[name]
         parts = self._converted(pieces, parameter)
         for hf_name, part in zip(parameter.hf, parts, strict=True):
-            pending_bytes = sum(tensor.nbytes for tensor in self._pending.values())
-            if pending_bytes + part.nbytes > self._max_file_bytes:
+            if self._pending_bytes + part.nbytes > self._max_file_bytes:
                 self._write_pending()
             self._pending[hf_name] = part
+            self._pending_bytes += part.nbytes
 
-    def _converted(self, pieces: Iterator[Piece], parameter: Parameter) -> list[Tensor]:
-        """Returns the Hugging Face tensors of one Megatron parameter."""
+    def _converted(self, pieces: Iterator[Piece], parameter: Parameter) -> Iterator[Tensor]:
+        """Yields the Hugging Face tensors of one Megatron parameter."""
         values = full_state(pieces)
-        converted = values.to(PARAMETER_DTYPES[self._precision])
+        converted = values.to(torch.float32 if parameter.is_fp32 else PARAMETER_DTYPES[self._precision])
         rounded = converted.dtype != values.dtype
         if rounded and count_non_finite(converted) and not count_non_finite(values):
             raise UserError(
                 f"--dtype {self._precision} cannot hold the values of {parameter.megatron}: use bf16 or fp32"
             )
         parts = parameter.transform.to_hf(converted, self._model)
-        # Tensors in one file must not share memory.
-        return [
-            part.contiguous() if len(parts) == 1 else part.clone(memory_format=CONTIGUOUS) for part in parts
-        ]
+        for part in parts:  # tensors in one file must not share memory
+            yield part.contiguous() if len(parts) == 1 else part.clone(memory_format=CONTIGUOUS)
 
     def _write_pending(self) -> None:
         from safetensors.torch import save_file
@@ -244,10 +252,9 @@ class HuggingFaceWriter(CheckpointWriter):
         save_file(self._pending, path, metadata={"format": "pt"})
         # safetensors writes files that only their owner can read: set the mode of the other files.
         path.chmod((self.folder / "config.json").stat().st_mode)
-        num_bytes = sum(tensor.nbytes for tensor in self._pending.values())
         # The digest is computed now, while the file is still in the page cache.
-        self.files.append(WeightFile(path, digest_of(path), tuple(self._pending), num_bytes))
-        self._pending = {}
+        self.files.append(WeightFile(path, digest_of(path), tuple(self._pending), self._pending_bytes))
+        self._pending, self._pending_bytes = {}, 0
 
     def close(self) -> tuple[Files, list[WeightFile]]:
         """See `CheckpointWriter`. Writes the weights that are in no file so far."""
@@ -262,8 +269,15 @@ class HuggingFaceWriter(CheckpointWriter):
 
     def finish(self, run: dict[str, Any], tables: Sequence[Any]) -> dict[str, Any]:
         """See `CheckpointWriter`. Names the files of weights of all processes as `save_pretrained` does, and
-        writes the digests."""
+        writes the digests. Raises UserError if a weight is in none of the files, or in two."""
         files: list[WeightFile] = [file for table in tables for file in table]
+        found = Counter(name for file in files for name in file.names)
+        found.subtract(name for parameter in self._parameters.values() for name in parameter.hf)
+        if wrong := sorted(name for name, count in found.items() if count):
+            raise UserError(
+                f"{self.folder} has {found[wrong[0]] + 1} weights {wrong[0]}, expected 1 ({len(wrong)} such "
+                "weights): this is an error of the program, and the folder is not complete"
+            )
         digests = {}
         index: dict[str, Any] = {
             "metadata": {"total_size": sum(file.num_bytes for file in files)},

@@ -66,11 +66,18 @@ IDENTITY = one_to_one(lambda x, model: x, lambda x, model: x)
 class Parameter:
     """A parameter's Megatron name and its Hugging Face names. In `megatron`, three placeholders stand for
     indices in the pipeline's layer list: `{layer}` for a transformer layer, `{final}` for the final norm,
-    `{head}` for an untied LM head. In `hf`, `{block}` counts transformer layers from 0."""
+    `{head}` for an untied LM head. In `hf`, `{block}` counts transformer layers from 0, and `{expert}` the
+    experts of a layer: all names of an expert precede the names of the next.
+
+    exists: whether the model, or its transformer layer of this number from 0, has the parameter.
+    is_fp32: whether Hugging Face's files hold it in fp32, whatever the precision of the weights.
+    """
 
     megatron: str
     hf: tuple[str, ...]
     transform: Transform = IDENTITY
+    exists: Callable[[ModelConfig, int], bool] = lambda _model, _block: True
+    is_fp32: bool = False
 
 
 def with_bias(
@@ -102,8 +109,9 @@ class Conversion:
     """A group of settings without a one-to-one mapping, with a function for each direction.
 
     megatron: fields of ModelConfig. hf: settings of config.json. `to_megatron` raises UserError for values
-    without an equivalent. megatron_values: field -> its convertible values, if not all are. check_file:
-    raises UserError if a setting of config.json differs from the value that transformers uses.
+    without an equivalent. megatron_values: field -> its convertible values, if not all are. needed: returns
+    further fields of a model without an equivalent -> the values that the family needs. check_file: raises
+    UserError if a setting of config.json differs from the value that transformers uses.
     """
 
     megatron: tuple[str, ...]
@@ -111,6 +119,7 @@ class Conversion:
     to_hf: Callable[[ModelConfig], dict[str, Any]]
     to_megatron: Callable[[PreTrainedConfig], dict[str, Any]]
     megatron_values: Mapping[str, tuple[Any, ...]] = dataclasses.field(default_factory=dict)
+    needed: Callable[[ModelConfig], dict[str, Any]] = lambda _model: {}
     check_file: Callable[[Mapping[str, Any], PreTrainedConfig], None] = lambda _settings, _hf_config: None
 
 
@@ -159,6 +168,8 @@ class Family:
             for name, values in pair.megatron_values.items()
             if name not in unused and getattr(model, name) not in values
         }
+        for pair in self.conversions:
+            needed |= pair.needed(model)
         for setting in settings_of_section("model"):
             name = setting.field
             if not setting.changes_model or name in mapped | unused:
@@ -191,18 +202,22 @@ class Family:
         pairs = {setting for _, setting in self.fields + self.training_fields}
         return pairs.union(self.hf_constants, self.ignored, *(pair.hf for pair in self.conversions))
 
-    def names(self, num_layers: int, untied: bool = False) -> Iterator[Parameter]:
-        """Yields the parameters of a model with `num_layers` layers, with the layer numbers filled in."""
-        final = final_norm_of(num_layers)
-        head = (self.head,) if untied and self.head is not None else ()
+    def names(self, model: ModelConfig) -> Iterator[Parameter]:
+        """Yields the parameters of a model, with the numbers of layers and experts filled in."""
+        final = final_norm_of(model.num_layers)
+        head = (self.head,) if model.untie_embeddings_and_output_weights and self.head is not None else ()
         for parameter in (*self.parameters, *head):
-            blocks = range(num_layers) if "{layer}" in parameter.megatron else (0,)
-            for block in blocks:
+            blocks = range(model.num_layers) if "{layer}" in parameter.megatron else (0,)
+            is_expert = any("{expert}" in name for name in parameter.hf)
+            experts = range(model.num_experts or 0) if is_expert else (0,)
+            for block in (block for block in blocks if parameter.exists(model, block)):
                 layer = FIRST_TRANSFORMER_LAYER + block
-                yield Parameter(
-                    parameter.megatron.format(layer=layer, final=final, head=final + 1),
-                    tuple(name.format(block=block) for name in parameter.hf),
-                    parameter.transform,
+                yield dataclasses.replace(
+                    parameter,
+                    megatron=parameter.megatron.format(layer=layer, final=final, head=final + 1),
+                    hf=tuple(
+                        name.format(block=block, expert=expert) for expert in experts for name in parameter.hf
+                    ),
                 )
 
     def buffer_names(self, num_layers: int) -> set[str]:
@@ -251,6 +266,10 @@ FAMILIES = Registry(
         "gemma3_text": Choice("Gemma 3 (text)", f"{_FAMILIES}.gemma:GEMMA3"),
         "gpt_neox": Choice("GPT-NeoX and Pythia", f"{_FAMILIES}.gpt_neox:GPT_NEOX"),
         "falcon": Choice("Falcon 7B", f"{_FAMILIES}.falcon:FALCON"),
+        "mixtral": Choice("Mixtral", f"{_FAMILIES}.experts:MIXTRAL"),
+        "olmoe": Choice("OLMoE", f"{_FAMILIES}.experts:OLMOE"),
+        "qwen3_moe": Choice("Qwen 3 with experts", f"{_FAMILIES}.experts:QWEN3_MOE"),
+        "glm4_moe": Choice("GLM 4.5 to 4.7", f"{_FAMILIES}.experts:GLM4_MOE"),
     },
 )
 

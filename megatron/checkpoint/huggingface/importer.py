@@ -87,12 +87,14 @@ class HuggingFaceModel:
     @cached_property
     def parameters(self) -> dict[str, Parameter]:
         """Megatron name -> parameter."""
-        names = self.family.names(self.model.num_layers, self.model.untie_embeddings_and_output_weights)
-        return {parameter.megatron: parameter for parameter in names}
+        return {parameter.megatron: parameter for parameter in self.family.names(self.model)}
 
-    def parts(self, name: str) -> list[Tensor]:
-        """Returns the memory-mapped Hugging Face tensors of a parameter."""
-        return [self.stored[hf_name].read() for hf_name in self.parameters[name].hf]
+    def parts(self, name: str, rank: int = 0, ranks: int = 1) -> list[Tensor]:
+        """Returns the memory-mapped Hugging Face tensors of a parameter; with several ranks, the share of one
+        of them."""
+        names = self.parameters[name].hf
+        first, stop = (len(names) * end // ranks for end in (rank, rank + 1))
+        return [self.stored[hf_name].read() for hf_name in names[first:stop]]
 
 
 def config_without_run(
@@ -131,19 +133,18 @@ def read_hugging_face(folder: str | Path) -> HuggingFaceModel:
     folder = Path(folder)
     family, fields = read_settings(folder)
     rows = fields.pop("vocab_size")
-    untied = fields.get("untie_embeddings_and_output_weights", False)
-    stored = _known_weights(folder, family, _all_weights(folder, fields), fields["num_layers"], untied)
+    stored = _known_weights(folder, family, _all_weights(folder, fields), fields)
     precisions = {dtype: name for name, dtype in PARAMETER_DTYPES.items()}
     for name, tensor in stored.items():
         if tensor.dtype not in precisions:
             raise UserError(
                 f"{folder} holds {name} as {tensor.dtype}: expected weights in fp32, fp16 or bf16"
             )
-    dtypes = {tensor.dtype for tensor in stored.values()}
-    precision = precisions[dtypes.pop()] if len(dtypes) == 1 else "fp32"
-    model = HuggingFaceModel(folder, family, fields, rows, precision, stored)
+    model = HuggingFaceModel(folder, family, fields, rows, "fp32", stored)
     _check_shapes(model)
-    return model
+    cast = (name for parameter in model.parameters.values() if not parameter.is_fp32 for name in parameter.hf)
+    dtypes = {stored[name].dtype for name in cast}
+    return replace(model, precision=precisions[dtypes.pop()]) if len(dtypes) == 1 else model
 
 
 def read_settings(folder: Path) -> tuple[Family, dict[str, Any]]:
@@ -196,6 +197,8 @@ def _check_names(
     from transformers import PreTrainedConfig
 
     known = family.known_settings() | harmless_in_hugging_face() | PreTrainedConfig().to_dict().keys()
+    # Names that transformers writes for names in the tables, and older names.
+    known |= {stored for name, stored in hf_class.attribute_map.items() if name in known}
     known |= hf_class.attribute_map.keys()
     defaults = hf_class().to_dict()
     for name, value in settings.items():
@@ -204,6 +207,22 @@ def _check_names(
                 f"{folder} has {shown(name)} = {one_line(value)} in its config.json, which has no equivalent "
                 f"in this program: only a {family.title} model without this setting can be converted"
             )
+
+
+# The number of layers for multi-token prediction, which follow the layers of the model in its files.
+NEXT_TOKEN_LAYERS = "num_nextn_predict_layers"
+# Settings of a model that are not converted -> what happens.
+_NOT_CONVERTED = {
+    "router_aux_loss_coef": "transformers normalizes the balance loss in another way, so that "
+    "router_aux_loss_coef is not converted: to train with a balance loss, set --moe-aux-loss-coeff",
+    NEXT_TOKEN_LAYERS: "layers for multi-token prediction, if the folder has them, are not converted",
+}
+
+
+def losses(folder: Path) -> list[str]:
+    """Returns one sentence for each part of the model in `folder` that is not converted."""
+    settings = _check_settings(folder)
+    return [sentence for name, sentence in _NOT_CONVERTED.items() if settings.get(name)]
 
 
 def _all_weights(folder: Path, fields: Mapping[str, Any]) -> dict[str, StoredWeight]:
@@ -242,16 +261,28 @@ def _family_and_fields(
 
 
 def _known_weights(
-    folder: Path, family: Family, stored: Mapping[str, StoredWeight], num_layers: int, untied: bool
+    folder: Path, family: Family, stored: Mapping[str, StoredWeight], fields: Mapping[str, Any]
 ) -> dict[str, StoredWeight]:
     """Returns the weights in the family's table, by Hugging Face name. Raises UserError if a weight is
-    missing, and for any other weight except buffers and a copy of the tied weight."""
-    if num_layers > len(stored):
-        raise HostileFileError(
-            f"{folder} has {num_layers:,} layers in its config.json, and {len(stored):,} weights in all"
-        )
-    expected = {name: parameter for parameter in family.names(num_layers, untied) for name in parameter.hf}
+    missing, and for any other weight except buffers, a copy of the tied weight, and the layers that
+    NEXT_TOKEN_LAYERS in config.json counts."""
+    path = folder / "config.json"
+    with expect_layout(path, "the settings of a model that can be built"):
+        try:
+            model = ModelConfig(**fields)
+        except UserError as error:
+            raise UserError(f"{path}: {error}") from error
+        num_layers, num_experts = model.num_layers, model.num_experts or 0
+        num_experts *= sum(map(model.has_experts, range(num_layers)))
+        if max(num_layers, num_experts) > len(stored):
+            raise HostileFileError(
+                f"{folder} has {num_layers:,} layers and {num_experts:,} experts in its config.json, and "
+                f"{len(stored):,} weights in all"
+            )
+    expected = {name: parameter for parameter in family.names(model) for name in parameter.hf}
     buffers = family.buffer_names(num_layers)
+    num_unread = _check_settings(folder).get(NEXT_TOKEN_LAYERS) or 0
+    unread = tuple(f"{family.prefix}layers.{num_layers + n}." for n in range(min(num_unread, len(stored))))
     found: dict[str, StoredWeight] = {}
     unexpected, heads = [], []
     head_names = {LM_HEAD, *(family.head.hf if family.head else ())}
@@ -262,7 +293,7 @@ def _known_weights(
             found[full_name] = tensor
         elif name in head_names:
             heads.append(tensor)
-        elif full_name not in buffers:
+        elif full_name not in buffers and not full_name.startswith(unread):
             unexpected.append(name if is_plain(name) else shown(name))
     if missing := expected.keys() - found.keys():
         raise UserError(f"{folder} lacks {len(missing)} weights, among them {min(missing)}")

@@ -18,6 +18,7 @@ from megatron.checkpoint.huggingface.file_digests import DIGEST_FILE, read_diges
 from megatron.checkpoint.huggingface.importer import (
     HuggingFaceModel,
     check_finite,
+    losses,
     read_hugging_face,
     read_settings,
 )
@@ -37,7 +38,7 @@ class HuggingFaceReader(StateReader):
         run = {"vocab_size": fields["vocab_size"], "eod": None}
         has_digests = (folder / DIGEST_FILE).exists()
         digests = f"{DIGEST_FILE} has the digests of the files" if has_digests else "no digests of the files"
-        note = f"{family.title} of Hugging Face: weights only; {digests}"
+        note = "; ".join([f"{family.title} of Hugging Face: weights only", digests, *losses(folder)])
         return Checkpoint(folder, TrainingState(), run, unverified_note=note)
 
     @cached_property
@@ -77,9 +78,13 @@ class HuggingFaceReader(StateReader):
     def stored_shard(
         self, name: str, state_name: str, spec: ParameterSpec, axes: Sequence[Axis]
     ) -> Tensor | None:
-        """See `StateReader`. Reads only a slice of the stored tensors if the slice makes this rank's shard.
-        Reads whole tensors for the vocabulary, for matrices that GPT-2 transposes, and for query groups that
-        cannot be divided evenly among the ranks."""
+        """See `StateReader`. Reads only the experts of this rank, or a slice of the stored tensors if the
+        slice makes this rank's shard. Reads whole tensors for the vocabulary, for matrices that GPT-2
+        transposes, and for query groups that cannot be divided evenly among the ranks."""
+        if spec.axis_names == ("ep",):
+            ep = place_on(axes, "ep")
+            parts = self.model.parts(name, ep.rank, ep.size)
+            return self._converted(name, parts, self.model.model).reshape(-1)
         if spec.axis_names != ("tp",):
             return None
         tp_group = place_on(axes, "tp")

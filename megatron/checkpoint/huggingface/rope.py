@@ -15,7 +15,7 @@ from megatron.checkpoint.huggingface.family import Conversion
 from megatron.checkpoint.names import shown
 from megatron.config import ModelConfig
 from megatron.config.registries import ROPE_SCALINGS
-from megatron.config.sections.window_pattern import FULL, WINDOW, window_pattern
+from megatron.config.sections.layer_pattern import FULL, WINDOW, WINDOW_PATTERN
 from megatron.errors import UserError, one_line
 
 if TYPE_CHECKING:
@@ -230,7 +230,7 @@ def _layers_to_megatron(hf_config: PreTrainedConfig) -> dict[str, Any]:
     if sliding["rotary_base"] != fields["rotary_base"]:
         fields["window_rotary_base"] = sliding["rotary_base"]
     letters = [WINDOW if kind == _SLIDING else FULL for kind in kinds]
-    return {"window_size": size, "window_pattern": window_pattern(letters, len(kinds)), **fields}
+    return {"window_size": size, "window_pattern": WINDOW_PATTERN.parse(letters, len(kinds)), **fields}
 
 
 def _check_layers(settings: Mapping[str, Any], hf_config: PreTrainedConfig) -> None:

@@ -76,7 +76,7 @@ def export_model(
     the folder cannot be written.
     """
     config = engine.run.config
-    prefix = f"stage-{engine.mesh.pp.rank}-replica-{engine.mesh.dp_cp.rank}-part"
+    prefix = f"rank-{engine.global_rank}-part"
     temporary = folder.with_name(folder.name + _UNFINISHED)
     types = fitting_tokenizer_types(config.data)
     tokenizer = config.data if not EXPORTED_TYPES.isdisjoint(types) else None

@@ -51,6 +51,11 @@ def layout_record(config: Config) -> dict[str, Any]:
         "data_parallel_size": parallel.data_parallel_size,
         "context_parallel_size": parallel.context_parallel_size,
         "zero_stage": parallel.zero_stage,
+        **(
+            {"expert_model_parallel_size": parallel.expert_model_parallel_size}
+            if config.model.num_experts
+            else {}
+        ),
         "cpu_offload": parallel.cpu_offload,
         "precision": config.precision.name,
         "optimizer": config.optimizer.optimizer,

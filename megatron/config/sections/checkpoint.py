@@ -43,7 +43,8 @@ class CheckpointConfig(Section):
     save_format: str = flag(
         "native",
         choices=SAVE_FORMATS,
-        help="format of the checkpoints in --save; local checkpoints (--save-local) are always native",
+        help="format of the checkpoints in --save; with --num-experts, the default is dcp, since DeepSpeed's "
+        "files have no place for experts. Local checkpoints (--save-local) are always native",
         used_with=("checkpoint.save",),
     )
     async_save: bool = flag(
@@ -119,6 +120,20 @@ class CheckpointConfig(Section):
             "training.no_train": "an evaluation (--eval-only) does not train; remove --finetune, and add "
             "--override-data to evaluate on other data",
             "schedule.use_checkpoint_lr_scheduler": "fine-tuning starts the flags' schedule; remove one flag",
+        },
+    )
+    moe_use_upcycling: bool = flag(
+        False,
+        help="with --finetune: start a model with experts from the dense model in --load. Each expert gets "
+        "the weights of the dense MLP of its layer, the router is initialized (arXiv:2212.05055)",
+        needs={
+            "model.num_experts": "set --num-experts, or remove --moe-use-upcycling",
+            "checkpoint.finetune": "experts start without moments: add --finetune, or remove "
+            "--moe-use-upcycling",
+        },
+        excludes={
+            "model.moe_shared_expert_intermediate_size": "the dense model has one MLP for the experts and "
+            "none for the shared expert; remove one of them"
         },
     )
     branch_at: int | None = flag(

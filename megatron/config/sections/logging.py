@@ -58,6 +58,11 @@ class LoggingConfig(Section):
     log_bubble: bool = flag(
         False, help="print the fraction of the step in which each pipeline rank is idle, with each log line"
     )
+    moe_per_layer_logging: bool = flag(
+        False,
+        help="with --num-experts: also log what is logged of the experts for each layer",
+        used_with=("model.num_experts",),
+    )
     log_path: str | None = flag(
         None, metavar="FILE", help="append the console output to this file, in addition to stdout"
     )

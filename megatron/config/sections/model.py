@@ -6,7 +6,7 @@ import math
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-from megatron.config.fields import COMMON_FLAGS, Section, flag
+from megatron.config.fields import COMMON_FLAGS, flag
 from megatron.config.registries import (
     ACTIVATIONS,
     GLU_ACTIVATIONS,
@@ -16,7 +16,8 @@ from megatron.config.registries import (
     QK_NORMS,
     ROPE_SCALINGS,
 )
-from megatron.config.sections.window_pattern import WINDOW, window_pattern
+from megatron.config.sections.experts import ExpertConfig
+from megatron.config.sections.layer_pattern import EXPERT_PATTERN, WINDOW, WINDOW_PATTERN
 from megatron.errors import ConfigError
 
 _MUP_FLAG: dict[str, Any] = {"group": "initialization", "used_with": ("model.mup",)}
@@ -24,7 +25,7 @@ _ROPE_SCALING_FLAG: dict[str, Any] = {"group": "rotary embeddings", "changes_lay
 
 
 @dataclass(frozen=True, kw_only=True)
-class ModelConfig(Section):
+class ModelConfig(ExpertConfig):
     """Sizes and variants of the GPT. Two runs with equal ModelConfigs have parameters of equal shapes.
 
     The arguments of `flag` are the only description of a field. The command line, checkpoints, summaries,
@@ -466,11 +467,16 @@ class ModelConfig(Section):
                     f"--hidden-size {self.hidden_size} is not divisible by --num-attention-heads "
                     f"{self.num_attention_heads}: change one of them, or set --kv-channels"
                 )
-        if self.window_pattern is not None:
-            try:
-                derived["window_pattern"] = window_pattern(self.window_pattern, self.num_layers)
-            except ConfigError as error:
-                derived["window_pattern"] = error
+        if self.num_experts == 1:
+            derived["num_experts"] = None
+        elif self.num_experts is not None and self.moe_ffn_hidden_size is None:
+            derived["moe_ffn_hidden_size"] = derived.get("ffn_hidden_size", self.ffn_hidden_size)
+        for name, syntax in (("window_pattern", WINDOW_PATTERN), ("moe_layer_freq", EXPERT_PATTERN)):
+            if (words := getattr(self, name)) is not None:
+                try:
+                    derived[name] = syntax.parse(words, self.num_layers)
+                except ConfigError as error:
+                    derived[name] = error
         if self.max_position_embeddings is None:
             derived["max_position_embeddings"] = self.seq_length
         return derived

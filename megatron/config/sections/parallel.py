@@ -36,6 +36,26 @@ class ParallelConfig(Section):
         "sequence. Attention all-gathers keys and values over them, see docs/context_parallel.md. "
         "--seq-length must be divisible by 2 x CP, with --sequence-parallel by 2 x CP x TP",
     )
+    expert_model_parallel_size: int = flag(
+        1,
+        at_least=1,
+        metavar="N",
+        help="expert-parallel size (EP): number of ranks that share the experts of each layer; it divides TP "
+        "x CP x DP. With --tensor-model-parallel-size above 1, experts need --sequence-parallel",
+        needs={
+            "model.num_experts": "only experts are divided over these ranks: set --num-experts (or, with "
+            "--load, --use-checkpoint-args), or remove --expert-model-parallel-size"
+        },
+    )
+    moe_token_dispatcher_type: str = flag(
+        "alltoall",
+        choices=("alltoall", "allgather"),
+        rejected={"flex": "DeepEP and similar libraries are not used; set alltoall"},
+        help="how tokens reach the ranks of their experts, and return\n"
+        "alltoall: each token is sent to the ranks of its experts\n"
+        "allgather: each rank receives all tokens, for few ranks and many experts per token",
+        unused_with=("parallel.expert_model_parallel_size=1",),
+    )
     partition_method: str = flag(
         "type:transformer",
         aliases=("--pp-partition-method",),
@@ -278,6 +298,11 @@ class ParallelConfig(Section):
     def dp_cp_size(self) -> int:
         """Number of ranks with equal parameters: DP x CP. Gradients are reduced over them."""
         return self.data_parallel_size * self.context_parallel_size
+
+    @property
+    def expert_replicas(self) -> int:
+        """Number of ranks with equal experts: TP x CP x DP / EP."""
+        return self.tensor_model_parallel_size * self.dp_cp_size // self.expert_model_parallel_size
 
     @property
     def length_multiple(self) -> int:

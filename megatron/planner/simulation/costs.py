@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from itertools import chain
+from itertools import chain, zip_longest
 from math import prod
 from typing import Any, TypeVar
 
@@ -102,15 +103,16 @@ class UpdateCosts:
         reduce = _sum(self.reduce, times, fewer.reduce, more.reduce)
         return replace(self, reduce=reduce, step=_sum(self.step, times, fewer.step, more.step), **sizes)
 
-    def with_buckets(self, layers: Sequence[int]) -> UpdateCosts:
-        """Returns the costs with larger buckets than these costs, which have one bucket per layer. layers:
-        number of layers in each new bucket."""
-        if not layers or not self.reductions:
+    def with_buckets(self, buckets: Sequence[Sequence[int]]) -> UpdateCosts:
+        """Returns the costs with larger buckets than these costs, which have one bucket per layer. buckets:
+        for each layer of a new bucket the index of a layer with equal costs."""
+        if not buckets or not self.reductions:
             return self
+        reductions = self.reductions[::-1]
         return replace(
             self,
-            reductions=tuple(_scaled(self.reductions[-1], count) for count in reversed(layers)),
-            gathers=tuple(_scaled(self.gathers[0], count) for count in layers),
+            reductions=tuple(_together([reductions[i] for i in layers]) for layers in reversed(buckets)),
+            gathers=tuple(_together([self.gathers[i] for i in layers]) for layers in buckets),
         )
 
     def gathers_and(self, layers: Action) -> list[Action]:
@@ -141,30 +143,52 @@ class UpdateCosts:
         return replace(self, reduce=moved(self.reduce), step=moved(self.step))
 
 
-def _scaled(actions: Sequence[_Action], factor: float) -> tuple[_Action, ...]:
-    """Returns the actions with `factor` times as many bytes."""
+def _together(parts: Sequence[Sequence[_Action]]) -> tuple[_Action, ...]:
+    """Returns the actions of several layers as those of one bucket: bytes of equal actions are added."""
+    numbered, sizes = list(map(_numbered, parts)), defaultdict[tuple[Any, int], float](float)
+    for part in numbered:
+        for key, action in part.items():
+            if isinstance(action, Kernel | Collective):
+                sizes[key] += action.bytes
     return tuple(
-        replace(action, bytes=factor * action.bytes) if isinstance(action, Kernel | Collective) else action
-        for action in actions
+        replace(action, bytes=sizes[key]) if isinstance(action, Kernel | Collective) else action
+        for key, action in max(numbered, key=len).items()
     )
+
+
+def _numbered(actions: Sequence[_Action]) -> dict[tuple[Any, int], _Action]:
+    """Returns the actions by their kind and the number of such actions before them."""
+    found: dict[tuple[Any, int], _Action] = {}
+    for action in actions:
+        kind = _kind(action)
+        found[kind, sum(other == kind for other, _ in found)] = action
+    return found
+
+
+def _kind(action: Action) -> tuple[Any, ...]:
+    """Returns what equal actions have in common, besides their bytes."""
+    if isinstance(action, Collective):
+        return action.group, action.operation
+    return (action.name if isinstance(action, Kernel) else type(action),)
 
 
 def _sum(
     actions: Sequence[Action], times: float, fewer: Sequence[Action], more: Sequence[Action]
 ) -> tuple[Action, ...]:
     """Returns `actions` plus `times` x (`more` - `fewer`), computed for each kind of action, first to first,
-    second to second. If the numbers of a kind differ, the number and the total bytes are extrapolated, and
-    each action has the mean bytes. Each collective is followed by its wait."""
+    second to second; those that only `actions` has do not change. If the numbers of a kind differ
+    otherwise, the number and the total bytes are extrapolated, and each action has the mean bytes. Each
+    collective is followed by its wait."""
     sizes: dict[tuple[Any, ...], tuple[list[float], ...]] = {}
     for index, part in enumerate((actions, more, fewer)):
         for action in part:
             if isinstance(action, Kernel | Collective):
-                kind = (action.name,) if isinstance(action, Kernel) else (action.group, action.operation)
-                sizes.setdefault(kind, ([], [], []))[index].append(action.bytes)
+                sizes.setdefault(_kind(action), ([], [], []))[index].append(action.bytes)
     found: list[Action] = []
     for kind, lists in sizes.items():
-        if len({len(values) for values in lists}) == 1:
-            all_bytes = [own + times * (many - few) for own, many, few in zip(*lists, strict=True)]
+        if len(lists[0]) >= len(lists[1]) == len(lists[2]):
+            columns = zip_longest(*lists, fillvalue=0.0)
+            all_bytes = [own + times * (many - few) for own, many, few in columns]
         else:
             number, total = (
                 own + times * (many - few) for own, many, few in (map(len, lists), map(sum, lists))
@@ -175,5 +199,5 @@ def _sum(
             if len(kind) == 1:
                 found.append(Kernel(kind[0], 0.0, size))
             else:
-                found += [Collective(*kind, size), Wait(0)]
+                found += [Collective(kind[0], kind[1], size), Wait(0)]
     return tuple(found)

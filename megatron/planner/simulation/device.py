@@ -46,6 +46,8 @@ _NO_KERNEL = frozenset(
 # Operations whose output size depends on values, for which the host must wait.
 _VALUE_SIZED = frozenset("nonzero masked_select _unique2 unique_dim unique_consecutive equal".split())
 _PRODUCTS = frozenset("mm addmm bmm baddbmm".split())
+# Products of the groups of rows of experts.
+_GROUPED_PRODUCTS = frozenset("multiply_groups multiply_within_groups add_products_within_groups".split())
 # In-place operations without an implementation for fake tensors.
 _WITHOUT_META = frozenset(["_fused_sgd_"])
 _ADD_PRODUCT = torch.ops.aten.addmm.dtype_out  # its implementation in torch 2.11 raises TypeError
@@ -346,10 +348,11 @@ def process_group_of(args: tuple) -> dist.ProcessGroup:
     raise ValueError("a collective call without a process group")
 
 
-def _product(func: Any, args: tuple) -> tuple[int, int, int] | None:
+def _product(func: Any, args: tuple) -> tuple[float, float, float] | None:
     """Returns `Kernel.product`: (rows, columns, inner length) of a matrix product, or of each product in a
-    batch; (queries, keys, elements of a head) of attention. Its operands are [batch, heads, seq, head_dim] in
-    PyTorch, and [seq, batch, heads, head_dim] in `megatron.kernels`."""
+    batch; with experts, of each expert's product if all have equally many rows; (queries, keys, elements of a
+    head) of attention. Its operands are [batch, heads, seq, head_dim] in PyTorch, and [seq, batch, heads,
+    head_dim] in `megatron.kernels`."""
     name = func.overloadpacket.__name__
     if "attention" in name:
         is_aten = func.namespace == "aten"
@@ -358,10 +361,24 @@ def _product(func: Any, args: tuple) -> tuple[int, int, int] | None:
         queries, keys = operands[1:3] if is_aten and "backward" in name else operands[:2]
         seq = 2 if is_aten else 0
         return queries.shape[seq], keys.shape[seq], queries.shape[-1]
+    if name in _GROUPED_PRODUCTS:
+        return _grouped_product([x for x in args if isinstance(x, Tensor)])
     if name not in _PRODUCTS:
         return None
     left, right = [x for x in args if isinstance(x, Tensor)][-2:]
     return left.shape[-2], right.shape[-1], left.shape[-1]
+
+
+def _grouped_product(tensors: list[Tensor]) -> tuple[float, float, float]:
+    """Returns `Kernel.product` of a group of mean length: of its rows with a matrix, or of its rows of two
+    tensors. The last tensor has the ends of the groups."""
+    groups = len(tensors[-1])
+    matrices = next((x for x in tensors if x.dim() == 3 and x is not tensors[0]), None)
+    if matrices is not None:
+        rows, inner = tensors[0].shape
+        return rows / groups, matrices.numel() / (groups * inner), inner
+    left, right = tensors[-3:-1]
+    return left.numel() / len(right), right.shape[1], len(right) / groups
 
 
 def _alignment(args: tuple) -> int:

@@ -216,11 +216,12 @@ def _run_micro_batch(rank: _Rank) -> tuple[Spec, ...]:
     labels = (torch.zeros_like(tokens), torch.ones(tokens.shape, device=tokens.device))
     optimizer.unit_overlap.begin_micro_batch()
     scale = optimizer.scaler.scale
-    with model.dropout_rng.use_samples(range(len(tokens))), model.fused_head_loss(scale):
-        outputs = model(tokens)
-        loss = model.loss(outputs, labels)
-    model.begin_backward(rank.simulated.host_memory.total)
-    (loss * scale).backward()
+    with model.metrics.recording():
+        with model.dropout_rng.use_samples(range(len(tokens))), model.fused_head_loss(scale):
+            outputs = model(tokens)
+            loss = model.loss(outputs, labels)
+        model.begin_backward(rank.simulated.host_memory.total)
+        (loss * scale).backward()
     if model.deferred_gradients is not None:
         for index, deferred in model.deferred_by_entry(model.deferred_gradients.take()).items():
             model.recorder.begin("weight", index)
@@ -231,9 +232,9 @@ def _run_micro_batch(rank: _Rank) -> tuple[Spec, ...]:
 
 @torch.no_grad()
 def _make_tables(rank: _Rank) -> None:
-    """Runs the layers once, so that they make the tables that they keep for all micro-batches."""
+    """Runs the layers once, so that they make the tables and metrics that they keep for all micro-batches."""
     tokens = rank.tokens()
-    with rank.model.dropout_rng.use_samples(range(len(tokens))):
+    with rank.model.metrics.recording(), rank.model.dropout_rng.use_samples(range(len(tokens))):
         rank.model(tokens)
 
 

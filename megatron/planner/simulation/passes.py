@@ -17,31 +17,35 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
-from megatron.mpu.mesh import Mesh
+from megatron.mpu.mesh import DENSE, Mesh
 
 Group = str | tuple[int, ...]
-"""A process group: 'tensor', 'data', 'pipeline', 'model', 'stage', 'world', or some pipeline ranks. See
-`group_name`."""
+"""A process group: a name of `GROUP_AXES`, or some pipeline ranks. See `group_name`."""
+GROUP_AXES = {
+    "context": ("cp",),
+    "data": ("dp", "cp"),
+    "tensor": ("tp",),
+    "stage": ("dp", "cp", "tp"),
+    "sequence": ("cp", "tp"),
+    "pipeline": ("pp",),
+    "model": ("pp", "tp"),
+    "world": DENSE,
+    "expert": ("ep",),
+    "expert data": ("edp",),
+}
+"""The axes along which the ranks of a process group differ. The first name of several equal groups counts."""
 
 
 def group_name(ranks: Sequence[int], mesh: Mesh) -> Group:
-    """Names a process group after the axes in which its ranks differ: 'tensor', 'context', 'data' (data and
-    context), 'pipeline', 'model' (tensor and pipeline), 'stage' (tensor and data) or 'world'. A group of only
-    some pipeline ranks is named by these pipeline ranks."""
-    members = [mesh.coordinates_of(rank) for rank in ranks]
-    pipeline, only_data, context, tensor = (
-        len({member[name] for member in members}) > 1 for name in ("pp", "dp", "cp", "tp")
-    )
-    if context and not (pipeline or only_data or tensor):
-        return "context"
-    data = only_data or context
-    if pipeline and not data and not tensor and len(ranks) < mesh.pp_size:
-        return tuple(member["pp"] for member in members)
-    if data:
-        return "world" if pipeline else "stage" if tensor else "data"
-    if pipeline:
-        return "model" if tensor else "pipeline"
-    return "tensor" if tensor else "data"
+    """Names a process group after its axes, see `GROUP_AXES`. A group of only some pipeline ranks is named by
+    these pipeline ranks. 'data' is also a single rank, and the data-parallel without the context-parallel
+    ranks."""
+    members = tuple(sorted(ranks))
+    for name, axes in GROUP_AXES.items() if len(members) > 1 else ():
+        if mesh.ranks_along(axes, members[0]) == members:
+            return name
+    stages = tuple(mesh.coordinates_of(rank)["pp"] for rank in members)
+    return stages if len(set(stages)) > 1 else "data"
 
 
 @dataclass(frozen=True)
@@ -49,9 +53,10 @@ class Kernel:
     """An operation that the device runs.
 
     flops: FLOPs, counted for matrix products and attention only. bytes: bytes of the tensors that it reads
-    and writes. product: (rows, columns, inner length) of a matrix product, or of each product in a batch;
-    (queries, keys, elements of a head) of fused attention; None for other kernels. alignment: largest power
-    of two, up to 8, that divides the row length in memory, in elements, of a product's matrices.
+    and writes. product: (rows, columns, inner length) of a matrix product, or of each product in a batch or
+    of experts; (queries, keys, elements of a head) of fused attention; None for other kernels. alignment:
+    largest power of two, up to 8, that divides the row length in memory, in elements, of a product's
+    matrices.
     """
 
     name: str

@@ -14,6 +14,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import accumulate, chain, pairwise
+from math import lcm
 from threading import Lock
 from typing import Any
 
@@ -23,6 +24,7 @@ from megatron.config import Config
 from megatron.config.sections.checkpoint import CheckpointConfig
 from megatron.config.sections.logging import LoggingConfig
 from megatron.config.sections.optimizer import OptimizerConfig
+from megatron.config.sections.parallel import ParallelConfig
 from megatron.config.sections.schedule import ScheduleConfig
 from megatron.model.attention_choice import run_uses_kernels
 from megatron.model.layer_kinds import (
@@ -204,7 +206,7 @@ class _Parts:
         every = [kind for layer in layers if (kind := layer.kind)]
         own = [kind for entry in entries if (kind := layers[entry].kind)]
         count, rest = divmod(len(own), per_group)
-        stage = tuple(tuple(own[index * per_group :][:per_group]) for index in range(count))
+        stage = tuple(tuple(own[index * per_group : (index + 1) * per_group]) for index in range(count))
         last = stage[-1] if stage else tuple((every * per_group)[:per_group])
         different = dict.fromkeys(stage or (last,))
         head = stage[:2] if prefetches else ()
@@ -299,23 +301,29 @@ def rank_update(run: Run, rank: int) -> UpdateCosts:
         found: UpdateCosts = recording.result()
         return found
 
+    few, recorded = Counter(kinds), kinds
+    if len(kinds) > _MANY_LAYERS and extrapolates:
+        few = Counter({kind: min(number, _FEW_LAYERS) for kind, number in few.items()})
+        recorded = [*few.elements()]
+
     def with_replicas(replicas: int) -> UpdateCosts:
-        if len(kinds) <= _MANY_LAYERS or not extrapolates:
-            return record(entries, kinds, replicas)
-        few = {kind: min(number, _FEW_LAYERS) for kind, number in Counter(kinds).items()}
-        update = record(entries, [*Counter(few).elements()], replicas)
-        for kind, number in few.items():
+        update = record(entries, recorded, replicas)
+        for kind, number in few.items() if recorded is not kinds else ():
             fewer, more = (record([inner.start], [kind] * (number + one), replicas) for one in (0, 1))
             update = update.plus(kinds.count(kind) - number, fewer, more)
         return update
 
-    replicas = parallel.dp_cp_size
-    if replicas <= _MANY_REPLICAS or not extrapolates:
+    replicas, many = parallel.dp_cp_size, _MANY_REPLICAS
+    if config.model.num_experts is not None:  # as in `_layers_config`, also with half as many
+        multiple = 2 * fewest_replicas(parallel) * parallel.context_parallel_size
+        many = max(many // multiple, 2) * multiple
+    if replicas <= many or not extrapolates:
         update = with_replicas(replicas)
     else:  # the costs are affine in 1 / replicas
-        update, fewer = with_replicas(_MANY_REPLICAS), with_replicas(_MANY_REPLICAS // 2)
-        update = update.plus(1 - _MANY_REPLICAS / replicas, fewer, update)
-    return update.with_buckets([len(bucket) for bucket in buckets]).between_stages(last)
+        update, fewer = with_replicas(many), with_replicas(many // 2)
+        update = update.plus(1 - many / replicas, fewer, update)
+    same = [[recorded.index(kinds[layer]) for layer in bucket] for bucket in buckets]
+    return update.with_buckets(same).between_stages(last)
 
 
 def _short_pipeline(
@@ -384,6 +392,10 @@ def _layers_config(config: Config, kinds: Sequence[LayerKind]) -> Config:
     context = parallel.context_parallel_size
     # Sharded layers have at least as many replicas as context-parallel ranks.
     replicas = max(min(parallel.dp_cp_size, _MANY_REPLICAS) // context, 1) if shards else 1
+    if config.model.num_experts is not None:
+        # Several expert-parallel groups if the run has several, so that all process groups have their names.
+        fewest = fewest_replicas(parallel)
+        replicas = max(replicas // fewest * fewest, min(parallel.data_parallel_size, 2 * fewest))
     settings = {
         **_NEUTRAL,
         **ONE_STAGE,
@@ -398,17 +410,24 @@ def _layers_config(config: Config, kinds: Sequence[LayerKind]) -> Config:
     return _without_run(config.with_settings(settings), OptimizerConfig())
 
 
+def fewest_replicas(parallel: ParallelConfig) -> int:
+    """Returns the smallest data-parallel size with which TP x CP x DP is divisible by EP."""
+    ranks = parallel.tensor_model_parallel_size * parallel.context_parallel_size
+    return lcm(parallel.expert_model_parallel_size, ranks) // ranks
+
+
 def _update_config(
     config: Config, ranks: int, kinds: Sequence[LayerKind], replicas: int, has_buckets: bool
 ) -> Config:
     """Returns the configuration of a pipeline with these numbers of ranks and replicas, layers of these
     kinds (or one layer), and one bucket per layer or none. Settings on which the optimizer step does not
     depend are reset."""
-    parallel = config.parallel
+    parallel, has_experts = config.parallel, config.model.num_experts is not None
     settings = {
         **_NEUTRAL,
         "parallel.world_size": parallel.tensor_model_parallel_size * replicas * ranks,
-        "parallel.context_parallel_size": 1,
+        # Only groups of experts can have parts of the data- and context-parallel ranks.
+        "parallel.context_parallel_size": parallel.context_parallel_size if has_experts else 1,
         "parallel.pipeline_model_parallel_size": ranks,
         "parallel.pipeline_schedule": "1f1b",
         "parallel.virtual_pipeline_stages": 1,
@@ -427,9 +446,11 @@ def _update_config(
 
 
 def _without_run(config: Config, optimizer: OptimizerConfig) -> Config:
-    """Returns the configuration with these optimizer settings, without what reads, writes or logs."""
+    """Returns the configuration with these optimizer settings, without what reads, writes or logs. All
+    experts get equal numbers of tokens, which are then known without values."""
+    balanced = {"model.moe_router_force_load_balancing": config.model.num_experts is not None}
     return replace(
-        config,
+        config.with_settings(balanced),
         optimizer=optimizer,
         schedule=ScheduleConfig(lr=1.0),
         checkpoint=CheckpointConfig(),

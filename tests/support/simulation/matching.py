@@ -11,7 +11,7 @@ from collections import defaultdict, deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
-from megatron.mpu.mesh import DENSE, Mesh
+from megatron.mpu.mesh import DENSE, EXPERT, Mesh
 from megatron.planner.simulation.device import POINT_TO_POINT, CollectiveCall
 from tests.support.simulation.record import StepRecord
 from tests.support.simulation.trace import COMMIT
@@ -49,10 +49,12 @@ def calls_of_other(calls: Sequence[Batch], simulated: Mesh, other: Mesh) -> list
 def translate_ranks(ranks: Sequence[int], simulated: Mesh, other: Mesh) -> tuple[int, ...]:
     """Translates a process group of the rank of `simulated` to the corresponding group of the rank of
     `other`. A coordinate that all members share with the first rank becomes the other rank's coordinate."""
-    own, wanted = simulated.coordinates_of(simulated.rank), other.coordinates_of(other.rank)
-    members = [simulated.coordinates_of(rank) for rank in ranks]
+    expert = [simulated.ranks_along((name,), simulated.rank) for name in ("ep", "edp")]
+    view = EXPERT if tuple(sorted(ranks)) in expert else DENSE
+    own, wanted = simulated.coordinates_of(simulated.rank, view), other.coordinates_of(other.rank, view)
+    members = [simulated.coordinates_of(rank, view) for rank in ranks]
     shared = {name: wanted[name] for name in own if all(member[name] == own[name] for member in members)}
-    return tuple(sorted(rank_at(simulated, member | shared) for member in members))
+    return tuple(sorted(rank_at(simulated, member | shared, view) for member in members))
 
 
 def rank_at(mesh: Mesh, coordinates: Mapping[str, int], view: Sequence[str] = DENSE) -> int:

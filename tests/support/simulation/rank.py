@@ -151,6 +151,7 @@ def _simulated_config(config: Config, micro_batches: int) -> Config:
             "checkpoint.save": None,
             "checkpoint.load": None,
             "parallel.distributed_backend": None,
+            "model.moe_router_force_load_balancing": config.model.num_experts is not None,
             "training.hang_timeout": 0.0,
             "training.deepspeed_config": None,
             "training.compile": False,

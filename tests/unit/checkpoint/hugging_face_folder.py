@@ -19,11 +19,23 @@ from megatron.checkpoint.record import Checkpoint
 from megatron.commands import convert_huggingface
 from megatron.errors import USER_ERROR_EXIT_CODE
 from megatron.model.single_process import GPTModel
+from tests.distributed.test_model_variants import LLAMA, QWEN3
 from tests.support.layouts import SEQ, VOCAB
 from tests.unit.model.single_process import random_tokens
 
 logging.disable_progress_bar()
 TOKENS = random_tokens(2, SEQ)
+EXPERTS = {"num_experts": 4, "moe_router_topk": 2, "moe_ffn_hidden_size": 24}
+MIXTRAL = {**LLAMA, **EXPERTS, "ffn_hidden_size": 24}
+OLMOE = {**QWEN3, **EXPERTS, "ffn_hidden_size": 24, "qk_layernorm_scope": "projection"}
+OLMOE["moe_router_pre_softmax"] = True
+QWEN3_MOE = {**QWEN3, **EXPERTS, "moe_layer_freq": ("E", "D"), "kv_channels": 16}
+GLM4_MOE = {
+    **{**LLAMA, **EXPERTS, "moe_layer_freq": ("D", "E", "E", "E"), "kv_channels": 16, "rotary_percent": 0.5},
+    **{"moe_router_score_function": "sigmoid", "moe_router_enable_expert_bias": True, "add_qkv_bias": True},
+    **{"moe_shared_expert_intermediate_size": 48, "moe_router_topk_scaling_factor": 2.5},
+}
+"""Models of this program that are written as each of the types with experts, with 4 layers."""
 
 
 def save_hf(

@@ -41,10 +41,14 @@ def random_wholes(config: Config, seed: int = 11) -> dict[str, torch.Tensor]:
     return wholes
 
 
-def optimizer_states(shards: dict[str, torch.Tensor], replicas: int) -> list[dict]:
+def optimizer_states(
+    shards: dict[str, torch.Tensor], replicas: int, without_gradient: frozenset[str] = frozenset()
+) -> list[dict]:
     """Optimizer state that one model-parallel rank saves: one group, sharded evenly over the replicas.
-    The first moments are an eighth of the values, the second their squares."""
+    The first moments are an eighth of the values, the second their squares; without a gradient zeros."""
     flat = torch.cat([shard.reshape(-1) for shard in shards.values()] or [torch.zeros(0)])
+    updated = [torch.full((shard.numel(),), name not in without_gradient) for name, shard in shards.items()]
+    changes = flat * torch.cat(updated or [torch.zeros(0)])
     states = []
     for part in range(replicas):
         first, last = (flat.numel() * edge // replicas for edge in (part, part + 1))
@@ -54,13 +58,13 @@ def optimizer_states(shards: dict[str, torch.Tensor], replicas: int) -> list[dic
             if start < stop:
                 addresses[name] = Namespace(start=start - first, numel=stop - start)
             begin += shard.numel()
-        values = flat[first:last].clone()
+        values, moments = flat[first:last].clone(), changes[first:last].clone()
         states.append(
             {
                 "param_slice_mappings": [addresses],
                 "single_partition_of_fp32_groups": [values],
                 "base_optimizer_state": {
-                    "state": {0: {"exp_avg": values / 8, "exp_avg_sq": values**2, "step": 5.0}},
+                    "state": {0: {"exp_avg": moments / 8, "exp_avg_sq": moments**2, "step": 5.0}},
                     "param_groups": [{}],
                 },
                 "loss_scaler": None,
@@ -82,7 +86,9 @@ def write_native(
     layers: dict[tuple[int, int], dict[str, torch.Tensor]] = {}
     records: dict[str, dict] = {}
     masters: list[dict[str, torch.Tensor]] = [{} for _ in range(tp_size)]
-    for name, spec in model_specs(config, VOCAB, EOD).items():
+    specs = model_specs(config, VOCAB, EOD)
+    without_gradient = frozenset(name for name, spec in specs.items() if not spec.has_gradient)
+    for name, spec in specs.items():
         whole = wholes[name]
         if spec.num_valid_rows is not None:
             padding = padded_vocab_size(VOCAB, config.model, tp_size) - VOCAB
@@ -93,18 +99,18 @@ def write_native(
         for rank in range(tp_size):
             shard = shard_of(spec, whole, [Axis("tp", rank, tp_size)])
             masters[rank][name] = shard
-            layers.setdefault((int(layer), rank), {})[short] = shard.to(dtype).clone()
+            stored = shard.to(dtype if spec.has_gradient else torch.float32)
+            layers.setdefault((int(layer), rank), {})[short] = stored.clone()
     for (layer, rank), state in layers.items():
         torch.save(state, path / f"layer_{layer:02d}-model_{rank:02d}-model_states.pt")
     for rank in range(tp_size * parallel.pipeline_model_parallel_size):
         replicas = parallel.dp_cp_size if parallel.zero_stage else 1
-        states = optimizer_states(masters[rank] if rank < tp_size else {}, replicas)
+        states = optimizer_states(masters[rank] if rank < tp_size else {}, replicas, without_gradient)
         zero = parallel.zero_stage > 0
         torch.save({} if zero else {"optimizer": states[0]}, path / f"mp_rank_{rank:02d}_model_states.pt")
         for replica, state in enumerate(states if zero else []):
             file = path / f"zero_pp_rank_{replica}_mp_rank_{rank:02d}_optim_states.pt"
             torch.save({"optimizer_state_dict": state}, file)
-    specs = model_specs(config, VOCAB, EOD)
     digests = {
         name: f"{fragment_digests(specs[name], (), 0, {'': whole.reshape(-1)})['']:016x}"
         for name, whole in wholes.items()

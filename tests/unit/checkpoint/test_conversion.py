@@ -42,6 +42,7 @@ from tests.support import HANG_TIMEOUT_S
 from tests.support.assets import unpack
 from tests.support.layouts import Row, config_of
 from tests.unit.checkpoint import megatron_deepspeed_folder
+from tests.unit.checkpoint.hugging_face_folder import GLM4_MOE, MIXTRAL
 from tests.unit.checkpoint.native_folder import change_run, convert, flip_a_byte, random_wholes, write_native
 from tests.unit.hostile import checked_sentence, refusal
 
@@ -53,9 +54,16 @@ CONFIGS = {
 }
 
 
+# Stacked layers, and layers of two kinds with the bias of experts.
+EXPERT_CONFIGS = {
+    "experts": config_of(Row(tp=2, zero=1, precision="bf16"), model=MIXTRAL),
+    "experts, dense": config_of(Row(tp=2, pp=2, dp=2, zero=1), model=GLM4_MOE),
+}
+
+
 @pytest.fixture(params=CONFIGS)
 def native(request: pytest.FixtureRequest, tmp_path: Path) -> Path:
-    config = CONFIGS[request.param]
+    config = (CONFIGS | EXPERT_CONFIGS)[request.param]
     return write_native(tmp_path / "native", config, random_wholes(config))
 
 
@@ -86,7 +94,10 @@ def assert_equal(ours: dict[Any, torch.Tensor], theirs: dict[Any, torch.Tensor])
         assert torch.equal(tensor, theirs[key]), key
 
 
-@pytest.mark.gate(rows=1, also=["untied-way1", "tied-way2", "untied-way3"])
+@pytest.mark.gate(
+    rows=1, also=["way1-untied", "way2-tied", "way3-untied", "way2-experts", "way3-experts, dense"]
+)
+@pytest.mark.parametrize("native", [*CONFIGS, *EXPERT_CONFIGS], indirect=True)
 @pytest.mark.parametrize(
     "way", [("dcp",), ("torch_dist",), ("universal", "dcp"), ("torch_dist", "universal")]
 )
@@ -116,16 +127,22 @@ def test_lions_and_muons_moments_are_refused_for_megatron_core(
         TorchDistWriter(tmp_path, reader)
 
 
+@pytest.mark.parametrize("native", [*CONFIGS, *EXPERT_CONFIGS], indirect=True)
 def test_a_rank_of_any_layout_reads_its_shard_of_a_dcp_checkpoint(
     native: Path, tmp_path: Path, small_chunks: None
 ) -> None:
     folder = convert(native, tmp_path / "dcp", "dcp")
     ours, theirs = (open_reader(open_checkpoint(path)) for path in (folder, native))
     for name, spec in theirs.specs.items():
+        axis = "ep" if "ep" in spec.axis_names else "tp"
+        whole = theirs.read(name, "exp_avg")
         for size in (1, 2):
             for rank in range(size):
-                args = Piece.of_shard(name, spec, [Axis("tp", rank, size)]), "exp_avg"
+                args = Piece.of_shard(name, spec, [Axis(axis, rank, size)]), "exp_avg"
                 assert torch.equal(ours.read_piece(*args), theirs.read_piece(*args)), args
+                if axis == "ep":
+                    experts = whole.chunk(size)[rank].reshape(-1)
+                    assert torch.equal(ours.read_piece(*args), experts), args
 
 
 @pytest.mark.gate(rows=1)
@@ -199,8 +216,10 @@ def test_checksums_of_files_stop_a_conversion_without_digests(tmp_path: Path) ->
     assert not (tmp_path / "target").exists()
 
 
+@pytest.mark.parametrize("native", [*CONFIGS, "experts"], indirect=True)
 def test_states_are_compared_if_files_have_no_digests(native: Path, tmp_path: Path) -> None:
-    """A conversion of a checkpoint with digests of all states computes no SHA-256."""
+    """A conversion of a checkpoint with digests of all states computes no SHA-256. If the model has experts,
+    one of them is damaged."""
     reader = open_reader(open_checkpoint(native))
     digests: dict[str, dict[str, str]] = {}
     for (name, kind), state in states_of(native).items():
@@ -213,18 +232,20 @@ def test_states_are_compared_if_files_have_no_digests(native: Path, tmp_path: Pa
     files = open_checkpoint(folder).run["files"]
     assert {name for name in files if "sha256" in files[name]} == {".metadata"}
     assert open_reader(open_checkpoint(folder)).verify() == (1 + 3 * len(reader.specs), [])
-    change_a_value(folder)
+    name = change_a_value(folder)
+    assert (".experts." in name) == any(".experts." in parameter for parameter in reader.specs)
     (problem,) = open_reader(open_checkpoint(folder)).verify()[1]
-    assert "is damaged: its digest differs" in problem
+    assert f"fp32 of {name} is damaged: its digest differs" in problem
     with pytest.raises(UserError, match="is damaged: its digest differs"):
         convert(folder, tmp_path / "target", "native")
 
 
-def change_a_value(folder: Path) -> None:
-    """Changes one value of the first tensor in the folder."""
+def change_a_value(folder: Path) -> str:
+    """Changes one value of a tensor in the folder, of an expert if there are experts. Returns its name."""
     reader = open_reader(open_checkpoint(folder))
     assert isinstance(reader, dcp.DcpReader)
-    name, tensor = next(iter(reader.stored.tensors.items()))
+    name = min(sorted(reader.stored_names), key=lambda name: ".experts." not in name)
+    tensor = reader.stored.tensors[name]
     chunk = tensor.chunks[0]
     path = folder / chunk.file
     content = bytearray(path.read_bytes())
@@ -232,6 +253,7 @@ def change_a_value(folder: Path) -> None:
     place = content.index(value, chunk.start)
     content[place] ^= 1
     path.write_bytes(content)
+    return name
 
 
 # --- conversions that fail or continue ---

@@ -32,6 +32,7 @@ from tests.support.assets import ASSETS, unpack
 from tests.support.layouts import VOCAB as LAYOUT_VOCAB
 from tests.support.layouts import Row, config_of, sample_tokens, unconnected_run
 from tests.unit.checkpoint import megatron_deepspeed_folder
+from tests.unit.checkpoint.hugging_face_folder import GLM4_MOE, MIXTRAL, QWEN3_MOE
 from tests.unit.checkpoint.native_folder import random_wholes, write_native
 
 LISTS = json.loads((ASSETS / "foreign_arguments.json").read_text())
@@ -44,6 +45,7 @@ NEEDS: dict[str, dict[str, Any]] = {
     "add_qkv_bias": {"add_bias_linear": False},
     "window_attn_skip_freq": {"window_size": [7, 0], "num_layers": 4},
 }
+NEEDS |= {name: {"num_experts": 8, "num_layers": 4} for name in CHANGES_MODEL if name.startswith("moe_")}
 
 
 def another(value: Any) -> Any:
@@ -96,6 +98,12 @@ ASSIGNED: dict[str, dict[str, Any]] = {
 def test_foreign_arguments_that_ordinary_checkpoints_have_are_accepted(name: str) -> None:
     before = outcome(PROGRAMS[name], LISTS[name])
     assert outcome(PROGRAMS[name], LISTS[name] | ASSIGNED[name]) == before
+
+
+@pytest.mark.parametrize(("value", "number"), [(None, None), (1, None), ([1], None), (8, 8)])
+def test_one_expert_in_foreign_arguments_is_a_dense_model(value: Any, number: int | None) -> None:
+    assert outcome(OWN_NAMES, {"num_experts": value}) == outcome(OWN_NAMES, {"num_experts": number})
+    assert outcome(OWN_NAMES, {"num_experts": value})[0]["num_experts"] == number
 
 
 @pytest.mark.parametrize("argument", ["use_te_activation_func", "use_transformer_engine_op_fuser"])
@@ -221,6 +229,9 @@ WRITTEN: list[dict[str, Any]] = [
         "glu_activation": "swiglu",
     },
     {"group_query_attention": True, "num_query_groups": 2, "untie_embeddings_and_output_weights": True},
+    MIXTRAL,
+    QWEN3_MOE,
+    GLM4_MOE,
 ]
 
 

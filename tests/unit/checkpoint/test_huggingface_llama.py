@@ -23,6 +23,10 @@ from tests.distributed.test_model_variants import FALCON, GEMMA3, LLAMA, NEOX, O
 from tests.support.conversion import write_hugging_face
 from tests.support.layouts import EOD, SEQ, VOCAB, Row, config_of
 from tests.unit.checkpoint.hugging_face_folder import (
+    GLM4_MOE,
+    MIXTRAL,
+    OLMOE,
+    QWEN3_MOE,
     TOKENS,
     change_config,
     convert,
@@ -56,6 +60,8 @@ RENAMED = {
     },
     "gpt_neox": {"num_key_value_heads": None},
     "falcon": {"num_key_value_heads": None, "intermediate_size": "ffn_hidden_size"},
+    # In Mixtral and OLMoE it is the size of an expert.
+    **dict.fromkeys(("mixtral", "olmoe"), {"intermediate_size": None}),
 }
 NEOX_ROPE = {"rope_parameters": {"rope_type": "default", "rope_theta": 500.0, "partial_rotary_factor": 0.25}}
 WINDOW = {"use_sliding_window": True, "sliding_window": 5, "max_window_layers": 0}
@@ -107,6 +113,36 @@ MODELS |= {
         {"sliding_window": 5, "layer_types": ["sliding_attention"] * 2, "num_key_value_heads": 4},
     ),
 }
+SPARSE = {"num_hidden_layers": 3, "moe_intermediate_size": 24, "num_experts_per_tok": 2, "head_dim": 16}
+GLM = {**SPARSE, "n_routed_experts": 8, "partial_rotary_factor": 0.5, "routed_scaling_factor": 2.5}
+MODELS |= {
+    "mixtral": ("mixtral", {"intermediate_size": 24, "num_local_experts": 4}),
+    "mixtral, window, bf16": (
+        "mixtral",
+        {"intermediate_size": 24, "num_local_experts": 4, "sliding_window": 5, "dtype": torch.bfloat16},
+    ),
+    "olmoe": ("olmoe", {"intermediate_size": 24, "num_experts": 6, "num_experts_per_tok": 3}),
+    "olmoe, renormalized, tied": (
+        "olmoe",
+        {
+            **{"intermediate_size": 24, "num_experts": 4, "num_experts_per_tok": 2},
+            **{"norm_topk_prob": True, "tie_word_embeddings": True},
+        },
+    ),
+    "qwen-3-moe": ("qwen3_moe", {**SPARSE, "num_experts": 4, "norm_topk_prob": True, "mlp_only_layers": [0]}),
+    "qwen-3-moe, every second layer, window": (
+        "qwen3_moe",
+        {**SPARSE, "num_experts": 4, "decoder_sparse_step": 2, **WINDOW},
+    ),
+    "glm-4.5": ("glm4_moe", {**GLM, "attention_bias": True, "use_qk_norm": True}),
+    "glm-4.5, groups, bf16": (
+        "glm4_moe",
+        {
+            **{**GLM, "n_group": 4, "topk_group": 2, "num_experts_per_tok": 4, "n_shared_experts": 2},
+            **{"first_k_dense_replace": 0, "dtype": torch.bfloat16},
+        },
+    ),
+}
 RELATIVE_BOUND = 1e-5
 """Of the spread of the logits."""
 
@@ -121,7 +157,11 @@ def save_hf(folder, name, max_shard_size="1GB", **sizes):
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.add_(0.15 * torch.randn(parameter.shape))
-    model.to(changes.get("dtype", torch.float32)).save_pretrained(folder, max_shard_size=max_shard_size)
+    model.to(changes.get("dtype", torch.float32))
+    for _, module in model.named_modules():
+        if hasattr(module, "e_score_correction_bias"):  # fp32 in published models
+            module.e_score_correction_bias = 0.2 * torch.randn(len(module.e_score_correction_bias))
+    model.save_pretrained(folder, max_shard_size=max_shard_size)
 
 
 def assert_equal_logits(found, expected):
@@ -133,7 +173,11 @@ def assert_equal_logits(found, expected):
 FREE = {"_name_or_path", "bos_token_id", "eos_token_id", "seq_length", "n_inner"}
 
 
-@pytest.mark.gate(rows=4, also=["olmo-3", "gemma-3", "bloom, fp16", "gpt2, bf16, wider MLP"])
+@pytest.mark.gate(
+    rows=4,
+    also=["olmo-3", "gemma-3", "bloom, fp16", "gpt2, bf16, wider MLP"]
+    + ["mixtral", "olmoe", "qwen-3-moe", "glm-4.5", "glm-4.5, groups, bf16"],
+)
 @pytest.mark.parametrize("name", MODELS)
 def test_a_model_of_transformers_keeps_its_logits_and_every_bit(name, tmp_path):
     save_hf(tmp_path / "hf", name, max_shard_size="20KB")
@@ -162,7 +206,7 @@ WIDE = {"hidden_size": 48, "ffn_hidden_size": 192, "num_attention_heads": 6, "kv
 AFTER_NORM = {"apply_residual_connection_post_layernorm": True}
 
 
-@pytest.mark.gate(rows=5)
+@pytest.mark.gate(rows=8)
 @pytest.mark.parametrize(
     "model, row, architecture",
     [
@@ -185,6 +229,18 @@ AFTER_NORM = {"apply_residual_connection_post_layernorm": True}
         (GEMMA3, Row(tp=2), "Gemma3ForCausalLM"),
         (NEOX, Row(tp=2), "GPTNeoXForCausalLM"),
         (FALCON, Row(tp=2), "FalconForCausalLM"),
+        (MIXTRAL, Row(tp=2), "MixtralForCausalLM"),
+        (OLMOE, Row(), "OlmoeForCausalLM"),
+        (QWEN3_MOE, Row(), "Qwen3MoeForCausalLM"),
+        (GLM4_MOE, Row(), "Glm4MoeForCausalLM"),
+        (
+            {
+                **{**GLM4_MOE, "moe_router_num_groups": 2, "moe_router_group_topk": 1, "qk_layernorm": True},
+                **{"moe_layer_freq": ("E",), "add_qkv_bias": False},
+            },
+            Row(),
+            "Glm4MoeForCausalLM",
+        ),
     ],
 )
 def test_a_megatron_checkpoint_survives_a_round_trip(model, row, architecture, tmp_path):
@@ -220,6 +276,10 @@ OF_TYPE = {
     "gemma3_text": GEMMA3,
     "gpt_neox": NEOX,
     "falcon": FALCON,
+    "mixtral": MIXTRAL,
+    "olmoe": OLMOE,
+    "qwen3_moe": QWEN3_MOE,
+    "glm4_moe": GLM4_MOE,
 }
 
 
@@ -305,6 +365,18 @@ def test_an_exported_model_has_no_special_token_that_the_run_did_not_have(model_
         ("llama-3", {"max_position_embeddings": None}, "rejects .* expected int, got NoneType"),
         ("llama-3", {"tie_word_embeddings": True}, "lm_head.weight that differs"),
         ("llama-3", {"num_key_value_heads": 3}, "num_key_value_heads = 3 and num_attention_heads = 4"),
+        ("olmoe", {"clip_qkv": 8.0}, "clip_qkv = 8.0"),
+        ("olmoe", {"num_experts": 0}, "--num-experts is 0: expected at least 1"),
+        ("qwen-3-moe", {"mlp_only_layers": [0, 1, 2]}, "mlp_only_layers = .* no layer has experts"),
+        ("qwen-3-moe", {"mlp_only_layers": [0.5]}, "rejects .*mlp_only_layers"),
+        ("qwen-3-moe", {"decoder_sparse_step": 0}, "decoder_sparse_step = 0: expected a positive number"),
+        ("qwen-3-moe", {"num_local_experts": 10**9}, "--num-experts is 1000000000: expected at most"),
+        ("qwen-3-moe", {"num_local_experts": 60_000}, "120,000 experts in its config.json, and "),
+        ("glm-4.5", {"first_k_dense_replace": 3}, "first_k_dense_replace = 3: expected 0 to 2"),
+        ("glm-4.5", {"n_shared_experts": 0}, "n_shared_experts = 0: expected a positive number"),
+        ("glm-4.5", {"norm_topk_prob": False}, "norm_topk_prob = False and num_experts_per_tok = 2"),
+        ("glm-4.5", {"n_group": 4, "topk_group": 2}, "num_experts_per_tok = 2 and topk_group = 2"),
+        ("glm-4.5", {"hidden_act": "gelu"}, "hidden_act = gelu"),
     ],
 )
 def test_what_the_model_here_lacks_is_refused_by_name(name, changes, named, tmp_path):

@@ -48,7 +48,8 @@ ROPES = {
 }
 # Of the families whose defaults do not fit the other sizes.
 HEADS = {"mistral": {"num_key_value_heads": 4}, "qwen2": {"num_key_value_heads": 4}}
-HEADS["qwen3"] = {"num_key_value_heads": 4, "head_dim": 16}
+HEADS |= dict.fromkeys(("qwen3", "glm4_moe"), {"num_key_value_heads": 4, "head_dim": 16})
+HEADS["mixtral"] = {"num_key_value_heads": 4}
 # Their layers have rotary settings by kind.
 LAYERED_TYPES = {"olmo3", "gemma3_text"}
 ROTARY_TYPES = sorted(FAMILIES.keys() - {"bloom", "gpt2"} - LAYERED_TYPES)
@@ -119,7 +120,7 @@ LINEAR = ROPES["linear"]
 # What the file has, and what is refused.
 BESIDE = [
     ({"rope_theta": 7.0, "rope_parameters": LINEAR}, "'rope_theta' = 7.0, but .* rope_theta = 500.0"),
-    ({"partial_rotary_factor": 0.5, "rope_parameters": LINEAR}, "partial_rotary_factor"),
+    ({"partial_rotary_factor": 0.75, "rope_parameters": LINEAR}, "partial_rotary_factor"),
     ({"rotary_emb_base": 7.0, "rope_parameters": LINEAR}, "'rotary_emb_base' = 7.0"),
     ({"rotary_pct": 0.5, "rope_parameters": {**LINEAR, "partial_rotary_factor": 1.0}}, "'rotary_pct' = 0.5"),
     ({"rope_type": "yarn", "rope_parameters": LINEAR}, "'rope_type' = yarn"),
@@ -137,6 +138,10 @@ BESIDE = [
 @pytest.mark.parametrize("settings, named", BESIDE)
 def test_a_rotary_setting_that_transformers_ignores_is_refused_by_name(kind, settings, named, tmp_path):
     write_config(tmp_path, kind, **settings)
+    if kind == "glm4_moe" and "partial_rotary_factor" in settings:  # transformers reads it
+        part = AutoConfig.from_pretrained(tmp_path).rope_parameters["partial_rotary_factor"]
+        assert read_settings(tmp_path)[1]["rotary_percent"] == part == 0.75
+        return
     with pytest.raises(UserError, match=named):
         read_settings(tmp_path)
 

@@ -29,7 +29,7 @@ def load_flags(folder, *flags):
     return read_command_line(words, {})
 
 
-@pytest.mark.parametrize("name", ["llama-3", "qwen-2", "olmo-2", "pythia"])
+@pytest.mark.parametrize("name", ["llama-3", "qwen-2", "olmo-2", "pythia", "glm-4.5"])
 @pytest.mark.parametrize("ranks", [2, 4])
 def test_each_rank_reads_its_shards(name, ranks, tmp_path, monkeypatch):
     save_hf(tmp_path, name)
@@ -44,8 +44,8 @@ def test_each_rank_reads_its_shards(name, ranks, tmp_path, monkeypatch):
         reader_module.HuggingFaceReader, "read", lambda _self, key, *_: read.append(key) or whole[key]
     )
     for rank in range(ranks):
-        axes = [Axis("tp", rank, ranks)]
         for key, spec in specs.items():
+            axes = [Axis("ep" if "ep" in spec.axis_names else "tp", rank, ranks)]
             found = reader.read_piece(Piece.of_shard(key, spec, axes), VALUES)
             expected = whole[key]
             if spec.sharding:

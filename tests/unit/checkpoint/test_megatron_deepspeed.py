@@ -268,14 +268,24 @@ def test_a_native_folder_of_this_program_without_its_record_is_not_taken_for_the
         find_checkpoint(unconnected_run(config_of(Row(), checkpoint={"load": str(tmp_path)})))
 
 
+ZERO_3 = [f"zero_pp_rank_0_mp_rank_00_{kind}_states.pt" for kind in ("model", "optim")]
+EXPERTS = ["mp_rank_00_model_states.pt", "layer_0_expert_3_mp_rank_00_model_states.pt"]
+
+
 @pytest.mark.parametrize("tool", ["load", "converter"])
-def test_zero_3_is_refused_by_name(tool: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("files", "sentence"),
+    [(ZERO_3, "saved it with ZeRO-3"), (EXPERTS, "with a file for each expert, which this program does not")],
+)
+def test_files_that_are_not_read_are_refused_by_name(
+    files: list[str], sentence: str, tool: str, tmp_path: Path
+) -> None:
     (tmp_path / "latest").write_text("global_step3")
     folder = tmp_path / "global_step3"
     folder.mkdir()
-    for kind in ("model", "optim"):
-        torch.save({}, folder / f"zero_pp_rank_0_mp_rank_00_{kind}_states.pt")
-    with pytest.raises(UserError, match="saved it with ZeRO-3"):
+    for file in files:
+        torch.save({}, folder / file)
+    with pytest.raises(UserError, match=sentence):
         if tool == "load":
             find_checkpoint(unconnected_run(config_of(Row(), checkpoint={"load": str(tmp_path)})))
         else:

@@ -27,7 +27,7 @@ ROWS = {
         r"models of this table have: `([^`]+)`(.*?)(?=\nFlags that|\Z)", PAGE, re.S
     )
     for name, count, flags in re.findall(
-        r"^\| ([\w. ]+) \| ([\d,]+) \| `(--num-layers [^`]+)` \|$", table, re.M
+        r"^\| ([\w. -]+) \| ([\d,]+) \| `(--num-layers [^`]+)` \|$", table, re.M
     )
 }
 RUN = "--micro-batch-size 1 --global-batch-size 1 --lr 1 --train-iters 1 --seq-length 4096 --dry-run".split()

@@ -48,7 +48,16 @@ from tests.distributed.test_model_variants import (
 from tests.end_to_end.command import ROOT
 from tests.support.conversion import write_hugging_face
 from tests.support.layouts import EOD, VOCAB, Row, config_of
-from tests.unit.checkpoint.hugging_face_folder import change_config, convert, hf_logits, megatron_logits
+from tests.unit.checkpoint.hugging_face_folder import (
+    GLM4_MOE,
+    MIXTRAL,
+    OLMOE,
+    QWEN3_MOE,
+    change_config,
+    convert,
+    hf_logits,
+    megatron_logits,
+)
 from tests.unit.checkpoint.native_folder import write_native
 from tests.unit.model.single_process import random_tokens
 from tests.unit.tokenizer.test_tokenizers import TRICKY, train_sentence_piece
@@ -106,6 +115,10 @@ MODELS: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
     "gemma3": ("gemma3_text", GEMMA3 | {"rope_scaling_type": None}, {**BASE, "rope_theta": 50.0}),
     "gpt_neox": ("gpt_neox", NEOX | ROPE, BASE | PART),
     "falcon": ("falcon", FALCON | ROPE, BASE),
+    "mixtral": ("mixtral", MIXTRAL | ROPE, BASE),
+    "olmoe": ("olmoe", OLMOE | ROPE, BASE),
+    "qwen3_moe": ("qwen3_moe", QWEN3_MOE | ROPE, BASE),
+    "glm4_moe": ("glm4_moe", GLM4_MOE | ROPE, BASE | {"partial_rotary_factor": 0.5}),
 }
 MODELS["gemma3"][2]["rope_local_base_freq"] = 500.0
 MODELS["gemma3, linear"] = (

@@ -18,7 +18,8 @@ def product(rows: int, inner: int, columns: int) -> int:
 
 @dataclass(frozen=True)
 class Shape:
-    """A step, and what each of its matrix products needs. windows: keys of each query, per layer."""
+    """A step, and what each of its matrix products needs. windows: keys of each query, per layer. experts,
+    chosen: in all layers but the dense ones. shared: hidden size of the shared expert."""
 
     flags: str
     batch: int = 4
@@ -31,12 +32,16 @@ class Shape:
     gated: bool = False
     padded: int = 384
     windows: tuple[int, ...] = (64, 64)
+    experts: int = 0
+    chosen: int = 0
+    shared: int = 0
+    dense: tuple[int, ...] = ()
     recomputed: str = "nothing"
 
     def by_hand(self) -> int:
         """Returns the FLOPs of a step: products forward, twice as many backward, what is recomputed."""
         tokens, layers, scores = self.batch * self.seq, 0, 0
-        for keys in self.windows:
+        for layer, keys in enumerate(self.windows):
             layers += product(tokens, self.hidden, self.heads * self.head)  # queries
             layers += 2 * product(tokens, self.hidden, self.groups * self.head)  # keys and values
             for _ in range(self.batch * self.heads):
@@ -44,8 +49,15 @@ class Shape:
                 layers += product(self.seq, self.head, keys)  # scores
                 layers += product(self.seq, keys, self.head)  # weighted values
             layers += product(tokens, self.heads * self.head, self.hidden)  # output
-            layers += (2 if self.gated else 1) * product(tokens, self.hidden, self.ffn)
-            layers += product(tokens, self.ffn, self.hidden)
+            inputs = 2 if self.gated else 1
+            if self.experts and layer not in self.dense:
+                layers += product(tokens, self.hidden, self.experts)  # router
+                for size in (*[self.ffn] * self.chosen, self.shared):
+                    layers += (inputs + 1) * product(tokens, self.hidden, size)
+            else:
+                width = 256 if self.experts else self.ffn
+                layers += inputs * product(tokens, self.hidden, width)
+                layers += product(tokens, width, self.hidden)
         head = product(tokens, self.hidden, self.padded)
         again = {"nothing": 0, "layers": layers, "scores": scores}[self.recomputed]
         return 3 * (layers + head) + again
@@ -89,6 +101,24 @@ SHAPES = {
     ),
     "padded for tensor parallelism": Shape(
         "--world-size 2 --tensor-model-parallel-size 2 --vocab-size 500", padded=512
+    ),
+    "experts": Shape("--num-experts 8 --moe-ffn-hidden-size 96", ffn=96, experts=8, chosen=2),
+    "experts with an mlp's size, recomputed": Shape(
+        "--num-experts 4 --moe-router-topk 3 --checkpoint-activations",
+        experts=4,
+        chosen=3,
+        recomputed="layers",
+    ),
+    "a dense layer, then gated experts and a shared one": Shape(
+        "--num-experts 8 --moe-layer-freq D E E --num-layers 3 --moe-ffn-hidden-size 32 --moe-router-topk 4 "
+        "--moe-shared-expert-intermediate-size 48 --glu-activation swiglu --ffn-hidden-size 256",
+        ffn=32,
+        gated=True,
+        windows=(64,) * 3,
+        experts=8,
+        chosen=4,
+        shared=48,
+        dense=(0,),
     ),
     "document masks do not count": Shape("--reset-attention-mask --eod-mask-loss"),
 }

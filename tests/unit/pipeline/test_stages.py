@@ -1,10 +1,15 @@
 """The stages of a run, computed only from flags."""
 
+import dataclasses
+import json
+
 import pytest
 
 from megatron.arguments import read_command_line
 from megatron.config import ConfigError
+from megatron.config.sections.experts import ExpertConfig
 from megatron.model.layer_kinds import layer_kinds, period, settings_for_kinds
+from megatron.pipeline import layer_times
 from megatron.planner.layer_memory import planned_run
 
 FLAGS = (
@@ -91,7 +96,14 @@ def test_a_large_vocabulary_moves_layers_away_from_the_head():
 
 @pytest.mark.parametrize(
     ("words", "length"),
-    [("", 1), ("--window-size 8", 1), ("--window-size 8 --window-pattern W W F --num-layers 7", 3)],
+    [
+        ("", 1),
+        ("--window-size 8", 1),
+        ("--window-size 8 --window-pattern W W F --num-layers 7", 3),
+        ("--num-experts 4", 1),
+        ("--num-experts 4 --moe-layer-freq 3 --num-layers 7", 3),
+        ("--num-experts 4 --moe-layer-freq 2 --window-size 8 --window-pattern W W F --num-layers 9", 6),
+    ],
 )
 def test_the_settings_of_kinds_make_a_model_with_layers_of_these_kinds(words, length):
     config = read_command_line([*FLAGS.split(), *words.split()], {}).config
@@ -99,3 +111,61 @@ def test_the_settings_of_kinds_make_a_model_with_layers_of_these_kinds(words, le
     assert period(kinds) == length
     for part in (kinds, kinds[1:], kinds[-2:]):
         assert layer_kinds(config.with_settings(settings_for_kinds(part)).model) == part
+
+
+EXPERTS = (
+    "--num-layers 6 --num-experts 8 --moe-layer-freq D E E --moe-ffn-hidden-size 48 "
+    "--moe-shared-expert-intermediate-size 16 --glu-activation swiglu --disable-bias-linear "
+)
+
+
+def test_parameters_of_experts_are_counted_in_total_per_token_and_per_rank():
+    one, expert, layers = plan(EXPERTS), 3 * 48 * 64, 4
+    assert one.total_parameters - one.active_parameters == layers * (8 - 2) * expert
+    assert plan("").active_parameters == plan("").total_parameters
+    shared = plan(EXPERTS + "--world-size 4 --expert-model-parallel-size 4")
+    assert shared.total_parameters == one.total_parameters
+    assert one.stage_parameters(0) - shared.stage_parameters(0) == layers * (8 - 2) * expert
+
+
+@pytest.mark.parametrize(
+    "words",
+    ["", "--untie-embeddings-and-output-weights", "--num-experts 8 --moe-layer-freq 1", EXPERTS],
+)
+def test_the_matrix_elements_of_a_kind_are_those_of_its_parameters(words):
+    flags = f"{words} --disable-bias-linear --normalization RMSNorm "
+    config = read_command_line([*FLAGS.split(), *flags.split()], {}).config
+    found, kinds = plan(flags), layer_kinds(config.model)
+    norms = 2 * 64
+    layers = [layer for layer, entry in enumerate(found.layers) if entry.kind]
+    assert [found.parameters[layer] - norms for layer in layers] == [kind.matrix_elements for kind in kinds]
+    unused = found.total_parameters - found.active_parameters
+    assert unused == sum(kind.unused_elements for kind in kinds)
+
+
+def test_partition_methods_and_times_tell_layers_with_experts_from_dense_ones():
+    words = pipeline(3) + EXPERTS + "--moe-router-topk 8 "
+    assert plan(words + "--partition-method type:@experts:2|@dense:1").rank_weights() == [3, 3, 4]
+    names = {layer.time_name for layer in plan(words).layers if layer.kind}
+    assert names == {"ParallelTransformerLayerPipe@dense", "ParallelTransformerLayerPipe@experts"}
+    one_kind = plan(pipeline(3) + "--num-layers 6 --num-experts 8").layers
+    assert {layer.time_name for layer in one_kind if layer.kind} == {"ParallelTransformerLayerPipe"}
+
+
+def test_times_of_a_version_without_experts_are_those_of_a_dense_model(tmp_path):
+    file = tmp_path / "times.json"
+    flags = [*FLAGS.split(), "--partition-method", "profile", "--partition-profile", str(file)]
+    dense = read_command_line(flags, {}).config
+    older = layer_times._shapes(dense, 1000)
+    names = {field.name for field in dataclasses.fields(ExpertConfig)} & older.keys()
+    assert names == {"num_experts"}
+    del older["num_experts"]
+    file.write_text(json.dumps({"measured_for": older, "seconds": {"EmbeddingPipe": 1.0}}))
+    assert layer_times.read_layer_times(dense, 1000) == {"EmbeddingPipe": 1.0}
+    experts = read_command_line([*flags, "--num-experts", "4"], {}).config
+    with pytest.raises(ConfigError, match="it lacks the settings .*moe_router_topk"):
+        layer_times.read_layer_times(experts, 1000)
+    times = {"measured_for": layer_times._shapes(experts, 1000), "seconds": {"EmbeddingPipe": 1.0}}
+    file.write_text(json.dumps(times))
+    with pytest.raises(ConfigError, match="num_experts was 4, is None"):
+        layer_times.read_layer_times(dense, 1000)

@@ -13,10 +13,11 @@ from megatron.model.layer_list import FIRST_TRANSFORMER_LAYER, PARAMETER_DTYPES
 from megatron.mpu.mesh import ONE_RANK
 from megatron.mpu.random import DropoutRNG
 from megatron.pipeline.stages import plan_stages
-from megatron.planner.layer_memory import bytes_per_parameter, memory_costs
+from megatron.planner.layer_memory import bytes_per_parameter, memory_costs, planned_run
 from megatron.planner.rates import is_attention
 from megatron.planner.simulation.passes import Kernel
 from megatron.planner.simulation.stage_costs import whole_model_costs
+from tests.support.tracked_memory import TrackedMemory
 
 SEQ, BATCH, HIDDEN = 128, 2, 64
 FLAGS = (
@@ -24,6 +25,7 @@ FLAGS = (
     f"--vocab-size 512 --max-position-embeddings {SEQ} --micro-batch-size {BATCH} --global-batch-size 8 "
     "--train-iters 9 --lr 1e-3"
 )
+NO_DROPOUT = "--hidden-dropout 0 --attention-dropout 0"
 
 
 @pytest.fixture(autouse=True)
@@ -119,3 +121,42 @@ def test_the_method_memory_counts_the_activations_of_every_layer():
     kept = memory_costs(config, 512).activation_bytes
     assert kept[FIRST_TRANSFORMER_LAYER:][:6] == pytest.approx([kept_by(config)] * 6, rel=0.02)
     assert kept[-1] > 0, "the fused head and loss"
+
+
+def allocated_by(config):
+    layer, hidden = make_layer(config), torch.randn(SEQ, BATCH, config.model.hidden_size).bfloat16()
+    with TrackedMemory() as tracked:
+        output = layer(hidden.requires_grad_())
+    assert output.requires_grad
+    return tracked.live
+
+
+def test_dispatch_keeps_the_rows_of_experts_twice():
+    """With k experts per token, an expert layer keeps k rows per token before and after the experts. The
+    experts are narrow, so that their own activations are small."""
+    flags = (
+        f"--bf16 --hidden-size 1024 --num-experts 8 --moe-ffn-hidden-size 8 {NO_DROPOUT} "
+        "--moe-router-force-load-balancing --moe-router-topk"
+    )
+    ranks = "--world-size 2 --expert-model-parallel-size 2"
+    more = 2 * (4 - 2) * SEQ * BATCH * 1024 * 2
+    few, many = (config_of(f"{flags} {k}") for k in (2, 4))
+    measured, planned = (measure(many) - measure(few) for measure in (allocated_by, kept_by))
+    assert planned == pytest.approx(measured, rel=0.03)
+    few, many = (config_of(f"{flags} {k} {ranks}") for k in (2, 4))
+    for extra in (measured, planned, kept_by(many) - kept_by(few)):
+        assert extra == pytest.approx(more, rel=0.03)
+
+
+def test_memory_of_experts_is_planned_as_zero_shards_them():
+    """Experts are sharded over the ranks with equal experts, TP x CP x DP / EP, other layers over CP x DP."""
+    experts = "--num-experts 8 --expert-model-parallel-size 4 --moe-layer-freq D E"
+    config = config_of(f"--bf16 --zero-stage 1 --world-size 8 --global-batch-size 16 {experts}")
+    *_, optimizer = bytes_per_parameter(config, 512).layers
+    found = memory_costs(config, 512).state_bytes
+    run = planned_run(config, 512)
+    dense, experts = (run.stages.parameters[FIRST_TRANSFORMER_LAYER + layer] for layer in (0, 1))
+    assert found[FIRST_TRANSFORMER_LAYER] == pytest.approx(dense * (6 + optimizer / 8), rel=0.02)
+    of_experts = run.stages.expert_parameters / 4
+    expected = (experts - of_experts) * (6 + optimizer / 8) + of_experts * (6 + optimizer / 2)
+    assert found[FIRST_TRANSFORMER_LAYER + 1] == pytest.approx(expected, rel=0.02)

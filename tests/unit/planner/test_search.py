@@ -12,7 +12,14 @@ from megatron.errors import UserError
 from megatron.pipeline.stages import plan_stages
 from megatron.planner.command import PROGRAM, replaced, run_flags, with_defaults
 from megatron.planner.plan import make_plan
-from megatron.planner.plan_tool import explain, plan_report, recipe_report, search_report, what_if
+from megatron.planner.plan_tool import (
+    explain,
+    layout_words,
+    plan_report,
+    recipe_report,
+    search_report,
+    what_if,
+)
 from megatron.planner.search import SearchResult, changed, combinations, evaluate, search
 from tests.end_to_end.command import ROOT
 
@@ -81,6 +88,28 @@ def test_tensor_parallelism_stays_in_a_node_and_divides_the_query_groups() -> No
     for model, node_size, sizes in ((config, 4, {1, 2, 4}), (config, 8, {1, 2, 4, 8}), (grouped, 8, {1})):
         found = combinations(model, node_size)
         assert {change["parallel.tensor_model_parallel_size"] for change in found} == sizes
+
+
+def test_experts_are_searched_on_all_ranks_that_can_share_them() -> None:
+    experts = "--num-experts 24 --moe-ffn-hidden-size 1280"
+    config = parse_args(with_defaults(run_flags([*MODEL.split(), *experts.split()], None, 16))[0], {})
+    found = list(combinations(config, 8))
+    layouts = set()
+    for change in found:
+        parallel = config.with_settings(change).parallel
+        size, ranks = parallel.expert_model_parallel_size, parallel.expert_replicas
+        layouts.add((parallel.pipeline_model_parallel_size, size))
+        assert 24 % size == 0 and size * ranks * parallel.pipeline_model_parallel_size == 16
+        assert parallel.sequence_parallel == (parallel.tensor_model_parallel_size > 1)
+    assert layouts == {(pp, ep) for pp in (1, 2, 4, 8, 16) for ep in (1, 2, 4, 8) if pp * ep <= 16}
+    one = evaluate(config, next(change for change in found if change["parallel.zero_stage"]), VOCAB)
+    assert one.assumption and f"EP {one.config.parallel.expert_model_parallel_size}" in layout_words(
+        one.config
+    )
+    rows = {row.change: row for row in what_if(one)}
+    assert (
+        rows["tensor-parallel size 2"].tokens_per_second and rows["expert-parallel size 2"].tokens_per_second
+    )
 
 
 def test_a_search_without_a_layout_that_fits_or_without_a_gpu_is_a_sentence() -> None:
@@ -154,7 +183,7 @@ def test_a_recipe_ends_with_a_plan_that_fits(recipe: str) -> None:
 
 @pytest.mark.parametrize("script", SCRIPTS)
 def test_a_script_is_planned_with_the_command_that_it_prints(script: str) -> None:
-    vocab = 128_000 if "llama3" in script else 250_000
+    vocab = 128_000 if "llama3" in script else 50_280 if "olmoe" in script else 250_000
     flags = run_flags(["--gpu", "a100-80gb", "--vocab-size", str(vocab)], str(EXAMPLES / script), None)
     if script == "smoke.slurm":
         flags = [*flags, "--bf16"]

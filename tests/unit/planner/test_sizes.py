@@ -34,7 +34,8 @@ LARGEST = (
     "--kv-channels 1048576 --seq-length 16777216 --max-position-embeddings 16777216 "
     "--pad-vocab-size-to 2147483647 --group-query-attention --num-query-groups 65536 "
     "--position-embedding-type rotary --rope-scaling-type yarn "
-    "--rope-original-max-position-embeddings 16777216"
+    "--rope-original-max-position-embeddings 16777216 --num-experts 65536 --moe-router-topk 65536 "
+    "--moe-router-num-groups 65536 --moe-router-group-topk 65536"
 )
 
 

@@ -15,7 +15,7 @@ from megatron.optimizer.batch_schedule import BEGIN, Progress
 from megatron.pipeline.schedule import simulate_schedule
 from megatron.planner.layer_memory import planned_run
 from megatron.planner.network import ACHIEVED, ALL_REDUCE, ALL_TO_ALL, LATENCY_S, Network, find_network
-from megatron.planner.simulation.passes import Collective, Group
+from megatron.planner.simulation.passes import GROUP_AXES, Collective, Group, group_name
 from megatron.planner.simulation.stage_costs import rank_update
 from megatron.planner.step_time import (
     PipelineTime,
@@ -137,6 +137,24 @@ def test_a_group_takes_as_long_as_its_ranks_say(group: Group, sizes: tuple[int, 
     in_node = max(Counter(rank // 8 for rank in ranks).values())
     expected = network.collective_seconds(True, size, len(ranks), in_node, mesh.world_size)
     assert network.seconds(Collective(group, ALL_REDUCE, size), mesh) == pytest.approx(expected)
+
+
+@pytest.mark.parametrize("sizes", [(2, 2, 8, 4), (2, 1, 8, 8), (1, 2, 8, 16), (4, 1, 4, 2), (2, 2, 2, 2)])
+def test_groups_with_experts_have_names_and_the_time_of_their_ranks(sizes: tuple[int, int, int, int]) -> None:
+    """sizes: TP, CP, DP, EP. The all-to-all of experts is as fast as the slowest connection in its group."""
+    tp_size, cp_size, dp_size, ep_size = sizes
+    mesh = Mesh.create(2 * tp_size * cp_size * dp_size, tp_size, 2, 0, cp_size, ep_size)
+    network, size = Network.of_links(8, 1200, 400), 10**8
+    for axes in GROUP_AXES.values():
+        ranks = mesh.ranks_along(axes, 0)
+        if len(ranks) == 1:
+            continue
+        group = group_name(ranks, mesh)
+        assert isinstance(group, str) and mesh.ranks_along(GROUP_AXES[group], 0) == ranks
+        in_node = max(Counter(rank // 8 for rank in ranks).values())
+        expected = network.all_to_all_seconds(size, len(ranks), in_node)
+        assert network.seconds(Collective(group, ALL_TO_ALL, size), mesh) == pytest.approx(expected)
+    assert (network.seconds(Collective("expert", ALL_TO_ALL, size), mesh) > size / 100e9) == (ep_size > 8)
 
 
 def test_flags_override_the_usual_network() -> None:

@@ -1,0 +1,93 @@
+"""Upcycling (--moe-use-upcycling): a run with experts starts from the weights of a dense model.
+
+Each expert of a layer gets the weights of the layer's dense MLP (arXiv 2212.05055), so that with router
+weights whose sum is 1 the model computes what the dense model computes. What the dense model does not have,
+such as the router, has the initial values of a run from scratch. There are no moments: --finetune is needed.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import fields, replace
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from megatron.checkpoint.formats.deepspeed_files import VALUES
+from megatron.checkpoint.formats.state import ParameterState, StateReader
+from megatron.checkpoint.record import Checkpoint
+from megatron.config import Config
+from megatron.config.sections.experts import ExpertConfig
+from megatron.errors import UserError
+from megatron.mpu.parameters import initial_values
+from megatron.mpu.pieces import Piece
+
+if TYPE_CHECKING:  # it loads DeepSpeed, and tools that read checkpoints start without it
+    from megatron.run import Run
+
+_EXPERTS = re.compile(r"(\d+\.mlp\.)experts\.(dense_.+)")
+_DENSE_MLP = re.compile(r"\d+\.mlp\.dense_.+")
+
+
+def is_upcycled(checkpoint: Checkpoint, config: Config) -> bool:
+    """Returns whether the run starts its experts from the dense model in the checkpoint. A run that resumes
+    from its own checkpoint does not."""
+    return config.checkpoint.moe_use_upcycling and checkpoint.weights_only
+
+
+def became_experts(name: str) -> bool:
+    """Returns whether upcycling replaces a parameter of the dense model."""
+    return _DENSE_MLP.fullmatch(name) is not None
+
+
+def dense_config(checkpoint: Checkpoint, config: Config) -> Config:
+    """Returns the config of a run with the dense model from which an upcycled run starts. Raises UserError if
+    the checkpoint or the experts do not fit."""
+    model = config.model
+    if not checkpoint.is_external and checkpoint.config.model.num_experts is not None:
+        raise UserError(
+            f"--moe-use-upcycling: checkpoint {checkpoint.folder} already has experts, expected a dense "
+            "model: remove --moe-use-upcycling"
+        )
+    if model.moe_ffn_hidden_size != model.ffn_hidden_size:
+        raise UserError(
+            f"--moe-use-upcycling with --moe-ffn-hidden-size {model.moe_ffn_hidden_size} and "
+            f"--ffn-hidden-size {model.ffn_hidden_size}: an expert gets the weights of a dense MLP, expected "
+            "equal sizes: remove --moe-ffn-hidden-size"
+        )
+    defaults: dict[str, Any] = {field.name: field.default for field in fields(ExpertConfig)}
+    return replace(config, model=replace(model, **defaults))
+
+
+class Upcycling:
+    """Reads the state of a run with experts from a dense model."""
+
+    def __init__(self, reader: StateReader, run: Run) -> None:
+        # Imported only here: it builds a model, which needs DeepSpeed.
+        from megatron.model.single_process import model_specs
+
+        self._reader, self._seed = reader, run.config.training.seed
+        self._specs = model_specs(dense_config(reader.checkpoint, run.config), run.vocab.size, run.vocab.eod)
+
+    def read_parameter(self, piece: Piece, out: Tensor | None = None) -> ParameterState:
+        """See `StateReader.read_parameter`."""
+        if piece.name in self._specs:
+            return self._reader.read_parameter(piece, out)
+        if match := _EXPERTS.fullmatch(piece.name):
+            values = self._of_experts(match[1] + match[2], piece)
+        else:
+            span = range(piece.start, piece.stop)
+            shard = initial_values(piece.spec, self._seed, piece.name, piece.axes, span)
+            values = shard.reshape(-1)[piece.start : piece.stop]
+        return (values if out is None else out.copy_(values)), {}, {}
+
+    def _of_experts(self, name: str, piece: Piece) -> Tensor:
+        """Returns elements of experts that all equal the dense MLP's parameter `name`."""
+        dense = self._reader.read(name, VALUES, self._specs[name])
+        experts = dense.expand(piece.spec.global_shape)
+        values = torch.empty(piece.stop - piece.start)
+        for box in piece.boxes():
+            first = box.first - piece.start
+            values[first : first + box.numel].view(box.sizes).copy_(experts[box.slices])
+        return values

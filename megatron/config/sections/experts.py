@@ -1,0 +1,214 @@
+"""The experts of the model: mixture-of-experts layers and their router."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields
+from typing import Any
+
+from megatron.config.fields import Section, flag
+from megatron.config.sections.layer_pattern import DENSE, EXPERTS
+
+_NEEDS = {
+    "needs": {"model.num_experts": "it belongs to expert layers: set --num-experts, or remove the flag"}
+}
+_EXPERTS: dict[str, Any] = {"group": "mixture of experts", **_NEEDS}
+_TRAINING: dict[str, Any] = {**_EXPERTS, "changes_model": False, "changes_layer_time": False}
+SCORE_FUNCTIONS = ("softmax", "sigmoid")
+BALANCE_LOSSES = ("seq_aux_loss", "global_aux_loss", "none")
+
+
+@dataclass(frozen=True, kw_only=True)
+class ExpertConfig(Section):
+    """Sizes of expert layers, and how their router chooses the experts of a token. Names and defaults are
+    Megatron-LM's, except the default of --moe-router-load-balancing-type."""
+
+    num_experts: int | None = flag(
+        None,
+        at_least=1,
+        at_most=2**16,
+        group="mixture of experts",
+        summary="{} experts",
+        help="number of experts of each expert layer: the MLP of a transformer layer becomes a router and "
+        "this many MLPs, of which each token uses --moe-router-topk; 1 is a dense model",
+        excludes={
+            "model.mup": "muP has no rule for the initial values and learning rates of routers and experts; "
+            "remove --mup"
+        },
+    )
+    moe_ffn_hidden_size: int | None = flag(
+        derived="--ffn-hidden-size",
+        at_least=1,
+        at_most=2**24,
+        summary="{} hidden each",
+        help="hidden size of each expert; with --glu-activation, the size of the gate and of the value",
+        **_EXPERTS,
+    )
+    moe_layer_freq: tuple[str, ...] = flag(
+        (EXPERTS,),
+        nargs="+",
+        metavar="E|D",
+        summary="expert layers {}",
+        help=f"layers that have experts, as in D E E E: an {EXPERTS} has them, a {DENSE} has a dense MLP, "
+        "and the letters are repeated to --num-layers. Megatron-LM's N (layers 0, N, 2N, ... have experts) "
+        "and its lists, such as ([0]*3+[1]*58), are accepted, too",
+        changes_layer_time=False,
+        **_EXPERTS,
+    )
+    moe_shared_expert_intermediate_size: int | None = flag(
+        None,
+        at_least=1,
+        at_most=2**24,
+        summary="shared expert of {} hidden",
+        help="hidden size of the shared expert, an MLP that every token uses in addition to its experts; for "
+        "several shared experts, the sum of their sizes",
+        **_EXPERTS,
+    )
+    moe_shared_expert_gate: bool = flag(
+        False,
+        group="mixture of experts",
+        summary="gated shared expert",
+        help="multiply the output of the shared expert by the sigmoid of a learned linear function of its "
+        "input",
+        needs={
+            "model.moe_shared_expert_intermediate_size": "set --moe-shared-expert-intermediate-size, or "
+            "remove --moe-shared-expert-gate"
+        },
+    )
+    moe_router_topk: int = flag(
+        2, at_least=1, at_most=2**16, summary="{} per token", help="experts that each token uses", **_EXPERTS
+    )
+    moe_router_score_function: str = flag(
+        "softmax",
+        choices=SCORE_FUNCTIONS,
+        rejected={"sqrtsoftplus": "it is not implemented; set softmax or sigmoid"},
+        summary="{} scores",
+        help="function that turns the router's logits into scores, which determine the experts of a token "
+        "and their weights",
+        **_EXPERTS,
+    )
+    moe_router_pre_softmax: bool = flag(
+        False,
+        summary="softmax over all experts",
+        help="weight the outputs of the chosen experts by their softmax over all experts, whose sum is below "
+        "1; by default the softmax is over the chosen experts",
+        unused_with=("model.moe_router_score_function=sigmoid",),
+        **_EXPERTS,
+    )
+    moe_router_num_groups: int | None = flag(
+        None,
+        at_least=1,
+        at_most=2**16,
+        group="mixture of experts",
+        summary="{} expert groups",
+        help="number of groups of consecutive experts. A token chooses experts only in its "
+        "--moe-router-group-topk groups with the highest scores. The score of a group is the sum of its "
+        "--moe-router-topk / --moe-router-group-topk highest scores of experts",
+        needs={
+            **_NEEDS["needs"],
+            "model.moe_router_group_topk": "set --moe-router-group-topk, or remove --moe-router-num-groups",
+        },
+    )
+    moe_router_group_topk: int | None = flag(
+        None,
+        at_least=1,
+        at_most=2**16,
+        summary="{} groups per token",
+        group="mixture of experts",
+        help="number of groups in which a token chooses experts",
+        needs={
+            "model.moe_router_num_groups": "set --moe-router-num-groups, or remove --moe-router-group-topk"
+        },
+    )
+    moe_router_topk_scaling_factor: float | None = flag(
+        None,
+        above=0,
+        summary="expert weights x {:g}",
+        help="multiplier of the weights of the chosen experts",
+        changes_layer_time=False,
+        **_EXPERTS,
+    )
+    moe_router_enable_expert_bias: bool = flag(
+        False,
+        summary="expert bias",
+        group="mixture of experts",
+        help="balance the load by a bias per expert, which is added to its scores for the choice of experts, "
+        "but not for their weights (arXiv:2408.15664). After each step, the bias of an expert with fewer "
+        "tokens than the mean grows by --moe-router-bias-update-rate, and the bias of one with more tokens "
+        "shrinks",
+        needs={
+            "model.moe_router_score_function=sigmoid": "the bias is added to sigmoid scores; set "
+            "--moe-router-score-function sigmoid, or remove --moe-router-enable-expert-bias"
+        },
+    )
+    moe_router_bias_update_rate: float = flag(
+        1e-3,
+        above=0,
+        group="mixture of experts",
+        changes_model=False,
+        changes_layer_time=False,
+        help="change of each expert's bias per step",
+        needs={
+            "model.moe_router_enable_expert_bias": "set --moe-router-enable-expert-bias, or remove "
+            "--moe-router-bias-update-rate"
+        },
+    )
+    moe_router_load_balancing_type: str = flag(
+        "seq_aux_loss",
+        choices=BALANCE_LOSSES,
+        rejected={
+            "aux_loss": "its value for a micro-batch depends on the layout; set seq_aux_loss, which has a "
+            "value for each sequence",
+            "sinkhorn": "it is not implemented; set seq_aux_loss",
+            "quantile_balancing": "it is not implemented; set none, and --moe-router-enable-expert-bias",
+        },
+        help="balance loss, which is multiplied by --moe-aux-loss-coeff. No choice depends on the layout\n"
+        "seq_aux_loss: mean over the sequences of a loss of each sequence\n"
+        "global_aux_loss: loss with the tokens per expert in the global batch of the previous step; "
+        "Megatron-LM's running mean over micro-batches depends on the layout\n"
+        "none: no balance loss",
+        **_TRAINING,
+    )
+    moe_aux_loss_coeff: float = flag(
+        0.0,
+        at_least=0,
+        help="coefficient of the balance loss, which is added to the loss; 0: no balance loss",
+        unused_with=("model.moe_router_load_balancing_type=none",),
+        **_TRAINING,
+    )
+    moe_z_loss_coeff: float | None = flag(
+        None,
+        above=0,
+        help="coefficient of the router's z-loss, which is added to the loss: the mean of "
+        "logsumexp(logits)^2 over all tokens (arXiv:2202.08906)",
+        **_TRAINING,
+    )
+    moe_router_force_load_balancing: bool = flag(
+        False,
+        help="for benchmarks: give equal numbers of tokens to all experts, whatever the scores are. The "
+        "experts of a token, and so the losses, then depend on the layout",
+        excludes={
+            "model.moe_router_enable_expert_bias": "the scores, which the bias changes, choose no experts; "
+            "remove one of them"
+        },
+        **_TRAINING,
+    )
+
+    @property
+    def expert_hidden_size(self) -> int:
+        """Hidden size of each expert."""
+        if self.moe_ffn_hidden_size is None:
+            raise ValueError("a dense model has no experts")
+        return self.moe_ffn_hidden_size
+
+    def unused_fields(self) -> set[str]:
+        return super().unused_fields() | (OPTIONS_OF_EXPERTS if self.num_experts is None else set())
+
+    def has_experts(self, layer: int) -> bool:
+        """Returns whether a transformer layer, counted from 0, has experts."""
+        return self.num_experts is not None and (
+            self.moe_layer_freq[layer % len(self.moe_layer_freq)] == EXPERTS
+        )
+
+
+OPTIONS_OF_EXPERTS = frozenset(field.name for field in fields(ExpertConfig)) - {"num_experts"}
+"""Fields without effect on a dense model."""

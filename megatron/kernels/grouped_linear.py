@@ -1,0 +1,271 @@
+"""Products of groups of rows, each group with the matrix of its expert.
+
+Rows [N, n] are sorted by expert; expert e has `counts[e]` of them, perhaps none. A linear layer of experts
+needs three products. `multiply_groups` computes the output, and with transposed matrices the gradient of the
+input; `multiply_within_groups` the gradient of the matrices; `sum_groups` the gradient of the biases.
+
+`implementation` chooses who computes them, from the device, the dtype and the addresses:
+
+    mm          a loop over the experts: the reference, and always for fp32
+    grouped_mm  torch's grouped product, for bf16 and fp16 where no kernel runs
+    triton      kernels, for bf16 and fp16. They also add the gradient of the matrices to an fp32 sum
+
+No implementation reads the device from the host: the host has the counts, the device their sums.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any, Literal
+
+import torch
+import torch.nn.functional as F
+from deepspeed.accelerator import get_accelerator
+from torch import Tensor
+from torch.utils.flop_counter import register_flop_formula
+
+from megatron.kernels.operators import Launch, is_in_torch_dispatch_mode, operator
+from megatron.kernels.selection import uses_kernels
+
+BLOCK_ROWS = 128
+# For lengths that are multiples of 16, and for other lengths, whose elements are loaded one by one. Compiled
+# for sm_80 and sm_90, no kernel spills a register with these tiles.
+TILES = {"BLOCK_ROWS": BLOCK_ROWS, "BLOCK_COLUMNS": 128, "BLOCK_INNER": 64}
+UNALIGNED_TILES = {"BLOCK_ROWS": BLOCK_ROWS, "BLOCK_COLUMNS": 32, "BLOCK_INNER": 32}
+OPTIONS = {"num_warps": 8, "num_stages": 3}
+SUM_TILES = {"BLOCK_ROWS": 32, "BLOCK_COLUMNS": 64}
+
+# torch's grouped product needs addresses and row lengths that are multiples of this number of bytes.
+_ALIGNMENT = 16
+
+
+@dataclass
+class Groups:
+    """The numbers of rows of the experts, on the host. The rows follow one another in the experts' order."""
+
+    counts: tuple[int, ...]
+    _offsets: Tensor | None = None
+
+    def rows(self) -> Iterator[tuple[int, slice]]:
+        """Yields each expert that has rows, and its rows."""
+        start = 0
+        for expert, count in enumerate(self.counts):
+            if count:
+                yield expert, slice(start, start + count)
+            start += count
+
+    def row_tiles(self) -> int:
+        """Returns the number of the kernels' tiles of rows."""
+        return sum(-(-count // BLOCK_ROWS) for count in self.counts)
+
+    def offsets(self, device: torch.device) -> Tensor:
+        """Returns the end of each expert's rows, int32 [experts]. The first call copies the ends to the
+        device, asynchronously from pinned memory."""
+        if self._offsets is None or self._offsets.device.type != device.type:
+            ends = torch.tensor(self.counts, dtype=torch.int64).cumsum(0).int()
+            self._offsets = get_accelerator().pin_memory(ends).to(device, non_blocking=True)
+        return self._offsets
+
+
+def multiply_groups(
+    x: Tensor, matrices: Tensor, bias: Tensor | None, groups: Groups, transposed: bool = False
+) -> Tensor:
+    """Returns x_e @ matrices[e].T + bias[e] for the rows x_e of each expert e; transposed: x_e @ matrices[e].
+
+    x: [N, k]. matrices: [experts, n, k], or transposed [experts, k, n]. bias: [experts, n]. All contiguous.
+    """
+    chosen = implementation(x, matrices)
+    if chosen == "triton":
+        offsets = groups.offsets(x.device)
+        return multiply_groups_op(x, matrices, bias, offsets, groups.row_tiles(), transposed)
+    factors = matrices if transposed else matrices.transpose(1, 2)
+    if chosen == "grouped_mm" and bias is None:  # it takes no bias
+        return F.grouped_mm(x, factors, offs=groups.offsets(x.device))
+    out = _product(x, matrices, transposed)
+    for expert, rows in groups.rows():
+        if bias is None:
+            torch.mm(x[rows], factors[expert], out=out[rows])
+        else:
+            torch.addmm(bias[expert], x[rows], factors[expert], out=out[rows])
+    return out
+
+
+def multiply_within_groups(
+    a: Tensor, b: Tensor, groups: Groups, total: Tensor | None = None
+) -> Tensor | None:
+    """Returns a_e.T @ b_e, [experts, n, k], for the rows a_e and b_e of each expert e, zero without rows.
+
+    a: [N, n]. b: [N, k]. total: fp32 [experts, n, k], to which kernels add the products; then None is
+    returned. All contiguous.
+    """
+    chosen, offsets = implementation(a, b), groups.offsets
+    if chosen == "triton" and total is not None and total.is_contiguous():
+        add_products_within_groups_op(total, a, b, offsets(a.device))
+        return None
+    if chosen == "triton":
+        return multiply_within_groups_op(a, b, offsets(a.device))
+    if chosen == "grouped_mm":
+        return F.grouped_mm(a.t(), b, offs=offsets(a.device))
+    out = a.new_zeros(len(groups.counts), a.shape[1], b.shape[1])
+    for expert, rows in groups.rows():
+        torch.mm(a[rows].t(), b[rows], out=out[expert])
+    return out
+
+
+def sum_groups(x: Tensor, groups: Groups) -> Tensor:
+    """Returns the sum of the rows of each expert, [experts, n], zero without rows. x: [N, n], contiguous."""
+    if implementation(x) == "triton":
+        return sum_groups_op(x, groups.offsets(x.device))
+    out = x.new_zeros(len(groups.counts), x.shape[1])
+    for expert, rows in groups.rows():
+        torch.sum(x[rows], 0, out=out[expert])
+    return out
+
+
+# --- Selection ---
+
+
+def implementation(*factors: Tensor) -> Literal["mm", "grouped_mm", "triton"]:
+    """Returns which implementation multiplies these contiguous tensors."""
+    first = factors[0]
+    if first.dtype not in (torch.bfloat16, torch.float16):
+        return "mm"
+    if uses_kernels(first):
+        return "triton"
+    if is_in_torch_dispatch_mode():  # no FLOPs are counted of torch's grouped product
+        return "mm"
+    addresses_and_rows = [n for x in factors for n in (x.data_ptr(), x.shape[-1] * x.element_size())]
+    is_aligned = not any(n % _ALIGNMENT for n in addresses_and_rows)
+    return "grouped_mm" if len(first) and is_aligned and _has_grouped_mm(first.device, first.dtype) else "mm"
+
+
+@lru_cache
+def _has_grouped_mm(device: torch.device, dtype: torch.dtype) -> bool:
+    """Returns whether torch's grouped product runs on the device. Its documentation promises bf16 on GPUs of
+    compute capability 8.0 or newer."""
+    ones = torch.ones(16, 16, dtype=dtype, device=device)
+    offsets = torch.tensor([16], dtype=torch.int32, device=device)
+    try:
+        product = F.grouped_mm(ones, ones[None], offs=offsets)
+    except torch.OutOfMemoryError:
+        raise
+    except (RuntimeError, NotImplementedError):
+        return False
+    return bool((product == 16).all())
+
+
+# --- Launches of the kernels. They are in `grouped_triton`. offsets: see `Groups`. ---
+
+
+@operator("multiply_groups")
+def multiply_groups_op(
+    x: Tensor, matrices: Tensor, bias: Tensor | None, offsets: Tensor, row_tiles: int, transposed: bool
+) -> Tensor:
+    """Runs `multiply_groups`. row_tiles: see `Groups`."""
+    out = _product(x, matrices, transposed)
+    _multiply_launch(len(offsets), row_tiles, out.shape[1], x.shape[1], transposed)(
+        x, matrices, bias, out, offsets
+    )
+    return out
+
+
+@multiply_groups_op.register_fake
+def _(x: Tensor, matrices: Tensor, *others: Any) -> Tensor:
+    return _product(x, matrices, others[-1])
+
+
+def _product(x: Tensor, matrices: Tensor, transposed: bool) -> Tensor:
+    return x.new_empty(len(x), matrices.shape[2 if transposed else 1])
+
+
+@operator("multiply_within_groups")
+def multiply_within_groups_op(a: Tensor, b: Tensor, offsets: Tensor) -> Tensor:
+    """Runs `multiply_within_groups`."""
+    out = _square(a, b, offsets)
+    _within_launch(len(offsets), *out.shape[1:], ADD=False)(a, b, out, offsets)
+    return out
+
+
+@multiply_within_groups_op.register_fake
+def _(a: Tensor, b: Tensor, offsets: Tensor) -> Tensor:
+    return _square(a, b, offsets)
+
+
+def _square(a: Tensor, b: Tensor, offsets: Tensor) -> Tensor:
+    return a.new_empty(len(offsets), a.shape[1], b.shape[1])
+
+
+@operator("add_products_within_groups", mutates_args=("total",))
+def add_products_within_groups_op(total: Tensor, a: Tensor, b: Tensor, offsets: Tensor) -> None:
+    """Adds the result of `multiply_within_groups` to `total`, without rounding it first."""
+    _within_launch(*total.shape, ADD=True)(a, b, total, offsets)
+
+
+@add_products_within_groups_op.register_fake
+def _(total: Tensor, a: Tensor, b: Tensor, offsets: Tensor) -> None:
+    return None
+
+
+@operator("sum_groups")
+def sum_groups_op(x: Tensor, offsets: Tensor) -> Tensor:
+    """Runs `sum_groups`."""
+    out = x.new_empty(len(offsets), x.shape[1])
+    _sum_launch(*out.shape)(x, out, offsets)
+    return out
+
+
+@sum_groups_op.register_fake
+def _(x: Tensor, offsets: Tensor) -> Tensor:
+    return x.new_empty(len(offsets), x.shape[1])
+
+
+@lru_cache(maxsize=1024)
+def _multiply_launch(experts: int, row_tiles: int, columns: int, inner: int, transposed: bool) -> Launch:
+    tiles = _tiles(columns, inner)
+    return Launch(
+        "grouped_triton.multiply_groups_kernel",
+        (row_tiles * -(-columns // tiles["BLOCK_COLUMNS"]), 1),
+        OPTIONS,
+        experts=experts,
+        columns=columns,
+        inner=inner,
+        TRANSPOSED=transposed,
+        EVEN=inner % tiles["BLOCK_INNER"] == 0,
+        BLOCK_EXPERTS=max(1 << (experts - 1).bit_length(), 16),
+        **tiles,
+    )
+
+
+@lru_cache
+def _within_launch(experts: int, rows: int, columns: int, ADD: bool) -> Launch:
+    tiles = _tiles(rows, columns)
+    grid = (experts * -(-rows // tiles["BLOCK_ROWS"]) * -(-columns // tiles["BLOCK_COLUMNS"]), 1)
+    numbers = {"rows": rows, "columns": columns, "ADD": ADD, **tiles}
+    return Launch("grouped_triton.multiply_within_groups_kernel", grid, OPTIONS, **numbers)
+
+
+def _tiles(*lengths: int) -> dict[str, int]:
+    return UNALIGNED_TILES if any(length % 16 for length in lengths) else TILES
+
+
+@lru_cache
+def _sum_launch(experts: int, columns: int) -> Launch:
+    grid = (-(-columns // SUM_TILES["BLOCK_COLUMNS"]), experts)
+    return Launch("grouped_triton.sum_groups_kernel", grid, {"num_warps": 4}, columns=columns, **SUM_TILES)
+
+
+@register_flop_formula(torch.ops.megatron.multiply_groups)
+def _multiply_flops(x_shape: torch.Size, matrices_shape: torch.Size, *_others: Any, **_: Any) -> int:
+    return 2 * x_shape[0] * matrices_shape[1] * matrices_shape[2]
+
+
+@register_flop_formula(torch.ops.megatron.multiply_within_groups)
+def _within_flops(a_shape: torch.Size, b_shape: torch.Size, *_others: Any, **_: Any) -> int:
+    return 2 * a_shape[0] * a_shape[1] * b_shape[1]
+
+
+@register_flop_formula(torch.ops.megatron.add_products_within_groups)
+def _add_flops(total_shape: torch.Size, a_shape: torch.Size, *_others: Any, **_: Any) -> int:
+    return 2 * a_shape[0] * total_shape[1] * total_shape[2]

@@ -1,0 +1,377 @@
+"""The expert layer: a router, the experts, and the shared expert (mixture of experts, arXiv 1701.06538).
+
+A router scores all experts for each token and chooses k of them. The token's output is the sum of the chosen
+experts' outputs, times the router's weights, plus the output of the shared expert, if there is one:
+
+    scores   = softmax or sigmoid of the router's logits, fp32             Router
+    experts  = the k best by score (+ bias); ties go to the lower id
+    weights  = the scores of the chosen experts, see `_weights`
+    output   = sum over k of weight * expert(token) + shared_expert(token)  ExpertMLP
+
+Nothing about a token depends on the layout: it is scored alone, in fp32, and no expert has a capacity. What
+is a sum over many tokens is summed exactly, or over a fixed set of tokens:
+
+- the numbers of tokens per expert, int64, over the step's global batch: `RouterBalance`;
+- the balance loss, over the tokens of one sequence (seq_aux_loss), or with the numbers of the step before
+  (global_aux_loss);
+- the z-loss, a mean over tokens.
+
+Shapes: s, b, h as in gpt_model.py; E experts, k per token, f = --moe-ffn-hidden-size; T = s b tokens of this
+rank. With expert parallelism (EP > 1) a rank holds E / EP experts and receives the rows of other ranks'
+tokens (`mpu.token_dispatch`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from megatron.config import ModelConfig
+from megatron.kernels.operators import first_order
+from megatron.model.layer_context import LayerContext
+from megatron.model.layer_list import FIRST_TRANSFORMER_LAYER
+from megatron.mpu.compilation import not_compiled
+from megatron.mpu.grouped_linear import Groups, grouped_linear
+from megatron.mpu.mesh import Mesh
+from megatron.mpu.parameter_spec import ParameterSpec, Shard
+from megatron.mpu.parameters import new_parameter
+from megatron.mpu.step_metrics import Reduction
+from megatron.mpu.token_dispatch import DISPATCHERS, Routing, count_experts
+
+_TINY = 1e-20
+"""Added to the sum of sigmoid scores before the division by it, as in DeepSeek-V3 and Megatron-LM."""
+
+
+class ExpertMLP(nn.Module):
+    """Router, experts and shared expert, in place of a dense MLP: [seq, batch, hidden] -> the same shape."""
+
+    skipped_bias = None
+    """All biases are added within the layer."""
+
+    def __init__(
+        self,
+        context: LayerContext,
+        layer_index: int,
+        activation: Callable[[Tensor], Tensor],
+        shared_expert: nn.Module | None,
+    ) -> None:
+        """layer_index: in the layer list. activation: between the two matrices of an expert. shared_expert:
+        an MLP that each token uses."""
+        super().__init__()
+        model, parallel = context.config.model, context.config.parallel
+        assert model.num_experts is not None
+        size, hidden, parts = model.expert_hidden_size, model.hidden_size, 2 if model.glu_activation else 1
+        self.router = Router(context, layer_index)
+        self.dispatcher = DISPATCHERS[parallel.moe_token_dispatcher_type](context.mesh.ep, model.num_experts)
+        first = ExpertLinear(context, hidden, size, parts, init_std=model.matrix_init_std)
+        second = ExpertLinear(context, size, hidden, init_std=model.output_init_std)
+        self.experts = nn.ModuleDict({"dense_h_to_4h": first, "dense_4h_to_h": second})
+        self.activation = activation
+        self.shared_expert = shared_expert
+        if model.moe_shared_expert_gate:
+            spec = ParameterSpec((1, hidden), init_std=model.matrix_init_std, lr_mult=model.matrix_lr_mult)
+            self.shared_expert_gate = nn.ParameterDict({"weight": new_parameter(spec)})
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        """[seq, batch, hidden] -> [seq, batch, hidden], of this rank's tokens."""
+        output = self._routed(hidden)
+        if self.shared_expert is None:
+            return output
+        shared = self.shared_expert(hidden)
+        if hasattr(self, "shared_expert_gate"):
+            shared = shared * F.linear(hidden, self.shared_expert_gate["weight"]).sigmoid()
+        return output + shared
+
+    @not_compiled  # the numbers of rows are read on the host
+    def _routed(self, hidden: Tensor) -> Tensor:
+        routing = self.router(hidden)
+        rows, groups, state = self.dispatcher.dispatch(hidden.flatten(0, 1), routing)
+        rows = self.experts["dense_h_to_4h"](rows, groups)
+        rows = self.experts["dense_4h_to_h"](self.activation(rows), groups)
+        return self.dispatcher.combine(rows, routing, state).to(hidden.dtype).view(hidden.shape)
+
+
+class ExpertLinear(nn.Module):
+    """A linear layer of each expert: rows [N, n_in] by expert -> [N, n_out]. A rank holds its own experts."""
+
+    def __init__(
+        self, context: LayerContext, n_in: int, n_out: int, num_fused_parts: int = 1, *, init_std: float
+    ) -> None:
+        """n_out: of each of the fused parts."""
+        super().__init__()
+        self.deferred = context.deferred
+        model, sharding = context.config.model, (Shard(0, "ep"),)
+        assert model.num_experts is not None
+        rows = (model.num_experts, num_fused_parts * n_out)
+        weight = ParameterSpec(
+            (*rows, n_in),
+            sharding,
+            init_std=init_std,
+            lr_mult=model.matrix_lr_mult,
+            matrix_rows=(n_out,) * num_fused_parts,
+        )
+        bias = None if model.disable_bias_linear else ParameterSpec(rows, sharding, weight_decay=False)
+        self.weight = new_parameter(weight, context.mesh.ep)
+        self.bias = None if bias is None else new_parameter(bias, context.mesh.ep)
+
+    def forward(self, rows: Tensor, groups: Groups) -> Tensor:
+        return grouped_linear(rows, self.weight, self.bias, groups, self.deferred)
+
+
+class Router(nn.Module):
+    """Chooses the experts of each token: hidden [seq, batch, hidden] -> `Routing` of its seq x batch tokens.
+
+    The choice is made once: a recomputed forward pass gets the choice of the first one, and counts nothing.
+    """
+
+    tokens_per_expert: Tensor
+    """int64 [E]: tokens of this rank in the training passes since `RouterBalance.begin_step`."""
+
+    def __init__(self, context: LayerContext, layer_index: int) -> None:
+        super().__init__()
+        model = context.config.model
+        assert model.num_experts is not None
+        self.model, self.num_experts, self.layer_index = model, model.num_experts, layer_index
+        self.samples_of, self.metrics = context.dropout_rng, context.metrics
+        self.records_layer = context.config.logging.moe_per_layer_logging
+        self.keeps_choice = context.config.training.recomputes_layers
+        self.shards = context.mesh.sequence if context.sequence_parallel else context.cp_group
+        self.cp_size = context.cp_group.size
+        spec = ParameterSpec(
+            (self.num_experts, model.hidden_size),
+            init_std=model.matrix_init_std,
+            lr_mult=model.matrix_lr_mult,
+        )
+        self.weight = new_parameter(spec)
+        self.has_balance_loss = (
+            model.moe_aux_loss_coeff > 0 and model.moe_router_load_balancing_type != "none"
+        )
+        uses_last_step = self.has_balance_loss and model.moe_router_load_balancing_type == "global_aux_loss"
+        self.expert_bias = self._state(0.0) if model.moe_router_enable_expert_bias else None
+        self.expert_load = self._state(1.0) if uses_last_step else None
+        counts = torch.zeros(self.num_experts, dtype=torch.int64)
+        self.register_buffer("tokens_per_expert", counts, persistent=False)
+
+    def _state(self, value: float) -> nn.Parameter:
+        """Returns state of each expert that `RouterBalance` changes, fp32."""
+        spec = ParameterSpec((self.num_experts,), init_value=value, weight_decay=False, has_gradient=False)
+        return new_parameter(spec, dtype=torch.float32)
+
+    def _apply(self, fn: Callable, recurse: bool = True) -> Router:
+        """Overrides torch's method, which `to` calls: the state stays fp32 in a 16-bit model."""
+        state = [each for each in (self.expert_bias, self.expert_load) if each is not None]
+        values = [each.data for each in state]
+        super()._apply(fn, recurse)
+        for each, value in zip(state, values, strict=True):
+            # `fn` may have rounded it.
+            each.data = each.data.float() if value.is_meta else value.to(each.device)
+        return self
+
+    def forward(self, hidden: Tensor) -> Routing:
+        logits = F.linear(hidden.float(), self.weight.float())  # [s, b, E]
+        experts, load = self._choice(logits.detach())
+        weights = self._weights(logits, experts)
+        for name, loss, coefficient in self._losses(logits, load):
+            # The loss of this rank's tokens is CP times their part, as in `CrossEntropy`.
+            self.record(name, loss.detach() * (self.shards.size / self.cp_size))
+            weights = _AddLoss.apply(weights, loss * coefficient, self.samples_of.samples.loss_gradient)
+        counts = None
+        if self._is_forced:
+            counts = balanced_counts(weights.shape[0] * weights.shape[1], experts.shape[-1], self.num_experts)
+        return Routing(experts.flatten(0, 1), weights.flatten(0, 1), counts)
+
+    def record(self, name: str, value: Tensor, reduce: Reduction = "mean") -> None:
+        """Records a metric over all layers, and with --moe-per-layer-logging also of this layer."""
+        self.metrics.record(name, value, reduce)
+        if self.records_layer:
+            number = self.layer_index - FIRST_TRANSFORMER_LAYER
+            self.metrics.record(f"layer {number} {name}", value, reduce)
+
+    # --- the choice ---
+
+    @property
+    def _is_forced(self) -> bool:
+        """Whether each expert gets equally many tokens: only in training, so that evaluations measure the
+        model."""
+        return self.model.moe_router_force_load_balancing and self.training
+
+    @torch.no_grad()
+    def _choice(self, logits: Tensor) -> tuple[Tensor, Tensor | None]:
+        """Returns the experts of each token, int64 [s, b, k], ascending, and what the balance loss multiplies
+        the scores with, fp32 [b or 1, E]. In the first forward pass of training it counts the tokens."""
+        kept, key = self.samples_of.samples.kept, f"{self.layer_index}.router"
+        if self.training and key in kept:
+            found: tuple[Tensor, Tensor | None] = kept.pop(key)
+            return found
+        if self._is_forced:
+            experts = balanced_experts(logits, self.model.moe_router_topk)
+        else:
+            experts = top_k(within_best_groups(self._ranking(logits), self.model), self.model.moe_router_topk)
+        experts = experts.sort(dim=-1).values
+        load = None
+        if self.training:
+            self.tokens_per_expert += count_experts(experts.flatten(), self.num_experts)
+            if self.expert_load is not None:
+                load = self.expert_load.detach().clone().unsqueeze(0)
+            elif self.has_balance_loss:
+                load = self._load_of_sequences(logits, experts)
+            if self.keeps_choice:
+                kept[key] = experts, load
+        return experts, load
+
+    def _ranking(self, logits: Tensor) -> Tensor:
+        """Returns what experts and groups of experts are chosen by: scores, with the bias, or as in
+        Megatron-LM the logits if the softmax comes after the choice."""
+        if self.model.moe_router_score_function == "softmax" and not self.model.moe_router_pre_softmax:
+            return logits
+        scores = self._scores(logits)
+        return scores if self.expert_bias is None else scores + self.expert_bias
+
+    def _scores(self, logits: Tensor) -> Tensor:
+        return logits.softmax(-1) if self.model.moe_router_score_function == "softmax" else logits.sigmoid()
+
+    def _weights(self, logits: Tensor, experts: Tensor) -> Tensor:
+        """Returns the weights of the chosen experts, fp32 [s, b, k]."""
+        model = self.model
+        if model.moe_router_score_function == "sigmoid":
+            weights = logits.gather(-1, experts).sigmoid()
+            if model.moe_router_topk > 1:
+                weights = weights / (weights.sum(-1, keepdim=True) + _TINY)
+        elif model.moe_router_pre_softmax:
+            weights = logits.softmax(-1).gather(-1, experts)
+        else:
+            weights = logits.gather(-1, experts).softmax(-1)
+        factor = model.moe_router_topk_scaling_factor
+        return weights if factor is None else weights * factor
+
+    # --- losses ---
+
+    def _losses(self, logits: Tensor, load: Tensor | None) -> list[tuple[str, Tensor, float]]:
+        """Returns (name, this rank's part of the loss of its samples, coefficient)."""
+        if not self.training:
+            return []
+        found = []
+        per_token = self.cp_size / (logits.shape[0] * self.shards.size * logits.shape[1])
+        if load is not None:
+            scores = self._scores(logits)
+            if self.model.moe_router_score_function == "sigmoid":
+                scores = scores / (scores.sum(-1, keepdim=True) + _TINY)
+            balance = (scores * load).sum() * per_token
+            found.append(("load balancing loss", balance, self.model.moe_aux_loss_coeff))
+        if self.model.moe_z_loss_coeff is not None:
+            z_loss = logits.logsumexp(-1).square().sum() * per_token
+            found.append(("router z-loss", z_loss, self.model.moe_z_loss_coeff))
+        return found
+
+    def _load_of_sequences(self, logits: Tensor, experts: Tensor) -> Tensor:
+        """Returns fp32 [b, E]: each expert's tokens of a sequence, divided by the mean over experts. Counts
+        the experts with the best scores, as the balance loss of DeepSeek-V3 (arXiv 2412.19437, equation 18):
+        neither the bias nor the groups change them."""
+        if self.expert_bias is not None or self.model.moe_router_num_groups is not None:
+            experts = top_k(logits, self.model.moe_router_topk)
+        counts = count_experts(experts.transpose(0, 1).flatten(1), self.num_experts)
+        if self.shards.size > 1:
+            dist.all_reduce(counts, group=self.shards.group)
+        return counts.float() * (self.num_experts / (experts.shape[0] * self.shards.size * experts.shape[2]))
+
+
+@first_order
+class _AddLoss(torch.autograd.Function):
+    """Returns the weights unchanged. Backward: the loss has the gradient of the model's loss."""
+
+    @staticmethod
+    def forward(ctx: Any, weights: Tensor, loss: Tensor, gradient: float) -> Tensor:
+        ctx.gradient, ctx.like = gradient, loss.detach()
+        return weights.view_as(weights)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, None]:
+        return grad, torch.full_like(ctx.like, ctx.gradient), None
+
+
+def top_k(scores: Tensor, k: int) -> Tensor:
+    """Returns the indices of the k largest scores along the last dimension, best first. Of equal scores the
+    lower index is better, which torch.topk does not promise."""
+    return scores.sort(dim=-1, descending=True, stable=True).indices[..., :k]
+
+
+def within_best_groups(scores: Tensor, model: ModelConfig) -> Tensor:
+    """Returns the scores, -inf outside of a token's best groups of experts (--moe-router-group-topk)."""
+    if model.moe_router_num_groups is None:
+        return scores
+    groups = scores.unflatten(-1, (model.moe_router_num_groups, -1))
+    chosen = model.moe_router_group_topk or model.moe_router_num_groups
+    best = groups.sort(dim=-1, descending=True).values[..., : model.moe_router_topk // chosen].sum(-1)
+    keep = torch.zeros_like(best).scatter_(-1, top_k(best, chosen), 1.0).bool()
+    return groups.masked_fill(~keep.unsqueeze(-1), -torch.inf).flatten(-2)
+
+
+def balanced_experts(logits: Tensor, k: int) -> Tensor:
+    """Returns k experts for each token so that all experts have equally many: token t of this rank has
+    experts t k to t k + k - 1, modulo E. int64 [s, b, k]."""
+    tokens, num_experts = logits[..., 0].numel(), logits.shape[-1]
+    experts = torch.arange(tokens * k, device=logits.device).remainder_(num_experts)
+    return experts.view(*logits.shape[:-1], k)
+
+
+def balanced_counts(tokens: int, k: int, num_experts: int) -> tuple[int, ...]:
+    """Returns the number of rows of each expert that `balanced_experts` makes."""
+    each, more = divmod(tokens * k, num_experts)
+    return tuple(each + (expert < more) for expert in range(num_experts))
+
+
+class RouterBalance:
+    """The tokens per expert of a step's global batch, and the changes of bias and load that follow."""
+
+    def __init__(self, module: nn.Module, mesh: Mesh) -> None:
+        """module: this rank's stages."""
+        self._routers = [child for child in module.modules() if isinstance(child, Router)]
+        self._mesh = mesh
+
+    def begin_step(self) -> None:
+        """Starts to count anew: passes outside of a step, such as measurements, have no effect."""
+        for router in self._routers:
+            router.tokens_per_expert.zero_()
+
+    @torch.no_grad()
+    def end_step(self) -> dict[nn.Parameter, Tensor]:
+        """Adds up the counts of all ranks, records metrics, and returns what to add to each router's state.
+        Collective on the ranks of a pipeline rank."""
+        if not self._routers:
+            return {}
+        counts = torch.stack([router.tokens_per_expert for router in self._routers])
+        if self._mesh.stage.size > 1:
+            dist.all_reduce(counts, group=self._mesh.stage.group)
+        changes: dict[nn.Parameter, Tensor] = {}
+        for router, tokens in zip(self._routers, counts, strict=True):
+            self._record(router, tokens)
+            above_mean = tokens * len(tokens) - tokens.sum()
+            if router.expert_bias is not None:
+                rate = router.model.moe_router_bias_update_rate
+                changes[router.expert_bias] = -rate * above_mean.sign().float()
+            if router.expert_load is not None:
+                load = tokens.double() / tokens.double().mean()
+                changes[router.expert_load] = load.float() - router.expert_load
+        return changes
+
+    def _record(self, router: Router, tokens: Tensor) -> None:
+        """Records the tokens per expert, how much the largest number exceeds the mean (MaxVio, arXiv
+        2408.15664, equation 4), the experts without tokens, and the norm of the bias."""
+        numbers = tokens.double()
+        mean = numbers.mean()
+        values: dict[str, tuple[Tensor, Reduction]] = {
+            "tokens per expert, min": (numbers.min(), "min"),
+            "tokens per expert, mean": (mean, "mean"),
+            "tokens per expert, max": (numbers.max(), "max"),
+            "MaxVio": (numbers.max() / mean - 1.0, "mean"),
+            "experts without tokens": ((tokens == 0).sum(), "mean"),
+        }
+        if router.expert_bias is not None:
+            values["expert bias norm"] = (torch.linalg.vector_norm(router.expert_bias), "mean")
+        for name, (value, reduce) in values.items():
+            router.record(name, value, reduce)

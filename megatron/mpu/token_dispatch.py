@@ -1,0 +1,297 @@
+"""Tokens to the experts that they chose, and the experts' outputs back: the dispatch of expert layers.
+
+A token of a rank chose k experts, so it becomes k rows. `dispatch` sorts the rows by expert and sends each to
+the rank that holds the expert; `combine` returns the results and adds up those of each token. Two dispatchers
+have this interface (--moe-token-dispatcher-type); a back end such as DeepEP would be a third:
+
+    AllToAll     rows are exchanged, k per token, by two all-to-alls in each pass
+    AllGather    each rank gathers all tokens, computes those of its experts, and the weighted results are
+                 reduce-scattered
+
+Orders are fixed, so that nothing depends on timing: the rows of an expert are ordered by rank and then by
+token, and the k results of a token are added in the order of the experts' ids, in fp32, without atomics.
+A rank without rows takes part in all exchanges. No token is dropped, and no row is padding.
+
+Shapes: T = tokens of this rank, k = experts per token, E = experts, R = ranks that share them, N = rows that
+this rank computes, h = hidden size.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from deepspeed.accelerator import get_accelerator
+from torch import Tensor
+
+from megatron.kernels.operators import first_order
+from megatron.mpu.grouped_linear import Groups
+from megatron.mpu.mesh import Axis
+from megatron.torch_versions import all_gather_single, reduce_scatter_single
+
+
+@dataclass(frozen=True)
+class Routing:
+    """The experts of the tokens of a rank.
+
+    experts: int64 [T, k], ascending for each token. weights: fp32 [T, k]. counts: rows of each expert, if
+    they are known on the host and equal on all ranks (--moe-router-force-load-balancing).
+    """
+
+    experts: Tensor
+    weights: Tensor
+    counts: tuple[int, ...] | None = None
+
+
+class Dispatcher(ABC):
+    """Brings tokens to the experts of an expert-parallel group, whose ranks hold consecutive experts."""
+
+    def __init__(self, ep_group: Axis, num_experts: int) -> None:
+        self.ep_group, self.num_experts = ep_group, num_experts
+        self.num_local = num_experts // ep_group.size
+
+    @abstractmethod
+    def dispatch(self, hidden: Tensor, routing: Routing) -> tuple[Tensor, Groups, Any]:
+        """[T, h] -> rows [N, h] by local expert, their numbers, and what `combine` needs. Collective."""
+
+    @abstractmethod
+    def combine(self, rows: Tensor, routing: Routing, state: Any) -> Tensor:
+        """Returns the weighted sums of the experts' outputs, fp32 [T, h], from rows [N, h]. Collective."""
+
+
+class AllToAll(Dispatcher):
+    """Sends each row to the rank of its expert. On one rank, only sorts the rows."""
+
+    def dispatch(self, hidden: Tensor, routing: Routing) -> tuple[Tensor, Groups, Any]:
+        order, inverse = sorted_by(routing.experts.flatten(), self.num_experts)
+        rows = _Expand.apply(hidden, order, inverse, routing.experts.shape[1])
+        counts = routing.counts
+        if self.ep_group.size == 1:
+            counts = counts or rows_per_expert(routing.experts, self.num_experts)
+            return rows, Groups(counts), (order, inverse, None)
+        sent, received = self._exchange_counts(routing)
+        splits = [sum(part) for part in sent], [sum(part) for part in received]
+        rows = _AllToAll.apply(rows, *splits, self.ep_group)
+        # Received rows are ordered by rank, then by expert.
+        local = torch.arange(self.num_local, device=rows.device).repeat(self.ep_group.size)
+        pinned = get_accelerator().pin_memory(torch.tensor(received).flatten())
+        numbers = pinned.to(rows.device, non_blocking=True)
+        ids = local.repeat_interleave(numbers, output_size=sum(splits[1]))
+        by_expert = sorted_by(ids, self.num_local)
+        rows = _Permute.apply(rows, *by_expert)
+        groups = Groups(tuple(map(sum, zip(*received, strict=True))))
+        return rows, groups, (order, inverse, (by_expert, splits))
+
+    def _exchange_counts(self, routing: Routing) -> tuple[list[list[int]], list[list[int]]]:
+        """Returns the numbers of rows that this rank sends and receives, by rank and by its experts."""
+        shape = (self.ep_group.size, self.num_local)
+        if routing.counts is not None:
+            sent = torch.tensor(routing.counts).view(shape).tolist()
+            return sent, [sent[self.ep_group.rank]] * self.ep_group.size
+        counts = count_experts(routing.experts.flatten(), self.num_experts)
+        received = torch.empty_like(counts)
+        dist.all_to_all_single(received, counts, group=self.ep_group.group)
+        both = torch.stack((counts, received)).view(2, *shape).tolist()
+        return both[0], both[1]
+
+    def combine(self, rows: Tensor, routing: Routing, state: Any) -> Tensor:
+        order, inverse, exchange = state
+        if exchange is not None:
+            (by_expert, back), (sent, received) = exchange
+            rows = _AllToAll.apply(_Permute.apply(rows, back, by_expert), received, sent, self.ep_group)
+        return _Combine.apply(rows, routing.weights, order, inverse)
+
+
+class AllGather(Dispatcher):
+    """Gathers the tokens of all ranks, and reduce-scatters the weighted sums of each rank's experts."""
+
+    def dispatch(self, hidden: Tensor, routing: Routing) -> tuple[Tensor, Groups, Any]:
+        hidden = gather_from_ranks(hidden, self.ep_group)
+        weights = gather_from_ranks(routing.weights, self.ep_group)
+        experts = routing.experts
+        if self.ep_group.size > 1:
+            experts = experts.new_empty(len(hidden), experts.shape[1])
+            all_gather_single(experts, routing.experts.contiguous(), group=self.ep_group.group)
+        first = self.ep_group.rank * self.num_local
+        local = (experts - first).flatten()
+        # Rows of other ranks' experts come last, and are not computed.
+        is_local = (local >= 0) & (local < self.num_local)
+        ids = torch.where(is_local, local, self.num_local)
+        order, inverse = sorted_by(ids, self.num_local + 1)
+        if routing.counts is None:
+            counts = rows_per_expert(ids, self.num_local + 1)[:-1]
+        else:
+            own = routing.counts[first : first + self.num_local]
+            counts = tuple(count * self.ep_group.size for count in own)
+        rows = _Expand.apply(hidden, order[: sum(counts)], inverse, experts.shape[1])
+        return rows, Groups(counts), (weights, order, inverse)
+
+    def combine(self, rows: Tensor, routing: Routing, state: Any) -> Tensor:
+        weights, order, inverse = state
+        return _scatter_to_ranks(_Combine.apply(rows, weights, order[: len(rows)], inverse), self.ep_group)
+
+
+DISPATCHERS: dict[str, type[Dispatcher]] = {"alltoall": AllToAll, "allgather": AllGather}
+"""The values of --moe-token-dispatcher-type."""
+
+
+def sorted_by(ids: Tensor, size: int) -> tuple[Tensor, Tensor]:
+    """Returns the stable order of rows with ids 0 to size - 1, and its inverse: the place of each row."""
+    order = ids.argsort(stable=True)
+    inverse = torch.empty_like(order)
+    inverse[order] = torch.arange(len(order), device=order.device)
+    return order, inverse
+
+
+def count_experts(ids: Tensor, size: int) -> Tensor:
+    """Returns the number of each id, int64 [..., size], of ids [..., n]. Exact in any order."""
+    counts = ids.new_zeros(*ids.shape[:-1], size)
+    return counts.scatter_add_(-1, ids, torch.ones_like(ids))
+
+
+def rows_per_expert(ids: Tensor, size: int) -> tuple[int, ...]:
+    """Returns the number of each id on the host, which waits for the device."""
+    return tuple(count_experts(ids.flatten(), size).tolist())
+
+
+def gather_from_ranks(x: Tensor, ep_group: Axis) -> Tensor:
+    """All-gathers rows of tokens. Backward: reduce-scatters their gradients."""
+    return x if ep_group.size == 1 else _GatherTokens.apply(x, ep_group)
+
+
+def _scatter_to_ranks(x: Tensor, ep_group: Axis) -> Tensor:
+    return x if ep_group.size == 1 else _ScatterTokens.apply(x, ep_group)
+
+
+@first_order
+class _GatherTokens(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, ep_group: Axis) -> Tensor:
+        ctx.ep_group = ep_group
+        return _all_gather(x, ep_group)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        return _reduce_scatter(grad, ctx.ep_group), None
+
+
+@first_order
+class _ScatterTokens(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, ep_group: Axis) -> Tensor:
+        ctx.ep_group = ep_group
+        return _reduce_scatter(x, ep_group)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        return _all_gather(grad, ctx.ep_group), None
+
+
+def _all_gather(x: Tensor, ep_group: Axis) -> Tensor:
+    full = x.new_empty(len(x) * ep_group.size, *x.shape[1:])
+    all_gather_single(full, x.contiguous(), group=ep_group.group)
+    return full
+
+
+def _reduce_scatter(x: Tensor, ep_group: Axis) -> Tensor:
+    """Sums in fp32: gradients of a token come from several ranks."""
+    full = x.float().contiguous()
+    part = full.new_empty(len(x) // ep_group.size, *x.shape[1:])
+    reduce_scatter_single(part, full, group=ep_group.group)
+    return part.to(x.dtype)
+
+
+@first_order
+class _AllToAll(torch.autograd.Function):
+    """Exchanges rows. sent, received: numbers of rows to and from each rank."""
+
+    @staticmethod
+    def forward(ctx: Any, rows: Tensor, sent: list[int], received: list[int], ep_group: Axis) -> Tensor:
+        ctx.sent, ctx.received, ctx.ep_group = sent, received, ep_group
+        return _exchange(rows, sent, received, ep_group)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        return _exchange(grad, ctx.received, ctx.sent, ctx.ep_group), None, None, None
+
+
+def _exchange(rows: Tensor, sent: list[int], received: list[int], ep_group: Axis) -> Tensor:
+    result = rows.new_empty(sum(received), *rows.shape[1:])
+    dist.all_to_all_single(result, rows.contiguous(), received, sent, group=ep_group.group)
+    return result
+
+
+@first_order
+class _Permute(torch.autograd.Function):
+    """rows[order]. The backward pass reads with the inverse, where autograd's would add with atomics."""
+
+    @staticmethod
+    def forward(ctx: Any, rows: Tensor, order: Tensor, inverse: Tensor) -> Tensor:
+        ctx.save_for_backward(inverse)
+        return rows[order]
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+        return grad[ctx.saved_tensors[0]], None, None
+
+
+@first_order
+class _Expand(torch.autograd.Function):
+    """[T, h] -> the rows of `order`, n of the T k rows. inverse [T k]: the place of each row; from n on, it
+    has none. Backward: the sum of each token's rows, in the order of the experts, in fp32."""
+
+    @staticmethod
+    def forward(ctx: Any, hidden: Tensor, order: Tensor, inverse: Tensor, k: int) -> Tensor:
+        ctx.save_for_backward(inverse)
+        ctx.k = k
+        return hidden[order.div(k, rounding_mode="floor")]
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:
+        (inverse,) = ctx.saved_tensors
+        return _sum_of_rows(grad, inverse.view(-1, ctx.k)).to(grad.dtype), None, None, None
+
+
+@first_order
+class _Combine(torch.autograd.Function):
+    """rows [n, h], weights [T, k] -> fp32 [T, h], the weighted sum of each token's rows, see `_Expand`."""
+
+    @staticmethod
+    def forward(ctx: Any, rows: Tensor, weights: Tensor, order: Tensor, inverse: Tensor) -> Tensor:
+        ctx.save_for_backward(rows, weights, order, inverse)
+        return _sum_of_rows(rows, inverse.view(weights.shape), weights)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, None, None]:
+        rows, weights, order, inverse = ctx.saved_tensors
+        tokens = order.div(weights.shape[1], rounding_mode="floor")
+        of_rows = grad[tokens]
+        grad_rows = of_rows * weights.flatten()[order].unsqueeze(1)
+        dots = (of_rows * rows).sum(1)
+        grad_weights = _rows_or_zero(dots, inverse).view(weights.shape)
+        return grad_rows.to(rows.dtype), grad_weights, None, None
+
+
+def _sum_of_rows(rows: Tensor, places: Tensor, weights: Tensor | None = None) -> Tensor:
+    """Returns fp32 [T, h]: for each token the sum of its rows, one after the other. places [T, k]."""
+    is_complete = len(rows) == places.numel()
+    total = rows.new_zeros(len(places), rows.shape[1], dtype=torch.float32)
+    for index, place in enumerate(places.unbind(1)):
+        part = rows[place] if is_complete else _rows_or_zero(rows, place)
+        if weights is None:
+            total += part
+        else:
+            total.addcmul_(part.float(), weights[:, index : index + 1])
+    return total
+
+
+def _rows_or_zero(rows: Tensor, places: Tensor) -> Tensor:
+    """Returns the rows at `places`, and zeros for places after the last row."""
+    if len(rows) == 0:
+        return rows.new_zeros(len(places), *rows.shape[1:])
+    found = rows[places.clamp(max=len(rows) - 1)]
+    is_there = (places < len(rows)).view(-1, *[1] * (rows.dim() - 1))
+    return torch.where(is_there, found, 0)
