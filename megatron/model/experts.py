@@ -174,7 +174,7 @@ class Router(nn.Module):
 
     def forward(self, hidden: Tensor) -> Routing:
         logits = F.linear(hidden.float(), self.weight.float())  # [s, b, E]
-        experts, load = self._choice(logits.detach())
+        experts, tokens, load = self._choice(logits.detach())
         weights = self._weights(logits, experts)
         for name, loss, coefficient in self._losses(logits, load):
             # The loss of this rank's tokens is CP times their part, as in `CrossEntropy`.
@@ -183,7 +183,7 @@ class Router(nn.Module):
         counts = None
         if self._is_forced:
             counts = balanced_counts(weights.shape[0] * weights.shape[1], experts.shape[-1], self.num_experts)
-        return Routing(experts.flatten(0, 1), weights.flatten(0, 1), counts)
+        return Routing(experts.flatten(0, 1), weights.flatten(0, 1), tokens, counts)
 
     def record(self, name: str, value: Tensor, reduce: Reduction = "mean") -> None:
         """Records a metric over all layers, and with --moe-per-layer-logging also of this layer."""
@@ -201,28 +201,29 @@ class Router(nn.Module):
         return self.model.moe_router_force_load_balancing and self.training
 
     @torch.no_grad()
-    def _choice(self, logits: Tensor) -> tuple[Tensor, Tensor | None]:
-        """Returns the experts of each token, int64 [s, b, k], ascending, and what the balance loss multiplies
-        the scores with, fp32 [b or 1, E]. In the first forward pass of training it counts the tokens."""
+    def _choice(self, logits: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
+        """Returns the experts of each token, int64 [s, b, k], ascending, the tokens of each expert, int64
+        [E], and what the balance loss multiplies the scores with, fp32 [b or 1, E]. In the first forward pass
+        of training it adds the tokens to `tokens_per_expert`."""
         kept, key = self.samples_of.samples.kept, f"{self.layer_index}.router"
         if self.training and key in kept:
-            found: tuple[Tensor, Tensor | None] = kept.pop(key)
+            found: tuple[Tensor, Tensor, Tensor | None] = kept.pop(key)
             return found
         if self._is_forced:
             experts = balanced_experts(logits, self.model.moe_router_topk)
         else:
             experts = top_k(within_best_groups(self._ranking(logits), self.model), self.model.moe_router_topk)
         experts = experts.sort(dim=-1).values
-        load = None
+        tokens, load = count_experts(experts.flatten(), self.num_experts), None
         if self.training:
-            self.tokens_per_expert += count_experts(experts.flatten(), self.num_experts)
+            self.tokens_per_expert += tokens
             if self.expert_load is not None:
                 load = self.expert_load.detach().clone().unsqueeze(0)
             elif self.has_balance_loss:
                 load = self._load_of_sequences(logits, experts)
             if self.keeps_choice:
-                kept[key] = experts, load
-        return experts, load
+                kept[key] = experts, tokens, load
+        return experts, tokens, load
 
     def _ranking(self, logits: Tensor) -> Tensor:
         """Returns what experts and groups of experts are chosen by: scores, with the bias, or as in

@@ -29,20 +29,26 @@ from torch import Tensor
 
 from megatron.kernels.operators import first_order
 from megatron.mpu.grouped_linear import Groups
+from megatron.mpu.mappings import (
+    all_gather_sequence,
+    reduce_scatter_sequence,
+    reduce_scatter_to_sequence_region,
+)
 from megatron.mpu.mesh import Axis
-from megatron.torch_versions import all_gather_single, reduce_scatter_single
 
 
 @dataclass(frozen=True)
 class Routing:
     """The experts of the tokens of a rank.
 
-    experts: int64 [T, k], ascending for each token. weights: fp32 [T, k]. counts: rows of each expert, if
-    they are known on the host and equal on all ranks (--moe-router-force-load-balancing).
+    experts: int64 [T, k], ascending for each token. weights: fp32 [T, k]. tokens: int64 [E], rows of each
+    expert. counts: these numbers, if they are known on the host and equal on all ranks
+    (--moe-router-force-load-balancing).
     """
 
     experts: Tensor
     weights: Tensor
+    tokens: Tensor
     counts: tuple[int, ...] | None = None
 
 
@@ -68,10 +74,8 @@ class AllToAll(Dispatcher):
     def dispatch(self, hidden: Tensor, routing: Routing) -> tuple[Tensor, Groups, Any]:
         order, inverse = sorted_by(routing.experts.flatten(), self.num_experts)
         rows = _Expand.apply(hidden, order, inverse, routing.experts.shape[1])
-        counts = routing.counts
         if self.ep_group.size == 1:
-            counts = counts or rows_per_expert(routing.experts, self.num_experts)
-            return rows, Groups(counts), (order, inverse, None)
+            return rows, Groups(routing.counts or tuple(routing.tokens.tolist())), (order, inverse, None)
         sent, received = self._exchange_counts(routing)
         splits = [sum(part) for part in sent], [sum(part) for part in received]
         rows = _AllToAll.apply(rows, *splits, self.ep_group)
@@ -91,10 +95,9 @@ class AllToAll(Dispatcher):
         if routing.counts is not None:
             sent = torch.tensor(routing.counts).view(shape).tolist()
             return sent, [sent[self.ep_group.rank]] * self.ep_group.size
-        counts = count_experts(routing.experts.flatten(), self.num_experts)
-        received = torch.empty_like(counts)
-        dist.all_to_all_single(received, counts, group=self.ep_group.group)
-        both = torch.stack((counts, received)).view(2, *shape).tolist()
+        received = torch.empty_like(routing.tokens)
+        dist.all_to_all_single(received, routing.tokens, group=self.ep_group.group)
+        both = torch.stack((routing.tokens, received)).view(2, *shape).tolist()
         return both[0], both[1]
 
     def combine(self, rows: Tensor, routing: Routing, state: Any) -> Tensor:
@@ -113,8 +116,8 @@ class AllGather(Dispatcher):
         weights = gather_from_ranks(routing.weights, self.ep_group)
         experts = routing.experts
         if self.ep_group.size > 1:
-            experts = experts.new_empty(len(hidden), experts.shape[1])
-            all_gather_single(experts, routing.experts.contiguous(), group=self.ep_group.group)
+            experts, pending = all_gather_sequence(experts, self.ep_group)
+            pending.wait()
         first = self.ep_group.rank * self.num_local
         local = (experts - first).flatten()
         # Rows of other ranks' experts come last, and are not computed.
@@ -122,7 +125,7 @@ class AllGather(Dispatcher):
         ids = torch.where(is_local, local, self.num_local)
         order, inverse = sorted_by(ids, self.num_local + 1)
         if routing.counts is None:
-            counts = rows_per_expert(ids, self.num_local + 1)[:-1]
+            counts = tuple(count_experts(ids, self.num_local + 1).tolist()[:-1])
         else:
             own = routing.counts[first : first + self.num_local]
             counts = tuple(count * self.ep_group.size for count in own)
@@ -131,7 +134,8 @@ class AllGather(Dispatcher):
 
     def combine(self, rows: Tensor, routing: Routing, state: Any) -> Tensor:
         weights, order, inverse = state
-        return _scatter_to_ranks(_Combine.apply(rows, weights, order[: len(rows)], inverse), self.ep_group)
+        sums = _Combine.apply(rows, weights, order[: len(rows)], inverse)
+        return reduce_scatter_to_sequence_region(sums, self.ep_group)
 
 
 DISPATCHERS: dict[str, type[Dispatcher]] = {"alltoall": AllToAll, "allgather": AllGather}
@@ -152,18 +156,9 @@ def count_experts(ids: Tensor, size: int) -> Tensor:
     return counts.scatter_add_(-1, ids, torch.ones_like(ids))
 
 
-def rows_per_expert(ids: Tensor, size: int) -> tuple[int, ...]:
-    """Returns the number of each id on the host, which waits for the device."""
-    return tuple(count_experts(ids.flatten(), size).tolist())
-
-
 def gather_from_ranks(x: Tensor, ep_group: Axis) -> Tensor:
     """All-gathers rows of tokens. Backward: reduce-scatters their gradients."""
     return x if ep_group.size == 1 else _GatherTokens.apply(x, ep_group)
-
-
-def _scatter_to_ranks(x: Tensor, ep_group: Axis) -> Tensor:
-    return x if ep_group.size == 1 else _ScatterTokens.apply(x, ep_group)
 
 
 @first_order
@@ -171,37 +166,16 @@ class _GatherTokens(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, ep_group: Axis) -> Tensor:
         ctx.ep_group = ep_group
-        return _all_gather(x, ep_group)
+        full, pending = all_gather_sequence(x, ep_group)
+        pending.wait()
+        return full
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        return _reduce_scatter(grad, ctx.ep_group), None
-
-
-@first_order
-class _ScatterTokens(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, ep_group: Axis) -> Tensor:
-        ctx.ep_group = ep_group
-        return _reduce_scatter(x, ep_group)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        return _all_gather(grad, ctx.ep_group), None
-
-
-def _all_gather(x: Tensor, ep_group: Axis) -> Tensor:
-    full = x.new_empty(len(x) * ep_group.size, *x.shape[1:])
-    all_gather_single(full, x.contiguous(), group=ep_group.group)
-    return full
-
-
-def _reduce_scatter(x: Tensor, ep_group: Axis) -> Tensor:
-    """Sums in fp32: gradients of a token come from several ranks."""
-    full = x.float().contiguous()
-    part = full.new_empty(len(x) // ep_group.size, *x.shape[1:])
-    reduce_scatter_single(part, full, group=ep_group.group)
-    return part.to(x.dtype)
+        # In fp32: gradients of a token come from several ranks.
+        part, pending = reduce_scatter_sequence(grad.float(), ctx.ep_group)
+        pending.wait()
+        return part.to(grad.dtype), None
 
 
 @first_order

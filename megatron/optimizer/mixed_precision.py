@@ -19,7 +19,7 @@ from collections import deque
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -44,6 +44,7 @@ from megatron.optimizer.loss_scale import LossScaler
 from megatron.optimizer.matrix_optimizer import MatrixOptimizer
 from megatron.optimizer.overlap import Bucket, ShardedUnit, UnitOverlap
 from megatron.optimizer.quantized import QuantizedMoment, read_moment
+from megatron.optimizer.state_rule import StateRule, change_state
 from megatron.optimizer.whole_matrices import WholeMatrices
 from megatron.optimizer.zero import ZeroConfig
 
@@ -58,17 +59,6 @@ SavedState = Callable[
 
 class NonFiniteError(RuntimeError):
     """The loss or a gradient is non-finite. Raised on every rank, before the weights are updated."""
-
-
-class StateRule(Protocol):
-    """Changes parameters without a gradient (`ParameterSpec.has_gradient`), such as the bias of experts."""
-
-    def begin_step(self) -> None:
-        """Called before the passes of a step."""
-
-    def end_step(self) -> Mapping[nn.Parameter, Tensor]:
-        """Returns what to add to the parameters, fp32, equal on all ranks that hold one. Called after the
-        passes, also if the update is skipped. Collective."""
 
 
 class MixedPrecisionOptimizer:
@@ -257,7 +247,7 @@ class MixedPrecisionOptimizer:
         self.unit_overlap.free_prefetched()
         wait_for_copies(self.flat)
         self.update_masters()
-        self._change_state(state_changes)
+        change_state(self.flat, state_changes)
         if self.averages_replicated:
             average_replicated(self.flat, self.mesh.tp)
         self._all_gather_params()
@@ -270,15 +260,6 @@ class MixedPrecisionOptimizer:
         self.optimizer.step()
         for flat in self.flat:
             flat.master.grad = None
-
-    def _change_state(self, changes: Mapping[nn.Parameter, Tensor]) -> None:
-        """Adds to the masters of parameters without a gradient what the state rule returned."""
-        for flat in self.flat:
-            for parameter, start, length in flat.fragments():
-                if parameter in changes:
-                    first = flat.first_element(parameter)
-                    change = changes[parameter].view(-1)[first : first + length]
-                    flat.master.data[start : start + length] += change.to(flat.master.device)
 
     @property
     def skipped(self) -> bool:

@@ -13,23 +13,18 @@ import torch
 from megatron.model import experts as experts_module
 from megatron.model.experts import Router, RouterBalance
 from tests.distributed.parity import assert_same_numbers
-from tests.distributed.test_model_variants import LLAMA, initial_weights_and_history
+from tests.distributed.test_model_variants import LLAMA, initial_weights_and_history, plain_history
 from tests.reference.plain_experts import PlainExperts
-from tests.reference.plain_gpt import train_plain_gpt
 from tests.support.layouts import (
-    CLIP,
     DROPOUT,
     FP32_BOUND,
     GLOBAL_BATCH,
-    RATE,
     SEQ,
     STEPS,
-    VOCAB,
     Row,
     build_engine,
     config_of,
     evaluate,
-    global_batch,
     micro_batches,
     relative_errors,
     train,
@@ -79,19 +74,8 @@ def test_one_process_trains_as_experts_in_plain_pytorch_do(name):
     model, options = MODELS[name]
     steps = STEPS if name == "glm" else STEPS // 2
     ((weights, history),) = run_world(1, initial_weights_and_history, Row(micro_batch=4), {"model": model})
-    plain = train_plain_gpt(
-        weights,
-        [global_batch(step) for step in range(steps)],
-        lr=RATE,
-        vocab=VOCAB,
-        clip=CLIP,
-        layers=4,
-        heads=4,
-        positions=model.get("position_embedding_type", "absolute"),
-        glu=model.get("glu_activation"),
-        groups=model.get("num_query_groups"),
-        experts=PlainExperts(**options),
-    )
+    groups, experts = model.get("num_query_groups"), PlainExperts(**options)
+    plain = plain_history(weights, model, steps, groups=groups, experts=experts)
     assert max(relative_errors(history[:steps], plain)) <= FP32_BOUND
 
 

@@ -142,9 +142,15 @@ def test_one_process_trains_as_a_gpt_in_plain_pytorch_does(case):
     model, options = PLAIN_CASES[case]
     row = Row(micro_batch=4)
     ((weights, history),) = run_world(1, initial_weights_and_history, row, {"model": model})
-    plain = train_plain_gpt(
+    plain = plain_history(weights, model, STEPS, **options)
+    assert max(relative_errors(history, plain)) <= FP32_BOUND
+
+
+def plain_history(weights, model, steps, **options):
+    """Trains the GPT in plain PyTorch on the first steps. options: arguments of `train_plain_gpt`."""
+    return train_plain_gpt(
         weights,
-        [global_batch(step) for step in range(STEPS)],
+        [global_batch(step) for step in range(steps)],
         lr=RATE,
         vocab=VOCAB,
         clip=CLIP,
@@ -154,7 +160,6 @@ def test_one_process_trains_as_a_gpt_in_plain_pytorch_does(case):
         glu=model.get("glu_activation"),
         **options,
     )
-    assert max(relative_errors(history, plain)) <= FP32_BOUND
 
 
 INTERLEAVED_SEQUENCE = {"parallel": {**INTERLEAVED["parallel"], "sequence_parallel": True}}

@@ -212,8 +212,9 @@ def unconnected_run(
     """Returns a run before its processes connect, whose data have this fingerprint wherever it starts."""
     from megatron.data.vocabulary import Vocabulary
     from megatron.run import Run
+    from pretrain_gpt import predict_memory
 
-    run = Run.from_config(config, Vocabulary(vocab_size, EOD))
+    run = Run.from_config(config, Vocabulary(vocab_size, EOD), predict_memory)
     return dataclasses.replace(run, _fingerprints=defaultdict(lambda: fingerprint))
 
 
