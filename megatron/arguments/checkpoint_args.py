@@ -8,18 +8,15 @@ from __future__ import annotations
 
 import math
 import os
-import types
-import typing
 from collections.abc import Mapping
-from dataclasses import fields
 from typing import Any
 
 from megatron.checkpoint.saved_config import SavedConfig, read_saved_config
 from megatron.config.config import SETTINGS, Config
-from megatron.config.fields import setting_option
+from megatron.config.fields import InvalidSettings, setting_option, value_text
 from megatron.config.sections.checkpoint import CheckpointConfig
 from megatron.config.sections.data import TOKENIZER_FIELDS
-from megatron.config.sections.experts import ExpertConfig
+from megatron.config.sections.experts import OPTIONS_OF_EXPERTS
 from megatron.errors import ConfigError
 from megatron.optimizer.batch_schedule import RunLength
 
@@ -85,41 +82,49 @@ def add_checkpoint_args(settings: Settings, saved: SavedConfig) -> str:
     """
     typed_tokenizer = any(f"data.{name}" in settings for name in TOKENIZER_FIELDS)
     is_finetuning = settings.get("checkpoint.finetune", False)
-    of_experts = {field.name for field in fields(ExpertConfig)}
     unused = saved.config.model.unused_fields()  # some are derived from other fields, such as --seq-length
-    for name, setting in SETTINGS.items():
-        is_of_tokenizer = setting.field in TOKENIZER_FIELDS
+    values = {
+        name: saved.config.value(name)
+        for name, setting in SETTINGS.items()
+        if setting.section == "model"
+        or setting.field in TOKENIZER_FIELDS
         # Fine-tuning may choose how to treat documents.
-        is_of_data = setting.changes_model and not is_finetuning and setting.section == "data"
-        if not (setting.section == "model" or is_of_data or is_of_tokenizer):
-            continue
-        value = saved.config.value(name)
-        if not _has_type(value, setting.type):
+        or (setting.section == "data" and setting.changes_model and not is_finetuning)
+    }
+    for name, value in values.items():
+        if not SETTINGS[name].has_type(value):
             raise ConfigError(
                 f"checkpoint {saved.source}: {name} in its config is of type "
                 f"{type(value).__name__}: the file is damaged, or another program wrote it"
             )
+    for name, value in values.items():
+        setting = SETTINGS[name]
+        is_of_tokenizer = setting.field in TOKENIZER_FIELDS
         if typed_tokenizer and (is_of_tokenizer or name == "model.vocab_size"):
             continue
         if setting.section == "model" and setting.field in unused:
             continue
-        if setting.field in of_experts and settings.get("checkpoint.moe_use_upcycling"):
+        if setting.field in {"num_experts", *OPTIONS_OF_EXPERTS} and settings.get(
+            "checkpoint.moe_use_upcycling"
+        ):
             continue  # the checkpoint has none
         typed = settings.setdefault(name, value)
-        if typed != value and setting.changes_model:
-            has = "does not have it" if value in (None, False) else f"has {value}"
+        is_other = typed != value and _as_in_config(saved.config, name, typed) != value
+        if setting.changes_model and is_other:
+            has = "does not have it" if value in (None, False) else f"has {value_text(value)}"
             raise ConfigError(
-                f"{setting.option} {'' if typed is True else f'{typed} '}contradicts "
+                f"{setting.option} {'' if typed is True else f'{value_text(typed)} '}contradicts "
                 f"--use-checkpoint-args: checkpoint {saved.source} {has}; remove one of the two flags"
             )
     return f"model and tokenizer have the flags of {saved.source} (--use-checkpoint-args)"
 
 
-def _has_type(value: Any, annotation: Any) -> bool:
-    """Returns whether a value from a file has the type of a field, such as `int | None`."""
-    given = typing.get_args(annotation) if isinstance(annotation, types.UnionType) else (annotation,)
-    kinds = [typing.get_origin(kind) or kind for kind in given]
-    return type(value) in kinds or (type(value) is int and float in kinds)
+def _as_in_config(config: Config, name: str, typed: Any) -> Any:
+    """Returns a typed value as the config of the model has it: the letters of --moe-layer-freq 2."""
+    try:
+        return config.with_settings({name: typed}).value(name)
+    except InvalidSettings:  # of this value, or of this value with the checkpoint's
+        return typed
 
 
 def check_branch_flags(options: CheckpointConfig, settings: Settings) -> None:

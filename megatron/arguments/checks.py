@@ -20,17 +20,15 @@ from megatron.arguments.data_checks import (
     missing_file_mistakes,
     tokenizer_mistakes,
 )
-from megatron.arguments.expert_checks import expert_mistakes
 from megatron.arguments.schedule_checks import length_mistakes, schedule_mistakes
 from megatron.config.config import Config
 from megatron.config.fields import option_name
-from megatron.config.mistakes import raise_first
+from megatron.config.mistakes import indivisible, raise_first
 from megatron.config.model import check_vocab_divides, padded_vocab_size
 from megatron.config.rules import rule_mistakes
 from megatron.config.sections.curriculum import SOURCE
-from megatron.config.sections.layer_pattern import WINDOW
+from megatron.config.sections.layer_pattern import DENSE, WINDOW
 from megatron.config.sections.model import ModelConfig
-from megatron.config.sections.parallel import ParallelConfig
 from megatron.errors import ConfigError
 from megatron.object_store.store import is_url
 from megatron.optimizer.batch_schedule import batch_mistakes
@@ -38,6 +36,7 @@ from megatron.pipeline.partition_method import parse_partition_method
 from megatron.text_table import counted
 
 _MOST_STAGES = 200_000
+_TP = "--tensor-model-parallel-size"
 
 
 def validate(config: Config) -> None:
@@ -49,16 +48,9 @@ def mistakes_of(config: Config) -> Iterator[str]:
     """Yields a sentence for each combination of settings that cannot be run."""
     checks: list[Callable[[Config], Iterator[str]]] = [
         *(rule_mistakes, layout_mistakes, model_mistakes, expert_mistakes, pipeline_mistakes, batch_mistakes),
-        length_mistakes,
-        *(schedule_mistakes, optimizer_mistakes, precision_mistakes, finetuning_mistakes, stability_mistakes),
-        *(
-            local_save_mistakes,
-            object_store_mistakes,
-            curriculum_mistakes,
-            harness_mistakes,
-            tokenizer_mistakes,
-        ),
-        *(data_mistakes, evaluation_mistakes),
+        *(length_mistakes, schedule_mistakes, optimizer_mistakes, precision_mistakes, finetuning_mistakes),
+        *(stability_mistakes, local_save_mistakes, object_store_mistakes, curriculum_mistakes),
+        *(harness_mistakes, tokenizer_mistakes, data_mistakes, evaluation_mistakes),
     ]
     if not config.training.dry_run:
         checks += [missing_file_mistakes, dependency_mistakes, harness_package_mistakes]
@@ -88,11 +80,8 @@ def layout_mistakes(config: Config) -> Iterator[str]:
             f"--context-parallel-size {context}: --seq-length {config.model.seq_length} is not divisible by "
             f"{parallel.length_multiple} ({parallel.length_multiple_terms}): change one of them"
         )
-    if parallel.sequence_parallel and config.model.seq_length % tensor:
-        yield (
-            f"--sequence-parallel: --seq-length {config.model.seq_length} is not divisible by "
-            f"--tensor-model-parallel-size {tensor}: change one of them"
-        )
+    if parallel.sequence_parallel:
+        yield from indivisible("--sequence-parallel: --seq-length", config.model.seq_length, _TP, tensor)
     if parallel.tp_comm_overlap and parallel.schedule.splits_backward:
         yield (
             f"--tp-comm-overlap with --pipeline-schedule {parallel.pipeline_schedule}: weight "
@@ -116,16 +105,6 @@ def layout_mistakes(config: Config) -> Iterator[str]:
 def pipeline_mistakes(config: Config) -> Iterator[str]:
     """Yields a sentence for partition methods and pipeline schedules that cannot be run."""
     parallel = config.parallel
-    yield from _stage_mistakes(parallel)
-    method = parse_partition_method(parallel.partition_method)
-    if parallel.partition_profile is not None and method.kind != "profile":
-        yield (
-            f"--partition-profile {parallel.partition_profile} with --partition-method {method.text}: only "
-            "the method profile uses it; change the method or remove --partition-profile"
-        )
-
-
-def _stage_mistakes(parallel: ParallelConfig) -> Iterator[str]:
     virtual, name = parallel.virtual_pipeline_stages, parallel.pipeline_schedule
     if parallel.num_stages > _MOST_STAGES:
         yield (
@@ -149,6 +128,12 @@ def _stage_mistakes(parallel: ParallelConfig) -> Iterator[str]:
         yield (
             f"{given} with --pipeline-model-parallel-size 1: expected 2 or more, or the schedule 1f1b "
             "with one stage per rank"
+        )
+    method = parse_partition_method(parallel.partition_method)
+    if parallel.partition_profile is not None and method.kind != "profile":
+        yield (
+            f"--partition-profile {parallel.partition_profile} with --partition-method {method.text}: only "
+            "the method profile uses it; change the method or remove --partition-profile"
         )
 
 
@@ -239,38 +224,23 @@ def stability_mistakes(config: Config) -> Iterator[str]:
 
 def dependency_mistakes(config: Config) -> Iterator[str]:
     """Yields a sentence if a package or program that the flags need is not installed."""
-    if config.optimizer.use_apex:
-        yield from _apex_mistakes()
-    if config.optimizer.use_bnb_optimizer:
-        yield from _bitsandbytes_mistakes()
-    if config.training.compile:
-        yield from _compiler_mistakes()
-
-
-def _apex_mistakes() -> Iterator[str]:
-    spec = find_spec("apex")
+    spec = find_spec("apex") if config.optimizer.use_apex else None
     folders = [Path(folder) for folder in (spec.submodule_search_locations or ())] if spec else []
-    if not any(
+    if config.optimizer.use_apex and not any(
         (folder / "optimizers").is_dir() and (folder / "normalization").is_dir() for folder in folders
     ):
         found = "another package with that name is" if spec else "it is not"
         yield (
             f"--use-apex needs NVIDIA apex, and {found} installed: install NVIDIA apex, or remove the flag"
         )
-
-
-def _bitsandbytes_mistakes() -> Iterator[str]:
     # Not imported, because the import takes seconds.
-    if find_spec("bitsandbytes") is None:
+    if config.optimizer.use_bnb_optimizer and find_spec("bitsandbytes") is None:
         yield (
             "--use-bnb-optimizer needs bitsandbytes, which is not installed: pip install bitsandbytes, or "
             "remove the flag"
         )
-
-
-def _compiler_mistakes() -> Iterator[str]:
     compilers = [name for name in (os.environ.get("CXX"), "g++", "clang++") if name]
-    if not any(which(name) for name in compilers):
+    if config.training.compile and not any(which(name) for name in compilers):
         yield (
             f"--compile needs a C++ compiler: none of {', '.join(compilers)} is installed: install g++, "
             "or remove the flag"
@@ -282,11 +252,8 @@ def model_mistakes(config: Config) -> Iterator[str]:
     model, tensor = config.model, config.parallel.tensor_model_parallel_size
     if problem := model.heads_problem(tensor):
         yield problem
-    if model.ffn_hidden_size % tensor:
-        yield (
-            f"--ffn-hidden-size {model.ffn_hidden_size} is not divisible by --tensor-model-parallel-size "
-            f"{tensor}: change one of them"
-        )
+    if "ffn_hidden_size" not in model.unused_fields():
+        yield from indivisible("--ffn-hidden-size", model.ffn_hidden_size, _TP, tensor)
     if model.qk_layernorm_scope == "projection" and model.normalization != "RMSNorm":
         yield (
             f"--qk-layernorm-scope projection with --normalization {model.normalization}: expected RMSNorm; "
@@ -316,6 +283,40 @@ def model_mistakes(config: Config) -> Iterator[str]:
         padded_vocab_size(model.vocab_size, model, tensor)
     elif model.pad_vocab_size_to is not None:
         check_vocab_divides(model.pad_vocab_size_to, tensor)
+
+
+def expert_mistakes(config: Config) -> Iterator[str]:
+    """Yields a sentence for settings of expert layers that do not fit each other or the layout."""
+    model, experts = config.model, config.model.num_experts
+    if experts is None:
+        return
+    if model.moe_layer_freq == (DENSE,):
+        yield (
+            f"--moe-layer-freq gives none of the {model.num_layers} layers experts: remove --num-experts and "
+            "--moe-layer-freq, or change the pattern"
+        )
+    yield from model.router_mistakes()
+    weighs = model.moe_router_pre_softmax or model.moe_router_score_function != "softmax"
+    if model.moe_router_topk == 1 and not weighs and not config.training.no_train:
+        yield (
+            "--moe-router-topk 1 without --moe-router-pre-softmax: the softmax over one chosen expert is "
+            "always 1, so the router would not be trained; set --moe-router-pre-softmax, or "
+            "--moe-router-score-function sigmoid"
+        )
+    parallel, shared = config.parallel, model.moe_shared_expert_intermediate_size
+    tensor, ranks = parallel.tensor_model_parallel_size, parallel.expert_model_parallel_size
+    yield from indivisible("--num-experts", experts, "--expert-model-parallel-size", ranks)
+    if tensor > 1 and not parallel.sequence_parallel:
+        yield (
+            f"--num-experts {experts} with --tensor-model-parallel-size {tensor}: the ranks of a "
+            "tensor-parallel group route different tokens; add --sequence-parallel"
+        )
+    yield from indivisible("--moe-shared-expert-intermediate-size", shared or 0, _TP, tensor)
+    if config.checkpoint.save is not None and config.checkpoint.save_format == "native":
+        yield (
+            f"--save-format native with --num-experts {experts}: DeepSpeed's files have no place for "
+            "experts; remove --save-format"
+        )
 
 
 def _rotary_mistakes(model: ModelConfig) -> Iterator[str]:

@@ -17,7 +17,6 @@ from megatron.config.tool_parser import check_folder
 from megatron.data.flags import (
     NO_EVALUATION_DATA,
     SPLIT_NAMES,
-    PathGroup,
     available_eval_splits,
     missing_tokenizer_files,
     parse_split,
@@ -36,8 +35,14 @@ def data_mistakes(config: Config) -> Iterator[str]:
     yield from mistakes_of_call(parse_split, data.split)
     for split_name in SPLIT_NAMES:
         try:
-            for group in split_groups(data, split_name):
-                yield from _blend_mistakes(data, group, data_option(data, split_name))
+            if any(group.is_by_size for group in split_groups(data, split_name)) and not (
+                DATA_ORDERS[data.data_order].blends_by_size
+            ):
+                yield (
+                    f"{data_option(data, split_name)} has no weights: --data-order {data.data_order} has no "
+                    "blends without weights; set a weight before each prefix, or choose native or "
+                    "megatron-core"
+                )
         except ConfigError as error:
             yield str(error)
     if data.max_epochs_action == "renormalize" and data.data_order != "native":
@@ -123,14 +128,6 @@ def _own_data_mistakes(data: DataConfig) -> Iterator[str]:
         yield (
             f"{data_option(data, 'valid')} and {data_option(data, 'test')} both have a group named "
             f"'{min(both)}': groups are logged under their names; rename one of them"
-        )
-
-
-def _blend_mistakes(data: DataConfig, group: PathGroup, option: str) -> Iterator[str]:
-    if group.is_by_size and not DATA_ORDERS[data.data_order].blends_by_size:
-        yield (
-            f"{option} has no weights: --data-order {data.data_order} has no blends without weights; set a "
-            "weight before each prefix, or choose native or megatron-core"
         )
 
 

@@ -22,12 +22,26 @@ def unused_setting_notes(config: Config, typed: Collection[str] = ()) -> tuple[s
 
 def risk_notes(config: Config) -> tuple[str, ...]:
     """Returns a sentence for each combination of settings with which published runs have failed."""
-    if config.optimizer.use_bnb_optimizer and not config.model.embed_layernorm:
-        return (
+    model, notes = config.model, list[str]()
+    if config.optimizer.use_bnb_optimizer and not model.embed_layernorm:
+        notes.append(
             "--use-bnb-optimizer without --embed-layernorm: BigScience's 104B run stagnated with 8-bit Adam "
-            "and no norm after the word embeddings; add --embed-layernorm to a new run",
+            "and no norm after the word embeddings; add --embed-layernorm to a new run"
         )
-    return ()
+    is_balanced = model.has_balance_loss or model.moe_router_enable_expert_bias
+    if model.num_experts is not None and not (
+        is_balanced or model.moe_router_force_load_balancing or config.training.no_train
+    ):
+        notes.append(
+            "nothing balances the load of the experts: set --moe-aux-loss-coeff, such as 1e-3, or "
+            "--moe-router-enable-expert-bias"
+        )
+    if model.moe_router_force_load_balancing:
+        notes.append(
+            "--moe-router-force-load-balancing replaces the router's choice of experts: the run only "
+            "measures speed, and its model is of no use"
+        )
+    return tuple(notes)
 
 
 def _by_several(config: Config) -> Iterator[tuple[str, str]]:

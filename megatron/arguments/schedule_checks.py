@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from megatron.config.config import Config
+from megatron.config.fields import option_name, value_text
 from megatron.optimizer.batch_schedule import BatchSchedule
 from megatron.optimizer.schedule import WSD_BY_TOKENS
 
@@ -68,14 +69,10 @@ def _unit_mistakes(config: Config) -> Iterator[str]:
     decay_unit = "iters" if by_iters else "samples"
     # With a decay in tokens, the warm-up is in samples even if the run has --train-iters.
     warmup_unit = "iters" if by_iters and schedule.lr_decay_tokens is None else "samples"
-    misplaced = {
-        f"--lr-decay-{_other_unit(decay_unit)}": getattr(schedule, f"lr_decay_{_other_unit(decay_unit)}"),
-        f"--lr-wsd-decay-{_other_unit(decay_unit)}": getattr(
-            schedule, f"lr_wsd_decay_{_other_unit(decay_unit)}"
-        ),
-        f"--lr-warmup-{_other_unit(warmup_unit)}": getattr(schedule, f"lr_warmup_{_other_unit(warmup_unit)}"),
-        "--rampup-batch-size": by_iters and " ".join(map(str, config.batch.rampup_batch_size or ())),
-    }
+    units = {"lr_decay": decay_unit, "lr_wsd_decay": decay_unit, "lr_warmup": warmup_unit}
+    fields = [f"{part}_{_other_unit(unit)}" for part, unit in units.items()]
+    misplaced = {option_name(field): getattr(schedule, field) for field in fields}
+    misplaced["--rampup-batch-size"] = by_iters and value_text(config.batch.rampup_batch_size or ())
     for option, value in misplaced.items():
         if value:
             length = f"--train-{decay_unit} {training.train_iters or training.train_samples}"

@@ -37,6 +37,12 @@ def check_model(checkpoint: Checkpoint, config: Config, vocab_size: int) -> None
         for key in now
         if key in names and saved.get(key) != now[key]
     ]
+    if differences and saved.get("num_experts") is None and now.get("num_experts") is not None:
+        raise UserError(
+            f"checkpoint {checkpoint.folder} has no experts, --num-experts is {now['num_experts']}: add "
+            "--finetune --moe-use-upcycling, which copies the MLP of each layer to its experts, or remove "
+            "--num-experts"
+        )
     if checkpoint.vocab_size != vocab_size:
         differences.append(f"the vocabulary had {checkpoint.vocab_size} tokens, has {vocab_size}")
     if differences:

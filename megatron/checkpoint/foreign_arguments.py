@@ -14,6 +14,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+from megatron.checkpoint.foreign_experts import EXPERTS, WITHOUT_EQUIVALENT, read_experts, write_experts
 from megatron.checkpoint.formats.megatron_deepspeed import NEWER_ARGUMENT, has_megatron_deepspeed_names
 from megatron.checkpoint.formats.torch_archive import Stub
 from megatron.checkpoint.names import is_plain, shown
@@ -22,7 +23,7 @@ from megatron.config.config import SETTINGS, settings_of_section
 from megatron.config.fields import option_name, value_text
 from megatron.config.foreign_flags import foreign_flags
 from megatron.config.registries import NORMALIZATIONS
-from megatron.config.sections.layer_pattern import EXPERT_PATTERN, WINDOW_PATTERN
+from megatron.config.sections.layer_pattern import WINDOW_PATTERN
 from megatron.errors import UserError, one_line
 from megatron.files import read_json
 
@@ -351,51 +352,8 @@ def _write_rope_scaling(model: ModelConfig) -> Arguments:
     return {"use_rope_scaling": kind is not None, "rope_scaling_factor": 8.0}
 
 
-def _read_experts(args: Arguments) -> Mapping[str, Any]:
-    """Megatron-LM has the arguments of experts in dense models, too."""
-    name = "num_experts" if args.get("num_experts") else "num_moe_experts"
-    if not (number := args.get(name)):
-        return {"num_experts": None}
-    if type(number) is not int or number < 2:
-        raise ValueError(f"{name} is {one_line(number)}, expected None or at least 2")
-    for name in _ROUTING:
-        if args.get(name):
-            raise ValueError(f"{name} is {one_line(args[name])} with num_experts, expected None")
-    for name in ("sinkhorn", "quantile_balancing"):  # they change the choice of experts
-        if name in str(args.get("moe_router_load_balancing_type")):
-            raise ValueError(f"moe_router_load_balancing_type is {name}, expected another")
-    try:
-        layers = max(1, min(int(args["num_layers"]), 100_000))  # no model has more
-        pattern = EXPERT_PATTERN.parse([str(args.get("moe_layer_freq", 1))], layers)
-    except (ConfigError, KeyError, TypeError) as error:
-        given = one_line(args.get("moe_layer_freq"))
-        raise ValueError(f"moe_layer_freq is {given} ({one_line(error)})") from error
-    given_sizes = {name: args[name] for name in _EXPERTS if args.get(name) is not None}
-    return {**given_sizes, "num_experts": number, "moe_layer_freq": pattern}
-
-
-def _write_experts(model: ModelConfig) -> Arguments:
-    if model.num_experts is None:
-        return {"num_experts": None}
-    layers = [int(model.has_experts(layer)) for layer in range(model.num_layers)]
-    frequency = 1 if all(layers) else layers
-    same = {name: getattr(model, name) for name in _EXPERTS}
-    return {**same, "num_experts": model.num_experts, "moe_layer_freq": frequency}
-
-
 # Megatron-DeepSpeed's default is a dense model.
 _NUMBER, _NUMBERS = "num_experts", {"1": None, "[1]": None}
-_EXPERTS = (
-    *("moe_ffn_hidden_size", "moe_shared_expert_intermediate_size", "moe_shared_expert_gate"),
-    *("moe_router_topk", "moe_router_score_function", "moe_router_pre_softmax", "moe_router_num_groups"),
-    *("moe_router_group_topk", "moe_router_topk_scaling_factor", "moe_router_enable_expert_bias"),
-)
-# Arguments that change the function of experts, and have no equivalent.
-_ROUTING = (
-    *("moe_apply_probs_on_input", "moe_latent_size", "moe_expert_capacity_factor", "moe_token_dropping"),
-    *("moe_expert_rank_capacity_factor", "moe_mlp_glu_interleave_size", "moe_router_force_load_balancing"),
-    *("moe_shared_expert_glu_interleave_size", "moe_router_force_biased", "moe_router_topk_limited_devices"),
-)
 _SIZES = _same(
     *("num_layers", "hidden_size", "ffn_hidden_size", "num_attention_heads", "kv_channels"),
     *("max_position_embeddings", "untie_embeddings_and_output_weights", "rotary_percent", "seq_length"),
@@ -447,12 +405,7 @@ MEGATRON_CORE = Program(
             _read_rope_scaling,
             _write_rope_scaling,
         ),
-        Rule(
-            ("num_experts", "moe_layer_freq", *_EXPERTS),
-            ("num_experts", "num_moe_experts", "moe_layer_freq", *_EXPERTS, *_ROUTING),
-            _read_experts,
-            _write_experts,
-        ),
+        Rule(EXPERTS, (*EXPERTS, "num_moe_experts", *WITHOUT_EQUIVALENT), read_experts, write_experts),
         # Not written: Megatron-LM has no flag for it.
         Rule((), ("softmax_scale",), lambda args: {"softmax_scale": args["softmax_scale"]}),
     ),

@@ -221,7 +221,11 @@ class RankReport:
     def remove_folder(self) -> None:
         """Deletes a temporary folder with all reports."""
         if self.folder is not None and self.is_temporary:
-            shutil.rmtree(self.folder, ignore_errors=True)
+            # Renamed first: a rank that ends now would create files in a folder that is half deleted.
+            removed = self.folder.with_name(f"removed-{os.getpid()}-{self.folder.name}")
+            with suppress(OSError):
+                self.folder.rename(removed)
+            shutil.rmtree(removed, ignore_errors=True)
 
     def _write(self) -> bool:
         if self._file is None:

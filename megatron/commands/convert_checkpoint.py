@@ -137,7 +137,8 @@ def convert(arguments: argparse.Namespace) -> None:
     from megatron.checkpoint.formats.native import NativeReader
 
     target, vocabulary = Path(arguments.target), (tokenizer_settings(arguments), arguments.vocab_size)
-    reader = open_any(Path(arguments.source), arguments.universal_checkpoint, *vocabulary)
+    notes: list[str] = []
+    reader = open_any(Path(arguments.source), arguments.universal_checkpoint, *vocabulary, notes.append)
     options = {}
     if arguments.allow_replica_mismatch:
         if arguments.format != UNIVERSAL or not isinstance(reader, NativeReader):
@@ -148,6 +149,7 @@ def convert(arguments: argparse.Namespace) -> None:
     count = f"{target}: {len(reader.specs)} parameters of {reader.folder}, format {arguments.format}"
     for line in [*found[:-1], count] if found else []:
         print(printable(line))
+    _print_notes(notes if found else ())
 
 
 def task_of(env: Mapping[str, str]) -> tuple[int, int]:

@@ -62,7 +62,10 @@ ALL = "all"
 # Arguments of Python that start this tool on the other ranks.
 PROGRAM = ["-m", "megatron.commands.evaluate"]
 # Flags of the layout, as fields of `ParallelConfig`.
-_SIZES = ("tensor_model_parallel_size", "context_parallel_size", "pipeline_model_parallel_size")
+_SIZES = (
+    *("tensor_model_parallel_size", "context_parallel_size", "pipeline_model_parallel_size"),
+    "expert_model_parallel_size",
+)
 
 
 def build_parser() -> ToolParser:
@@ -317,7 +320,9 @@ def run(argv: Sequence[str]) -> None:
 
     sizes = {field: getattr(arguments, field) for field in _SIZES}
     launched = world_size_of(os.environ)
-    world_size = launched if launched > 1 else math.prod(sizes.values())
+    tensor, context, pipeline, expert = sizes.values()
+    # Experts are divided over the ranks of a pipeline rank: of one replica, or of several.
+    world_size = launched if launched > 1 else pipeline * math.lcm(tensor * context, expert)
     evaluation = None
     with announce_errors():
         checkpoint = read_checkpoint(arguments.load, arguments.universal_checkpoint)

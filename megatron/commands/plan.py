@@ -8,9 +8,9 @@
 All flags of pretrain_gpt.py are accepted, too. --script executes an sbatch script as you, with DRY_RUN=1, and
 plans the command that the script prints; further flags override the script's. The scripts of examples/slurm
 start nothing with DRY_RUN=1; read any other script before you pass it. A search varies the tensor- and
-pipeline-parallel sizes, with long sequences the context-parallel size, the micro-batch size, recomputation,
-sequence parallelism, the ZeRO stage, the pipeline schedule and the partition method; it keeps all other
-flags. docs/tuning.md explains the output.
+pipeline-parallel sizes, with long sequences the context-parallel size, with experts the expert-parallel size,
+the micro-batch size, recomputation, sequence parallelism, the ZeRO stage, the pipeline schedule and the
+partition method; it keeps all other flags. docs/tuning.md explains the output.
 """
 
 from __future__ import annotations

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
+import inspect
+import types
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import Any, get_args, get_type_hints
+from typing import Any, get_args, get_origin, get_type_hints
 
 from megatron.config.fields import Flag, flag_of, option_name
 from megatron.config.sections.batch import BatchConfig
@@ -173,6 +175,12 @@ class Setting:
         """Whether the flag has no default."""
         return self.default is dataclasses.MISSING
 
+    def has_type(self, value: Any) -> bool:
+        """Returns whether a value from a file has the field's type, such as `int | None`."""
+        is_union = isinstance(self.type, types.UnionType)
+        kinds = [get_origin(kind) or kind for kind in (get_args(self.type) if is_union else (self.type,))]
+        return type(value) in kinds or (type(value) is int and float in kinds)
+
     @property
     def kind(self) -> type[Any]:
         """The type of a single value: int for `int | None` and for `tuple[int, int, int] | None`."""
@@ -187,8 +195,9 @@ def _settings() -> Iterator[Setting]:
         types = get_type_hints(kind)
         for entry in dataclasses.fields(kind):
             flag, name = flag_of(entry), entry.name
+            owner: Any = next(base for base in kind.__mro__ if name in inspect.get_annotations(base))
             changes = kind.changes_model if flag.changes_model is None else flag.changes_model
-            yield Setting(section, name, flag, flag.group or kind.group, types[name], entry.default, changes)
+            yield Setting(section, name, flag, flag.group or owner.group, types[name], entry.default, changes)
 
 
 SETTINGS = {setting.name: setting for setting in _settings()}

@@ -36,7 +36,7 @@ class Flag:
 
     choices: the possible values. registry: described in --help (default: `choices`, if they are a Registry).
     spellings: value of another framework -> this program's. rejected: value of another framework -> the
-    alternative.
+    alternative. several: the end of the error for several values, which another framework accepts.
 
     Rules between this field and other settings name conditions: 'section.field', 'section.field=value', or
     several with '|' between them. 'section.field' holds if the setting is not at its default (see
@@ -61,6 +61,7 @@ class Flag:
     registry: Registry | None = None
     spellings: Mapping[str, str] = dataclasses.field(default_factory=dict)
     rejected: Mapping[str, str] = dataclasses.field(default_factory=dict)
+    several: str = ""
     metavar: str | tuple[str, ...] | None = None
     nargs: int | str | None = None
     derived: str | None = None

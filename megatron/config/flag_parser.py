@@ -4,17 +4,17 @@ from __future__ import annotations
 
 import argparse
 import textwrap
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-from megatron.config.config import SETTINGS, Setting
-from megatron.config.fields import COMMON_FLAGS, setting_option, value_text
+from megatron.config.config import OPTIONS, SETTINGS, Setting
+from megatron.config.fields import COMMON_FLAGS, Flag, setting_option, value_text
 from megatron.config.foreign_flags import IgnoredFlag, foreign_flags, has_foreign_flags, rewrite
 from megatron.config.mistakes import Mistakes
 from megatron.config.tool_parser import FLAG, CollectingParser, nearest_flag, typed_name
-from megatron.errors import ConfigError
+from megatron.errors import ConfigError, one_line
 
 # The groups of --help: the common flags, then Megatron-LM's groups in its order, and 'stability'.
 HELP_GROUPS = (
@@ -67,9 +67,12 @@ class _Parser(CollectingParser):
     def unknown_flag(self, name: str) -> str:
         if (stands_for := foreign_flags().rewritten.get(name)) is not None:
             return f"{name} takes no value; it is read as {' '.join(stands_for)}"
-        if instead := foreign_flags().alternative(name):
+        nearest = nearest_flag(name, self._option_string_actions.keys() - foreign_flags().ignored.keys())
+        instead, family = foreign_flags().alternative(name)
+        # A family such as --moe-* also has the misspelt flags of this program.
+        if instead and not (family and f"did you mean {family}" in nearest):
             return f"{name} is not supported: {instead}"
-        return nearest_flag(name, self._option_string_actions.keys() - foreign_flags().ignored.keys())
+        return nearest
 
     def check_values(self, parsed: argparse.Namespace, mistakes: Mistakes) -> None:
         values = vars(parsed)
@@ -80,14 +83,18 @@ class _Parser(CollectingParser):
                 mistakes.add(f"{name} is '{value}': expected {' or '.join(flag.values)}{instead}")
             if flag.only_in_plans and not values.get("training.dry_run"):
                 mistakes.add(f"{name} is not supported: {flag.reason}")
+            if flag.only_without_experts and _may_have_experts(values):
+                mistakes.add(f"{name} is not supported: {flag.otherwise}")
             if flag.not_with in values:
                 other = setting_option(flag.not_with)
                 mistakes.add(f"{name} is not supported with {other}: remove one of them")
 
     def collect(self, words: Sequence[str], mistakes: Mistakes) -> argparse.Namespace:
         words, notes = rewrite(words)
+        words = _join_values(words, _WITH_LISTS_ELSEWHERE)
         if has_foreign_flags(words):
-            words = _join_checked_values(words)
+            flags = foreign_flags().ignored.values()
+            words = _join_values(words, {flag.name for flag in flags if flag.values is not None})
             if not self.knows_foreign_flags:
                 self.knows_foreign_flags = True
                 _add_ignored_flags(self)
@@ -102,6 +109,12 @@ class _Parser(CollectingParser):
     def _ignored_in(self, values: Mapping[str, Any]) -> list[IgnoredFlag]:
         flags = foreign_flags().ignored.values() if self.knows_foreign_flags else ()
         return [flag for flag in flags if flag.name in values]
+
+
+def _may_have_experts(settings: Mapping[str, Any]) -> bool:
+    """Returns whether the given flags make a model with experts, or may take one from a checkpoint."""
+    from_checkpoint = {"checkpoint.use_checkpoint_args", "checkpoint.load_huggingface"} & settings.keys()
+    return bool(from_checkpoint) or settings.get("model.num_experts", 1) != 1
 
 
 class _HelpFormatter(argparse.HelpFormatter):
@@ -119,13 +132,15 @@ class _HelpFormatter(argparse.HelpFormatter):
         return "\n".join("\n".join(line) for line in lines)
 
 
-def _join_checked_values(argv: Sequence[str]) -> list[str]:
-    """Joins each ignored flag that accepts only certain values with all words up to the next flag: '--flag=a
-    b'. Surplus values are then part of this flag's error."""
-    checked = {flag.name for flag in foreign_flags().ignored.values() if flag.values is not None}
+_WITH_LISTS_ELSEWHERE = {option for option, name in OPTIONS.items() if SETTINGS[name].flag.several}
+
+
+def _join_values(argv: Sequence[str], flags: Collection[str]) -> list[str]:
+    """Joins each of these flags with all words up to the next flag: '--flag=a b'. Surplus values are then
+    part of this flag's error."""
     words: list[str] = []
     for word in argv:
-        if words and not FLAG.match(word) and words[-1].partition("=")[0] in checked:
+        if words and word and not FLAG.match(word) and words[-1].partition("=")[0] in flags:
             words[-1] += (" " if "=" in words[-1] else "=") + word
         else:
             words.append(word)
@@ -170,7 +185,7 @@ class _Converter:
 
     option: str
     kind: type[Any]
-    strip_quotes: bool
+    flag: Flag
 
     def __call__(self, words: str | Sequence[str]) -> Any:
         if isinstance(words, str):
@@ -178,10 +193,14 @@ class _Converter:
         return tuple(self._one(word) for word in words)
 
     def _one(self, word: str) -> Any:
-        if self.strip_quotes:
+        if self.flag.strip_quotes:
             word = word.strip("'\"")
         if not word:
             raise ConfigError(f"{self.option} is empty: give a value (is a shell variable unset?)")
+        if self.flag.several and len(word.split()) > 1:
+            raise ConfigError(
+                f"{self.option} is '{one_line(word, 60)}': expected one value; {self.flag.several}"
+            )
         if self.kind is str:
             return word
         try:
@@ -201,32 +220,20 @@ def _switch(option: str, word: str) -> bool:
 def _add_setting(group: Any, dest: str, setting: Setting) -> None:
     flag, names, kind = setting.flag, setting.options, setting.kind
     text = _help_text(setting)
+    how: dict[str, Any] = {"action": "store_true", "default": argparse.SUPPRESS}
     if kind is bool and flag.metavar is not None:
-        group.add_argument(
-            *names,
-            dest=dest,
-            action=_Store,
-            convert=partial(_switch, names[0]),
-            nargs="?",
-            const="1",
-            metavar=flag.metavar,
-            help=text,
-        )
-        return
-    if kind is bool:
-        group.add_argument(*names, dest=dest, action="store_true", default=argparse.SUPPRESS, help=text)
-        return
-    metavar = flag.metavar or ("{" + ",".join(flag.choices) + "}" if flag.choices else None)
-    group.add_argument(
-        *names,
-        dest=dest,
-        action=_Store,
-        convert=_Converter(names[0], kind, flag.strip_quotes),
-        choices=() if kind in (int, float) else flag.choices,
-        nargs=flag.nargs,
-        metavar=metavar or {int: "N", float: "X", str: "TEXT"}[kind],
-        help=text,
-    )
+        convert = partial(_switch, names[0])
+        how = {"action": _Store, "convert": convert, "nargs": "?", "const": "1", "metavar": flag.metavar}
+    elif kind is not bool:
+        metavar = flag.metavar or ("{" + ",".join(flag.choices) + "}" if flag.choices else None)
+        how = {
+            "action": _Store,
+            "convert": _Converter(names[0], kind, flag),
+            "choices": () if kind in (int, float) else flag.choices,
+            "nargs": flag.nargs,
+            "metavar": metavar or {int: "N", float: "X", str: "TEXT"}[kind],
+        }
+    group.add_argument(*names, dest=dest, help=text, **how)
 
 
 def _help_text(setting: Setting) -> str:

@@ -38,7 +38,8 @@ def other_frameworks_tables() -> str:
     """Returns the tables of docs/migration.md: flags of other frameworks, and how they are treated."""
     flags = foreign_flags()
     ignored = [
-        f"| {_code(flag.name)}{_accepted(flag)} | {_escaped(flag.reason)} |"
+        f"| {_code(flag.name)} {', '.join(map(_code, flag.values or ()))}".rstrip()
+        + f" | {_escaped(_reason(flag))} |"
         for flag in flags.ignored.values()
     ]
     rewritten = [f"| {_code(name)} | {_code(' '.join(words))} |" for name, words in flags.rewritten.items()]
@@ -70,8 +71,8 @@ def other_frameworks_tables() -> str:
     )
 
 
-def _accepted(flag: IgnoredFlag) -> str:
-    return f" {', '.join(map(_code, flag.values))}" if flag.values else ""
+def _reason(flag: IgnoredFlag) -> str:
+    return f"{flag.reason}; with experts: {flag.otherwise}" if flag.only_without_experts else flag.reason
 
 
 def _row(setting: Setting) -> str:

@@ -29,9 +29,11 @@ class IgnoredFlag:
     values: tuple[str, ...] | None = None
     """The values that are accepted; None: all."""
     otherwise: str = ""
-    """The alternative for any other value."""
+    """The alternative for any other value, or for a model with experts."""
     only_in_plans: bool = False
     """Whether a run rejects the flag, because it would change the losses; a dry run is not affected."""
+    only_without_experts: bool = False
+    """Whether a model with experts rejects the flag."""
     not_with: str = ""
     """A setting, 'section.field', with which the flag is rejected."""
     is_deprecated: bool = False
@@ -40,7 +42,7 @@ class IgnoredFlag:
     @property
     def has_conditions(self) -> bool:
         """Whether the flag is rejected with some values or other flags."""
-        return bool(self.values or self.only_in_plans or self.not_with)
+        return bool(self.values or self.only_in_plans or self.only_without_experts or self.not_with)
 
     @property
     def note(self) -> str:
@@ -62,13 +64,15 @@ class ForeignFlags:
     unsupported: Mapping[str, str]
     deepspeed_keys: Mapping[str, str]
 
-    def alternative(self, name: str) -> str | None:
-        """Returns the alternative to an unsupported flag; None for a flag that is in no table."""
+    def alternative(self, name: str) -> tuple[str | None, str]:
+        """Returns the alternative to an unsupported flag, None for a flag that is in no table, and the
+        beginning of its name if the table has only that."""
         spelled = "--" + name.lstrip("-").replace("_", "-")
         if spelled in self.unsupported:
-            return self.unsupported[spelled]
+            return self.unsupported[spelled], ""
         begins = [key for key in self.unsupported if key[-1] == "*" and spelled.startswith(key[:-1])]
-        return self.unsupported[max(begins, key=len)] if begins else None
+        family = max(begins, key=len, default="")
+        return self.unsupported.get(family), family.rstrip("*")
 
 
 @cache
@@ -110,13 +114,11 @@ def rewrite(words: Sequence[str]) -> tuple[list[str], list[str]]:
     for word in words:
         name, equals, value = word.partition("=")
         stands_for = foreign_flags().rewritten.get(name)
-        if stands_for is None:
+        if stands_for is None or (equals and not stands_for[-1].startswith("--")):
             result.append(word)
         elif stands_for[-1].startswith("--"):
             result += [*stands_for[:-1], stands_for[-1] + equals + value]
             notes.append(f"{name} is read as {' '.join(stands_for)}")
-        elif equals:
-            result.append(word)
         elif stands_for[0] in given:
             notes.append(f"{name} is ignored: {stands_for[0]} is given")
         else:

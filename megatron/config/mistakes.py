@@ -66,6 +66,12 @@ def mistakes_of_call(function: Callable[..., Any], *arguments: Any) -> Iterator[
         yield str(error)
 
 
+def indivisible(flag: str, value: int, by_flag: str, divisor: int) -> Iterator[str]:
+    """Yields a sentence if the value of a flag is not divisible by the value of another."""
+    if value % divisor:
+        yield f"{flag} {value} is not divisible by {by_flag} {divisor}: change one of them"
+
+
 def raise_first(sentences: Iterable[str]) -> None:
     """Raises a ConfigError with the first sentence, if there is one."""
     for sentence in sentences:

@@ -10,10 +10,12 @@ from megatron.errors import ConfigError
 
 def model_summary(model: ModelConfig) -> str:
     """Returns sizes and variants of the model in one line, for logs and reports."""
+    unused = model.unused_fields()
     variants = [
         summary.format(value_text(value) if isinstance(value, tuple) else value)
         for setting in settings_of_section("model")
-        if (summary := setting.flag.summary) and (value := getattr(model, setting.field)) != setting.default
+        if (summary := setting.flag.summary) and setting.field not in unused
+        if (value := getattr(model, setting.field)) != setting.default or setting.field == "moe_router_topk"
     ]
     return (
         f"{model.num_layers} layers x {model.hidden_size} hidden, {model.num_attention_heads} heads, "

@@ -3,17 +3,17 @@ effect."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 
 from megatron.config.config import SECTIONS, SETTINGS, Config
 from megatron.config.fields import setting_option, value_text
 from megatron.config.registries import ROPE_SCALINGS
 
 
-def rule_mistakes(config: Config) -> Iterator[str]:
+def rule_mistakes(config: Config, sections: Collection[str] = SECTIONS) -> Iterator[str]:
     """Yields a sentence for a flag without another flag that it needs, or with one that it excludes."""
     for setting, entry in SETTINGS.items():
-        if not _is_given(config, setting):
+        if setting.partition(".")[0] not in sections or not _is_given(config, setting):
             continue
         for other, end in entry.flag.needs.items():
             if not _is_given(config, other):

@@ -148,10 +148,7 @@ class Router(nn.Module):
             lr_mult=model.matrix_lr_mult,
         )
         self.weight = new_parameter(spec)
-        self.has_balance_loss = (
-            model.moe_aux_loss_coeff > 0 and model.moe_router_load_balancing_type != "none"
-        )
-        uses_last_step = self.has_balance_loss and model.moe_router_load_balancing_type == "global_aux_loss"
+        uses_last_step = model.has_balance_loss and model.moe_router_load_balancing_type == "global_aux_loss"
         self.expert_bias = self._state(0.0) if model.moe_router_enable_expert_bias else None
         self.expert_load = self._state(1.0) if uses_last_step else None
         counts = torch.zeros(self.num_experts, dtype=torch.int64)
@@ -174,20 +171,21 @@ class Router(nn.Module):
 
     def forward(self, hidden: Tensor) -> Routing:
         logits = F.linear(hidden.float(), self.weight.float())  # [s, b, E]
-        experts, tokens, load = self._choice(logits.detach())
+        experts, tokens, load, read = self._choice(logits.detach())
         weights = self._weights(logits, experts)
         for name, loss, coefficient in self._losses(logits, load):
             # The loss of this rank's tokens is CP times their part, as in `CrossEntropy`.
-            self.record(name, loss.detach() * (self.shards.size / self.cp_size))
+            loss_of_rank = loss.detach() * (self.shards.size / self.cp_size)
+            self.metrics.record(name, loss_of_rank)
+            self.record_of_layer(name, loss_of_rank)
             weights = _AddLoss.apply(weights, loss * coefficient, self.samples_of.samples.loss_gradient)
         counts = None
         if self._is_forced:
             counts = balanced_counts(weights.shape[0] * weights.shape[1], experts.shape[-1], self.num_experts)
-        return Routing(experts.flatten(0, 1), weights.flatten(0, 1), tokens, counts)
+        return Routing(experts.flatten(0, 1), weights.flatten(0, 1), tokens, counts, read)
 
-    def record(self, name: str, value: Tensor, reduce: Reduction = "mean") -> None:
-        """Records a metric over all layers, and with --moe-per-layer-logging also of this layer."""
-        self.metrics.record(name, value, reduce)
+    def record_of_layer(self, name: str, value: Tensor, reduce: Reduction = "mean") -> None:
+        """Records a metric of this layer, with --moe-per-layer-logging."""
         if self.records_layer:
             number = self.layer_index - FIRST_TRANSFORMER_LAYER
             self.metrics.record(f"layer {number} {name}", value, reduce)
@@ -201,14 +199,15 @@ class Router(nn.Module):
         return self.model.moe_router_force_load_balancing and self.training
 
     @torch.no_grad()
-    def _choice(self, logits: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
+    def _choice(self, logits: Tensor) -> tuple[Tensor, Tensor, Tensor | None, list[Any]]:
         """Returns the experts of each token, int64 [s, b, k], ascending, the tokens of each expert, int64
-        [E], and what the balance loss multiplies the scores with, fp32 [b or 1, E]. In the first forward pass
-        of training it adds the tokens to `tokens_per_expert`."""
+        [E], what the balance loss multiplies the scores with, fp32 [b or 1, E], and `Routing.read`. In the
+        first forward pass of training it adds the tokens to `tokens_per_expert`."""
         kept, key = self.samples_of.samples.kept, f"{self.layer_index}.router"
         if self.training and key in kept:
-            found: tuple[Tensor, Tensor, Tensor | None] = kept.pop(key)
+            found: tuple[Tensor, Tensor, Tensor | None, list[Any]] = kept.pop(key)
             return found
+        read = list[Any]()
         if self._is_forced:
             experts = balanced_experts(logits, self.model.moe_router_topk)
         else:
@@ -219,11 +218,11 @@ class Router(nn.Module):
             self.tokens_per_expert += tokens
             if self.expert_load is not None:
                 load = self.expert_load.detach().clone().unsqueeze(0)
-            elif self.has_balance_loss:
+            elif self.model.has_balance_loss:
                 load = self._load_of_sequences(logits, experts)
             if self.keeps_choice:
-                kept[key] = experts, tokens, load
-        return experts, tokens, load
+                kept[key] = experts, tokens, load, read
+        return experts, tokens, load, read
 
     def _ranking(self, logits: Tensor) -> Tensor:
         """Returns what experts and groups of experts are chosen by: scores, with the bias, or as in
@@ -348,31 +347,35 @@ class RouterBalance:
         counts = torch.stack([router.tokens_per_expert for router in self._routers])
         if self._mesh.stage.size > 1:
             dist.all_reduce(counts, group=self._mesh.stage.group)
+        above_mean = (counts * counts.shape[1] - counts.sum(1, keepdim=True)).sign().float()
+        loads = (counts.double() / counts.double().mean(1, keepdim=True)).float()
         changes: dict[nn.Parameter, Tensor] = {}
-        for router, tokens in zip(self._routers, counts, strict=True):
-            self._record(router, tokens)
-            above_mean = tokens * len(tokens) - tokens.sum()
+        for router, sign, load in zip(self._routers, above_mean, loads, strict=True):
             if router.expert_bias is not None:
-                rate = router.model.moe_router_bias_update_rate
-                changes[router.expert_bias] = -rate * above_mean.sign().float()
+                changes[router.expert_bias] = -router.model.moe_router_bias_update_rate * sign
             if router.expert_load is not None:
-                load = tokens.double() / tokens.double().mean()
-                changes[router.expert_load] = load.float() - router.expert_load
+                changes[router.expert_load] = load - router.expert_load
+        self._record(counts)
         return changes
 
-    def _record(self, router: Router, tokens: Tensor) -> None:
+    def _record(self, counts: Tensor) -> None:
         """Records the tokens per expert, how much the largest number exceeds the mean (MaxVio, arXiv
-        2408.15664, equation 4), the experts without tokens, and the norm of the bias."""
-        numbers = tokens.double()
-        mean = numbers.mean()
+        2408.15664, equation 4), the experts without tokens, and the norm of the bias. counts: [layers, E]."""
+        numbers = counts.double()
+        mean, largest = numbers.mean(1), numbers.amax(1)
         values: dict[str, tuple[Tensor, Reduction]] = {
-            "tokens per expert, min": (numbers.min(), "min"),
+            "tokens per expert, min": (numbers.amin(1), "min"),
             "tokens per expert, mean": (mean, "mean"),
-            "tokens per expert, max": (numbers.max(), "max"),
-            "MaxVio": (numbers.max() / mean - 1.0, "mean"),
-            "experts without tokens": ((tokens == 0).sum(), "mean"),
+            "tokens per expert, max": (largest, "max"),
+            "MaxVio": (largest / mean - 1.0, "mean"),
+            "experts without tokens": ((counts == 0).sum(1), "mean"),
         }
-        if router.expert_bias is not None:
-            values["expert bias norm"] = (torch.linalg.vector_norm(router.expert_bias), "mean")
-        for name, (value, reduce) in values.items():
-            router.record(name, value, reduce)
+        states = (router.expert_bias for router in self._routers)
+        biases: list[Tensor] = [bias for bias in states if bias is not None]
+        if biases:
+            values["expert bias norm"] = (torch.stack(biases).norm(dim=1), "mean")
+        first, *_ = self._routers
+        for name, (of_layers, reduce) in values.items():
+            first.metrics.record(name, of_layers, reduce)
+            for router, value in zip(self._routers, of_layers, strict=True):
+                router.record_of_layer(name, value, reduce)

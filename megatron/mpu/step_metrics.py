@@ -42,18 +42,20 @@ class StepMetrics:
     @not_compiled
     @torch.no_grad()
     def record(self, name: str, value: Tensor | float, reduce: Reduction = "mean") -> None:
-        """Records a scalar, which is read at the log line. Raises ValueError if the name has another
-        reduction."""
+        """Records a scalar, or several in a vector, which are read at the log line. Raises ValueError if the
+        name has another reduction."""
         if not self._is_step:
             return
         if self._reductions.setdefault(name, reduce) != reduce:
             raise ValueError(f"metric '{name}' is recorded with {self._reductions[name]} and with {reduce}")
         new = torch.as_tensor(value).detach().double()
+        self._counts[name] = self._counts.get(name, 0) + new.numel()
+        if new.dim():
+            new = getattr(new, {"mean": "sum", "max": "amax", "min": "amin"}[reduce])()
         old = self._values.get(name)
         if old is not None:
             new = getattr(torch, {"mean": "add", "max": "maximum", "min": "minimum"}[reduce])(old, new)
         self._values[name] = new
-        self._counts[name] = self._counts.get(name, 0) + 1
 
     def collect(self, device: torch.device) -> dict[str, float]:
         """Returns the reduced values since the last call, by name, equal on every rank. Collective."""

@@ -19,7 +19,8 @@ this rank computes, h = hidden size.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -43,13 +44,21 @@ class Routing:
 
     experts: int64 [T, k], ascending for each token. weights: fp32 [T, k]. tokens: int64 [E], rows of each
     expert. counts: these numbers, if they are known on the host and equal on all ranks
-    (--moe-router-force-load-balancing).
+    (--moe-router-force-load-balancing). read: what the dispatcher read of them on the host, kept for a
+    recomputed pass, which neither exchanges them again nor waits for the device.
     """
 
     experts: Tensor
     weights: Tensor
     tokens: Tensor
     counts: tuple[int, ...] | None = None
+    read: list[Any] = field(default_factory=list)
+
+    def read_once(self, read: Callable[[], Any]) -> Any:
+        """Returns read(), of the first pass if this is a recomputed one."""
+        if not self.read:
+            self.read.append(read())
+        return self.read[0]
 
 
 class Dispatcher(ABC):
@@ -75,8 +84,9 @@ class AllToAll(Dispatcher):
         order, inverse = sorted_by(routing.experts.flatten(), self.num_experts)
         rows = _Expand.apply(hidden, order, inverse, routing.experts.shape[1])
         if self.ep_group.size == 1:
-            return rows, Groups(routing.counts or tuple(routing.tokens.tolist())), (order, inverse, None)
-        sent, received = self._exchange_counts(routing)
+            counts = routing.counts or routing.read_once(lambda: tuple(routing.tokens.tolist()))
+            return rows, Groups(counts), (order, inverse, None)
+        sent, received = routing.read_once(lambda: self._exchange_counts(routing))
         splits = [sum(part) for part in sent], [sum(part) for part in received]
         rows = _AllToAll.apply(rows, *splits, self.ep_group)
         # Received rows are ordered by rank, then by expert.
@@ -125,7 +135,7 @@ class AllGather(Dispatcher):
         ids = torch.where(is_local, local, self.num_local)
         order, inverse = sorted_by(ids, self.num_local + 1)
         if routing.counts is None:
-            counts = tuple(count_experts(ids, self.num_local + 1).tolist()[:-1])
+            counts = routing.read_once(lambda: tuple(count_experts(ids, self.num_local + 1).tolist()[:-1]))
         else:
             own = routing.counts[first : first + self.num_local]
             counts = tuple(count * self.ep_group.size for count in own)
@@ -241,12 +251,14 @@ class _Combine(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, None, None]:
         rows, weights, order, inverse = ctx.saved_tensors
-        tokens = order.div(weights.shape[1], rounding_mode="floor")
-        of_rows = grad[tokens]
-        grad_rows = of_rows * weights.flatten()[order].unsqueeze(1)
-        dots = (of_rows * rows).sum(1)
-        grad_weights = _rows_or_zero(dots, inverse).view(weights.shape)
-        return grad_rows.to(rows.dtype), grad_weights, None, None
+        grad_rows, dots = torch.empty_like(rows), weights.new_empty(len(rows))
+        # As many rows at a time as there are tokens: fp32 products of all would take k times the memory.
+        parts = (x.split(max(len(grad), 1)) for x in (order, rows, grad_rows, dots))
+        for places, row, grad_row, dot in zip(*parts, strict=True):
+            of_rows = grad[places.div(weights.shape[1], rounding_mode="floor")]
+            torch.mul(of_rows, weights.flatten()[places].unsqueeze(1), out=grad_row)
+            torch.sum(of_rows.mul_(row), 1, out=dot)
+        return grad_rows, _rows_or_zero(dots, inverse).view(weights.shape), None, None
 
 
 def _sum_of_rows(rows: Tensor, places: Tensor, weights: Tensor | None = None) -> Tensor:

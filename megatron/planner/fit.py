@@ -82,7 +82,9 @@ def remedies(plan: Plan) -> list[tuple[Flags, Plan]]:
     chosen: Flags = {}
     last = plan
     for number in range(1, _MOST_FLAGS + 1):
-        options = [({**chosen, **flags}, changed) for flags, changed in _smaller_plans(last)]
+        options = [({**chosen, **flags}, changed) for flags, changed in smaller_plans(last)]
+        # A further value of a chosen flag may have been tried alone.
+        options = [one for one in options if one[0] not in [flags for flags, _ in found]]
         found += options
         fitting += [one for one in options if one[1].fits]
         large = [one for one in options if not one[1].fits]
@@ -101,15 +103,16 @@ def _seconds_per_token(flags: Flags, plan: Plan) -> tuple[bool, float]:
     return bool(UNPREDICTED & flags.keys()), 0.0 if plan.step is None else 1 / plan.tokens_per_second
 
 
-def _cost(last: Plan, flags: Flags, changed: Plan) -> tuple[bool, float, float]:
+def _cost(last: Plan, flags: Flags, changed: Plan) -> tuple[bool, float, float, float]:
     """Returns a key that sorts the plans that do not fit by the time that a saved byte costs. Plans that cost
-    no time are sorted by their memory."""
+    no time are sorted by their speed, if it is known, and by their memory."""
     is_unpredicted, seconds = _seconds_per_token(flags, changed)
     more = seconds - _seconds_per_token({}, last)[1]
-    return is_unpredicted, max(more, 0.0) / (last.peak_bytes - changed.peak_bytes), changed.peak_bytes
+    cost = max(more, 0.0) / (last.peak_bytes - changed.peak_bytes)
+    return is_unpredicted, cost, seconds, changed.peak_bytes
 
 
-def _smaller_plans(plan: Plan) -> list[tuple[Flags, Plan]]:
+def smaller_plans(plan: Plan) -> list[tuple[Flags, Plan]]:
     """Returns the plans with one flag that reduce the peak memory."""
 
     def try_one(entry: tuple[str, Config]) -> list[tuple[str, Plan]]:

@@ -90,7 +90,7 @@ class Plan:
         number, stages = self.config.parallel.world_size, self.run.stages
         size = f"{_in_millions(stages.total_parameters)} parameters"
         if stages.active_parameters != stages.total_parameters:
-            size += f", {_in_millions(stages.active_parameters)} active per token"
+            size += f", of which a token uses {_in_millions(stages.active_parameters)}"
         devices = f"{number} x {gpu}" if gpu else counted(number, "device")
         return f"{size} ({model.num_layers} layers x {model.hidden_size}), {devices}"
 
@@ -226,7 +226,7 @@ def _layout(config: Config) -> dict[str, Any]:
         "context_parallel": parallel.context_parallel_size,
         "pipeline_parallel": parallel.pipeline_model_parallel_size,
         "data_parallel": parallel.data_parallel_size,
-        "expert_parallel": parallel.expert_model_parallel_size,
+        "expert_parallel": None if config.model.num_experts is None else parallel.expert_model_parallel_size,
         "zero_stage": parallel.zero_stage,
         "schedule": parallel.schedule_title,
         "stages_per_rank": parallel.stages_per_rank,

@@ -6,27 +6,31 @@ then planned in full (`megatron.planner.plan`): stages, memory of each rank, sim
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import closing, suppress
 from dataclasses import dataclass
-from itertools import product
+from itertools import islice, pairwise, product
 from typing import Any
 
 from megatron.arguments import validate
-from megatron.cluster.devices import device_memory_bytes
 from megatron.config import Config, ConfigError
 from megatron.config.model import padded_vocab_size
 from megatron.config.registries import PIPELINE_SCHEDULES
+from megatron.config.sections.parallel import ParallelConfig
 from megatron.errors import UserError
 from megatron.model.attention_choice import Implementation, training_attention
-from megatron.model.flops import head_flops
 from megatron.model.layer_kinds import layer_kinds, period, transformer_layers
+from megatron.model.pipeline_module import describe, layer_parameter_counts
 from megatron.mpu.mesh import Mesh
+from megatron.pipeline.methods import LayerTable, PipelineShape, partition_layers
+from megatron.pipeline.partition_method import parse_partition_method
+from megatron.pipeline.stages import flops_of_layers, layer_list
 from megatron.planner.layer_memory import bytes_per_parameter, planned_run
+from megatron.planner.memory import fits
 from megatron.planner.network import ALL_REDUCE
 from megatron.planner.plan import NO_GPU, Plan, make_plan
-from megatron.planner.simulation.costs import spec_bytes
+from megatron.planner.simulation.costs import PassCost, spec_bytes
 from megatron.planner.simulation.passes import Collective, Kernel
 from megatron.planner.simulation.stage_costs import ONE_STAGE, fewest_replicas, stage_costs
 from megatron.planner.step_time import Cluster, Rank, find_cluster
@@ -39,8 +43,14 @@ PLANNED = 30
 _MOST_PARTITIONS = 5
 """Number of the fastest layouts that are also planned with the other partition methods."""
 _AT_ONCE = 6
-_FEWEST, _SLOWER = 12, 1.3
+_FEWEST, _SLOWER = 12, 1.15
 """It also ends when `_FEWEST` layouts fit, and the next estimate is `_SLOWER` times the fastest step."""
+
+_NAMED_IF_CHANGED = (
+    "parallel.expert_model_parallel_size",
+    "parallel.virtual_pipeline_stages",
+    "parallel.tp_comm_overlap",
+)
 
 Change = Mapping[str, Any]
 """Settings that a layout changes in the configuration: 'section.field' -> value."""
@@ -49,7 +59,7 @@ Change = Mapping[str, Any]
 @dataclass(frozen=True)
 class SearchResult:
     """candidates: plans that fit, fastest first. too_large: plans that do not fit. combinations: number of
-    estimated combinations of settings. planned: number of layouts that were planned in full."""
+    combinations of settings. planned: number of layouts that were planned in full."""
 
     candidates: tuple[Plan, ...]
     too_large: tuple[Plan, ...]
@@ -67,50 +77,45 @@ def changed(config: Config, change: Change) -> Config:
 def combinations(config: Config, node_size: int) -> Iterator[dict[str, Any]]:
     """Yields all changes to estimate: TP within a node, CP of long sequences, PP, EP, micro-batch,
     recomputation, ZeRO, schedule, stages per rank, and sequence parallelism, which experts need with TP."""
-    world, layers, experts = config.parallel.world_size, config.model.num_layers, config.model.num_experts
-    own = config.parallel.virtual_pipeline_stages
+    parallel, layers, experts = config.parallel, config.model.num_layers, config.model.num_experts
+    own = {name: getattr(parallel, name.removeprefix("parallel.")) for name in _NAMED_IF_CHANGED}
     has_scores = training_attention(config) == Implementation.UNFUSED
     recomputations: list[tuple[bool, str | None]] = [(False, None), (True, None)]
     recomputations += [(False, "selective")] if has_scores else []
-    for tp_size in _divisors(world):
+    for tp_size in _divisors(parallel.world_size):
         if node_size % tp_size or config.model.heads_problem(tp_size):
             continue
         sequence = (True,) if tp_size > 1 and experts else (False, True) if tp_size > 1 else (False,)
-        wants_overlap = config.parallel.tp_comm_overlap
-        for cp_size, pp_size in _context_and_pipeline_sizes(config, world // tp_size):
-            dp_size = world // tp_size // cp_size // pp_size
+        for cp_size, pp_size in _context_and_pipeline_sizes(config, parallel.world_size // tp_size):
+            dp_size = parallel.world_size // tp_size // cp_size // pp_size
             replicas = dp_size * cp_size
             if pp_size > layers or config.batch.global_batch_size % dp_size:
                 continue
+            zero_stages = (0,) if replicas == 1 else (1, 2, 3) if pp_size == 1 else (1,)
             expert_sizes = [size for size in _divisors(tp_size * replicas) if (experts or 1) % size == 0]
             for micro_batch in MICRO_BATCHES:
                 count, rest = divmod(config.batch.global_batch_size // dp_size, micro_batch)
                 if rest or not count:
                     continue
-                for schedule, virtual in schedules(pp_size, layers, count):
-                    overlaps = not PIPELINE_SCHEDULES[schedule].splits_backward
-                    for zero_stage in (1, 2, 3) if pp_size == 1 and replicas > 1 else (1,):
-                        for (recomputes, granularity), sharded, ep_size in product(
-                            recomputations, sequence, expert_sizes
-                        ):
-                            yield {
-                                "parallel.tensor_model_parallel_size": tp_size,
-                                "parallel.pipeline_model_parallel_size": pp_size,
-                                "parallel.context_parallel_size": cp_size,
-                                **({"parallel.expert_model_parallel_size": ep_size} if experts else {}),
-                                "parallel.zero_stage": zero_stage if replicas > 1 else 0,
-                                "parallel.pipeline_schedule": schedule,
-                                **({"parallel.virtual_pipeline_stages": virtual} if virtual != own else {}),
-                                "parallel.sequence_parallel": sharded,
-                                **(
-                                    {"parallel.tp_comm_overlap": overlaps and sharded}
-                                    if wants_overlap
-                                    else {}
-                                ),
-                                "batch.micro_batch_size": micro_batch,
-                                "training.checkpoint_activations": recomputes,
-                                "training.recompute_granularity": granularity,
-                            }
+                for (schedule, virtual), zero_stage, (recomputes, granularity), sharded, ep_size in product(
+                    schedules(pp_size, layers, count), zero_stages, recomputations, sequence, expert_sizes
+                ):
+                    overlaps = sharded and not PIPELINE_SCHEDULES[schedule].splits_backward
+                    change = {
+                        "parallel.tensor_model_parallel_size": tp_size,
+                        "parallel.pipeline_model_parallel_size": pp_size,
+                        "parallel.context_parallel_size": cp_size,
+                        "parallel.expert_model_parallel_size": ep_size,
+                        "parallel.zero_stage": zero_stage,
+                        "parallel.pipeline_schedule": schedule,
+                        "parallel.virtual_pipeline_stages": virtual,
+                        "parallel.sequence_parallel": sharded,
+                        "parallel.tp_comm_overlap": overlaps and parallel.tp_comm_overlap,
+                        "batch.micro_batch_size": micro_batch,
+                        "training.checkpoint_activations": recomputes,
+                        "training.recompute_granularity": granularity,
+                    }
+                    yield {name: value for name, value in change.items() if own.get(name, ()) != value}
 
 
 def schedules(pp_size: int, layers: int, micro_batches: int) -> Iterator[tuple[str, int]]:
@@ -129,38 +134,41 @@ def schedules(pp_size: int, layers: int, micro_batches: int) -> Iterator[tuple[s
 def search(config: Config, vocab_size: int, planned: int = PLANNED) -> SearchResult:
     """Searches the layouts of `config.parallel.world_size` devices; planned: see `PLANNED`. Raises
     ConfigError without --gpu."""
-    cluster, device = find_cluster(config), device_memory_bytes(config)
-    if cluster is None or device is None:
+    cluster = find_cluster(config)
+    if cluster is None:
         raise ConfigError(NO_GPU)
-    estimates: list[tuple[float, float, dict[str, Any]]] = []
-    estimator = _Estimator(config, vocab_size, cluster)
-    count = 0
-    for change in combinations(config, cluster.network.node_size):
-        count += 1
-        try:
-            # Not validated: checking a whole configuration takes longer than the estimate.
-            seconds, size = estimator.estimate(config.with_settings(change))
-        except UserError:
-            continue
-        estimates.append((seconds, size, change))
+    estimates: list[tuple[float, float, Change]] = []
+    own = config.parallel.partition_method
+    # Not validated: checking a whole configuration takes longer than the estimate.
+    layouts = [(config.with_settings(c), c) for c in combinations(config, cluster.network.node_size)]
+    with closing(Estimator(config, vocab_size, cluster)) as estimator:
+        for layout, _ in layouts:
+            estimator.record_layer(layout)
+        for layout, change in layouts:
+            with suppress(UserError):
+                seconds, size, method = estimator.estimate(layout)
+                partition = {} if method == own else {"parallel.partition_method": method}
+                estimates.append((seconds, size, {**change, **partition}))
     estimates.sort(key=lambda estimate: estimate[0])
     found: list[Plan] = []
     too_large: list[Plan] = []
     # The memory estimate is not exact, so layouts that exceed the device by up to 15 % are planned, too.
-    near = [(seconds, change) for seconds, size, change in estimates if size <= 1.15 * device]
-    for start in range(0, len(near), _AT_ONCE):
-        if len(found) >= _FEWEST and near[start][0] > _SLOWER * min(plan.prediction.total for plan in found):
+    near = (
+        (seconds, change)
+        for seconds, size, change in estimates
+        if fits(config.with_settings(change), size / 1.15)
+    )
+    while batch := list(islice(near, _AT_ONCE)):
+        if len(found) >= _FEWEST and batch[0][0] > _SLOWER * min(plan.prediction.total for plan in found):
             break
-        for made in _evaluate_all(
-            config, [change for _, change in near[start : start + _AT_ONCE]], vocab_size
-        ):
+        for made in _evaluate_all(config, [change for _, change in batch], vocab_size):
             (found if made.fits else too_large).append(made)
         if len(found) >= planned or len(found) + len(too_large) >= 4 * planned:
             break
     found.sort(key=lambda plan: -plan.tokens_per_second)
     found += _other_partitions(config, found[:_MOST_PARTITIONS], vocab_size)
     found.sort(key=lambda plan: -plan.tokens_per_second)
-    return SearchResult(tuple(found), tuple(too_large), count, len(found) + len(too_large))
+    return SearchResult(tuple(found), tuple(too_large), len(layouts), len(found) + len(too_large))
 
 
 def _context_and_pipeline_sizes(config: Config, ranks: int) -> Iterator[tuple[int, int]]:
@@ -205,7 +213,7 @@ def _other_partitions(config: Config, best: Sequence[Plan], vocab_size: int) -> 
         parallel = candidate.config.parallel
         if parallel.pipeline_model_parallel_size == 1:
             continue
-        methods = [method for method in PARTITION_METHODS if method != parallel.partition_method]
+        methods = [method for method in _partition_methods(config) if method != parallel.partition_method]
         changes = [{**candidate.change, "parallel.partition_method": method} for method in methods]
         for made in _evaluate_all(config, changes, vocab_size):
             if made.fits and made.run.stages.bounds != candidate.run.stages.bounds:
@@ -213,47 +221,121 @@ def _other_partitions(config: Config, best: Sequence[Plan], vocab_size: int) -> 
     return found
 
 
-class _Estimator:
-    """Estimates time and memory of layouts from one transformer layer per tensor-parallel layout, recorded at
-    two micro-batch sizes: all costs of a layer are affine in the micro-batch size."""
+class Estimator:
+    """Estimates time and memory of layouts from one transformer layer per tensor- and expert-parallel layout,
+    recorded at two micro-batch sizes: all costs of a layer are affine in the micro-batch size."""
 
     def __init__(self, config: Config, vocab_size: int, cluster: Cluster) -> None:
         self._vocab_size, self._cluster = vocab_size, cluster
-        self._layers: dict[tuple[Any, ...], _LayerEstimate] = {}
+        self._layers: dict[tuple[Any, ...], Future[_LayerEstimate]] = {}
+        self._threads = ThreadPoolExecutor()
         self._state = bytes_per_parameter(config, vocab_size)
+        entries = layer_list(config, vocab_size)
+        layers = list(map(describe, entries))
+        flops = flops_of_layers(config, layers, vocab_size)
+        self._table = LayerTable(layers, layer_parameter_counts(entries), flops)
+        self._methods = [method for method in _partition_methods(config) if method != "memory"]
+        self._stages: dict[tuple[str, PipelineShape], list[int]] = {}
 
-    def estimate(self, config: Config) -> tuple[float, float]:
-        """Returns (seconds of a step, bytes of the most loaded rank), assuming equal stages."""
-        parallel, model, training = config.parallel, config.model, config.training
-        ranks, tp_size = parallel.pipeline_model_parallel_size, parallel.tensor_model_parallel_size
-        mesh, layers = Mesh.from_config(parallel, 0), -(-model.num_layers // ranks)
-        layer = self._layer(config)
-        batch, count = config.batch.micro_batch_size, config.micro_batches_per_step
-        forward, backward, kept = layer.at(batch)
+    def estimate(self, config: Config) -> tuple[float, float, str]:
+        """Returns (seconds of a step, bytes of the most loaded rank, partition method with the fastest
+        slowest rank). Raises ConfigError if no method can partition the layers."""
+        parallel, count = config.parallel, config.micro_batches_per_step
+        ranks, batch = parallel.pipeline_model_parallel_size, config.batch.micro_batch_size
+        layer = self.record_layer(config).result()
+        forward, backward, kept, *end_seconds = layer.at(batch)
         weight = backward / 2 if parallel.schedule.splits_backward else 0.0
         held = kept
-        if training.recomputes_layers:
+        if config.training.recomputes_layers:
             backward, held = backward + forward, layer.input_bytes * batch
-        padded = padded_vocab_size(self._vocab_size, model, tp_size)
-        tokens, flops = batch * config.seq_length_per_rank, head_flops(config, padded)
-        product = Kernel("mm", flops, 0.0, (tokens, padded / tp_size, model.hidden_size))
-        head = self._cluster.kernel_seconds(product, config.precision.name)
         seconds = forward + backward
-        heaviest = max((model.num_layers * seconds + head) / ranks, layers * seconds)
-        # The warm-up and cool-down of the schedule, see `pipeline.schedule_actions`.
-        fill = (ranks - 1) / parallel.stages_per_rank * (1 - 2 * weight / seconds)
-        step = heaviest * (count + fill)
-        outside, calls = padded * model.hidden_size // tp_size, count if parallel.zero_stage >= 2 else 1
-        reduced = {"data": layer.parameters * layers + outside, "expert data": layer.of_experts * layers}
-        for group, number in reduced.items():
-            reduction = Collective(group, ALL_REDUCE, 4.0 * number)
-            step += calls * 1.25 * self._cluster.network.seconds(reduction, mesh)
-        state = layer.parameters * layers * self._state.in_layers(parallel)
-        state += layer.of_experts * layers * self._state.in_layers(parallel, of_experts=True)
-        state += outside * self._state.in_others(parallel)
-        return step, state + held * layers * min(count, ranks) + (kept - held)
+        slowest, method, layers = self._partition(parallel, seconds, end_seconds)
+        # Warm-up and cool-down pass once through the other ranks, see `pipeline.schedule_actions`.
+        others = sum(layers) * seconds + sum(end_seconds) - slowest
+        fill = others / parallel.stages_per_rank * (1 - 2 * weight / seconds)
+        padded = padded_vocab_size(self._vocab_size, config.model, parallel.tensor_model_parallel_size)
+        outside = padded * config.model.hidden_size // parallel.tensor_model_parallel_size
+        most = max(layers)
+        parameters = layer.parameters * most + outside, layer.of_experts * most
+        after = self._after_passes(config, *parameters, forward * most, backward * most)
+        state = layer.parameters * self._state.in_layers(parallel)
+        state += layer.of_experts * self._state.in_layers(parallel, of_experts=True)
+        is_1f1b = parallel.pipeline_schedule == "1f1b"
+        in_flight = [min(count, ranks - rank * is_1f1b) for rank in range(ranks)]
+        ends = dict.fromkeys((0, parallel.rank_of_stage[-1]), outside * self._state.in_others(parallel))
+        size = max(
+            layers[rank] * (state + held * in_flight[rank]) + ends.get(rank, 0.0) for rank in range(ranks)
+        )
+        size += kept - held
+        return slowest * count + fill + after, size, method
 
-    def _layer(self, config: Config) -> _LayerEstimate:
+    def _after_passes(
+        self, config: Config, dense: float, of_experts: float, forward: float, backward: float
+    ) -> float:
+        """Returns the seconds that gradient reduction, optimizer and all-gather of weights add to a step.
+        dense, of_experts: parameters on a rank. forward, backward: seconds of the passes of a micro-batch
+        through a rank, which hide the collectives but share the device with them."""
+        parallel, cluster, mesh = config.parallel, self._cluster, Mesh.from_config(config.parallel, 0)
+        weight_bytes, gradient_bytes, _ = self._state.layers
+        zero_stage, count = parallel.zero_stage, config.micro_batches_per_step
+        reduction = gather = updated = 0.0
+        for group, number, replicas in (
+            ("data", dense, parallel.dp_cp_size),
+            ("expert data", of_experts, parallel.expert_replicas),
+        ):
+            operation = "_reduce_scatter_base_" if zero_stage else ALL_REDUCE
+            reduction += cluster.network.seconds(Collective(group, operation, gradient_bytes * number), mesh)
+            if zero_stage:
+                gathered = Collective(group, "_allgather_base_", weight_bytes * number)
+                gather += cluster.network.seconds(gathered, mesh)
+            updated += number / (replicas if zero_stage else 1)
+        # The optimizer reads and writes this rank's part of weights, gradients and moments.
+        update = Kernel("optimizer", 0.0, 2 * sum(self._state.layers) * updated)
+        optimizer = cluster.kernel_seconds(update, config.precision.name)
+
+        def exposed(collectives: float, passes: float) -> float:
+            hidden = min(collectives, passes)
+            return collectives - hidden + cluster.contention * hidden
+
+        if zero_stage == 3:  # both passes gather
+            passes = exposed(gather, forward) + exposed(gather + reduction, backward)
+            return optimizer + count * passes
+        reductions = (count if zero_stage == 2 else 1) * exposed(reduction, backward)
+        return optimizer + reductions + exposed(gather, forward)
+
+    def _partition(
+        self, parallel: ParallelConfig, layer: float, ends: Sequence[float]
+    ) -> tuple[float, str, list[int]]:
+        """Returns (seconds of a micro-batch on the slowest rank, method, transformer layers of each rank) for
+        the best partition method. layer: seconds of a layer. ends: seconds of embedding, and of head with
+        loss."""
+        ranks, rank_of_stage = parallel.pipeline_model_parallel_size, parallel.rank_of_stage
+        shape = PipelineShape(ranks, parallel.stages_per_rank, parallel.schedule.is_v_schedule)
+        found: list[tuple[float, str, list[int]]] = []
+        for method in self._methods:
+            with suppress(ConfigError):
+                layers = [0] * ranks
+                for rank, number in zip(rank_of_stage, self._layers_of_stages(method, shape), strict=True):
+                    layers[rank] += number
+                seconds = [layer * number for number in layers]
+                seconds[0] += ends[0]
+                seconds[rank_of_stage[-1]] += ends[1]
+                found.append((max(seconds), method, layers))
+        if not found:
+            raise ConfigError(f"no partition method makes {shape.stages} stages")
+        return min(found, key=lambda one: one[0])
+
+    def _layers_of_stages(self, method: str, shape: PipelineShape) -> list[int]:
+        """Returns the number of transformer layers of each stage."""
+        key = method, shape
+        if key not in self._stages:
+            inner = transformer_layers(self._table.layers)
+            bounds = partition_layers(parse_partition_method(method), self._table, shape).bounds
+            self._stages[key] = [sum(index in inner for index in range(*pair)) for pair in pairwise(bounds)]
+        return self._stages[key]
+
+    def record_layer(self, config: Config) -> Future[_LayerEstimate]:
+        """Starts to record the layer of a layout, once for equal layers. Returns the future result."""
         parallel = config.parallel
         key = (
             parallel.tensor_model_parallel_size,
@@ -263,14 +345,25 @@ class _Estimator:
             parallel.tp_comm_overlap,
         )
         if key not in self._layers:
-            self._layers[key] = _LayerEstimate.record(config, self._vocab_size, self._cluster)
+            arguments = (config, self._vocab_size, self._cluster)
+            self._layers[key] = self._threads.submit(_LayerEstimate.record, *arguments)
         return self._layers[key]
+
+    def close(self) -> None:
+        """Cancels the recordings that have not started, and waits for the others."""
+        self._threads.shutdown(cancel_futures=True)
+
+
+def _partition_methods(config: Config) -> list[str]:
+    """Returns the partition methods of a search, the run's own first."""
+    return [*dict.fromkeys((config.parallel.partition_method, *PARTITION_METHODS))]
 
 
 @dataclass(frozen=True)
 class _LayerEstimate:
     """Costs of a transformer layer without recomputation, the means over the kinds of layers: forward
-    seconds, backward seconds, and bytes of the activations that are kept between the passes.
+    seconds, backward seconds, and bytes of the activations that are kept between the passes; then the seconds
+    of both passes through embedding, and through head and loss.
 
     first: costs of a micro-batch of one sample. further: costs that each further sample adds. input_bytes:
     bytes of the layer's input per sample. parameters: on one rank, without those of experts. of_experts:
@@ -302,16 +395,27 @@ class _LayerEstimate:
             run = planned_run(alone, vocab_size)
             plan = run.stages
             inner = transformer_layers(plan.layers)
-            layers = [cost for cost in stage_costs(run, 0).layers if cost.first in inner]
+            every = stage_costs(run, 0).layers
+            layers = [cost for cost in every if cost.first in inner]
             rank = Rank(alone, cluster, 0)
-            passes = ([layer.forward for layer in layers], [layer.backward for layer in layers])
-            times = [sum(rank.time(part.actions).total for part in parts) / count for parts in passes]
-            costs.append((*times, sum(part.change for part in passes[0]) / count))
+
+            def seconds(passes: Iterable[PassCost], rank: Rank = rank) -> float:
+                return sum(rank.time(part.actions).total for part in passes)
+
+            times = [seconds(layer.forward for layer in layers), seconds(layer.backward for layer in layers)]
+            kept = sum(layer.forward.change for layer in layers)
+            before = [cost for cost in every if cost.first < inner.start]
+            after = [cost for cost in every if cost.first >= inner.stop]
+            ends = (
+                seconds(p for cost in end for p in (cost.forward, cost.backward)) for end in (before, after)
+            )
+            costs.append((*(cost / count for cost in (*times, kept)), *ends))
         further = tuple(two - one for one, two in zip(*costs, strict=True))
         of_experts = plan.expert_parameters / parallel.expert_model_parallel_size / count
         dense = sum(plan.parameters[inner.start : inner.stop]) / count - of_experts
         return cls(costs[0], further, spec_bytes(layers[0].output) // 2, dense, of_experts)
 
     def at(self, batch: int) -> tuple[float, ...]:
-        """Returns (forward seconds, backward seconds, kept bytes) at a micro-batch of `batch` samples."""
+        """Returns (forward seconds, backward seconds, kept bytes, seconds of embedding, seconds of head and
+        loss) at a micro-batch of `batch` samples."""
         return tuple(one + (batch - 1) * more for one, more in zip(self.first, self.further, strict=True))

@@ -120,6 +120,8 @@ class StepTime:
     known."""
     is_resumed: bool
     """Whether a part of the run is done."""
+    has_experts: bool
+    """Whether the layers have all-to-alls of experts."""
 
     @property
     def total(self) -> float:
@@ -184,6 +186,7 @@ def predict_step(run: Run, cluster: Cluster) -> StepTime:
         doubt=_doubt(cluster.kind, plan.total_parameters, mfu),
         days=_days(run, pipeline, outside),
         is_resumed=run.start != BEGIN,
+        has_experts=config.model.num_experts is not None,
     )
 
 
@@ -379,7 +382,8 @@ def time_shares(step: StepTime) -> str:
         for index, seconds in enumerate((stage.matmul, stage.memory, stage.communication)):
             parts[index] += step.micro_batches * seconds
     busiest = max(by_rank.values(), key=sum)
-    names = ("matrix products", "other kernels", "collectives of TP, CP and ZeRO")
+    collectives = f"collectives of TP, CP{', EP' * step.has_experts} and ZeRO"
+    names = ("matrix products", "other kernels", collectives)
     shares = dict(zip(names, busiest, strict=True))
     shares["waits in the pipeline"] = max(step.pipeline - sum(busiest), 0.0)
     shares["gradient reduction"] = step.reduction

@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from megatron.arguments.checks import layout_mistakes, model_mistakes
+from megatron.arguments.checks import expert_mistakes, layout_mistakes, model_mistakes
 from megatron.checkpoint.formats.deepspeed_files import VALUES
 from megatron.checkpoint.formats.registry import open_reader
 from megatron.checkpoint.huggingface.run_export import check_export
@@ -25,6 +25,7 @@ from megatron.cluster.exit_codes import SharedUserError
 from megatron.cluster.watchdog import Watchdog
 from megatron.config import Config, ParallelConfig
 from megatron.config.mistakes import raise_first
+from megatron.config.rules import rule_mistakes
 from megatron.data.vocabulary import Vocabulary
 from megatron.engine.device_progress import flight_record
 from megatron.engine.pipeline_engine import GPTEngine
@@ -130,14 +131,21 @@ _FOR_TRAINING = {
     "training.partition_activations": False,
     "training.checkpoint_in_cpu": False,
     "optimizer.use_apex": False,
+    "model.moe_router_load_balancing_type": "none",
+    "training.no_train": True,
 }
 
 
 def run_of_layout(checkpoint: Checkpoint, parallel: ParallelConfig) -> Run:
-    """Returns a run with the checkpoint's model on another layout. Raises UserError if they do not fit."""
+    """Returns a run with the checkpoint's model on another layout: with sequence parallelism, if experts need
+    it. Raises UserError if they do not fit."""
     config = replace(checkpoint.config, parallel=parallel).with_settings(_FOR_TRAINING)
-    raise_first(chain(layout_mistakes(config), model_mistakes(config)))
-    return Run.from_config(config, Vocabulary(checkpoint.vocab_size, checkpoint.eod))
+    is_sharded = config.model.num_experts is not None and parallel.tensor_model_parallel_size > 1
+    used = config.with_settings({"parallel.sequence_parallel": is_sharded})
+    # Not the training's length of a sequence, but the evaluated ones are divided, and padded for it.
+    mistakes = layout_mistakes(config), model_mistakes(config), expert_mistakes(used)
+    raise_first(chain(rule_mistakes(config, ["parallel"]), *mistakes))
+    return Run.from_config(used, Vocabulary(checkpoint.vocab_size, checkpoint.eod))
 
 
 @torch.no_grad()

@@ -34,6 +34,18 @@ _NAMES = {
     "throughput per GPU (TFLOP/s/GPU)": "tflops_per_device",
     "lm loss value": "lm_loss",
 }
+# Values of expert layers, in the order of the line. Other recorded values follow them.
+_FORMATS = {
+    "MaxVio": ".3f",
+    "tokens per expert, min": ".1f",
+    "tokens per expert, mean": ".1f",
+    "tokens per expert, max": ".1f",
+    "experts without tokens": ".3f",
+    "load balancing loss": ".6E",
+    "router z-loss": ".6E",
+    "expert bias norm": ".3E",
+}
+_OF_LAYER = re.compile(r"(?:layer (\d+) )?(.*)")
 _MILLISECONDS = "elapsed time per iteration (ms)"
 
 
@@ -87,7 +99,7 @@ def format_training_line(summary: IntervalSummary) -> str:
         fields.append(f"loss scale: {summary.loss_scale:.1f}")
     if summary.grad_norm is not None:
         fields.append(f"grad norm: {summary.grad_norm:.3f}")
-    fields += [f"{name}: {value:.6E}" for name, value in summary.recorded.items()]
+    fields += _recorded_fields(summary.recorded)
     fields += [
         f"number of skipped iterations: {summary.skipped:3d}",
         f"number of nan iterations: {summary.not_finite:3d}",
@@ -95,6 +107,16 @@ def format_training_line(summary: IntervalSummary) -> str:
         f"TFLOPs: {_two_digits(summary.tflops_per_device)}",
     ]
     return " " + " | ".join(fields) + " |"
+
+
+def _recorded_fields(recorded: Mapping[str, float]) -> list[str]:
+    """Returns the values that the model recorded: first of all layers, then of layer 0, 1, ..."""
+    found = []
+    for name, value in recorded.items():
+        layer, kind = _OF_LAYER.findall(name)[0]
+        place = [*_FORMATS].index(kind) if kind in _FORMATS else len(_FORMATS)
+        found.append((int(layer or -1), place, f"{name}: {value:{_FORMATS.get(kind, '.6E')}}"))
+    return [text for *_, text in sorted(found)]
 
 
 def format_validation_lines(name: str, at: str, loss: float) -> list[str]:

@@ -97,19 +97,24 @@ def _fragmentation_hint(measured: dict[str, int], total: int) -> str:
 
 
 def memory_flags(config: Config) -> Iterator[tuple[str, Config]]:
-    """Yields (flag and value, configuration with it) of each flag that may reduce the memory and that the
-    other flags allow. Model and global batch sizes do not change.
+    """Yields (flag and value, with a flag that it needs, and the configuration with it) of each flag that may
+    reduce the memory and that the other flags allow. Model and global batch sizes do not change.
 
     The order is the one in which to try them: by the time that they typically cost, least first. The planner
     sorts them by the time that it predicts.
     """
+    # Experts need sequence parallelism with tensor parallelism.
+    further = {} if config.model.num_experts is None else {"parallel.sequence_parallel": True}
     for setting, value in _candidates(config):
-        changed = config.with_settings({setting: value})
+        is_tensor_parallel = setting == "parallel.tensor_model_parallel_size"
+        change = {setting: value, **(further if is_tensor_parallel else {})}
+        changed = config.with_settings(change)
         try:
             validate(changed)
         except UserError:
             continue
-        yield setting_option(setting) + ("" if value is True else f" {value}"), changed
+        options = (setting_option(name) + ("" if one is True else f" {one}") for name, one in change.items())
+        yield " ".join(options), changed
 
 
 def _candidates(config: Config) -> Iterator[tuple[str, Any]]:
@@ -119,6 +124,8 @@ def _candidates(config: Config) -> Iterator[tuple[str, Any]]:
     shards_more = parallel.dp_cp_size > 1 and stage <= last_stage
     if shards_more and stage == 1:
         yield "parallel.zero_stage", stage
+    if config.model.num_experts is not None:
+        yield "parallel.expert_model_parallel_size", 2 * parallel.expert_model_parallel_size
     if parallel.tensor_model_parallel_size > 1 and not parallel.sequence_parallel:
         yield "parallel.sequence_parallel", True
     stores_scores = training_attention(config) == Implementation.UNFUSED

@@ -47,7 +47,7 @@ def run_report(run: Run, notes: Sequence[str], learning_rate: str = "", network:
 
 def _model_lines(run: Run) -> str:
     total, active = run.stages.total_parameters, run.stages.active_parameters
-    per_token = f", {active:,} active per token" if active != total else ""
+    per_token = f", of which a token uses {active:,}" if active != total else ""
     return (
         f"model      {model_summary(run.config.model)}, {run.config.precision.name}\n"
         f"vocabulary {run.vocab.size:,} tokens, padded to {run.padded_vocab_size:,}\n"

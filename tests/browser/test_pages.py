@@ -216,6 +216,14 @@ def test_another_layout_of_a_search_is_shown(show: Show, monkeypatch: pytest.Mon
     assert cells(browser, "memory", "total") == [
         f"{part['total'] / GIB:.3f}" for part in found["candidates"][1]["memory"]
     ]
+    assert "EP" not in titles and "parameters per token" not in chosen
+    for one in found["candidates"]:
+        one["layout"]["expert_parallel"], one["active_parameters"] = 1, one["parameters"] // 4
+    browser = show("search", found)
+    chosen = browser.find_element(By.ID, "chosen").text
+    assert cells(browser, "layouts", "EP") == ["1"] * len(rates) and ", EP 1, micro-batch" in chosen
+    active = found["candidates"][0]["active_parameters"]
+    assert f"parameters per token {active:,} " in " ".join(chosen.split())
 
 
 def test_a_sweep_shows_what_users_typed_as_text(show: Show) -> None:

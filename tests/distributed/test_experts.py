@@ -12,6 +12,7 @@ import torch
 
 from megatron.model import experts as experts_module
 from megatron.model.experts import Router, RouterBalance
+from megatron.mpu.token_dispatch import AllToAll
 from tests.distributed.parity import assert_same_numbers
 from tests.distributed.test_model_variants import LLAMA, initial_weights_and_history, plain_history
 from tests.reference.plain_experts import PlainExperts
@@ -273,24 +274,28 @@ def test_ties_go_to_the_lower_expert_and_ranks_without_tokens_take_part():
             assert max(relative_errors(losses, expected)) <= FP32_BOUND
 
 
-def choices_with_recomputation() -> tuple[int, int, list]:
-    """Trains with a router whose choice differs from call to call."""
-    calls = []
+def choices_with_recomputation() -> tuple[int, int, int, list]:
+    """Trains with a router whose choice differs from call to call, and counts choices and their exchanges."""
+    calls, layout = [], replace(ONE, dp=2, ep=2, recompute=True)
+    model = {**MIXTRAL, "moe_aux_loss_coeff": 0.0}
 
     def unstable(scores: torch.Tensor, k: int) -> torch.Tensor:
         calls.append(k)
         return torch.rand(scores.shape).topk(k).indices
 
-    with mock.patch.object(experts_module, "top_k", unstable):
-        engine = build_engine(config_of(Row(recompute=True), model={**MIXTRAL, "moe_aux_loss_coeff": 0.0}))
+    exchange = mock.patch.object(
+        AllToAll, "_exchange_counts", autospec=True, side_effect=AllToAll._exchange_counts
+    )
+    with mock.patch.object(experts_module, "top_k", unstable), exchange as exchanges:
+        engine = build_engine(config_of(layout.row, model=model, **layout.changes))
         history = train(engine, [0])
-    return len(calls), engine.micro_batches, history
+    return len(calls), exchanges.call_count, engine.micro_batches, history
 
 
 def test_a_recomputed_layer_keeps_the_choice_of_its_forward_pass():
-    ((calls, micro_batches_of_step, history),) = run_world(1, choices_with_recomputation)
-    assert calls == 4 * micro_batches_of_step, "one choice per layer and micro-batch"
-    assert all(isfinite(value) for step in history for value in step)
+    for calls, exchanges, passes, history in run_world(2, choices_with_recomputation):
+        assert calls == exchanges == 4 * passes, "one choice and one exchange per layer and micro-batch"
+        assert all(isfinite(value) for step in history for value in step)
 
 
 def bias_in_bf16() -> tuple[set, torch.Tensor, torch.Tensor]:

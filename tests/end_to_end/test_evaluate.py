@@ -163,6 +163,8 @@ def test_mistakes_of_a_layout_end_before_the_ranks_start(
     on_data = ["--data-path", data[1]]
     assert "--num-attention-heads 4" in mistake(*on_data, "--tensor-model-parallel-size", "3")
     assert "is 0: expected at least 1" in mistake(*on_data, "--pipeline-model-parallel-size", "0")
+    without = "--expert-model-parallel-size 2 without --num-experts"
+    assert without in mistake(*on_data, "--expert-model-parallel-size", "2")
     monkeypatch.setattr(evaluate, "find_spec", lambda name: None)
     assert "pip install lm_eval" in mistake("--tasks", "toy", "--tensor-model-parallel-size", "2")
     # The ranks of a launcher: rank 0 alone prints.

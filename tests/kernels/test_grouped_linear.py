@@ -134,6 +134,20 @@ def test_unaligned_addresses_and_widths_use_the_loop(monkeypatch):
     assert kernels.implementation(x.float(), matrices.float()) == "mm"
 
 
+@pytest.mark.parametrize("transposed", [False, True])
+def test_experts_far_apart_in_memory_are_found(transposed, monkeypatch):
+    """The last expert's matrix begins more than 2^31 elements after the first one."""
+    choose("triton", monkeypatch)
+    groups = Groups((*[0] * 2**16, 3))
+    x, matrix = torch.randn(3, 256).bfloat16(), torch.randn(128, 256).bfloat16()
+    matrices = torch.empty(2**16 + 1, 128, 256, dtype=torch.bfloat16)  # pages without a value get no memory
+    matrices[-1] = matrix
+    if transposed:
+        matrices, matrix = matrices.view(-1, 256, 128), matrix.view(256, 128).t()
+    found = kernels.multiply_groups(x, matrices, None, groups, transposed)
+    torch.testing.assert_close(found, F.linear(x, matrix), rtol=0.0, atol=TOLERANCE[torch.bfloat16] * 64)
+
+
 def test_groups_that_do_not_have_all_rows_are_an_error():
     weight = torch.zeros(2, 3, 4)
     for counts in ((1, 1), (3,), (1, 1, 1)):

@@ -8,6 +8,11 @@
     reshardable        bf16 weights, DistributedOptimizer, `fully_reshardable`
     model_space        bf16 weights, DistributedOptimizer, `fully_sharded_model_space`, which only
                        versions before 0.14 write
+    experts            as reshardable, with experts in all layers, on EP 2 instead of TP 2
+                       (--nproc-per-node 4), with the names of --transformer-impl local and of versions
+                       that number the optimizers
+    experts_mixed      experts in every second layer, with the gated shared expert, groups and the bias
+                       of experts, with the names of Transformer Engine (--nproc-per-node 4)
 
 The folder is a checkpoint of the format `torch_dist`, as Megatron-LM saves it after three steps of Adam with
 TP 2, PP 2 and DP 2 (llama: DP 1). `expected.json` has the losses of these steps and of the next ones, which
@@ -26,6 +31,7 @@ import json
 import sys
 from argparse import Namespace
 from pathlib import Path
+from typing import Any
 
 import numpy
 import torch
@@ -33,11 +39,17 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from megatron.core import dist_checkpointing, parallel_state, tensor_parallel
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
+from megatron.core.distributed.finalize_model_grads import (
+    _update_router_expert_bias,
+    reset_model_temporary_tensors,
+)
 from megatron.core.models.gpt import GPTModel
-from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec, get_gpt_layer_local_spec
 from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
+from megatron.core.transformer.moe import moe_utils
+from megatron.core.transformer.moe.router import TopKRouter
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch.overrides import TorchFunctionMode
 
@@ -46,7 +58,26 @@ KIND = sys.argv[1]
 LR = 2e-3 if KIND == "llama" else 2e-2
 DTYPE = torch.float32 if KIND == "llama" else torch.bfloat16
 HIDDEN, FFN = (32, 64) if KIND == "llama" else (16, 32)
-SHARDING = {"reshardable": "fully_reshardable", "model_space": "fully_sharded_model_space"}.get(KIND)
+SHARDING = {
+    **dict.fromkeys(("reshardable", "experts", "experts_mixed"), "fully_reshardable"),
+    "model_space": "fully_sharded_model_space",
+}.get(KIND)
+EXPERTS = {
+    **{"num_experts": 8, "moe_router_topk": 2, "moe_ffn_hidden_size": 24, "moe_layer_freq": 1},
+    **{"moe_router_load_balancing_type": "seq_aux_loss", "moe_aux_loss_coeff": 0.1, "moe_z_loss_coeff": 0.01},
+}
+MIXED = {
+    **{**EXPERTS, "num_layers": 4, "moe_layer_freq": [0, 1, 0, 1], "moe_router_topk": 4},
+    **{"moe_router_score_function": "sigmoid", "moe_router_enable_expert_bias": True},
+    **{"moe_router_bias_update_rate": 0.01, "moe_router_topk_scaling_factor": 2.5},
+    **{"moe_router_num_groups": 4, "moe_router_group_topk": 2},
+    **{"moe_shared_expert_intermediate_size": 24, "moe_shared_expert_gate": True},
+}
+MOE = {"experts": EXPERTS, "experts_mixed": MIXED}.get(KIND, {})
+TP, EP = (1, 2) if MOE else (2, 1)
+METADATA: dict[str, Any] = {} if SHARDING is None else {"distrib_optim_sharding_type": SHARDING}
+if KIND == "experts_mixed":  # as the newest versions of Megatron-LM
+    METADATA["chained_optim_avoid_prefix"] = True
 ARGS = {
     "num_layers": 2,
     "hidden_size": HIDDEN,
@@ -63,8 +94,9 @@ ARGS = {
     "max_position_embeddings": SEQ,
     "global_batch_size": BATCH,
     "padded_vocab_size": VOCAB,
-    "tensor_model_parallel_size": 2,
+    "tensor_model_parallel_size": TP,
     "pipeline_model_parallel_size": 2,
+    **MOE,
     "norm_epsilon": 1e-5,
     "rotary_base": 10000,
     "rotary_percent": 1.0,
@@ -92,6 +124,30 @@ class OnCpu(TorchFunctionMode):
         return result
 
 
+def experts_of(arguments: dict) -> dict:
+    """Returns the settings of experts, as Megatron-LM makes them of its arguments."""
+    if not arguments.get("num_experts"):
+        return {}
+    settings = {name: arguments[name] for name in arguments if name.startswith("moe_")}
+    return settings | {
+        "num_moe_experts": arguments["num_experts"],
+        "expert_model_parallel_size": EP,
+        "moe_token_dispatcher_type": "allgather",
+        "moe_router_dtype": "fp32",
+    }
+
+
+def layer_spec(config: TransformerConfig) -> Any:
+    if config.num_moe_experts is None:
+        return get_gpt_layer_local_spec(normalization=config.normalization)
+    specs = get_gpt_decoder_block_spec(config, False, config.normalization)
+    if KIND == "experts_mixed":  # the name of this norm with Transformer Engine, if it lies before experts
+        for layer, has_experts in zip(specs.layer_specs, [0, 1], strict=True):  # the layers of a stage
+            if has_experts:
+                del layer.submodules.sharded_state_dict_keys_map["pre_mlp_layernorm."]
+    return specs
+
+
 def build(dtype: torch.dtype) -> GPTModel:
     """Returns this rank's part of the model that the arguments describe, as Megatron-LM reads them."""
     config = TransformerConfig(
@@ -112,15 +168,16 @@ def build(dtype: torch.dtype) -> GPTModel:
         params_dtype=dtype,
         pipeline_dtype=dtype,
         bf16=dtype == torch.bfloat16,
-        tensor_model_parallel_size=2,
+        tensor_model_parallel_size=TP,
         pipeline_model_parallel_size=2,
+        **experts_of(ARGS),
         bias_activation_fusion=False,
         masked_softmax_fusion=False,
         gradient_accumulation_fusion=False,
     )
     model = GPTModel(
         config,
-        get_gpt_layer_local_spec(normalization=ARGS["normalization"]),
+        layer_spec(config),
         vocab_size=VOCAB,
         max_sequence_length=SEQ,
         pre_process=parallel_state.is_pipeline_first_stage(),
@@ -130,7 +187,21 @@ def build(dtype: torch.dtype) -> GPTModel:
         rotary_base=ARGS["rotary_base"],
         rotary_percent=ARGS["rotary_percent"],
     )
-    return model.to(dtype)
+    model.to(dtype)
+    for module in routers(model):
+        module._maintain_float32_expert_bias()
+    return model
+
+
+def routers(model: torch.nn.Module) -> list[TopKRouter]:
+    return [module for module in model.modules() if isinstance(module, TopKRouter)]
+
+
+def update_bias(model: GPTModel) -> None:
+    """Changes the bias of experts as `finalize_model_grads` of Megatron-Core does."""
+    if MOE.get("moe_router_enable_expert_bias") and routers(model):
+        _update_router_expert_bias([model], model.config)
+        reset_model_temporary_tensors(model.config, [model])
 
 
 class Training:
@@ -163,13 +234,14 @@ class Training:
         self.optimizer.zero_grad()
         loss = loss_and_gradients(self.parallel, self.model, tokens)
         self.parallel.finish_grad_sync()
+        update_bias(self.model)
         self.optimizer.step()
         return loss
 
     def sharded_state(self, loaded: Path | None = None) -> dict:
         """Returns the sharded state dict, to save it or to load a folder."""
         sharded = {"model": self.model.sharded_state_dict()}
-        options = {} if SHARDING is None else {"metadata": {"distrib_optim_sharding_type": SHARDING}}
+        options = {"metadata": METADATA} if METADATA else {}
         if loaded is not None:  # as Megatron-LM does
             options = {"metadata": dist_checkpointing.load_content_metadata(str(loaded)) or {}}
         sharded["optimizer"] = self.optimizer.sharded_state_dict(
@@ -202,9 +274,10 @@ class Training:
 
     def main_states(self) -> list[dict[str, torch.Tensor]]:
         """Returns the main values, moments and step of each parameter, gathered from the replicas."""
-        (inner,) = getattr(self.optimizer, "chained_optimizers", [self.optimizer])
+        optimizers = getattr(self.optimizer, "chained_optimizers", [self.optimizer])
         found = []
         for parameter in self.model.parameters():
+            inner = optimizers[0 if len(optimizers) == 1 or getattr(parameter, "allreduce", True) else 1]
             start, stop = 0, parameter.numel()
             if SHARDING is None:
                 main = getattr(parameter, "main_param", parameter)
@@ -221,7 +294,7 @@ class Training:
                 if name in states:
                     values[start:stop] = states[name].detach().reshape(-1)
                 if SHARDING is not None:
-                    dist.all_reduce(values, group=parallel_state.get_data_parallel_group())
+                    dist.all_reduce(values, group=replicas_of(parameter))
             found.append({name: values.view(parameter.shape) for name, values in whole.items()})
             found[-1]["step"] = step
         return found
@@ -266,9 +339,19 @@ def loss_and_gradients(module: torch.nn.Module, model: GPTModel, tokens: torch.T
     return float(total) / half
 
 
-def losses_in_fp32(states: list[dict[str, torch.Tensor]], batches: torch.Tensor) -> list[float]:
-    """Returns the losses of the next steps from these main values and moments."""
-    model = build(torch.float32)
+def replicas_of(parameter: torch.nn.Parameter) -> dist.ProcessGroup:
+    """Returns the group whose ranks hold a parameter: fewer of them hold an expert."""
+    if getattr(parameter, "allreduce", True):
+        return parallel_state.get_data_parallel_group()
+    return parallel_state.get_expert_data_parallel_group()
+
+
+def losses_in_fp32(training: Training, batches: torch.Tensor) -> list[float]:
+    """Returns the losses of the next steps from the main values and moments."""
+    model, states = build(torch.float32), training.main_states()
+    for own, trained in zip(routers(model), routers(training.model), strict=True):
+        if own.expert_bias is not None:
+            own.expert_bias.copy_(trained.expert_bias)
     adam = torch.optim.AdamW(model.parameters(), lr=LR, betas=(0.9, 0.95), eps=1e-8, weight_decay=0.0)
     for parameter, state in zip(model.parameters(), states, strict=True):
         parameter.data.copy_(state.pop("param"))
@@ -278,8 +361,9 @@ def losses_in_fp32(states: list[dict[str, torch.Tensor]], batches: torch.Tensor)
         adam.zero_grad()
         losses.append(loss_and_gradients(model, model, tokens))
         for parameter in model.parameters():
-            dist.all_reduce(parameter.grad, group=parallel_state.get_data_parallel_group())
+            dist.all_reduce(parameter.grad, group=replicas_of(parameter))
             parameter.grad /= parallel_state.get_data_parallel_world_size()
+        update_bias(model)
         adam.step()
     return losses
 
@@ -287,12 +371,13 @@ def losses_in_fp32(states: list[dict[str, torch.Tensor]], batches: torch.Tensor)
 def main(folder: Path, loaded: Path | None) -> None:
     """Trains, saves, and trains on; or loads and trains on."""
     dist.init_process_group("gloo")
-    parallel_state.initialize_model_parallel(2, 2)
+    parallel_state.initialize_model_parallel(TP, 2, expert_model_parallel_size=EP)
     # Megatron-Core asks for the current GPU, waits for it, and draws dropout from its generator.
     torch.cuda.current_device = lambda: "cpu"
     torch.cuda.synchronize = lambda: None
     tracker = tensor_parallel.random.get_cuda_rng_tracker()
     tracker.fork = lambda *_: contextlib.nullcontext()
+    moe_utils.te_general_gemm = None  # without Transformer Engine the module lacks the name
     DistributedOptimizer._set_main_param_and_optimizer_states = set_states_without_step
     if KIND == "model_space":
         numpy.product = numpy.prod  # version 0.13 calls it, and numpy 2 lacks it
@@ -318,9 +403,9 @@ def main(folder: Path, loaded: Path | None) -> None:
         "checkpoint_version": 3.0,
         "iteration": STEPS,
     }
-    content = {} if SHARDING is None else {"content_metadata": {"distrib_optim_sharding_type": SHARDING}}
+    content = {"content_metadata": METADATA} if METADATA else {}
     dist_checkpointing.save(state, str(folder), ("torch_dist", 1), **content)
-    losses += losses_in_fp32(training.main_states(), tokens[STEPS:])
+    losses += losses_in_fp32(training, tokens[STEPS:])
     own_losses = [training.step(batch) for batch in tokens[STEPS:]]
     if dist.get_rank() == 0:
         content = {"losses": losses, "own_losses": own_losses, "steps": STEPS, "lr": LR}

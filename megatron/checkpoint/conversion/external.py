@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import asdict
 from importlib.metadata import version
 from typing import Any
 
-from megatron.checkpoint.foreign_arguments import TRAINING_ARGUMENTS
+from megatron.checkpoint.foreign_arguments import MEGATRON_CORE, TRAINING_ARGUMENTS
+from megatron.checkpoint.foreign_experts import expert_notes
 from megatron.checkpoint.formats.state import StateReader
 from megatron.checkpoint.formats.universal_info import spec_record
 from megatron.checkpoint.huggingface.importer import config_without_run, specs_without_padding
@@ -22,15 +23,20 @@ from megatron.errors import UserError, one_line
 from megatron.pipeline.stages import plan_stages
 
 
-def open_external(reader: StateReader, tokenizer: Mapping[str, Any], vocab_size: int | None) -> StateReader:
+def open_external(
+    reader: StateReader,
+    tokenizer: Mapping[str, Any],
+    vocab_size: int | None,
+    warn: Callable[[str], object] = lambda _: None,
+) -> StateReader:
     """Returns the reader of an external checkpoint, with a `run.json` and the specs of its parameters. The
     configuration comes from the arguments in the checkpoint, or from the config.json of a Hugging Face model;
     what they do not determine has its default.
 
     tokenizer: its settings, fields of `DataConfig`. vocab_size: number of tokens without padding; None: the
     tokenizer's, or without one the checkpoint's (all rows of the word embeddings, if it records no number).
-    Raises UserError if the arguments in the checkpoint do not describe the model, or describe another one
-    than its tensors.
+    warn: receives a sentence about arguments of the training that have no equivalent. Raises UserError if the
+    arguments in the checkpoint do not describe the model, or describe another one than its tensors.
     """
     checkpoint, recorded = reader.checkpoint, reader.recorded_model()
     if recorded is None:
@@ -68,6 +74,8 @@ def open_external(reader: StateReader, tokenizer: Mapping[str, Any], vocab_size:
     vocabulary = find_vocabulary(config)
     reader.check_external(config, vocabulary.size)
     describe_run(reader, config, vocabulary)
+    if reader.program is MEGATRON_CORE and (replaced := [*expert_notes(args)]):
+        warn(f"arguments of {MEGATRON_CORE.title} without an equivalent: {'; '.join(replaced)}")
     return reader
 
 
@@ -75,6 +83,8 @@ def describe_run(reader: StateReader, config: Config, vocabulary: Vocabulary) ->
     """Gives a checkpoint of another framework the `run.json` of a run that could have saved it, and the specs
     of its parameters, without padding."""
     parallel, specs = config.parallel, specs_without_padding(config, vocabulary.size, vocabulary.eod)
+    # The load of experts (`ONLY_IN_TRAINING`) is not in the checkpoint: a run begins with its initial value.
+    specs = {name: spec for name, spec in specs.items() if name in reader.stored_names}
     run = {
         **reader.recorded_optimizer(),
         "state": asdict(reader.checkpoint.state),

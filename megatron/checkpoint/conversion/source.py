@@ -51,19 +51,20 @@ def open_any(
     universal: bool = False,
     tokenizer: Mapping[str, Any] | None = None,
     vocab_size: int | None = None,
+    warn: Callable[[str], object] = lambda _: None,
 ) -> StateReader:
     """Returns the reader of a checkpoint of any format, with the specs of its parameters.
 
     universal: see `read_checkpoint`. tokenizer, vocab_size: of a checkpoint of another framework, if they are
-    given. Raises UserError if there is no checkpoint, or if another framework made it and it does not
-    describe its model.
+    given. warn: see `open_external`. Raises UserError if there is no checkpoint, or if another framework made
+    it and it does not describe its model.
     """
     checkpoint = read_checkpoint(folder, universal, allow_external=True)
     if checkpoint.is_external:
         # Imported only here: it loads DeepSpeed, which takes seconds.
         from megatron.checkpoint.conversion.external import open_external
 
-        return open_external(open_reader(checkpoint), tokenizer or {}, vocab_size)
+        return open_external(open_reader(checkpoint), tokenizer or {}, vocab_size, warn)
     if tokenizer or vocab_size is not None:
         raise UserError(
             f"--from {folder} records its vocabulary: remove --vocab-size and the flags of the tokenizer"

@@ -232,7 +232,10 @@ class TorchDistWriter(CheckpointWriter):
             ),
             "opt_param_scheduler": self._recorded.get("scheduler") or self._scheduler(),
             # Tells Megatron-LM which names its distributed optimizer finds.
-            "content_metadata": {"distrib_optim_sharding_type": FULLY_RESHARDABLE},
+            "content_metadata": {
+                "distrib_optim_sharding_type": FULLY_RESHARDABLE,
+                "chained_optim_avoid_prefix": True,  # no number of the optimizer before the names
+            },
             "checkpoint_version": 3.0,
             "iteration": checkpoint.state.iteration,
         }

@@ -26,6 +26,8 @@ if TYPE_CHECKING:
 
 LM_HEAD = "lm_head.weight"
 """Hugging Face name of the LM head. Some files contain it although it is tied."""
+NEXT_TOKEN_LAYERS = "num_nextn_predict_layers"
+"""Setting with the number of layers for multi-token prediction, which files have after the model's layers."""
 
 
 # Elements that are checked at a time: the check needs temporaries of twice their size.
@@ -114,10 +116,10 @@ class Conversion:
     UserError if a setting of config.json differs from the value that transformers uses.
     """
 
-    megatron: tuple[str, ...]
-    hf: tuple[str, ...]
-    to_hf: Callable[[ModelConfig], dict[str, Any]]
-    to_megatron: Callable[[PreTrainedConfig], dict[str, Any]]
+    megatron: tuple[str, ...] = ()
+    hf: tuple[str, ...] = ()
+    to_hf: Callable[[ModelConfig], dict[str, Any]] = lambda _model: {}
+    to_megatron: Callable[[PreTrainedConfig], dict[str, Any]] = lambda _hf_config: {}
     megatron_values: Mapping[str, tuple[Any, ...]] = dataclasses.field(default_factory=dict)
     needed: Callable[[ModelConfig], dict[str, Any]] = lambda _model: {}
     check_file: Callable[[Mapping[str, Any], PreTrainedConfig], None] = lambda _settings, _hf_config: None
@@ -235,6 +237,15 @@ SIZES = (
 )
 INITIALIZATION = (("init_method_std", "initializer_range"),)
 DROPOUT = (("hidden_dropout", "hidden_dropout"), ("attention_dropout", "attention_dropout"))
+
+
+def checked_count(name: str, value: Any, at_least: int = 1) -> int:
+    """Returns the integer that a setting of config.json should have. Raises UserError for another value."""
+    if type(value) is not int or value < at_least:
+        raise UserError(
+            f"the model has {name} = {one_line(value)}: expected an integer of at least {at_least}"
+        )
+    return value
 
 
 def equal_heads(model: ModelConfig) -> int:

@@ -7,6 +7,7 @@ file).
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
@@ -21,19 +22,21 @@ from megatron.checkpoint.foreign_arguments import harmless_in_hugging_face
 from megatron.checkpoint.formats.registry import TORCHTITAN, format_of
 from megatron.checkpoint.formats.state import UnusableSourceError
 from megatron.checkpoint.formats.torch_archive import read_file as load_torch_file
-from megatron.checkpoint.huggingface.family import FAMILIES, LM_HEAD, Family, Parameter, count_non_finite
+from megatron.checkpoint.huggingface.family import (
+    FAMILIES,
+    LM_HEAD,
+    NEXT_TOKEN_LAYERS,
+    Family,
+    Parameter,
+    count_non_finite,
+)
 from megatron.checkpoint.huggingface.rope import check_numbers
 from megatron.checkpoint.huggingface.torchtitan_names import hugging_face_weights
 from megatron.checkpoint.names import check_plain, is_plain, shown
-from megatron.config import (
-    BatchConfig,
-    Config,
-    DataConfig,
-    ModelConfig,
-    ScheduleConfig,
-)
-from megatron.config.config import settings_of_section
+from megatron.config import BatchConfig, Config, DataConfig, ModelConfig, ScheduleConfig
+from megatron.config.config import SETTINGS, settings_of_section
 from megatron.config.fields import option_name
+from megatron.config.mistakes import raise_first
 from megatron.errors import UserError, one_line
 from megatron.files import HostileFileError, expect_layout, open_regular, read_json
 from megatron.model.layer_list import PARAMETER_DTYPES, WORD_EMBEDDINGS
@@ -98,10 +101,7 @@ class HuggingFaceModel:
 
 
 def config_without_run(
-    fields: Mapping[str, Any],
-    vocab_size: int | None,
-    data: DataConfig,
-    **sections: Any,
+    fields: Mapping[str, Any], vocab_size: int | None, data: DataConfig, **sections: Any
 ) -> Config:
     """Returns the config of a run that could have saved a model of another framework. fields: of
     `ModelConfig`. vocab_size: --vocab-size. sections: other sections; their settings have their defaults."""
@@ -150,23 +150,51 @@ def read_hugging_face(folder: str | Path) -> HuggingFaceModel:
 def read_settings(folder: Path) -> tuple[Family, dict[str, Any]]:
     """Returns the family of the model in `folder`/config.json, and values for ModelConfig. Their vocab_size
     is the number of word embeddings. Raises UserError for a model that cannot be converted."""
+    path, settings = folder / "config.json", _check_settings(folder)
+    family: Family = FAMILIES.load(settings["model_type"])
+    with expect_layout(path, "the settings of a model that can be built"):
+        try:
+            check_numbers(settings)
+            hf_config = _hf_config(folder)
+            fields = _fields(family, hf_config, settings)
+            raise_first(ModelConfig(**fields).router_mistakes())
+        except UserError as error:
+            pairs = [(*pair.megatron, *pair.hf) for pair in family.conversions if len(pair.hf) == 1]
+            keys = {option_name(one[0]): one[1] for one in (*family.fields, *pairs) if len(one) == 2}
+            sentence = re.sub(r"--[\w-]+", lambda flag: keys.get(flag[0], flag[0]), str(error))
+            raise UserError(f"{path}: {sentence}") from error
+    _check_names(folder, settings, family, type(hf_config))
+    return family, fields
+
+
+def _hf_config(folder: Path) -> PreTrainedConfig:
     from transformers import AutoConfig
 
-    settings = _check_settings(folder)
-    try:
-        check_numbers(settings)
-    except UserError as error:
-        raise UserError(f"{folder / 'config.json'}: {error}") from error
     try:
         # Without trust_remote_code=False, transformers would ask whether to run the folder's code.
-        hf_config = AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
+        return AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
     except Exception as error:  # the error's type depends on the problem
         # The first line names the failed check, the next lines say what it found.
         reason = " ".join(str(error).split()) or type(error).__name__
-        raise UserError(f"transformers rejects {folder / 'config.json'} ({one_line(reason)})") from error
-    family, fields = _family_and_fields(hf_config, settings, folder)
-    _check_names(folder, settings, family, type(hf_config))
-    return family, fields
+        raise UserError(f"transformers rejects it ({one_line(reason)})") from error
+
+
+def _fields(family: Family, hf_config: PreTrainedConfig, settings: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns the values for ModelConfig, of the right types. settings: of config.json."""
+    for name, needed in family.hf_constants.items():
+        found = getattr(hf_config, name, needed)
+        if found != needed:
+            raise UserError(f"the model has {name} = {one_line(found)}: only {needed} can be converted")
+    fields = family.megatron_settings(hf_config)
+    for pair in family.conversions:
+        pair.check_file(settings, hf_config)
+    for field, key in family.fields:
+        value, setting = fields.get(field), SETTINGS[f"model.{field}"]
+        is_missing = value is None and (setting.is_required or field == "vocab_size")
+        if is_missing or (value is not None and not setting.has_type(value)):
+            expected = {int: "an integer", float: "a number", bool: "true or false"}[setting.kind]
+            raise UserError(f"the model has {key} = {one_line(value)}: expected {expected}")
+    return fields
 
 
 def _check_settings(folder: Path) -> dict[str, Any]:
@@ -209,8 +237,6 @@ def _check_names(
             )
 
 
-# The number of layers for multi-token prediction, which follow the layers of the model in its files.
-NEXT_TOKEN_LAYERS = "num_nextn_predict_layers"
 # Settings of a model that are not converted -> what happens.
 _NOT_CONVERTED = {
     "router_aux_loss_coef": "transformers normalizes the balance loss in another way, so that "
@@ -233,52 +259,20 @@ def _all_weights(folder: Path, fields: Mapping[str, Any]) -> dict[str, StoredWei
     return {name: tensor for file in _weight_files(folder) for name, tensor in _read(file).items()}
 
 
-def _family_and_fields(
-    hf_config: PreTrainedConfig, settings: Mapping[str, Any], folder: Path
-) -> tuple[Family, dict[str, Any]]:
-    family = FAMILIES.load(hf_config.model_type)
-    for name, expected in family.hf_constants.items():
-        found = getattr(hf_config, name, expected)
-        if found != expected:
-            raise UserError(
-                f"{folder} has {name} = {one_line(found)} in its config.json: only {expected} can be "
-                "converted"
-            )
-    try:
-        fields = family.megatron_settings(hf_config)
-        for pair in family.conversions:
-            pair.check_file(settings, hf_config)
-    except UserError as error:
-        raise UserError(f"{folder / 'config.json'}: {error}") from error
-    required = {setting.field for setting in settings_of_section("model") if setting.is_required}
-    for field, setting in family.fields:
-        value = fields.get(field)
-        if field in required | {"vocab_size"} and (type(value) is not int or value < 1):
-            raise UserError(
-                f"{folder} has {setting} = {one_line(value)} in its config.json: expected a positive number"
-            )
-    return family, fields
-
-
 def _known_weights(
     folder: Path, family: Family, stored: Mapping[str, StoredWeight], fields: Mapping[str, Any]
 ) -> dict[str, StoredWeight]:
     """Returns the weights in the family's table, by Hugging Face name. Raises UserError if a weight is
     missing, and for any other weight except buffers, a copy of the tied weight, and the layers that
     NEXT_TOKEN_LAYERS in config.json counts."""
-    path = folder / "config.json"
-    with expect_layout(path, "the settings of a model that can be built"):
-        try:
-            model = ModelConfig(**fields)
-        except UserError as error:
-            raise UserError(f"{path}: {error}") from error
-        num_layers, num_experts = model.num_layers, model.num_experts or 0
-        num_experts *= sum(map(model.has_experts, range(num_layers)))
-        if max(num_layers, num_experts) > len(stored):
-            raise HostileFileError(
-                f"{folder} has {num_layers:,} layers and {num_experts:,} experts in its config.json, and "
-                f"{len(stored):,} weights in all"
-            )
+    model = ModelConfig(**fields)
+    num_layers, num_experts = model.num_layers, model.num_experts or 0
+    num_experts *= sum(map(model.has_experts, range(num_layers)))
+    if max(num_layers, num_experts) > len(stored):
+        raise HostileFileError(
+            f"{folder} has {num_layers:,} layers and {num_experts:,} experts in its config.json, and "
+            f"{len(stored):,} weights in all"
+        )
     expected = {name: parameter for parameter in family.names(model) for name in parameter.hf}
     buffers = family.buffer_names(num_layers)
     num_unread = _check_settings(folder).get(NEXT_TOKEN_LAYERS) or 0
@@ -354,13 +348,9 @@ def _map_weight(path: Path, name: str) -> Tensor:
 
 
 def _check_shapes(model: HuggingFaceModel) -> None:
-    path = model.folder / "config.json"
-    with expect_layout(path, "the settings of a model that can be built"):
-        try:
-            config = config_without_run(model.fields, None, DataConfig())
-            specs = specs_without_padding(config, model.rows, None)
-        except UserError as error:
-            raise UserError(f"{path}: {error}") from error
+    with expect_layout(model.folder / "config.json", "the settings of a model that can be built"):
+        config = config_without_run(model.fields, None, DataConfig())
+        specs = specs_without_padding(config, model.rows, None)
     for parameter in model.parameters.values():
         weight = torch.empty(specs[parameter.megatron].global_shape, device="meta")
         parts = parameter.transform.to_hf(weight, config.model)

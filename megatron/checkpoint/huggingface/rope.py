@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from megatron.checkpoint.huggingface.family import Conversion
+from megatron.checkpoint.huggingface.family import Conversion, checked_count
 from megatron.checkpoint.names import shown
 from megatron.config import ModelConfig
 from megatron.config.registries import ROPE_SCALINGS
@@ -215,9 +215,7 @@ def _layers_to_megatron(hf_config: PreTrainedConfig) -> dict[str, Any]:
         )
     if _SLIDING not in kinds:
         return _fields_of(by_kind[_FULL], hf_config)
-    size = hf_config.sliding_window
-    if type(size) is not int or size < 1:
-        raise UserError(f"the model has sliding_window = {one_line(size)}: expected a positive number")
+    size = checked_count("sliding_window", hf_config.sliding_window)
     sliding = _fields_of(by_kind[_SLIDING], hf_config)
     if _FULL not in kinds:
         return {"window_size": size, **sliding}

@@ -70,12 +70,8 @@ def hugging_face_weights(folder: Path, head_dim: int) -> Iterator[tuple[str, tor
                     f"{folder} holds {key} of shape {record.shape}, expected {head_dim} rows per head, as "
                     f"its {CONFIG_FILE} says"
                 )
-            read = partial(_read_rotated, read, head_dim)
+            read = partial(lambda read: rows_of_halves(read(), head_dim), read)
         yield hf_name, torch.Size(record.shape), record.dtype, read
-
-
-def _read_rotated(read: Callable[[], Tensor], head_dim: int) -> Tensor:
-    return rows_of_halves(read(), head_dim)
 
 
 def rows_of_halves(rows: Tensor, head_dim: int) -> Tensor:

@@ -64,7 +64,11 @@ class CheckpointConfig(Section):
             "checkpoint.save": "set --save to a shared folder, or remove --save-local",
             "checkpoint.save_local_interval": "set the interval, or remove --save-local",
         },
-        excludes={"training.no_train": "an evaluation (--eval-only) does not save; remove --save-local"},
+        excludes={
+            "training.no_train": "an evaluation (--eval-only) does not save; remove --save-local",
+            "model.num_experts": "local checkpoints have DeepSpeed's layout, which has no place for experts; "
+            "remove --save-local",
+        },
     )
     save_local_interval: int | None = flag(
         None,

@@ -43,11 +43,8 @@ class LengthCurriculum:
             return self.max_length
         way = (iteration / self.total_steps) ** (1.0 / self.root_degree)
         length = int(way * (self.max_length - self.min_length) + self.min_length)
-        return max(length - length % self.multiple, self._first)
-
-    @property
-    def _first(self) -> int:
-        return -(-self.min_length // self.multiple) * self.multiple
+        shortest = -(-self.min_length // self.multiple) * self.multiple
+        return max(length - length % self.multiple, shortest)
 
     @property
     def steps(self) -> int:

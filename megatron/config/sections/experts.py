@@ -2,17 +2,23 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass, fields
-from typing import Any
+from typing import Any, ClassVar
 
 from megatron.config.fields import Section, flag
+from megatron.config.mistakes import indivisible
 from megatron.config.sections.layer_pattern import DENSE, EXPERTS
 
-_NEEDS = {
-    "needs": {"model.num_experts": "it belongs to expert layers: set --num-experts, or remove the flag"}
+_NEEDS: dict[str, Any] = {
+    "needs": {
+        "model.num_experts": "it belongs to expert layers: set --num-experts to 2 or more, or remove the flag"
+    }
 }
-_EXPERTS: dict[str, Any] = {"group": "mixture of experts", **_NEEDS}
-_TRAINING: dict[str, Any] = {**_EXPERTS, "changes_model": False, "changes_layer_time": False}
+SIZE: dict[str, Any] = {"at_least": 1, "at_most": 2**24}
+"""Bounds of the size of a layer, and of a length in tokens."""
+_COUNT: dict[str, Any] = {"at_least": 1, "at_most": 2**16}
+_TRAINING: dict[str, Any] = {**_NEEDS, "changes_model": False, "changes_layer_time": False}
 SCORE_FUNCTIONS = ("softmax", "sigmoid")
 BALANCE_LOSSES = ("seq_aux_loss", "global_aux_loss", "none")
 
@@ -22,26 +28,26 @@ class ExpertConfig(Section):
     """Sizes of expert layers, and how their router chooses the experts of a token. Names and defaults are
     Megatron-LM's, except the default of --moe-router-load-balancing-type."""
 
+    group: ClassVar[str] = "mixture of experts"
+
     num_experts: int | None = flag(
         None,
-        at_least=1,
-        at_most=2**16,
-        group="mixture of experts",
         summary="{} experts",
         help="number of experts of each expert layer: the MLP of a transformer layer becomes a router and "
         "this many MLPs, of which each token uses --moe-router-topk; 1 is a dense model",
+        several="all expert layers have it, and --moe-layer-freq chooses these layers",
         excludes={
             "model.mup": "muP has no rule for the initial values and learning rates of routers and experts; "
             "remove --mup"
         },
+        **_COUNT,
     )
     moe_ffn_hidden_size: int | None = flag(
         derived="--ffn-hidden-size",
-        at_least=1,
-        at_most=2**24,
         summary="{} hidden each",
         help="hidden size of each expert; with --glu-activation, the size of the gate and of the value",
-        **_EXPERTS,
+        **_NEEDS,
+        **SIZE,
     )
     moe_layer_freq: tuple[str, ...] = flag(
         (EXPERTS,),
@@ -52,20 +58,18 @@ class ExpertConfig(Section):
         "and the letters are repeated to --num-layers. Megatron-LM's N (layers 0, N, 2N, ... have experts) "
         "and its lists, such as ([0]*3+[1]*58), are accepted, too",
         changes_layer_time=False,
-        **_EXPERTS,
+        **_NEEDS,
     )
     moe_shared_expert_intermediate_size: int | None = flag(
         None,
-        at_least=1,
-        at_most=2**24,
         summary="shared expert of {} hidden",
         help="hidden size of the shared expert, an MLP that every token uses in addition to its experts; for "
         "several shared experts, the sum of their sizes",
-        **_EXPERTS,
+        **_NEEDS,
+        **SIZE,
     )
     moe_shared_expert_gate: bool = flag(
         False,
-        group="mixture of experts",
         summary="gated shared expert",
         help="multiply the output of the shared expert by the sigmoid of a learned linear function of its "
         "input",
@@ -75,7 +79,7 @@ class ExpertConfig(Section):
         },
     )
     moe_router_topk: int = flag(
-        2, at_least=1, at_most=2**16, summary="{} per token", help="experts that each token uses", **_EXPERTS
+        2, summary="{} per token", help="experts that each token uses", **_COUNT, **_NEEDS
     )
     moe_router_score_function: str = flag(
         "softmax",
@@ -84,7 +88,7 @@ class ExpertConfig(Section):
         summary="{} scores",
         help="function that turns the router's logits into scores, which determine the experts of a token "
         "and their weights",
-        **_EXPERTS,
+        **_NEEDS,
     )
     moe_router_pre_softmax: bool = flag(
         False,
@@ -92,13 +96,10 @@ class ExpertConfig(Section):
         help="weight the outputs of the chosen experts by their softmax over all experts, whose sum is below "
         "1; by default the softmax is over the chosen experts",
         unused_with=("model.moe_router_score_function=sigmoid",),
-        **_EXPERTS,
+        **_NEEDS,
     )
     moe_router_num_groups: int | None = flag(
         None,
-        at_least=1,
-        at_most=2**16,
-        group="mixture of experts",
         summary="{} expert groups",
         help="number of groups of consecutive experts. A token chooses experts only in its "
         "--moe-router-group-topk groups with the highest scores. The score of a group is the sum of its "
@@ -107,17 +108,16 @@ class ExpertConfig(Section):
             **_NEEDS["needs"],
             "model.moe_router_group_topk": "set --moe-router-group-topk, or remove --moe-router-num-groups",
         },
+        **_COUNT,
     )
     moe_router_group_topk: int | None = flag(
         None,
-        at_least=1,
-        at_most=2**16,
         summary="{} groups per token",
-        group="mixture of experts",
         help="number of groups in which a token chooses experts",
         needs={
             "model.moe_router_num_groups": "set --moe-router-num-groups, or remove --moe-router-group-topk"
         },
+        **_COUNT,
     )
     moe_router_topk_scaling_factor: float | None = flag(
         None,
@@ -125,12 +125,11 @@ class ExpertConfig(Section):
         summary="expert weights x {:g}",
         help="multiplier of the weights of the chosen experts",
         changes_layer_time=False,
-        **_EXPERTS,
+        **_NEEDS,
     )
     moe_router_enable_expert_bias: bool = flag(
         False,
         summary="expert bias",
-        group="mixture of experts",
         help="balance the load by a bias per expert, which is added to its scores for the choice of experts, "
         "but not for their weights (arXiv:2408.15664). After each step, the bias of an expert with fewer "
         "tokens than the mean grows by --moe-router-bias-update-rate, and the bias of one with more tokens "
@@ -143,7 +142,6 @@ class ExpertConfig(Section):
     moe_router_bias_update_rate: float = flag(
         1e-3,
         above=0,
-        group="mixture of experts",
         changes_model=False,
         changes_layer_time=False,
         help="change of each expert's bias per step",
@@ -161,6 +159,7 @@ class ExpertConfig(Section):
             "sinkhorn": "it is not implemented; set seq_aux_loss",
             "quantile_balancing": "it is not implemented; set none, and --moe-router-enable-expert-bias",
         },
+        several="a run has one balance loss, so keep one of them",
         help="balance loss, which is multiplied by --moe-aux-loss-coeff. No choice depends on the layout\n"
         "seq_aux_loss: mean over the sequences of a loss of each sequence\n"
         "global_aux_loss: loss with the tokens per expert in the global batch of the previous step; "
@@ -171,6 +170,7 @@ class ExpertConfig(Section):
     moe_aux_loss_coeff: float = flag(
         0.0,
         at_least=0,
+        several="a run has one balance loss, so keep its coefficient",
         help="coefficient of the balance loss, which is added to the loss; 0: no balance loss",
         unused_with=("model.moe_router_load_balancing_type=none",),
         **_TRAINING,
@@ -200,8 +200,43 @@ class ExpertConfig(Section):
             raise ValueError("a dense model has no experts")
         return self.moe_ffn_hidden_size
 
+    @property
+    def has_balance_loss(self) -> bool:
+        """Whether a balance loss is added to the loss."""
+        return self.moe_aux_loss_coeff > 0 and self.moe_router_load_balancing_type != "none"
+
+    def router_mistakes(self) -> Iterator[str]:
+        """Yields a sentence for each setting of the router that does not fit another."""
+        experts, chosen = self.num_experts, self.moe_router_topk
+        groups, best = self.moe_router_num_groups, self.moe_router_group_topk
+        top_k, of_groups = f"--moe-router-topk {chosen}", f"--moe-router-group-topk {best}"
+        if experts is None:
+            return
+        if chosen > experts:
+            yield f"{top_k} is larger than --num-experts {experts}: reduce the one, or increase the other"
+        if groups is None or best is None:
+            return
+        yield from indivisible("--num-experts", experts, "--moe-router-num-groups", groups)
+        if best > groups:
+            yield (
+                f"{of_groups} is larger than --moe-router-num-groups {groups}: reduce --moe-router-group-topk"
+            )
+        if chosen % best:
+            yield (
+                f"{top_k} is not divisible by {of_groups}: the score of a group is a sum over their "
+                "quotient; change one of them"
+            )
+        elif chosen > (available := best * (experts // groups)) and best <= groups and chosen <= experts:
+            yield (
+                f"{top_k} is larger than the {available} experts in {of_groups} groups: reduce "
+                "--moe-router-topk, or increase --moe-router-group-topk"
+            )
+
     def unused_fields(self) -> set[str]:
-        return super().unused_fields() | (OPTIONS_OF_EXPERTS if self.num_experts is None else set())
+        unused = super().unused_fields()
+        if self.num_experts is None:
+            return unused | OPTIONS_OF_EXPERTS
+        return unused if DENSE in self.moe_layer_freq else unused | {"ffn_hidden_size"}
 
     def has_experts(self, layer: int) -> bool:
         """Returns whether a transformer layer, counted from 0, has experts."""

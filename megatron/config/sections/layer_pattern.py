@@ -33,6 +33,8 @@ class LayerPattern:
     def parse(self, words: Sequence[str], num_layers: int) -> tuple[str, ...]:
         """Returns the shortest pattern of letters that describes `num_layers` layers. Raises ConfigError for
         an invalid pattern."""
+        if num_layers < 1:
+            raise ConfigError(f"{self.flag} with --num-layers {num_layers}: expected at least 1 layer")
         text = "".join(words)
         letters = self._letters(text, num_layers)
         kinds = (letters * -(-num_layers // len(letters)))[:num_layers]

@@ -16,11 +16,15 @@ from megatron.config.registries import (
     QK_NORMS,
     ROPE_SCALINGS,
 )
-from megatron.config.sections.experts import ExpertConfig
+from megatron.config.sections.experts import SIZE, ExpertConfig
 from megatron.config.sections.layer_pattern import EXPERT_PATTERN, WINDOW, WINDOW_PATTERN
 from megatron.errors import ConfigError
 
 _MUP_FLAG: dict[str, Any] = {"group": "initialization", "used_with": ("model.mup",)}
+_VOCABULARY: dict[str, Any] = {
+    **{"changes_model": False, "changes_layer_time": False},
+    **{"at_least": 1, "at_most": 2**31 - 1},
+}
 _ROPE_SCALING_FLAG: dict[str, Any] = {"group": "rotary embeddings", "changes_layer_time": False}
 
 
@@ -43,25 +47,18 @@ class ModelConfig(ExpertConfig):
         group=COMMON_FLAGS,
     )
     hidden_size: int = flag(
-        help="hidden size of the transformer",
-        at_least=1,
-        at_most=2**20,
-        group=COMMON_FLAGS,
+        help="hidden size of the transformer", at_least=1, at_most=2**20, group=COMMON_FLAGS
     )
     ffn_hidden_size: int = flag(
         derived="4 x hidden size",
-        at_least=1,
-        at_most=2**24,
         help="hidden size of the MLP; with --glu-activation, the size of the gate and of the value",
+        **SIZE,
     )
     num_attention_heads: int = flag(
         help="number of attention heads", at_least=1, at_most=2**16, group=COMMON_FLAGS
     )
     kv_channels: int = flag(
-        derived="hidden size / heads",
-        at_least=1,
-        at_most=2**20,
-        help="dimension of each attention head",
+        derived="hidden size / heads", at_least=1, at_most=2**20, help="dimension of each attention head"
     )
     group_query_attention: bool = flag(
         False,
@@ -100,12 +97,11 @@ class ModelConfig(ExpertConfig):
     )
     window_size: int | None = flag(
         None,
-        at_least=1,
-        at_most=2**24,
         metavar="TOKENS",
         summary="window of {} tokens",
         help="use sliding-window attention: each token attends to itself and to the TOKENS - 1 tokens before "
         "it. Megatron-LM's LEFT,0 does not count the token itself: give LEFT + 1",
+        **SIZE,
     )
     window_pattern: tuple[str, ...] | None = flag(
         None,
@@ -119,19 +115,12 @@ class ModelConfig(ExpertConfig):
         changes_layer_time=False,
         needs={"model.window_size": "set --window-size, or remove --window-pattern"},
     )
-    seq_length: int = flag(
-        changes_model=False,
-        help="sequence length in tokens",
-        at_least=1,
-        at_most=2**24,
-        group=COMMON_FLAGS,
-    )
+    seq_length: int = flag(changes_model=False, help="sequence length in tokens", group=COMMON_FLAGS, **SIZE)
     max_position_embeddings: int = flag(
         derived="--seq-length",
-        at_least=1,
-        at_most=2**24,
         help="maximum sequence length in tokens; with absolute positions, the number of position embeddings",
         changes_layer_time=False,
+        **SIZE,
     )
     position_embedding_type: str = flag(
         "absolute",
@@ -187,10 +176,9 @@ class ModelConfig(ExpertConfig):
     )
     rope_original_max_position_embeddings: int = flag(
         8192,
-        at_least=1,
-        at_most=2**24,
         help="with --rope-scaling-type llama3 or yarn: original context length in tokens, before scaling",
         **_ROPE_SCALING_FLAG,
+        **SIZE,
     )
     rope_low_freq_factor: float = flag(
         1.0,
@@ -223,28 +211,17 @@ class ModelConfig(ExpertConfig):
     # Layer times depend only on the padded vocabulary size, which layer_times.py records.
     vocab_size: int | None = flag(
         None,
-        changes_model=False,
-        at_least=1,
-        at_most=2**31 - 1,
         help="vocabulary size before padding; needed if no tokenizer is given, for example with --dry-run",
-        changes_layer_time=False,
+        **_VOCABULARY,
     )
     make_vocab_size_divisible_by: int = flag(
         128,
-        changes_model=False,
-        at_least=1,
-        at_most=2**31 - 1,
         help="pad the vocabulary size to a multiple of N x tensor-parallel size",
-        changes_layer_time=False,
+        **_VOCABULARY,
         unused_with=("model.pad_vocab_size_to",),
     )
     pad_vocab_size_to: int | None = flag(
-        None,
-        changes_model=False,
-        at_least=1,
-        at_most=2**31 - 1,
-        help="pad the vocabulary to exactly this size, whatever the tensor-parallel size",
-        changes_layer_time=False,
+        None, help="pad the vocabulary to exactly this size, whatever the tensor-parallel size", **_VOCABULARY
     )
     layernorm_epsilon: float = flag(1e-5, above=0, help="epsilon of all norms", changes_layer_time=False)
     embed_layernorm: bool = flag(False, summary="embedding norm", help="apply a norm to the word embeddings")

@@ -11,7 +11,7 @@ function planSections(plan) {
 function layoutWords(layout) {
   const context = layout.context_parallel > 1 ? `CP ${layout.context_parallel} \u00d7 ` : "";
   return `TP ${layout.tensor_parallel} \u00d7 ${context}PP ${layout.pipeline_parallel} \u00d7 DP ${layout.data_parallel}`
-    + `${layout.expert_parallel > 1 ? `, EP ${layout.expert_parallel}` : ""}, `
+    + `${layout.expert_parallel !== null ? `, EP ${layout.expert_parallel}` : ""}, `
     + `micro-batch ${layout.micro_batch_size} \u00d7 ${layout.micro_batches} accumulation steps, ZeRO ${layout.zero_stage}, `
     + `recompute ${layout.recompute}, ${layout.schedule}, partition ${layout.partition_method}, ${layout.precision}`
     + `${layout.sequence_parallel ? ", sequence parallel" : ""}${layout.gpu ? `, ${layout.gpu}` : ""}`;
@@ -64,7 +64,7 @@ function stepParts(step) {
   return [
     { name: "matrix products", color: "matmul", value: matmul },
     { name: "other kernels", color: "other", value: other },
-    { name: "collectives of TP, CP and ZeRO", color: "tensor", value: tensor },
+    { name: `collectives of TP, CP${step.has_experts ? ", EP" : ""} and ZeRO`, color: "tensor", value: tensor },
     { name: "waits in the pipeline", color: "waits", value: waits },
     { name: "gradient reduction", color: "reduction", value: step.reduction },
     { name: "optimizer", color: "optimizer", value: step.optimizer },
@@ -245,7 +245,7 @@ function layoutsSections(data, isSearch) {
     { title: "MFU", unit: "%", number: true, value: (plan) => plan.step.mfu, node: doubted },
     { title: "bubble", unit: "%", number: true, value: (plan) => plan.step.bubble, text: (plan) => percent(plan.step.bubble) },
     { title: "most loaded rank", unit: "GiB", number: true, value: (plan) => plan.peak_bytes, text: (plan) => gib(plan.peak_bytes) },
-    layout("TP", "tensor_parallel"), { ...layout("CP", "context_parallel"), isConstant: 1 }, layout("PP", "pipeline_parallel"), layout("DP", "data_parallel"), { ...layout("EP", "expert_parallel"), isConstant: 1 }, layout("ZeRO", "zero_stage"),
+    layout("TP", "tensor_parallel"), { ...layout("CP", "context_parallel"), isConstant: 1 }, layout("PP", "pipeline_parallel"), layout("DP", "data_parallel"), { ...layout("EP", "expert_parallel"), isConstant: null }, layout("ZeRO", "zero_stage"),
     layout("micro-batch", "micro_batch_size"), { ...layout("recompute", "recompute", false), isConstant: "none" }, layout("schedule", "schedule", false),
     { title: "SP", isConstant: "no", value: (plan) => (plan.layout.sequence_parallel ? "yes" : "no") },
     { ...layout("partition", "partition_method", false), wide: true },

@@ -230,8 +230,9 @@ WRITTEN: list[dict[str, Any]] = [
     },
     {"group_query_attention": True, "num_query_groups": 2, "untie_embeddings_and_output_weights": True},
     MIXTRAL,
-    QWEN3_MOE,
-    GLM4_MOE,
+    QWEN3_MOE | {"moe_router_load_balancing_type": "none", "moe_z_loss_coeff": 1e-3},
+    GLM4_MOE | {"moe_router_load_balancing_type": "global_aux_loss", "moe_aux_loss_coeff": 0.1},
+    GLM4_MOE | {"moe_aux_loss_coeff": 0.1, "moe_router_bias_update_rate": 0.01},
 ]
 
 
@@ -243,6 +244,70 @@ def test_foreign_arguments_that_are_written_describe_the_model(fields: dict[str,
     names = ModelConfig.__dataclass_fields__
     read = ModelConfig(**{name: value for name, value in settings.items() if name in names})
     assert replace(read, hidden_dropout=0.0, attention_dropout=0.0) == model
+
+
+KIND, COEFFICIENT = "moe_router_load_balancing_type", "moe_aux_loss_coeff"
+SEQUENCES = "--moe-router-load-balancing-type seq_aux_loss --moe-aux-loss-coeff"
+
+
+@pytest.mark.parametrize(
+    ("changes", "settings", "note"),
+    [
+        ({}, ("seq_aux_loss", 0.1), None),
+        ({KIND: ["seq_aux_loss"], COEFFICIENT: [0.1]}, ("seq_aux_loss", 0.1), None),
+        ({KIND: "none"}, ("none", 0.1), None),
+        ({KIND: "aux_loss", COEFFICIENT: 0.0}, ("seq_aux_loss", 0.0), None),
+        (
+            {KIND: "aux_loss"},
+            ("seq_aux_loss", 0.1),
+            f"{KIND} aux_loss with {COEFFICIENT} 0.1: {SEQUENCES} 0.1",
+        ),
+        (
+            {KIND: ["aux_loss", "global_aux_loss"], COEFFICIENT: [0.2, 0.3]},
+            ("seq_aux_loss", 0.2),
+            f"{KIND} ['aux_loss', 'global_aux_loss'] with {COEFFICIENT} [0.2, 0.3]: {SEQUENCES} 0.2",
+        ),
+        (
+            {KIND: "global_aux_loss", "moe_input_jitter_eps": 0.01},
+            ("global_aux_loss", 0.1),
+            f"{KIND} global_aux_loss with {COEFFICIENT} 0.1: --moe-router-load-balancing-type "
+            "global_aux_loss --moe-aux-loss-coeff 0.1, with the tokens per expert of the previous step; "
+            "moe_input_jitter_eps 0.01: the router's input has no noise",
+        ),
+    ],
+)
+def test_the_training_of_experts_is_translated_or_a_note_says_what_takes_its_place(
+    changes: dict[str, Any],
+    settings: tuple[str, float],
+    note: str | None,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    core, target = unpack("torch_dist_experts_mixed", tmp_path), tmp_path / "native" / "global_step3"
+    change(core, **changes)
+    convert_checkpoint.run(["--from", str(core), "--to", str(target)])
+    model = open_checkpoint(target).config.model
+    assert (model.moe_router_load_balancing_type, model.moe_aux_loss_coeff) == settings
+    assert (model.moe_z_loss_coeff, model.moe_router_bias_update_rate) == (0.01, 0.01)
+    notes = [line for line in capsys.readouterr().err.splitlines() if line.startswith("note: ")]
+    title = "note: arguments of Megatron-Core without an equivalent: "
+    assert notes == ([] if note is None else [title + note])
+
+
+def test_the_training_of_experts_in_the_arguments_of_a_dense_model_has_no_note(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    core, target = unpack("torch_dist_llama", tmp_path), tmp_path / "native" / "global_step3"
+    change(core, **{KIND: ["aux_loss", "sinkhorn"], COEFFICIENT: [0.2, 0.3], "moe_input_jitter_eps": 0.01})
+    convert_checkpoint.run(["--from", str(core), "--to", str(target)])
+    assert open_checkpoint(target).config.model.moe_aux_loss_coeff == 0
+    assert "note: " not in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("kind", ["sinkhorn", "quantile_balancing", ["seq_aux_loss", "sinkhorn"]])
+def test_another_choice_of_experts_in_foreign_arguments_is_rejected(kind: str | list[str]) -> None:
+    (problem,) = outcome(MEGATRON_CORE, {"num_experts": 8, KIND: kind, COEFFICIENT: [0.1, 0.1]})[1]
+    assert problem.startswith(f"{KIND} is ")
 
 
 LLAMA = {

@@ -3,6 +3,8 @@ said."""
 
 from __future__ import annotations
 
+import json
+
 import pytest
 import torch
 from safetensors.torch import load_file
@@ -152,6 +154,56 @@ def test_the_coefficient_of_the_balance_loss_is_noted_in_both_directions(tmp_pat
 def test_an_expert_model_without_hugging_face_form_is_refused_by_its_flag(model, named):
     with pytest.raises(UserError, match=named):
         family_of(config_of(Row(), model=model).model)
+
+
+MALFORMED = ("x", -1, 0, None, 1.5, [1])
+
+
+@pytest.mark.parametrize("name", CHANGES)
+def test_a_malformed_setting_gets_one_sentence(name, tmp_path):
+    """A setting that the family reads is as it was, has another valid value, or is named with its file."""
+    save_hf(tmp_path, name)
+    path = tmp_path / "config.json"
+    original = path.read_text()
+    family = FAMILIES.load(json.loads(original)["model_type"])
+    refused = set()
+    for key in sorted(family.known_settings() - {*family.ignored}):
+        for value in MALFORMED:
+            change_config(tmp_path, **{key: value})
+            try:
+                read_hugging_face(tmp_path)
+            except UserError as error:
+                refused.add(key)
+                assert str(tmp_path) in str(error) and "\n" not in str(error)
+                assert "is not laid out as" not in str(error), f"{key} = {value!r}"
+            path.write_text(original)
+    read = {key for _, key in family.fields}.union(*(pair.hf for pair in family.conversions))
+    assert refused >= read - {"num_experts", "num_mtp_layers"}  # transformers reads them under another name
+
+
+@pytest.mark.parametrize(
+    "name, changes, named",
+    [
+        ("mixtral", {"num_experts_per_tok": 9}, "num_experts_per_tok 9 is larger than num_local_experts 4"),
+        ("olmoe", {"num_experts_per_tok": 9}, "num_experts_per_tok 9 is larger than num_experts 6"),
+        ("glm-4.5", {"num_experts_per_tok": 9}, "num_experts_per_tok 9 is larger than n_routed_experts 8"),
+        ("glm-4.5", {"n_group": 3, "topk_group": 1}, "n_routed_experts 8 is not divisible by n_group 3"),
+        ("glm-4.5", {"n_group": 3, "topk_group": 3}, "n_routed_experts 8 is not divisible by n_group 3"),
+        (
+            "glm-4.5",
+            {"n_group": 2, "topk_group": 3, "num_experts_per_tok": 6},
+            "topk_group 3 is larger than n_group 2",
+        ),
+        ("glm-4.5", {"num_nextn_predict_layers": "x"}, "num_nextn_predict_layers = x: expected an integer"),
+    ],
+)
+def test_a_config_is_checked_by_the_rules_of_the_flags(name, changes, named, tmp_path):
+    save_hf(tmp_path, name)
+    change_config(tmp_path, **changes)
+    with pytest.raises(UserError, match=f"config.json: .*{named}"):
+        read_hugging_face(tmp_path)
+    with pytest.raises(UserError, match=named):
+        open_checkpoint(tmp_path)
 
 
 def test_a_dense_model_belongs_to_no_family_with_experts():

@@ -5,12 +5,14 @@ from __future__ import annotations
 import json
 import os
 import re
+import shutil
 import signal
 import subprocess
 import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -219,6 +221,27 @@ def test_a_rank_that_ended_well_leaves_the_reports_to_a_failed_rank_that_prints(
     finish_rank_reports(failed, env)
     assert capsys.readouterr().err.endswith("ValueError: broken\n")
     assert not (tmp_path / "r").exists()
+
+
+def test_a_rank_that_ends_while_the_reports_are_deleted_neither_prints_nor_leaves_files(
+    tmp_path: Path, capsys, monkeypatch
+) -> None:
+    first, late = (RankReport(str(tmp_path / "r"), str(rank), "n1", is_temporary=True) for rank in (0, 1))
+    env = {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "TORCHELASTIC_RUN_ID": "none"}
+    for report in (first, late):
+        report.end(ExitStatus.FAILED, "error: ValueError: broken")
+
+    def delete(folder: Path, ignore_errors: bool) -> None:
+        for path in folder.iterdir():
+            path.unlink()
+        finish_rank_reports(late, env)
+        with suppress(OSError):
+            folder.rmdir()
+
+    monkeypatch.setattr(shutil, "rmtree", delete)
+    finish_rank_reports(first, env)
+    assert capsys.readouterr().err.count("error: ") == 1
+    assert not [*tmp_path.iterdir()]
 
 
 def test_single_process_has_no_reports(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

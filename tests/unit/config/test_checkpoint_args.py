@@ -67,12 +67,40 @@ def test_a_flag_that_changes_the_model_must_not_differ(saved: Config, words: str
     read_with(saved, "--hidden-size", "64", "--embed-layernorm")
 
 
+@pytest.mark.parametrize(
+    ("words", "named"),
+    [
+        ("--moe-layer-freq 2", None),
+        ("--moe-layer-freq [1,0]", None),
+        ("--window-pattern W F", None),
+        ("--moe-layer-freq 1", "--moe-layer-freq 1 contradicts .*has E D; remove"),
+        ("--moe-layer-freq D E", "--moe-layer-freq D E contradicts .*has E D; remove"),
+        ("--moe-layer-freq [1]", r"--moe-layer-freq \[1\] contradicts .*has E D; remove"),
+        ("--window-pattern 1", "--window-pattern 1 contradicts .*has W F; remove"),
+        ("--num-experts 1", "--num-experts 1 contradicts .*has 4; remove"),
+    ],
+)
+def test_a_flag_is_compared_with_the_checkpoint_by_its_meaning(words: str, named: str | None) -> None:
+    kinds = "--num-experts 4 --moe-layer-freq E D --window-size 8 --window-pattern 2"
+    saved = parse_args([*RUN, *MODEL, *kinds.split()], {})
+    if named is None:
+        assert read_with(saved, *words.split()).model == saved.model
+        return
+    with pytest.raises(UserError, match=named) as caught:
+        read_with(saved, *words.split())
+    assert len(str(caught.value).splitlines()) == 1
+
+
+def test_one_expert_is_the_dense_model_of_a_checkpoint(saved: Config) -> None:
+    assert read_with(saved, "--num-experts", "1").model == saved.model
+
+
 @pytest.mark.parametrize("value", ["4", 4.0, [4], True])
 def test_a_value_of_another_type_is_refused(saved: Config, value: object) -> None:
     model = dataclasses.replace(saved.model)
     object.__setattr__(model, "num_layers", value)
     with pytest.raises(UserError, match="folder/global_step5: model.num_layers"):
-        read_with(dataclasses.replace(saved, model=model))
+        read_with(dataclasses.replace(saved, model=model), "--moe-layer-freq", "2")
 
 
 def test_missing_flags_of_the_model_name_use_checkpoint_args_beside_load() -> None:

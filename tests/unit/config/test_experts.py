@@ -11,6 +11,7 @@ from megatron.arguments import read_command_line
 from megatron.config import Config
 from megatron.config.model import model_summary
 from megatron.config.sections.experts import ExpertConfig
+from megatron.config.sections.layer_pattern import EXPERT_PATTERN, WINDOW_PATTERN
 from megatron.errors import ConfigError
 
 FLAGS = (
@@ -116,9 +117,23 @@ def test_experts_have_the_size_of_the_mlp_and_torch_checkpoints_unless_flags_say
         ),
         ("--num-experts 4 --moe-router-load-balancing-type aux_loss", ("set seq_aux_loss",)),
         ("--num-experts 4 --moe-router-load-balancing-type sinkhorn", ("set seq_aux_loss",)),
+        (
+            "--num-experts 4 --moe-router-load-balancing-type seq_aux_loss global_aux_loss",
+            ("type is 'seq_aux_loss global_aux_loss': expected one value", "keep one"),
+        ),
+        ("--num-experts 4 --moe-aux-loss-coeff 1e-2 1e-3", ("coeff is '1e-2 1e-3': expected one value",)),
+        ("--num-experts 64 64", ("num-experts is '64 64': expected one value", "--moe-layer-freq")),
+        ("--num-experts=1 1 8", ("num-experts is '1 1 8': expected one value", "--moe-layer-freq")),
         ("--num-experts 4 --moe-router-score-function sqrtsoftplus", ("set softmax or sigmoid",)),
         ("--num-experts 4 --moe-token-dispatcher-type flex", ("DeepEP", "set alltoall")),
-        ("--moe-router-topk 4", ("topk 4 without --num-experts", "set --num-experts, or remove")),
+        (
+            "--num-experts 4 --moe-router-top-k 2",
+            ("unknown flag --moe-router-top-k: did you mean --moe-router-topk",),
+        ),
+        (
+            "--moe-router-topk 4",
+            ("topk 4 without --num-experts", "set --num-experts to 2 or more, or remove"),
+        ),
         ("--expert-model-parallel-size 2 --world-size 2", ("without --num-experts",)),
     ],
 )
@@ -152,26 +167,58 @@ def test_a_mistake_gets_one_sentence(words: str, parts: tuple[str, ...]) -> None
         ("--moe-router-load-balancing-type none", None),
         ("--moe-aux-loss-coeff 0.1", None),
         (
+            "--moe-router-force-load-balancing",
+            "--moe-router-force-load-balancing replaces the router's choice of experts: the run only "
+            "measures speed, and its model is of no use",
+        ),
+        (
             "--moe-token-dispatcher-type allgather",
             "--moe-token-dispatcher-type has no effect with --expert-model-parallel-size 1",
         ),
     ],
 )
 def test_a_setting_of_experts_without_effect_is_noted(words: str, note: str | None) -> None:
-    assert notes_of(f"--num-experts 4 {words}") == ((note,) if note else ())
+    notes = notes_of(f"--num-experts 4 {words}")
+    assert [text for text in notes if not text.startswith("nothing balances")] == ([note] if note else [])
+
+
+@pytest.mark.parametrize(
+    ("words", "is_noted"),
+    [
+        ("", False),
+        ("--num-experts 1", False),
+        ("--num-experts 4", True),
+        ("--num-experts 4 --moe-router-load-balancing-type none --moe-aux-loss-coeff 0.1", True),
+        ("--num-experts 4 --moe-router-load-balancing-type global_aux_loss", True),
+        ("--num-experts 4 --moe-aux-loss-coeff 0.01", False),
+        ("--num-experts 4 --moe-router-force-load-balancing", False),
+        ("--num-experts 4 --eval-only --load x", False),
+        ("--num-experts 4 --moe-router-score-function sigmoid --moe-router-enable-expert-bias", False),
+    ],
+)
+def test_experts_whose_load_nothing_balances_are_noted(words: str, is_noted: bool) -> None:
+    found = [note for note in notes_of(words) if "nothing balances the load of the experts" in note]
+    assert len(found) == is_noted
+
+
+def test_a_pattern_needs_a_layer() -> None:
+    for syntax in (EXPERT_PATTERN, WINDOW_PATTERN):
+        for words in (["2"], ["[]"], [syntax.one]):
+            with pytest.raises(ConfigError, match=f"{syntax.flag} with --num-layers 0: expected at least 1"):
+                syntax.parse(words, 0)
 
 
 def test_flags_of_peers_that_ask_for_what_is_always_done_are_accepted() -> None:
     megatron_lm = (
         "--moe-grouped-gemm --moe-permute-fusion --moe-router-fusion --moe-router-dtype fp32 "
-        "--expert-tensor-parallel-size 1 --moe-shared-expert-overlap"
+        "--expert-tensor-parallel-size 1 --moe-shared-expert-overlap --softmax-type vanilla"
     )
     microsoft = (
         "--moe-expert-parallel-size 1 --mlp-type standard --create-moe-param-group --use-tutel "
         "--disable-moe-token-dropping --disable-moe-top2-2nd-expert-sampling"
     )
-    words = f"--num-experts 4 {megatron_lm} {microsoft}"
-    assert config_of(words) == config_of("--num-experts 4")
+    words = f"--num-experts 4 --moe-aux-loss-coeff 0.01 {megatron_lm} {microsoft}"
+    assert config_of(words) == config_of("--num-experts 4 --moe-aux-loss-coeff 0.01")
     flags = [word for word in f"{megatron_lm} {microsoft}".split() if word.startswith("--")]
     assert sorted(note.split(" is ignored: ")[0] for note in notes_of(words)) == sorted(flags)
 
@@ -192,6 +239,9 @@ def test_flags_of_peers_with_another_meaning_are_answered() -> None:
         "--moe-enable-deepep": "--moe-token-dispatcher-type alltoall",
         "--overlap-moe-expert-parallel-comm": "does not overlap",
         "--moe-router-dtype fp64": "fp32",
+        "--softmax-type learnable": "expected vanilla",
+        "--delay-wgrad-compute": "does not overlap",
+        "--save-tokens-per-expert-interval 9": "--moe-per-layer-logging",
         "--moe-a-new-option": "not implemented",
     }
     with pytest.raises(ConfigError) as caught:
@@ -201,3 +251,30 @@ def test_flags_of_peers_with_another_meaning_are_answered() -> None:
     for words, answer in given.items():
         name = words.split()[0]
         assert any(line.strip().startswith(f"{name} is ") and answer in line for line in sentences), words
+
+
+# The flags of experts in Microsoft's examples_deepspeed/MoE/ds_pretrain_gpt_1.3B_dense.sh (4efb479d), with
+# which a dense model is trained, and the defaults of its other flags of experts.
+MICROSOFT = (
+    "--moe-expert-parallel-size 1 --moe-loss-coeff 0.01 --moe-train-capacity-factor 1.0 "
+    "--moe-eval-capacity-factor 1.0 --moe-min-capacity 4 --topk 1 --expert-interval 2 --mlp-type standard "
+    "--create-moe-param-group --disable-moe-token-dropping --enable-expert-tensor-parallelism"
+)
+
+
+@pytest.mark.parametrize("experts", ["", "--num-experts 1"])
+def test_a_dense_command_line_of_microsofts_is_dense(experts: str) -> None:
+    assert config_of(f"{MICROSOFT} {experts}") == config_of("")
+    flags = [word for word in MICROSOFT.split() if word.startswith("--")]
+    assert sorted(note.split(" is ignored: ")[0] for note in notes_of(MICROSOFT)) == sorted(flags)
+
+
+@pytest.mark.parametrize("experts", ["--num-experts 4", "--load x --use-checkpoint-args"])
+def test_its_flags_of_experts_are_not_ignored_if_the_model_may_have_experts(experts: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        config_of(f"{MICROSOFT} {experts}")
+    refused = {line.strip().removeprefix("error: ").split()[0] for line in str(caught.value).splitlines()}
+    assert refused - {"--use-checkpoint-args:", "--load"} == {
+        *("--moe-loss-coeff", "--moe-train-capacity-factor", "--moe-eval-capacity-factor"),
+        *("--moe-min-capacity", "--topk", "--expert-interval", "--enable-expert-tensor-parallelism"),
+    }

@@ -14,7 +14,9 @@ from megatron.mpu.mesh import ONE_RANK
 from megatron.mpu.random import DropoutRNG
 from megatron.pipeline.stages import plan_stages
 from megatron.planner.layer_memory import bytes_per_parameter, memory_costs, planned_run
+from megatron.planner.plan import make_plan
 from megatron.planner.rates import is_attention
+from megatron.planner.simulation import stage_costs
 from megatron.planner.simulation.passes import Kernel
 from megatron.planner.simulation.stage_costs import whole_model_costs
 from tests.support.tracked_memory import TrackedMemory
@@ -160,3 +162,34 @@ def test_memory_of_experts_is_planned_as_zero_shards_them():
     of_experts = run.stages.expert_parameters / 4
     expected = (experts - of_experts) * (6 + optimizer / 8) + of_experts * (6 + optimizer / 2)
     assert found[FIRST_TRANSFORMER_LAYER + 1] == pytest.approx(expected, rel=0.02)
+
+
+@pytest.mark.parametrize(
+    "layout",
+    [
+        "--world-size 192",
+        "--world-size 128 --expert-model-parallel-size 8",
+        "--world-size 256 --expert-model-parallel-size 16 --tensor-model-parallel-size 2 --sequence-parallel",
+        "--world-size 256 --expert-model-parallel-size 64 --pipeline-model-parallel-size 2",
+        "--world-size 128 --expert-model-parallel-size 8 --zero-stage 3",
+        "--world-size 512 --expert-model-parallel-size 16 --context-parallel-size 4 "
+        "--expert-model-parallel-size 8",
+    ],
+)
+def test_many_replicas_are_planned_as_if_all_were_recorded(monkeypatch, layout):
+    """Steps of many replicas are extrapolated from fewer, whose process groups have the same names."""
+    flags = (
+        "--bf16 --gpu h100-80gb --zero-stage 1 --num-experts 64 --global-batch-size 768 --hidden-size 512 "
+        f"--ddp-bucket-size 1000000 --moe-ffn-hidden-size 128 --micro-batch-size 1 {layout}"
+    )
+    config = config_of(flags)
+    extrapolated = make_plan(config, 512)
+    monkeypatch.setattr(stage_costs, "_MANY_REPLICAS", 10**6)
+    complete = make_plan(config, 512)
+    assert extrapolated.prediction.total == pytest.approx(complete.prediction.total, rel=0.01)
+    assert extrapolated.bytes_by_rank == pytest.approx(complete.bytes_by_rank, rel=0.01)
+    few, all_ranks = (
+        {(row.rank, row.group, row.operation, row.during): row.bytes for row in one.communication}
+        for one in (extrapolated, complete)
+    )
+    assert few == pytest.approx(all_ranks, rel=0.01, abs=1000)

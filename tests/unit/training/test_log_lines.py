@@ -61,6 +61,18 @@ def test_small_values_have_four_decimals():
     assert line.endswith(" TFLOPs: 0.0057 |")
 
 
+def test_metrics_of_experts_are_readable_and_have_a_fixed_order():
+    """Values that a user's model records are in E notation, after those of experts; layers follow."""
+    values = {"MaxVio": 1.59668, "tokens per expert, max": 5317.0, "load balancing loss": 1.112955}
+    per_layer = {f"layer {layer} {name}": value for layer in (10, 2) for name, value in values.items()}
+    recorded = {**per_layer, "a user's": 0.25, **dict(reversed(values.items()))}
+    line = format_training_line(IntervalSummary(**{**vars(BF16), "recorded": recorded}))
+    texts = ["MaxVio: 1.597", "tokens per expert, max: 5317.0", "load balancing loss: 1.112955E+00"]
+    layers = [f"layer {layer} {text}" for layer in (2, 10) for text in texts]
+    assert " | ".join(["", *texts, "a user's: 2.500000E-01", *layers, "number of skipped"]) in line
+    assert parse_log_line(line)["layer_10_tokens_per_expert_max"] == 5317.0
+
+
 def test_validation_lines_have_the_megatron_deepspeed_format():
     rule, line, last = format_validation_lines("validation", "iteration 100", 2.302585093)
     assert (

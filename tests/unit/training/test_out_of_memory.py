@@ -102,6 +102,20 @@ def test_sentence_has_stage_measurement_device_and_flags() -> None:
             "zero-stage 2, tensor-model-parallel-size 2, pipeline-model-parallel-size 2, "
             "use-bnb-optimizer, cpu-offload",
         ),
+        # EP doubles up to the experts and the ranks of a stage. TP needs sequence parallelism.
+        (
+            "--world-size 8 --micro-batch-size 1 --num-experts 8 --expert-model-parallel-size 4 "
+            "--zero-stage 1",
+            "expert-model-parallel-size 8, zero-stage 2, checkpoint-activations, "
+            "tensor-model-parallel-size 2 --sequence-parallel, pipeline-model-parallel-size 2, cpu-offload",
+        ),
+        (
+            "--world-size 8 --micro-batch-size 1 --num-experts 4 --expert-model-parallel-size 4 "
+            "--zero-stage 1 --tensor-model-parallel-size 2 --sequence-parallel "
+            "--pipeline-model-parallel-size 2",
+            "checkpoint-activations, tensor-model-parallel-size 4 --sequence-parallel, "
+            "pipeline-model-parallel-size 4, cpu-offload",
+        ),
     ],
 )
 def test_flags_that_the_others_allow_are_in_the_order_in_which_to_try_them(flags: str, expected: str) -> None:

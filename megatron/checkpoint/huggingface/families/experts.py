@@ -6,7 +6,7 @@ all layers and does not divide them by the experts per token, so that no coeffic
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -25,7 +25,15 @@ from megatron.checkpoint.huggingface.families.llama import (
     QUERY_GROUPS,
     UNTIED,
 )
-from megatron.checkpoint.huggingface.family import SIZES, Conversion, Parameter, Transform, equal_heads
+from megatron.checkpoint.huggingface.family import (
+    NEXT_TOKEN_LAYERS,
+    SIZES,
+    Conversion,
+    Parameter,
+    Transform,
+    checked_count,
+    equal_heads,
+)
 from megatron.checkpoint.huggingface.rope import PARTIAL_ROPE
 from megatron.config import ModelConfig
 from megatron.config.sections.layer_pattern import DENSE, EXPERT_PATTERN, EXPERTS
@@ -48,14 +56,6 @@ EXPERT_GATES = Transform(
 STACKED = Transform(lambda x, model: list(x), lambda parts, model: torch.stack(list(parts)))
 
 
-def _has_experts(model: ModelConfig, block: int) -> bool:
-    return model.has_experts(block)
-
-
-def _is_dense(model: ModelConfig, block: int) -> bool:
-    return not model.has_experts(block)
-
-
 def _expert_parameters(module: str, gate: str, value: str, output: str) -> tuple[Parameter, ...]:
     """Returns the router and the experts of a layer. module: the MLP's name. gate, value, output: names of an
     expert's matrices."""
@@ -63,34 +63,37 @@ def _expert_parameters(module: str, gate: str, value: str, output: str) -> tuple
     first = tuple(f"{layer}.experts.{{expert}}.{matrix}.weight" for matrix in (gate, value))
     last = (f"{layer}.experts.{{expert}}.{output}.weight",)
     return (
-        Parameter("{layer}.mlp.router.weight", (f"{layer}.gate.weight",), exists=_has_experts),
-        Parameter("{layer}.mlp.experts.dense_h_to_4h.weight", first, EXPERT_GATES, _has_experts),
-        Parameter("{layer}.mlp.experts.dense_4h_to_h.weight", last, STACKED, _has_experts),
+        Parameter("{layer}.mlp.router.weight", (f"{layer}.gate.weight",), exists=ModelConfig.has_experts),
+        Parameter("{layer}.mlp.experts.dense_h_to_4h.weight", first, EXPERT_GATES, ModelConfig.has_experts),
+        Parameter("{layer}.mlp.experts.dense_4h_to_h.weight", last, STACKED, ModelConfig.has_experts),
     )
 
 
 _MLP = "{layer}.mlp."
 OUTSIDE_MLP = tuple(parameter for parameter in PARAMETERS if not parameter.megatron.startswith(_MLP))
 DENSE_MLP = tuple(
-    replace(parameter, exists=_is_dense) for parameter in PARAMETERS if parameter.megatron.startswith(_MLP)
+    replace(parameter, exists=lambda model, block: not model.has_experts(block))
+    for parameter in PARAMETERS
+    if parameter.megatron.startswith(_MLP)
 )
 EXPERT_PARAMETERS = _expert_parameters("mlp", "gate_proj", "up_proj", "down_proj")
 
-TOP_K = ("moe_router_topk", "num_experts_per_tok")
+_TOP_K = ("moe_router_topk", "num_experts_per_tok")
+# Of families without dense layers, and of families with them.
+_FIELDS = (
+    *SIZES,
+    ("moe_ffn_hidden_size", "intermediate_size"),
+    ("layernorm_epsilon", "rms_norm_eps"),
+    _TOP_K,
+)
+_EXPERT_SIZE = ("moe_ffn_hidden_size", "moe_intermediate_size")
+_FIELDS_WITH_DENSE = (*FIELDS, _TOP_K, ("kv_channels", "head_dim"), _EXPERT_SIZE)
 NOT_CONVERTED = ("router_aux_loss_coef", "output_router_logits")
 # A dense model belongs to other families.
-HAS_EXPERTS = Conversion(
-    megatron=(),
-    hf=(),
-    to_hf=lambda model: {},
-    to_megatron=lambda hf_config: {},
-    needed=lambda model: {"num_experts": model.num_experts or 8},
-)
+HAS_EXPERTS = Conversion(needed=lambda model: {"num_experts": model.num_experts or 8})
 # Families without dense layers: the size of a dense MLP has no effect.
 ONLY_EXPERTS = Conversion(
     megatron=("ffn_hidden_size",),
-    hf=(),
-    to_hf=lambda model: {},
     to_megatron=lambda hf_config: {"ffn_hidden_size": hf_config.intermediate_size},
 )
 # Renormalized scores of all experts are the softmax over the chosen experts.
@@ -105,14 +108,7 @@ MIXTRAL = replace(
     LLAMA,
     title="Mixtral",
     architecture="MixtralForCausalLM",
-    fields=(
-        *SIZES,
-        ("moe_ffn_hidden_size", "intermediate_size"),
-        ("layernorm_epsilon", "rms_norm_eps"),
-        ("kv_channels", "head_dim"),
-        ("num_experts", "num_local_experts"),
-        TOP_K,
-    ),
+    fields=(*_FIELDS, ("kv_channels", "head_dim"), ("num_experts", "num_local_experts")),
     hf_constants={"hidden_act": "silu"},
     conversions=(*CONVERSIONS, MISTRAL_WINDOW, HAS_EXPERTS, ONLY_EXPERTS),
     parameters=(*OUTSIDE_MLP, *_expert_parameters("block_sparse_moe", "w1", "w3", "w2")),
@@ -126,13 +122,7 @@ OLMOE = replace(
     LLAMA,
     title="OLMoE",
     architecture="OlmoeForCausalLM",
-    fields=(
-        *SIZES,
-        ("moe_ffn_hidden_size", "intermediate_size"),
-        ("layernorm_epsilon", "rms_norm_eps"),
-        ("num_experts", "num_experts"),
-        TOP_K,
-    ),
+    fields=(*_FIELDS, ("num_experts", "num_experts")),
     megatron_constants={**CONSTANTS, "qk_layernorm": True, "qk_layernorm_scope": "projection"},
     megatron_derived={"kv_channels": equal_heads},
     hf_constants={"hidden_act": "silu", "attention_bias": False, "clip_qkv": None},
@@ -145,13 +135,8 @@ OLMOE = replace(
 
 
 def _qwen_layers_to_megatron(hf_config: PreTrainedConfig) -> dict[str, Any]:
-    num_layers, step, dense = (
-        hf_config.num_hidden_layers,
-        hf_config.decoder_sparse_step,
-        hf_config.mlp_only_layers,
-    )
-    if type(step) is not int or step < 1:
-        raise UserError(f"the model has decoder_sparse_step = {one_line(step)}: expected a positive number")
+    num_layers, dense = hf_config.num_hidden_layers, hf_config.mlp_only_layers
+    step = checked_count("decoder_sparse_step", hf_config.decoder_sparse_step)
     without = {*dense}
     letters = [DENSE if layer in without or (layer + 1) % step else EXPERTS for layer in range(num_layers)]
     if EXPERTS not in letters:
@@ -185,13 +170,7 @@ QWEN3_MOE = replace(
     LLAMA,
     title="Qwen 3 with experts",
     architecture="Qwen3MoeForCausalLM",
-    fields=(
-        *FIELDS,
-        ("kv_channels", "head_dim"),
-        ("moe_ffn_hidden_size", "moe_intermediate_size"),
-        ("num_experts", "num_experts"),
-        TOP_K,
-    ),
+    fields=(*_FIELDS_WITH_DENSE, ("num_experts", "num_experts")),
     megatron_constants={**CONSTANTS, "qk_layernorm": True},
     hf_constants={"hidden_act": "silu", "attention_bias": False},
     conversions=(*CONVERSIONS, QWEN_MOE_WINDOW, HAS_EXPERTS, QWEN_LAYERS, RENORMALIZED),
@@ -203,11 +182,8 @@ QWEN3_MOE = replace(
 # --- GLM 4.5: sigmoid scores with a bias, a shared expert, and dense layers first ---
 
 
-def _positive(hf_config: PreTrainedConfig, name: str) -> int:
-    value = getattr(hf_config, name)
-    if type(value) is not int or value < 1:
-        raise UserError(f"the model has {name} = {one_line(value)}: expected a positive number")
-    return value
+def _count(hf_config: PreTrainedConfig, name: str) -> int:
+    return checked_count(name, getattr(hf_config, name))
 
 
 def _first_dense(model: ModelConfig) -> int:
@@ -252,25 +228,26 @@ SHARED_EXPERT = Conversion(
         "n_shared_experts": (model.moe_shared_expert_intermediate_size or 0) // model.expert_hidden_size
     },
     to_megatron=lambda hf_config: {
-        "moe_shared_expert_intermediate_size": _positive(hf_config, "n_shared_experts")
-        * _positive(hf_config, "moe_intermediate_size")
+        "moe_shared_expert_intermediate_size": _count(hf_config, "n_shared_experts")
+        * _count(hf_config, "moe_intermediate_size")
     },
     needed=lambda model: {"moe_shared_expert_intermediate_size": _shared_size(model)},
 )
 
 
 def _groups_to_megatron(hf_config: PreTrainedConfig) -> dict[str, Any]:
-    groups, chosen, top_k = (
-        _positive(hf_config, name) for name in ("n_group", "topk_group", "num_experts_per_tok")
+    groups, chosen, top_k, experts = (
+        _count(hf_config, name)
+        for name in ("n_group", "topk_group", "num_experts_per_tok", "n_routed_experts")
     )
-    if groups == chosen:
-        return {}
-    if top_k != 2 * chosen:
+    if groups == chosen and experts % groups == 0:
+        return dict.fromkeys(("moe_router_num_groups", "moe_router_group_topk"))
+    if groups != chosen and top_k != 2 * chosen:
         raise UserError(
             f"the model has num_experts_per_tok = {top_k} and topk_group = {chosen}: its score of a group is "
             "the sum of two scores, which this program has only for num_experts_per_tok = 2 x topk_group"
         )
-    return {"moe_router_num_groups": groups, "moe_router_group_topk": chosen}
+    return {}
 
 
 def _needed_groups(model: ModelConfig) -> dict[str, Any]:
@@ -294,7 +271,7 @@ GROUPS = Conversion(
 
 
 def _weights_to_megatron(hf_config: PreTrainedConfig) -> dict[str, Any]:
-    is_normalized, top_k = hf_config.norm_topk_prob, _positive(hf_config, "num_experts_per_tok")
+    is_normalized, top_k = hf_config.norm_topk_prob, _count(hf_config, "num_experts_per_tok")
     if is_normalized is not (top_k > 1):
         raise UserError(
             f"the model has norm_topk_prob = {one_line(is_normalized)} and num_experts_per_tok = {top_k}: "
@@ -314,12 +291,18 @@ SIGMOID_WEIGHTS = Conversion(
     },
     to_megatron=_weights_to_megatron,
 )
+
+
+def _check_next_tokens(settings: Mapping[str, Any], hf_config: PreTrainedConfig) -> None:
+    if (found := settings.get(NEXT_TOKEN_LAYERS)) is not None:
+        checked_count(NEXT_TOKEN_LAYERS, found, at_least=0)
+
+
 # Layers for multi-token prediction, which transformers ignores, too.
 NEXT_TOKENS = Conversion(
-    megatron=(),
-    hf=("num_nextn_predict_layers", "num_mtp_layers"),
-    to_hf=lambda model: {"num_nextn_predict_layers": 0},
-    to_megatron=lambda hf_config: {},
+    hf=(NEXT_TOKEN_LAYERS, "num_mtp_layers"),
+    to_hf=lambda model: {NEXT_TOKEN_LAYERS: 0},
+    check_file=_check_next_tokens,
 )
 
 GLM4_MOE = replace(
@@ -327,13 +310,12 @@ GLM4_MOE = replace(
     title="GLM 4.5",
     architecture="Glm4MoeForCausalLM",
     fields=(
-        *FIELDS,
-        ("kv_channels", "head_dim"),
-        ("moe_ffn_hidden_size", "moe_intermediate_size"),
+        *_FIELDS_WITH_DENSE,
         ("num_experts", "n_routed_experts"),
+        ("moe_router_num_groups", "n_group"),
+        ("moe_router_group_topk", "topk_group"),
         ("qk_layernorm", "use_qk_norm"),
         ("add_qkv_bias", "attention_bias"),
-        TOP_K,
     ),
     megatron_constants={
         **CONSTANTS,
@@ -354,7 +336,7 @@ GLM4_MOE = replace(
         Parameter(
             "{layer}.mlp.router.expert_bias",
             ("model.layers.{block}.mlp.gate.e_score_correction_bias",),
-            exists=_has_experts,
+            exists=ModelConfig.has_experts,
             is_fp32=True,
         ),
         *(
@@ -362,7 +344,7 @@ GLM4_MOE = replace(
                 parameter.megatron.replace(".mlp.", ".mlp.shared_expert."),
                 tuple(name.replace(".mlp.", ".mlp.shared_experts.") for name in parameter.hf),
                 parameter.transform,
-                _has_experts,
+                ModelConfig.has_experts,
             )
             for parameter in DENSE_MLP
         ),

@@ -17,17 +17,11 @@ from megatron.checkpoint.huggingface.family import (
     with_bias,
 )
 from megatron.checkpoint.huggingface.rope import ROPE
-from megatron.config import ModelConfig
 from megatron.errors import UserError, one_line
 from megatron.model.layer_list import WORD_EMBEDDINGS
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig
-
-
-def _groups_to_hf(model: ModelConfig) -> dict[str, Any]:
-    groups = 1 if model.group_query_attention else model.num_attention_heads
-    return {"multi_query": model.group_query_attention, "num_kv_heads": groups}
 
 
 def _groups_to_megatron(hf_config: PreTrainedConfig) -> dict[str, Any]:
@@ -52,11 +46,13 @@ def _one_norm(hf_config: PreTrainedConfig) -> dict[str, Any]:
 QUERY_GROUPS = Conversion(
     megatron=("group_query_attention",),
     hf=("multi_query", "num_kv_heads"),
-    to_hf=_groups_to_hf,
+    to_hf=lambda model: {
+        "multi_query": model.group_query_attention,
+        "num_kv_heads": 1 if model.group_query_attention else model.num_attention_heads,
+    },
     to_megatron=_groups_to_megatron,
 )
 ONE_NORM = Conversion(
-    megatron=(),
     hf=("num_ln_in_parallel_attn",),
     to_hf=lambda _model: {"num_ln_in_parallel_attn": 1},
     to_megatron=_one_norm,

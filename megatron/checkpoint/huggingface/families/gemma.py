@@ -14,10 +14,10 @@ from megatron.checkpoint.huggingface.families.llama import (
     QUERY_GROUPS,
     UNTIED,
 )
-from megatron.checkpoint.huggingface.family import Conversion, Parameter
+from megatron.checkpoint.huggingface.family import Conversion, Parameter, checked_count
 from megatron.checkpoint.huggingface.rope import LAYERED_ROPE
 from megatron.config import ModelConfig
-from megatron.errors import UserError, one_line
+from megatron.errors import UserError
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig
@@ -34,11 +34,7 @@ def _scale_to_hf(model: ModelConfig) -> dict[str, Any]:
 
 
 def _scale_to_megatron(hf_config: PreTrainedConfig) -> dict[str, Any]:
-    scalar = hf_config.query_pre_attn_scalar
-    if type(scalar) is not int or scalar < 1:
-        raise UserError(
-            f"the model has query_pre_attn_scalar = {one_line(scalar)}: expected a positive integer"
-        )
+    scalar = checked_count("query_pre_attn_scalar", hf_config.query_pre_attn_scalar)
     return {} if scalar == hf_config.head_dim else {"softmax_scale": scalar**-0.5}
 
 

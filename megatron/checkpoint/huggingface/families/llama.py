@@ -128,9 +128,7 @@ MISTRAL_WINDOW = Conversion(
     megatron=("window_size",),
     hf=("sliding_window",),
     to_hf=lambda model: {"sliding_window": model.window_size},
-    to_megatron=lambda hf_config: (
-        {} if hf_config.sliding_window is None else {"window_size": hf_config.sliding_window}
-    ),
+    to_megatron=lambda hf_config: {"window_size": hf_config.sliding_window},
 )
 
 MISTRAL = replace(
