@@ -1,6 +1,6 @@
 """Loss curves of small models on a device, compared with curves of one CPU process in fp32.
 
-    python benchmarks/device_curves.py curves --out FOLDER         14 variants, at the same time on a GPU
+    python benchmarks/device_curves.py curves --out FOLDER         16 variants, at the same time on a GPU
     python benchmarks/device_curves.py ranks --out FOLDER          several ranks that share the device
     python benchmarks/device_curves.py resume --out FOLDER         a save in the background, and its resume
     .venv/bin/python benchmarks/device_curves.py golden            rewrites tests/golden/device_curves.json
@@ -99,8 +99,12 @@ PHASES = {
         "gpt-bf16-recompute": Case("gpt", "--bf16 --checkpoint-activations", BF16, only_on_gpu=True),
         "gpt-bf16-offload": Case("gpt", "--bf16 --cpu-offload --zero-stage 1", BF16, only_on_gpu=True),
         "gpt-bf16-8bit-adam": Case("gpt", "--bf16 --use-bnb-optimizer", 1e-2),
+        "llama-bf16-fp8": Case("llama", "--bf16 --fp8-recipe blockwise", 1e-2, only_on_gpu=True),
         "deterministic": Case("gpt", DETERMINISTIC, only_on_gpu=True),
         "deterministic-again": Case("gpt", DETERMINISTIC, equal_to="deterministic", only_on_gpu=True),
+        "deterministic-graph": Case(
+            "gpt", f"{DETERMINISTIC} --cuda-graph-impl local", equal_to="deterministic", only_on_gpu=True
+        ),
     },
     "ranks": {
         "tp2-pp2": Case(

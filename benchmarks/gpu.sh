@@ -31,7 +31,7 @@
 # versions   versions, drivers, back ends of attention, settings that change results
 # smoke      does a run start with the Triton kernels, if not, with PyTorch's operations
 # kernels    errors of all kernels, compared with fp64
-# curves     losses of 14 variants, compared with curves of a CPU
+# curves     losses of 16 variants, compared with curves of a CPU
 # gpt        GPT 1.3B: speed, MFU, memory, a profile; plain PyTorch loop, eager and compiled; the plan beside them
 # llama      Llama 1B, and an 8-layer slice of Llama 8B
 # ranks      losses of several ranks that share the GPU: tensor, pipeline, context and data parallelism
@@ -269,7 +269,7 @@ curves ranks 60
 curves resume 40
 sanitizer memcheck
 sanitizer racecheck
-kernels tiles 90 tiles
+kernels tiles 120 tiles
 measure rest 300
 kernels times 180 time
 phase experts 90 "$PYTHON" benchmarks/expert_speed.py --out "$results/experts" "${tiny[@]}"

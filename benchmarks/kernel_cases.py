@@ -20,13 +20,30 @@ from megatron.mpu.embedding import embedding
 from megatron.mpu.grouped_linear import Groups, grouped_linear
 from megatron.mpu.logit_chunks import LogitChunks
 from megatron.mpu.mesh import ONE_RANK, Axis
-from megatron.mpu.random import DropoutRNG, dropout_add
+from megatron.mpu.random import DropoutMask, DropoutRNG, dropout_add
 from megatron.mpu.weight_gradient import weight_gradient
+from megatron.optimizer.adam import AdamW
 from megatron.optimizer.flat_group import move_grad
 from megatron.optimizer.gradient_norm import gradient_norms
 from tests.support.measured_worlds import config_of
 
 Work = Callable[[], list[Tensor]]
+
+# Kernel of attention -> tiles (queries, keys, warps, stages) to compare on a GPU.
+TILES = {
+    "forward": [
+        *((128, 64, 8, 3), (128, 64, 8, 2), (64, 64, 4, 3), (64, 128, 4, 3)),
+        *((128, 128, 8, 2), (128, 128, 8, 3), (128, 32, 8, 3), (128, 64, 4, 3)),
+    ],
+    "query": [
+        *((128, 64, 8, 2), (128, 64, 8, 3), (64, 64, 4, 2), (64, 64, 4, 3)),
+        *((128, 128, 8, 2), (64, 128, 4, 2), (128, 32, 8, 2), (64, 32, 4, 3)),
+    ],
+    "key": [
+        *((64, 128, 8, 2), (64, 128, 8, 1), (64, 64, 4, 2), (64, 64, 4, 1)),
+        *((32, 128, 8, 2), (32, 128, 8, 3), (32, 64, 4, 2), (32, 64, 4, 3)),
+    ],
+}
 
 
 @dataclass(frozen=True)
@@ -88,6 +105,7 @@ def cases(inputs: Inputs) -> Iterator[Case]:
         ("attention, dropout 0.1", "--attention-dropout 0.1"),
         ("attention, ALiBi", "--attention-dropout 0 --position-embedding-type alibi"),
         ("attention, documents", "--attention-dropout 0 --reset-attention-mask"),
+        ("attention, window", f"--attention-dropout 0 --window-size {max(inputs.sizes.seq // 4, 1)}"),
         ("attention, all three", "--position-embedding-type alibi --reset-attention-mask"),
     ):
         yield attention_case(name, flags, inputs)
@@ -99,15 +117,16 @@ def cases(inputs: Inputs) -> Iterator[Case]:
     yield embedding_case(inputs)
     yield norms_case(inputs)
     yield copied_gradient_case(inputs)
+    yield optimizer_case(inputs)
 
 
 def dropout_case(inputs: Inputs) -> Case:
     sizes = inputs.sizes
     x, residual, grad = inputs.some((sizes.seq, 1, sizes.hidden), 3)
-    rng = DropoutRNG(1, (5,))
+    mask = DropoutMask(0.1, DropoutRNG(1, (5,)), "4.mlp", 1, None, Axis("tp"))
 
     def work() -> list[Tensor]:
-        y = dropout_add(x, residual, 0.1, rng, "4.mlp", batch_dim=1, tp_group=Axis("tp"))
+        y = dropout_add(x, residual, mask)
         return [y.detach(), *torch.autograd.grad(y, (x, residual), grad)]
 
     def library() -> list[Tensor]:
@@ -323,3 +342,31 @@ def copied_gradient_case(inputs: Inputs) -> Case:
 
     moved = total.numel() * (4 + weight.element_size())
     return Case("norms of copied gradients: finite or not", work, "torch copy_", library, moved)
+
+
+def optimizer_case(inputs: Inputs) -> Case:
+    """A step of AdamW from the sum of the gradients to the weights in the run's dtype, after weights and
+    moments were reset."""
+    dtype = torch.float64 if inputs.dtype == torch.float64 else torch.float32
+    values, gradient = (x.detach() for x in inputs.some((max(inputs.sizes.parameters),), 2, dtype))
+    rounded, factor = values.to(inputs.dtype, copy=True), 0.5
+
+    def step_of(in_one_pass: bool) -> Work:
+        master = torch.nn.Parameter(values.clone())
+        optimizer = AdamW([master], lr=1e-3, fused=True)
+        (group,) = optimizer.param_groups
+
+        def step() -> list[Tensor]:
+            master.data.copy_(values)
+            optimizer.state.clear()
+            if in_one_pass and optimizer.update_in_one_pass(group, master, gradient, factor, rounded):
+                return [rounded]
+            master.grad = gradient * factor
+            optimizer.step()
+            return [rounded.copy_(master.detach())]
+
+        return step
+
+    moved = values.numel() * (28 + rounded.element_size() + 16)
+    name, library = "optimizer step, state reset before", "torch mul, AdamW, copy_"
+    return Case(name, step_of(True), library, step_of(False), moved)

@@ -5,9 +5,9 @@
     python benchmarks/kernel_speed.py time      each kernel, its reference and a library's function; attention
     python benchmarks/kernel_speed.py tiles     times of the attention kernels with other tiles
 
-On a GPU, `check` takes a minute, `time` three, `tiles` two. --small has small tensors. A row that the folder
-of --out has is not computed again, so after an error of the device, exit code 3, the next start continues. On
-a machine without a GPU small tensors are computed in triton's interpreter:
+On a GPU, `check` takes a minute, `time` three, `tiles` three. --small has small tensors. A row that the
+folder of --out has is not computed again, so after an error of the device, exit code 3, the next start
+continues. On a machine without a GPU small tensors are computed in triton's interpreter:
 
     TRITON_INTERPRET=1 MEGATRON_KERNELS=interpreter python benchmarks/kernel_speed.py check --small
 
@@ -46,12 +46,13 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
-from benchmarks.kernel_cases import Case, Inputs, Sizes, cases
+from benchmarks.kernel_cases import TILES, Case, Inputs, Sizes, cases
 from benchmarks.machine import add_row, benchmark_parser, describe_machine, device_is_lost, read_rows
 from megatron.cluster.launch import temporary_environment
 from megatron.kernels import attention
 from megatron.kernels.attention import AttentionMask, Tiles, flash_attention
 from megatron.kernels.selection import forget_decisions, reason_against_kernels
+from megatron.kernels.windowed_attention import windowed_attention
 from megatron.model.position import AttentionMasks, alibi_slopes, document_ids_of
 
 TIMED = Sizes(2048, 40, 128, 50304, 1024, (5120, 5120 * 5120, 4 * 5120 * 5120) * 8)
@@ -61,13 +62,7 @@ HEAD_DIMS = (64, 128, 80, 96)
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 # Largest error of a kernel that is right, by dtype. 16-bit values are rounded to 8 or 11 bits.
 BOUNDS = {torch.float32: 3e-6, torch.bfloat16: 1e-2, torch.float16: 2e-3}
-# Kernel -> tiles (queries, keys, warps, stages) that are compared with those of a run.
-CANDIDATES = {
-    "forward": [(128, 64, 8, 3), (128, 128, 8, 2), (128, 64, 4, 3), (64, 64, 4, 3), (128, 32, 4, 3)],
-    "query": [(128, 64, 8, 2), (64, 64, 4, 2), (128, 32, 8, 2), (64, 32, 4, 2), (128, 64, 8, 1)],
-    "key": [(64, 128, 8, 2), (64, 64, 4, 2), (32, 128, 8, 2), (32, 64, 4, 2), (64, 128, 8, 1)],
-}
-SMALL_CANDIDATES = {"forward": [(16, 16, 4, 1)], "query": [(32, 16, 4, 1)], "key": [(16, 32, 4, 1)]}
+SMALL_TILES = {"forward": [(16, 16, 4, 1)], "query": [(32, 16, 4, 1)], "key": [(16, 32, 4, 1)]}
 KINDS = ("causal", "causal, heads share keys", "window", "documents", "ALiBi")
 
 Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
@@ -262,8 +257,9 @@ def compared_attention(kind: str, sizes: Sizes, target: Target) -> dict[str, Any
 
 def implementations(kind: str, seq: int, heads: int, device: torch.device) -> dict[str, Attend]:
     """Returns the implementations of one of `KINDS`: this repository's Triton kernels, and PyTorch's
-    `scaled_dot_product_attention` and FlexAttention. Windows and documents have seq / 4 tokens. Dropout is
-    left out: the masks of PyTorch's kernels depend on rank and kernel."""
+    `scaled_dot_product_attention` and FlexAttention, for a window on a GPU also its flash kernel. Windows and
+    documents have seq / 4 tokens. Dropout is left out: the masks of PyTorch's kernels depend on rank and
+    kernel."""
     document_ids = None
     if kind == "documents":
         tokens = torch.ones(1, seq, dtype=torch.int64, device=device)
@@ -286,7 +282,11 @@ def implementations(kind: str, seq: int, heads: int, device: torch.device) -> di
         output = F.scaled_dot_product_attention(*heads_first, bias, is_causal=bias is None, enable_gqa=shares)
         return output.permute(2, 0, 1, 3)
 
-    return {"triton": triton, "sdpa": sdpa, "flex": flex(masks, document_ids, seq, device)}
+    def flash(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        return windowed_attention(query, key, value, query.shape[-1] ** -0.5, seq // 4)
+
+    found = {"triton": triton, "sdpa": sdpa, "flex": flex(masks, document_ids, seq, device)}
+    return {**found, "flash": flash} if kind == "window" and device.type == "cuda" else found
 
 
 def flex(masks: AttentionMasks, document_ids: Tensor | None, seq: int, device: torch.device) -> Attend:
@@ -325,9 +325,10 @@ def compare_tiles(target: Target) -> int:
         sizes = SMALL if target.small else replace(TIMED, head_dim=head_dim)
         for kernel, call in attention_calls(target.inputs(sizes, target.low_dtype)).items():
             expected = [value.double() for value in call()]
-            of_run = attention.tiles(kernel, target.low_dtype, head_dim)
-            others = (SMALL_CANDIDATES if target.small else CANDIDATES)[kernel]
-            for tile in (of_run, *(Tiles(*numbers) for numbers in others)):
+            capability = attention.compute_capability(target.device)
+            of_run = attention.tiles(kernel, target.low_dtype, head_dim, capability)
+            others = [Tiles(*numbers) for numbers in (SMALL_TILES if target.small else TILES)[kernel]]
+            for tile in (of_run, *(tile for tile in others if tile != of_run)):
                 shown = f"{tile.queries} x {tile.keys}, {tile.num_warps} warps, {tile.num_stages} stages"
                 name = {"kernel": kernel, "head_dim": head_dim, "tile": shown, "used": tile is of_run}
                 try_row(target, "tiles", name, partial(time_of_tile, call, tile, expected, target))
@@ -373,7 +374,7 @@ def attention_calls(inputs: Inputs) -> dict[str, Callable[[], Sequence[Tensor]]]
     def backward_key() -> Sequence[Tensor]:
         tensors = (query, key, value, grad, log_sums, row_sums)
         return attention.attention_backward_key_op(
-            *tensors, *masks, None, row_keys, scale, dropout, sizes.seq, None
+            *tensors, *masks, row_keys, scale, dropout, sizes.seq, None
         )
 
     return {"forward": forward, "query": backward_query, "key": backward_key}

@@ -26,13 +26,14 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import chain
 
+from benchmarks.layer_bytes import least_forward_bytes
 from benchmarks.machine import benchmark_parser
 from megatron.arguments import parse_args
 from megatron.cluster.devices import GPU, find_gpu
 from megatron.config import Config
-from megatron.config.registries import LAYER_ARRANGEMENTS, POSITION_EMBEDDINGS
+from megatron.config.registries import LAYER_ARRANGEMENTS
 from megatron.errors import UserError
-from megatron.model.layer_kinds import layer_kinds
+from megatron.model.attention_choice import run_uses_kernels
 from megatron.pipeline.schedule import simulate_schedule
 from megatron.planner.layer_memory import planned_run
 from megatron.planner.network import ALL_REDUCE
@@ -153,18 +154,18 @@ def layer_rows(step: Step) -> list[Row]:
     shards = parallel.tensor_model_parallel_size if parallel.sequence_parallel else 1
     elements = batch.micro_batch_size * model.seq_length * model.hidden_size / shards
     size = 4 if config.precision.name == "fp32" else 2
-    # A layer has two; without dropout each residual addition moves three elements, and each bias that the
-    # row-parallel layer leaves out two.
+    # A layer has two; without dropout each residual addition moves three elements, and with PyTorch each bias
+    # that the row-parallel layer leaves out two.
     ends_with_norm = LAYER_ARRANGEMENTS[model.layer_arrangement].ends_with_norm
     has_bias = parallel.tensor_model_parallel_size > 1 and not model.disable_bias_linear
-    additions = size * (5 if has_bias and not ends_with_norm else 3)
+    additions = size * (5 if has_bias and not ends_with_norm and not run_uses_kernels(config) else 3)
     hidden = (costs["dropout"].bytes - costs["no hidden dropout"].bytes) / 2 / elements + additions
     heads = model.num_attention_heads / parallel.tensor_model_parallel_size
     rows = batch.micro_batch_size * heads * model.seq_length
     more = costs["dropout"].kept_bytes - costs["no attention dropout"].kept_bytes
     kept = more + 4 * rows  # PyTorch's flash attention keeps one fp32 number per row
     launches, without = costs["dropout"].launches, costs["no dropout"].launches
-    moved, least = costs["dropout"].bytes, least_layer_bytes(config)
+    moved, least = costs["dropout"].bytes, least_forward_bytes(config)
     return [
         Row("kernel launches per transformer layer, forward", f"{launches:g}", "<= 30", launches <= 30),
         Row("kernel launches without dropout", f"{without:g}", "<= 15", without <= 15),
@@ -187,32 +188,6 @@ def layer_rows(step: Step) -> list[Row]:
             kept / rows < model.kv_channels,
         ),
     ]
-
-
-def least_layer_bytes(config: Config) -> float:
-    """Returns the bytes that a transformer layer's forward pass moves if each operation reads its operands
-    once and writes its result once: two norms, four matrix products with their weights, the split of the
-    projection with its rotation (without rotary positions it is a view), attention, the MLP's activation and
-    two residual additions with their dropouts and skipped biases."""
-    model, tp_size = config.model, config.parallel.tensor_model_parallel_size
-    hidden, shards = model.hidden_size, tp_size if config.parallel.sequence_parallel else 1
-    parts = 1 if model.glu_activation is None else 2
-    query, key, ffn = (n / tp_size for n in (model.query_width, model.key_width, model.ffn_hidden_size))
-    rotates = POSITION_EMBEDDINGS.load(model.position_embedding_type).rotary is not None
-    per_token = (
-        2 * 2 * hidden / shards
-        + 2 * 3 * hidden / shards
-        + (hidden + query + 2 * key)
-        + rotates * 2 * (query + 2 * key)
-        + (2 * query + 2 * key)
-        + (query + hidden)
-        + (hidden + parts * ffn)
-        + (parts * ffn + ffn)
-        + (ffn + hidden)
-    )
-    tokens = config.batch.micro_batch_size * model.seq_length
-    size = 4 if config.precision.name == "fp32" else 2
-    return size * (tokens * per_token + layer_kinds(model)[0].matrix_elements / tp_size)
 
 
 def synchronization_rows(step: Step) -> list[Row]:

@@ -62,6 +62,9 @@ REQUIRED: Mapping[str, Mapping[str, str]] = {
             "_scaled_dot_product_efficient_attention _scaled_dot_product_flash_attention"
         ),
     },
+    "attention with a window in bf16 or fp16 (set MEGATRON_KERNELS=pytorch)": {
+        "torch.ops.aten": "_flash_attention_backward _flash_attention_forward"
+    },
     "reading or writing a checkpoint": {
         "torch._subclasses.fake_tensor": "FakeTensor FakeTensorMode",
         "torch._utils": "_rebuild_tensor_v2",

@@ -20,6 +20,7 @@ from megatron.arguments.data_checks import (
     missing_file_mistakes,
     tokenizer_mistakes,
 )
+from megatron.arguments.fp8_checks import fp8_mistakes
 from megatron.arguments.schedule_checks import length_mistakes, schedule_mistakes
 from megatron.config.config import Config
 from megatron.config.fields import option_name
@@ -48,9 +49,16 @@ def mistakes_of(config: Config) -> Iterator[str]:
     """Yields a sentence for each combination of settings that cannot be run."""
     checks: list[Callable[[Config], Iterator[str]]] = [
         *(rule_mistakes, layout_mistakes, model_mistakes, expert_mistakes, pipeline_mistakes, batch_mistakes),
-        *(length_mistakes, schedule_mistakes, optimizer_mistakes, precision_mistakes, finetuning_mistakes),
-        *(stability_mistakes, local_save_mistakes, object_store_mistakes, curriculum_mistakes),
+        *(length_mistakes, schedule_mistakes, optimizer_mistakes, precision_mistakes, fp8_mistakes),
+        *(
+            finetuning_mistakes,
+            stability_mistakes,
+            local_save_mistakes,
+            object_store_mistakes,
+            curriculum_mistakes,
+        ),
         *(harness_mistakes, tokenizer_mistakes, data_mistakes, evaluation_mistakes),
+        *(recomputation_mistakes, profile_mistakes),
     ]
     if not config.training.dry_run:
         checks += [missing_file_mistakes, dependency_mistakes, harness_package_mistakes]
@@ -171,6 +179,43 @@ def finetuning_mistakes(config: Config) -> Iterator[str]:
             f"{option} with --load {checkpoint.load} and --save {checkpoint.save}: set another --save, or "
             f"remove {option} to resume. With one folder, each restart of the job would apply {option} again"
         )
+
+
+def recomputation_mistakes(config: Config) -> Iterator[str]:
+    """Yields a sentence for modules of --recompute-modules that the model or the compiled layers lack."""
+    training, model = config.training, config.model
+    modules = training.recompute_modules
+    if "layernorm" in modules and not model.normalizes_inputs:
+        yield (
+            f"--recompute-modules layernorm with --layer-arrangement {model.layer_arrangement}: attention "
+            "and MLP read no norm; set mlp_act instead, or remove layernorm"
+        )
+    if "moe_act" in modules and model.num_experts is None:
+        yield "--recompute-modules moe_act without --num-experts: set mlp_act instead, or remove moe_act"
+    if "mlp_act" in modules and not model.has_dense_mlp:
+        yield "--recompute-modules mlp_act: all MLPs are experts; set moe_act instead, or remove mlp_act"
+    if training.compile and set(modules) - {"core_attn"}:
+        yield (
+            f"--recompute-modules {' '.join(modules)} with --compile: the compiler itself chooses which "
+            "outputs of norms and activations it recomputes; remove --compile, or all modules but core_attn"
+        )
+
+
+def profile_mistakes(config: Config) -> Iterator[str]:
+    """Yields a sentence for iterations or ranks of --profile that do not exist."""
+    logging, world, end = config.logging, config.parallel.world_size, config.training.train_iters
+    if logging.profile and end is not None and end <= logging.profile_step_start:
+        yield (
+            f"--profile-step-start {logging.profile_step_start} with --train-iters {end}: the run ends "
+            "before an iteration is profiled; set a smaller start, or remove --profile"
+        )
+    if logging.profile_step_start >= logging.profile_step_end:
+        yield (
+            f"--profile-step-start {logging.profile_step_start} with --profile-step-end "
+            f"{logging.profile_step_end}: no iteration is between them; set a smaller start or a larger end"
+        )
+    if wrong := [rank for rank in logging.profile_ranks if rank >= world]:
+        yield f"--profile-ranks {wrong[0]}: expected ranks below the number of processes, {world}; remove it"
 
 
 def local_save_mistakes(config: Config) -> Iterator[str]:

@@ -55,11 +55,12 @@ def _by_several(config: Config) -> Iterator[tuple[str, str]]:
     elif not training.dry_run and (training.no_preflight or parallel.world_size == 1):
         reason = "with --no-preflight" if training.no_preflight else "with one process"
         yield "parallel.network_figures", reason
-    if training.recomputes_attention and config.model.attention_dropout == 0:
+    if training.recomputes("core_attn") and config.model.attention_dropout == 0:
+        only = training.recomputed_modules == ("core_attn",)
         yield (
-            "training.recompute_granularity",
-            "with --attention-dropout 0: fused attention stores no attention scores to recompute (full "
-            "reduces memory)",
+            f"training.recompute_{'granularity' if only else 'modules'}",
+            f"{'' if only else 'for core_attn '}with --attention-dropout 0: fused attention stores no "
+            "attention scores to recompute (other --recompute-modules and full reduce memory)",
         )
     if config.model.moe_router_load_balancing_type != "none" and not config.model.moe_aux_loss_coeff:
         yield "model.moe_router_load_balancing_type", "without --moe-aux-loss-coeff"
@@ -86,3 +87,6 @@ def _unused_with_replicas(config: Config) -> Iterator[tuple[str, str]]:
         yield "parallel.no_overlap_param_gather", f"without --zero-stage 1 or 3 {replicas}"
     if stage == 0:
         yield "parallel.no_overlap_grad_reduce", f"without --zero-stage 1 to 3 {replicas}"
+    if stage == 1 and config.training.uses_cuda_graph:
+        for name in ("param_gather", "grad_reduce"):
+            yield f"parallel.no_overlap_{name}", "with --cuda-graph-impl local, which overlaps neither"

@@ -31,6 +31,7 @@ from megatron.text_table import first_few, format_table
 # Relative tolerance of the canary loss. Weights must be equal to the last bit, so the tolerance covers only
 # the computation: layouts differ in the order of sums (fp32) and in rounding (fp16, bf16).
 CANARY_TOLERANCE = {"fp32": 1e-5, "bf16": 5e-3, "fp16": 5e-3}
+FP8_CANARY_TOLERANCE = 2e-2
 
 CANARY_TOKENS = 64
 
@@ -132,7 +133,6 @@ def why_new_moments(reader: StateReader, optimizer: OptimizerConfig) -> str:
 def _check_canary(engine: GPTEngine, checkpoint: Checkpoint, saved: dict[str, Any] | None) -> Check:
     if saved is None:
         return Check("canary loss", "not compared: the checkpoint has none")
-    precision = engine.run.config.precision.name
     length = saved["seq_length"]  # older versions saved the loss of a sequence of --seq-length tokens
     config = engine.run.config
     if length > config.model.seq_length or length % config.parallel.length_multiple:
@@ -140,8 +140,15 @@ def _check_canary(engine: GPTEngine, checkpoint: Checkpoint, saved: dict[str, An
     before, now = checkpoint.config.model_settings(), engine.run.config.model_settings()
     if changed := [option_name(name) for name in before if before[name] != now.get(name)]:
         return Check("canary loss", f"not compared: {', '.join(changed)} differ from the checkpoint's")
+    own, other = config.precision, checkpoint.config.precision
+    if (own.fp8_recipe, own.fp8_format) != (other.fp8_recipe, other.fp8_format):
+        return Check(
+            "canary loss", "not compared: --fp8-recipe or --fp8-format differs from the checkpoint's"
+        )
     loss = canary_loss(engine, length)
-    bound = max(CANARY_TOLERANCE[precision], CANARY_TOLERANCE[checkpoint.config.precision.name])
+    bound = max(CANARY_TOLERANCE[own.name], CANARY_TOLERANCE[other.name])
+    if own.fp8_recipe is not None:
+        bound = FP8_CANARY_TOLERANCE
     if not math.isclose(loss, saved["loss"], rel_tol=bound):
         raise UserError(
             f"checkpoint {checkpoint.folder}: the canary loss was {saved['loss']:.6f} when it was "

@@ -184,9 +184,9 @@ _TERA = 1e12
 class GPU:
     """A device.
 
-    memory_bytes: what programs can allocate. peak_flops: dtype ('fp32', 'tf32', 'fp16', 'bf16') -> dense
-    FLOP/s of GEMMs; a dtype that the device has no units for has the rate of fp32. bandwidth: of the device
-    memory, in bytes per second.
+    memory_bytes: what programs can allocate. peak_flops: dtype ('fp32', 'tf32', 'fp16', 'bf16', 'fp8') ->
+    dense FLOP/s of GEMMs; a dtype that the device has no units for has the rate of fp32. bandwidth: of the
+    device memory, in bytes per second.
     """
 
     memory_bytes: int
@@ -199,23 +199,25 @@ class GPU:
         return max(flops / self.peak_flops[dtype], moved_bytes / self.bandwidth)
 
 
-def _gpu(memory_gib: float, fp32: float, tf32: float, fp16: float, bf16: float, bandwidth_tb_s: float) -> GPU:
-    """Returns the GPU with these rates in TFLOP/s (fp32 to bf16)."""
-    rates = {"fp32": fp32, "tf32": tf32, "fp16": fp16, "bf16": bf16}
+def _gpu(
+    memory_gib: float, fp32: float, tf32: float, fp16: float, bf16: float, fp8: float, bandwidth_tb_s: float
+) -> GPU:
+    """Returns the GPU with these rates in TFLOP/s (fp32 to fp8)."""
+    rates = {"fp32": fp32, "tf32": tf32, "fp16": fp16, "bf16": bf16, "fp8": fp8}
     return GPU(
         round(memory_gib * GIB), {name: rate * _TERA for name, rate in rates.items()}, bandwidth_tb_s * _TERA
     )
 
 
-#                      GiB   fp32   tf32   fp16   bf16   TB/s
-V100_16GB = _gpu(    15.77,  15.7,  15.7,   125,  15.7,   0.9)  # fmt: skip
-V100_32GB = _gpu(    31.74,  15.7,  15.7,   125,  15.7,   0.9)  # fmt: skip
-A100_40GB = _gpu(    39.50,  19.5,   156,   312,   312, 1.555)  # fmt: skip
-A100_80GB = _gpu(    79.25,  19.5,   156,   312,   312, 2.039)  # fmt: skip
-H100_80GB = _gpu(    79.11,    67, 494.7, 989.4, 989.4,  3.35)  # fmt: skip
-H200_141GB = _gpu(  139.72,    67, 494.7, 989.4, 989.4,   4.8)  # fmt: skip
-B200_180GB = _gpu(  178.35,    80,  1100,  2250,  2250,   8.0)  # fmt: skip
-GB200_186GB = _gpu( 184.31,    80,  1250,  2500,  2500,   8.0)  # fmt: skip
+#                      GiB   fp32   tf32   fp16   bf16    fp8   TB/s
+V100_16GB = _gpu(    15.77,  15.7,  15.7,   125,  15.7,  15.7,   0.9)  # fmt: skip
+V100_32GB = _gpu(    31.74,  15.7,  15.7,   125,  15.7,  15.7,   0.9)  # fmt: skip
+A100_40GB = _gpu(    39.50,  19.5,   156,   312,   312,  19.5, 1.555)  # fmt: skip
+A100_80GB = _gpu(    79.25,  19.5,   156,   312,   312,  19.5, 2.039)  # fmt: skip
+H100_80GB = _gpu(    79.11,    67, 494.7, 989.4, 989.4,  1979,  3.35)  # fmt: skip
+H200_141GB = _gpu(  139.72,    67, 494.7, 989.4, 989.4,  1979,   4.8)  # fmt: skip
+B200_180GB = _gpu(  178.35,    80,  1100,  2250,  2250,  4500,   8.0)  # fmt: skip
+GB200_186GB = _gpu( 184.31,    80,  1250,  2500,  2500,  5000,   8.0)  # fmt: skip
 
 
 # PyTorch's name of a device -> the device of --gpu.

@@ -34,7 +34,8 @@ from megatron.config import Config
 from megatron.errors import UserError
 from megatron.files import is_count, is_text, read_json, write_json
 from megatron.kernels.selection import reason_against_kernels, use_pytorch
-from megatron.model.attention_canary import AttentionCase, attention_case, attention_problem, sdpa_backend
+from megatron.model.attention_canary import AttentionCase, attention_cases, attention_problem, sdpa_backend
+from megatron.model.attention_choice import use_flash_attention_3
 from megatron.mpu.world import broadcast_from_rank_0, gather_from_all_ranks
 from megatron.object_store.store import is_url
 from megatron.text_table import counted, format_table
@@ -99,20 +100,27 @@ def preflight(config: Config, fingerprint: Mapping[str, Any]) -> list[str]:
     return [f"{describe(facts)}; {seconds:.1f} s (--no-preflight)", *problems]
 
 
-def check_kernels(required: bool) -> list[str]:
-    """Selects PyTorch's operations on all ranks, and returns a sentence for the log, if a rank cannot run the
-    Triton kernels on its device: replicas stay equal. Collective, after `init_distributed`.
+def check_kernels(required: bool, fp8: bool = False) -> list[str]:
+    """Selects PyTorch's operations on all ranks if a rank cannot run the Triton kernels on its device, so
+    replicas stay equal, and FlashAttention 3 if all ranks have it. Returns a sentence for the log for each.
+    Collective, after `init_distributed`.
 
-    required: --require-kernels: raises SharedUserError on every rank instead.
+    required: --require-kernels. fp8: whether linear layers compute in FP8, which a GPU without the kernels
+    would emulate. Raises SharedUserError on every rank instead of selecting PyTorch's operations for them.
     """
     device = get_accelerator().device_name()
     _, who, reason = _first_problem("", reason_against_kernels(device))
     if reason is None:
-        return []
+        return use_flash_attention_3() if device == "cuda" else []
     if required:
         raise SharedUserError(f"--require-kernels: {who} cannot run the kernels: {reason}")
     if device == "cpu":
         return []
+    if fp8:
+        raise SharedUserError(
+            f"FP8 needs the Triton kernels: {who} cannot run them: {reason}. Repair this, or remove "
+            "--fp8-format and --fp8-recipe"
+        )
     use_pytorch()
     return [
         f"all ranks compute with PyTorch's operations, which are slower than the Triton kernels: {who}: "
@@ -121,18 +129,28 @@ def check_kernels(required: bool) -> list[str]:
 
 
 def check_attention(config: Config) -> list[str]:
-    """Compares PyTorch's causal attention on each rank's GPU with fp32 operations, and returns a sentence for
-    the log. If a rank's is wrong, all ranks stop using cuDNN's. Collective, after `init_distributed`.
+    """Compares PyTorch's attention on each rank's GPU with fp32 operations, and returns sentences for the
+    log. If a rank's is wrong, all ranks stop using cuDNN's. Collective, after `init_distributed`.
 
     Raises SharedUserError on every rank if attention is wrong without cuDNN too. Skipped by --no-preflight.
     """
-    device, case = get_accelerator().device_name(), attention_case(config)
-    if device != "cuda" or case is None or config.training.no_preflight:
+    if get_accelerator().device_name() != "cuda" or config.training.no_preflight:
         return []
+    part = " within a chunk" if config.parallel.context_parallel_size > 1 else ""
+    return [_check_case(case, part) for case in attention_cases(config)]
+
+
+def _check_case(case: AttentionCase, part: str) -> str:
+    """Returns the sentence of `check_attention`. part: words for the part of a sequence that is compared."""
     kernel, who, problem = _attention_problem(case)
     if problem is None:
-        part = " within a chunk" if config.parallel.context_parallel_size > 1 else ""
-        return [f"causal attention{part} by PyTorch's {kernel} agrees with fp32 operations"]
+        feature = "causal attention" if case.window is None else "attention with a window"
+        return f"{feature}{part} by PyTorch's {kernel} agrees with fp32 operations"
+    if case.window is not None:
+        raise SharedUserError(
+            f"attention with a window is wrong by PyTorch's {kernel} on {who}: {problem}: install another "
+            "version of torch, or set MEGATRON_KERNELS=pytorch (slower; --no-preflight skips this check)"
+        )
     torch.backends.cuda.enable_cudnn_sdp(False)
     other, where, remaining = _attention_problem(case)
     if remaining is not None:
@@ -140,7 +158,7 @@ def check_attention(config: Config) -> list[str]:
             f"causal attention is wrong by PyTorch's {other} on {where}: {remaining}: install another "
             "version of torch (--no-preflight skips this check)"
         )
-    return [f"causal attention is wrong by PyTorch's {kernel} on {who}: {problem}; all ranks use {other}"]
+    return f"causal attention is wrong by PyTorch's {kernel} on {who}: {problem}; all ranks use {other}"
 
 
 def _attention_problem(case: AttentionCase) -> tuple[str, str, str | None]:

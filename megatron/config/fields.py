@@ -165,10 +165,11 @@ class Section:
 def _mistake(field: dataclasses.Field[Any], value: Any) -> str | None:
     """Returns why a field cannot have this value; None if it can."""
     choices = flag_of(field).choices
-    if instead := flag_of(field).rejected.get(value if isinstance(value, str) else ""):
-        return f"{option_name(field.name)} {value} is not supported: {instead}"
-    if choices is not None and value not in choices:
-        return f"{option_name(field.name)} is '{value}': expected one of {', '.join(choices)}"
+    for one in value if isinstance(value, tuple) else (value,):
+        if isinstance(one, str) and (instead := flag_of(field).rejected.get(one)):
+            return f"{option_name(field.name)} {one} is not supported: {instead}"
+        if choices is not None and one not in choices:
+            return f"{option_name(field.name)} is '{one}': expected one of {', '.join(choices)}"
     return _wrong_bounds(field, value) or _too_long_path(field, value)
 
 

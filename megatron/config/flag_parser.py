@@ -13,7 +13,7 @@ from megatron.config.config import OPTIONS, SETTINGS, Setting
 from megatron.config.fields import COMMON_FLAGS, Flag, setting_option, value_text
 from megatron.config.foreign_flags import IgnoredFlag, foreign_flags, has_foreign_flags, rewrite
 from megatron.config.mistakes import Mistakes
-from megatron.config.tool_parser import FLAG, CollectingParser, nearest_flag, typed_name
+from megatron.config.tool_parser import FLAG, CollectingParser, near_flags, typed_name, unknown_flag
 from megatron.errors import ConfigError, one_line
 
 # The groups of --help: the common flags, then Megatron-LM's groups in its order, and 'stability'.
@@ -67,12 +67,12 @@ class _Parser(CollectingParser):
     def unknown_flag(self, name: str) -> str:
         if (stands_for := foreign_flags().rewritten.get(name)) is not None:
             return f"{name} takes no value; it is read as {' '.join(stands_for)}"
-        nearest = nearest_flag(name, self._option_string_actions.keys() - foreign_flags().ignored.keys())
+        near = near_flags(name, self._option_string_actions.keys() - foreign_flags().ignored.keys())
         instead, family = foreign_flags().alternative(name)
         # A family such as --moe-* also has the misspelt flags of this program.
-        if instead and not (family and f"did you mean {family}" in nearest):
+        if instead and not (family and near and near[0].startswith(family)):
             return f"{name} is not supported: {instead}"
-        return nearest
+        return unknown_flag(name, near)
 
     def check_values(self, parsed: argparse.Namespace, mistakes: Mistakes) -> None:
         values = vars(parsed)

@@ -40,7 +40,8 @@ class CollectingParser(argparse.ArgumentParser):
 
     def unknown_flag(self, name: str) -> str:
         """Returns the sentence about an unknown flag."""
-        return nearest_flag(name, self._option_string_actions)  # argparse has no public list
+        # argparse has no public list of its flags.
+        return unknown_flag(name, near_flags(name, self._option_string_actions))
 
     def check_values(self, parsed: argparse.Namespace, mistakes: Mistakes) -> None:
         """Adds the mistakes in values that argparse accepts."""
@@ -141,13 +142,17 @@ def _without_flag(words: Sequence[str], action: argparse.Action) -> list[str]:
     return kept
 
 
-def nearest_flag(name: str, known: Iterable[str]) -> str:
-    """Returns the sentence about an unknown flag, with the flags that the user may have meant."""
+def near_flags(name: str, known: Iterable[str]) -> list[str]:
+    """Returns the flags that a user who typed an unknown one may have meant."""
     spelled = "--" + name.lstrip("-").replace("_", "-")
-    nearest = difflib.get_close_matches(spelled, sorted(known), n=1, cutoff=_MIN_SIMILARITY)
-    nearest = nearest or sorted(option for option in known if option.startswith(f"{spelled}-"))
-    hint = f"did you mean {' or '.join(nearest)}?" if 1 <= len(nearest) <= _MAX_HINTS else "see --help"
-    return f"unknown flag {name}: {hint}"
+    near = difflib.get_close_matches(spelled, sorted(known), n=1, cutoff=_MIN_SIMILARITY)
+    near = near or sorted(option for option in known if option.startswith(f"{spelled}-"))
+    return near if len(near) <= _MAX_HINTS else []
+
+
+def unknown_flag(name: str, near: Sequence[str]) -> str:
+    """Returns the sentence about an unknown flag."""
+    return f"unknown flag {name}: " + (f"did you mean {' or '.join(near)}?" if near else "see --help")
 
 
 FLAG = re.compile("--?[A-Za-z]")

@@ -180,12 +180,15 @@ class ScheduleExecutor(PatchedPipelineEngine):
             self.outputs = outputs
         labels = self.pipe_buffers["labels"][buffer_id]
         self.loss = self.module.loss_fn(outputs, labels) if self._compute_loss else outputs
-        loss = self.loss.detach()
-        self.fwd_outputs.append(loss)
-        self.total_loss = loss.clone() if self.total_loss is None else self.total_loss + loss
-        self._sample_totals.append(self.module.cross_entropy.sample_totals)
+        self._count_loss(self.loss.detach(), self.module.cross_entropy.sample_totals)
         if torch.is_grad_enabled():
             self.pipe_buffers["losses"][buffer_id] = self.loss
+
+    def _count_loss(self, loss: Tensor, sample_totals: tuple[Tensor, Tensor]) -> None:
+        """Adds the loss of a micro-batch to the sums of the step or evaluation."""
+        self.fwd_outputs.append(loss)
+        self.total_loss = loss.clone() if self.total_loss is None else self.total_loss + loss
+        self._sample_totals.append(sample_totals)
 
     def token_totals(self) -> Tensor:
         """Returns, of all unmasked tokens of the last step or evaluation, the sum of their losses and their

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from megatron.config import Config
 from megatron.data.loader import MicroBatch
 from megatron.deepspeed_names import restrict
+from megatron.engine.cuda_graph import MicroBatchGraph
 from megatron.engine.deepspeed_config import deepspeed_dict
 from megatron.engine.device_progress import DeviceProgress
 from megatron.engine.executor import ScheduleExecutor
@@ -82,6 +83,7 @@ class GPTEngine(ScheduleExecutor):
         self._seq_length = config.model.seq_length
         self.device_progress = DeviceProgress(get_accelerator())
         self.pass_times = PassTimes() if config.logging.log_bubble else None
+        self._graph = MicroBatchGraph(model) if config.training.uses_cuda_graph else None
         settings = deepspeed_dict(config, config.batch.global_batch_size)
         super().__init__(
             config.parallel,
@@ -200,6 +202,9 @@ class GPTEngine(ScheduleExecutor):
 
     def _exec_forward_pass(self, buffer_id: int, model_chunk_id: int) -> None:
         self._heartbeat()
+        if self._graph and torch.is_grad_enabled():
+            self._exec_both_passes(buffer_id, self._graph)
+            return
         self.optimizer.unit_overlap.begin_micro_batch()
         samples = self.pipe_buffers["samples"][buffer_id % self._buffers_per_chunk]
         # DeepSpeed divides the loss by the number of micro-batches before the backward pass.
@@ -211,7 +216,19 @@ class GPTEngine(ScheduleExecutor):
         with self._timed_pass(), use_samples, head_loss:
             super()._exec_forward_pass(buffer_id, model_chunk_id)
 
+    def _exec_both_passes(self, buffer_id: int, graph: MicroBatchGraph) -> None:
+        """Runs forward and backward pass of a micro-batch."""
+        buffers = self.pipe_buffers
+        inputs = (*buffers["inputs"][buffer_id], *buffers["labels"][buffer_id])
+        buffers["inputs"][buffer_id] = buffers["labels"][buffer_id] = None
+        samples, scale = buffers["samples"][buffer_id], self.optimizer.scaler.scale
+        with self._timed_pass():
+            self.loss, *totals = graph.run(inputs, samples, scale, self.micro_batches)
+        self._count_loss(self.loss, (totals[0], totals[1]))
+
     def _exec_backward_pass(self, buffer_id: int, model_chunk_id: int) -> None:
+        if self._graph:
+            return  # `_exec_forward_pass` has run it
         with self._timed_pass():
             super()._exec_backward_pass(buffer_id, model_chunk_id)
 
@@ -249,6 +266,8 @@ def mixed_precision_optimizer(
     """Returns the optimizer of a rank. plain: the model's `plain_optimizer`."""
     parallel = config.parallel
     buckets = _buckets(model, parallel.bucket_size)
+    # A replay of a graph runs no Python code.
+    calls_hooks = not config.training.uses_cuda_graph
     return MixedPrecisionOptimizer(
         plain,
         {parameter: name for name, parameter in model.named_parameters()},
@@ -260,14 +279,16 @@ def mixed_precision_optimizer(
             _zero_units(config, model),
             model.initial_values if parallel.shards_weights else None,
             {name: list(bucket.values()) for name, bucket in buckets.items()},
-            overlap_grad_reduce=not parallel.no_overlap_grad_reduce,
-            overlap_param_gather=not parallel.no_overlap_param_gather,
+            overlap_grad_reduce=calls_hooks and not parallel.no_overlap_grad_reduce,
+            overlap_param_gather=calls_hooks and not parallel.no_overlap_param_gather,
             chains_param_gathers=parallel.needs_one_queue and mesh.pp.rank == 0,
             cpu_offload=parallel.cpu_offload,
         ),
         config.optimizer.clip_grad,
         averages_replicated=config.stability.sync_tp_duplicated_parameters,
+        overwrites_gradients=calls_hooks and not config.training.compile,
         state_rule=RouterBalance(model, mesh),
+        weights_changed_fn=None if model.fp8 is None else model.fp8.weights_changed,
     )
 
 

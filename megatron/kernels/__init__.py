@@ -2,19 +2,26 @@
 
 Each operator is one kernel launch, so the simulated accelerator counts it as one operation with its bytes.
 The operators' files import without triton, which is optional and takes 0.4 s. The kernels themselves are in
-`triton_kernels`, `attention_triton` and `grouped_triton`. Each has a reference implementation in PyTorch,
-which also serves CPUs and GPUs without triton:
+`triton_kernels`, `norm_triton`, `attention_triton`, `fp8_triton` and `grouped_triton`. Each has a reference
+implementation in PyTorch, which also serves CPUs and GPUs without triton:
 
     dropout        dropout, bias and residual addition  `mpu.random.dropout_add`
+    layer_norm     these, and the norm of the sum       `model.norm`
+    activation     activation, gradient of its bias     `model.activations.Activation`
     norms          norms of many tensors                `optimizer.gradient_norm.accurate_norm`
                    copy that finds non-finite elements  `optimizer.flat_group.move_grad`
     attention      flash attention with hash dropout    `model.core_attention.CoreAttention`
+    windowed_attention
+                   PyTorch's flash kernel with a window `model.core_attention.CoreAttention`
     cross_entropy  loss and gradient of logits          `mpu.logit_chunks.LogitChunks`
     embedding      gradient of an embedding             `mpu.embedding._add_rows`
-    rotary         split projection, rotary positions   `model.position.RotaryEmbedding.rotate`
+    rotary         split projection, norms of heads,    `model.qk_norm.head_norms`,
+                   rotary positions                     `model.position.RotaryEmbedding.rotate`
     gated          activation of a gated MLP            `model.activations.gated_by`
+    fp8            FP8 matrices and their products      in `fp8` itself
     grouped_linear products of groups with experts      loops in `grouped_linear` itself
 
+Gradients of biases and norms are sums over rows in a fixed order, without atomic additions: `column_sums`.
 `operators` makes an operator of a function that launches a kernel. `selection` chooses between kernel and
 reference implementation; for attention, `model.attention_choice` does, and for experts
 `grouped_linear.implementation`, which also knows torch's grouped product.

@@ -80,9 +80,9 @@ class _FlashAttention(torch.autograd.Function):
         query, key, value, out, log_sums = ctx.saved_tensors
         mask, grad = ctx.mask, grad.contiguous()
         scale, dropout, _, *others = ctx.numbers
-        masks = (mask.slopes, mask.first_keys)
+        masks = (mask.slopes, mask.first_keys, mask.sample_keys)
         grad_query, row_sums, row_keys = attention_backward_query_op(
-            query, key, value, out, grad, log_sums, *masks, mask.sample_keys, *ctx.numbers
+            query, key, value, out, grad, log_sums, *masks, *ctx.numbers
         )
         grad_key, grad_value = attention_backward_key_op(
             query,
@@ -91,7 +91,7 @@ class _FlashAttention(torch.autograd.Function):
             grad,
             log_sums,
             row_sums,
-            *masks,
+            mask.slopes,
             mask.end_queries,
             row_keys,
             scale,
@@ -119,12 +119,23 @@ class Tiles:
         return {"num_warps": self.num_warps, "num_stages": self.num_stages}
 
 
-# Kernel -> tiles, for heads of up to 64 and of up to 128. Compiled for sm_80 and sm_90, none of them spills a
-# register, and compiled for sm_80 a block needs at most 99 KiB of shared memory, which consumer GPUs have.
+# Architecture -> kernel -> tiles, for heads of up to 64 and of up to 128. In the machine code none of them
+# spills a register or repeats a product. (The compiler gives a warp 16 rows of a product, and on sm_90 a
+# group of 4 warps 64 rows. Further warps would repeat the products of others.) They were not timed on a GPU.
 _TILES = {
-    "forward": (Tiles(128, 64, 8, 2), Tiles(128, 32, 8, 2)),
-    "query": (Tiles(64, 64, 8, 2), Tiles(64, 64, 8, 2)),
-    "key": (Tiles(32, 64, 8, 2), Tiles(32, 64, 8, 2)),
+    # A block needs at most 99 KiB of shared memory, which consumer GPUs have.
+    "sm_80": {
+        "forward": (Tiles(128, 64, 8, 2), Tiles(128, 32, 8, 2)),
+        "query": (Tiles(128, 32, 8, 2), Tiles(64, 64, 8, 2)),
+        "key": (Tiles(32, 64, 4, 2), Tiles(16, 128, 8, 2)),
+    },
+    # Also for sm_100. A block has up to 227 KiB. Products of fewer than 64 columns take longer to read than
+    # to compute.
+    "sm_90": {
+        "forward": (Tiles(128, 64, 8, 3), Tiles(128, 64, 8, 3)),
+        "query": (Tiles(64, 64, 4, 2), Tiles(128, 64, 8, 2)),
+        "key": (Tiles(64, 128, 8, 2), Tiles(64, 128, 8, 2)),
+    },
 }
 _FP32_TILES = {
     "forward": (Tiles(32, 32, 8, 1), Tiles(16, 64, 8, 1)),
@@ -133,9 +144,20 @@ _FP32_TILES = {
 }
 
 
-def tiles(kernel: str, dtype: torch.dtype, head_dim: int) -> Tiles:
-    """Returns the tiles of the kernel 'forward', 'query' or 'key'."""
-    return (_FP32_TILES if dtype == torch.float32 else _TILES)[kernel][head_dim > 64]
+def tiles(kernel: str, dtype: torch.dtype, head_dim: int, capability: int) -> Tiles:
+    """Returns the tiles of the kernel 'forward', 'query' or 'key'. capability: see `compute_capability`."""
+    if dtype == torch.float32:
+        return _FP32_TILES[kernel][head_dim > 64]
+    return _TILES["sm_90" if 90 <= capability < 120 else "sm_80"][kernel][head_dim > 64]
+
+
+@lru_cache
+def compute_capability(device: torch.device) -> int:
+    """Returns the compute capability of a GPU, 90 for sm_90, and 80 for any other device."""
+    if device.type != "cuda":
+        return 80
+    major, minor = torch.cuda.get_device_capability(device)
+    return 10 * major + minor
 
 
 @operator("attention_forward")
@@ -206,7 +228,6 @@ def attention_backward_key_op(
     log_sums: Tensor,
     row_sums: Tensor,
     slopes: Tensor | None,
-    first_keys: Tensor | None,
     end_queries: Tensor | None,
     row_keys: Tensor,
     scale: float,
@@ -216,9 +237,9 @@ def attention_backward_key_op(
 ) -> tuple[Tensor, Tensor]:
     """Returns the gradients of keys and values."""
     grad_key, grad_value = _like(key), _like(value)
-    launch = _launch("key", *_layout(query, key, value, slopes, first_keys), scale, p, seq)
+    launch = _launch("key", *_layout(query, key, value, slopes, end_queries), scale, p, seq)
     tensors = (query, key, value, grad, log_sums, row_sums, grad_key, grad_value)
-    launch(*tensors, slopes, first_keys, end_queries, row_keys)
+    launch(*tensors, slopes, end_queries, row_keys)
     return grad_key, grad_value
 
 
@@ -228,16 +249,18 @@ def _(query: Tensor, key: Tensor, value: Tensor, *_others: Any) -> tuple[Tensor,
 
 
 def _layout(
-    query: Tensor, key: Tensor, value: Tensor, slopes: Tensor | None, first_keys: Tensor | None
+    query: Tensor, key: Tensor, value: Tensor, slopes: Tensor | None, ranges: Tensor | None
 ) -> tuple[Any, ...]:
     """Returns the arguments of `_launch` that describe the tensors."""
-    layout = (query.dtype, query.shape, query.stride(), key.shape, key.stride(), value.stride())
-    return (*layout, slopes is not None, first_keys is not None)
+    kind = (compute_capability(query.device), query.dtype)
+    layout = (query.shape, query.stride(), key.shape, key.stride(), value.stride())
+    return (*kind, *layout, slopes is not None, ranges is not None)
 
 
 @lru_cache(maxsize=1024)
 def _launch(
     kernel: str,
+    capability: int,
     dtype: torch.dtype,
     query_shape: torch.Size,
     query_strides: tuple[int, ...],
@@ -254,7 +277,7 @@ def _launch(
     """kernel: 'forward', 'query' or 'key'. first_head: None for the kernel of the keys, which gets hashes."""
     queries, batch, heads, head_dim = query_shape
     keys, _, groups, _ = key_shape
-    sizes = tiles(kernel, dtype, head_dim)
+    sizes = tiles(kernel, dtype, head_dim, capability)
     blocks = -(-keys // sizes.keys) if kernel == "key" else -(-queries // sizes.queries)
     strides = {
         f"{name}_{dim}": stride
@@ -306,22 +329,23 @@ def _row_keys(query: Tensor, p: float) -> Tensor:
 @register_flop_formula(torch.ops.megatron.attention_forward)
 def _forward_flops(query_shape: torch.Size, key_shape: torch.Size, *others: Any, **_: Any) -> int:
     """Counts the scores, and weights times values."""
-    return 2 * _product_flops(query_shape, key_shape, others[-1])
+    return 2 * product_flops(query_shape, key_shape, others[-1])
 
 
 @register_flop_formula(torch.ops.megatron.attention_backward_query)
 def _backward_query_flops(query_shape: torch.Size, key_shape: torch.Size, *others: Any, **_: Any) -> int:
     """Counts the scores, and the gradients of weights and queries."""
-    return 3 * _product_flops(query_shape, key_shape, others[-1])
+    return 3 * product_flops(query_shape, key_shape, others[-1])
 
 
 @register_flop_formula(torch.ops.megatron.attention_backward_key)
 def _backward_key_flops(query_shape: torch.Size, key_shape: torch.Size, *others: Any, **_: Any) -> int:
     """Counts the scores, and the gradients of weights, keys and values."""
-    return 4 * _product_flops(query_shape, key_shape, others[-1])
+    return 4 * product_flops(query_shape, key_shape, others[-1])
 
 
-def _product_flops(query_shape: torch.Size, key_shape: torch.Size, window: int | None) -> int:
+def product_flops(query_shape: torch.Size, key_shape: torch.Size, window: int | None) -> int:
+    """Returns the FLOPs of one product of queries, keys and elements of a head."""
     queries, batch, heads, head_dim = query_shape
     return 2 * batch * heads * head_dim * scores_within(window, queries, key_shape[0])
 

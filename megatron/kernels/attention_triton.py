@@ -217,7 +217,6 @@ def attention_backward_key_kernel(
     grad_key,
     grad_value,
     slopes,
-    first_keys,
     end_queries,
     row_keys,
     queries,
@@ -266,53 +265,49 @@ def attention_backward_key_kernel(
         last = tl.minimum(first_column + BLOCK_KEYS, keys) - 1
         end = tl.minimum(tl.load(end_queries + sample.to(tl.int64) * seq + last) - past, queries)
         full_end = tl.load(end_queries + sample.to(tl.int64) * seq + first_column) - past
+        ends = tl.load(end_queries + sample.to(tl.int64) * seq + columns, mask=columns < keys, other=0)
 
     acc_k = tl.zeros([BLOCK_KEYS, BLOCK_DIM], tl.float32)
     acc_v = tl.zeros([BLOCK_KEYS, BLOCK_DIM], tl.float32)
-    for head in range(key_index * group, (key_index + 1) * group):
+    # The sums, the scores and their gradients take nearly all registers. So one loop runs over the blocks of
+    # all query heads, and documents are masked by the end of each key: a thread has fewer keys than queries.
+    begin = begin // BLOCK_QUERIES * BLOCK_QUERIES
+    head, start = key_index * group, begin
+    for _ in range(group * tl.cdiv(end - begin, BLOCK_QUERIES)):
         slope = tl.load(slopes + head) if HAS_SLOPES else 0.0
         in_heads = (sample * heads + head).to(tl.int64)
-        for start in range(begin // BLOCK_QUERIES * BLOCK_QUERIES, end, BLOCK_QUERIES):
-            rows = start + tl.arange(0, BLOCK_QUERIES)
-            inside = rows < queries
-            in_rows = in_heads * queries + rows
-            q = _load_rows(
-                query + head * query_head, start, query_seq, queries, HEAD_DIM, BLOCK_QUERIES, BLOCK_DIM
-            )
-            scores = tl.dot(k, tl.trans(q), input_precision=FP32_PRODUCT)
-            firsts = past + rows
+        rows = start + tl.arange(0, BLOCK_QUERIES)
+        inside = rows < queries
+        in_rows = in_heads * queries + rows
+        q = _load_rows(
+            query + head * query_head, start, query_seq, queries, HEAD_DIM, BLOCK_QUERIES, BLOCK_DIM
+        )
+        scores = tl.dot(k, tl.trans(q), input_precision=FP32_PRODUCT)
+        scores = _scaled_scores(scores, (past + rows)[None, :], columns[:, None], scale, slope, HAS_SLOPES)
+        if (first_column + BLOCK_KEYS > past + start + 1) | (start + BLOCK_QUERIES > full_end):
+            allowed = columns[:, None] <= (past + rows)[None, :]
             if HAS_RANGES:
-                firsts = tl.load(first_keys + sample.to(tl.int64) * seq + past + rows, mask=inside, other=0)
-            scores = _masked_scores(
-                scores,
-                (past + rows)[None, :],
-                columns[:, None],
-                firsts[None, :],
-                scale,
-                slope,
-                (first_column + BLOCK_KEYS > past + start + 1) | (start + BLOCK_QUERIES > full_end),
-                HAS_SLOPES,
-                HAS_RANGES,
-            )
-            log_sum = tl.load(log_sums + in_rows, mask=inside, other=float("inf"))
-            weights = tl.exp2(scores - log_sum[None, :])
-            do = _load_rows(
-                grad + in_heads * HEAD_DIM, start, width, queries, HEAD_DIM, BLOCK_QUERIES, BLOCK_DIM
-            )
-            grad_weights = tl.dot(v, tl.trans(do), input_precision=FP32_PRODUCT)
-            dropped = weights
-            if HAS_DROPOUT:
-                hashes = tl.load(row_keys + in_rows, mask=inside, other=0).to(tl.uint64, bitcast=True)
-                keep = _keep(hashes[None, :], columns[:, None], dropped_below)
-                dropped = tl.where(keep, weights, 0.0)
-                grad_weights = tl.where(keep, grad_weights * keep_scale, 0.0)
-            acc_v = tl.dot(dropped.to(do.dtype), do, acc_v, input_precision=FP32_PRODUCT)
-            row_sum = tl.load(row_sums + in_rows, mask=inside, other=0.0)
-            grad_scores = weights * (grad_weights - row_sum[None, :])
-            acc_k = tl.dot(grad_scores.to(q.dtype), q, acc_k, input_precision=FP32_PRODUCT)
+                allowed &= (past + rows)[None, :] < ends[:, None]
+            scores = tl.where(allowed, scores, -float("inf"))
+        log_sum = tl.load(log_sums + in_rows, mask=inside, other=float("inf"))
+        weights = tl.exp2(scores - log_sum[None, :])
+        do = _load_rows(grad + in_heads * HEAD_DIM, start, width, queries, HEAD_DIM, BLOCK_QUERIES, BLOCK_DIM)
+        grad_weights = tl.dot(v, tl.trans(do), input_precision=FP32_PRODUCT)
+        dropped = weights
+        if HAS_DROPOUT:
+            hashes = tl.load(row_keys + in_rows, mask=inside, other=0).to(tl.uint64, bitcast=True)
+            keep = _keep(hashes[None, :], columns[:, None], dropped_below)
+            dropped = tl.where(keep, weights, 0.0)
+            grad_weights = tl.where(keep, grad_weights * keep_scale, 0.0)
+        row_sum = tl.load(row_sums + in_rows, mask=inside, other=0.0)
+        grad_scores = (weights * (grad_weights - row_sum[None, :])).to(q.dtype)
+        acc_v = tl.dot(dropped.to(do.dtype), do, acc_v, input_precision=FP32_PRODUCT)
+        acc_k = tl.dot(grad_scores, q, acc_k, input_precision=FP32_PRODUCT)
+        start += BLOCK_QUERIES
+        head += (start >= end).to(tl.int32)
+        start = tl.where(start >= end, begin, start)
 
-    in_groups = (sample * groups + key_index).to(tl.int64) * HEAD_DIM
-    width = batch * groups * HEAD_DIM
+    in_groups, width = tl.program_id(1).to(tl.int64) * HEAD_DIM, tl.num_programs(1) * HEAD_DIM
     _store_rows(
         grad_key + in_groups, acc_k * scale, first_column, width, keys, HEAD_DIM, BLOCK_KEYS, BLOCK_DIM
     )
@@ -376,16 +371,23 @@ def _first_keys(
 def _masked_scores(
     scores, rows, columns, firsts, scale, slope, has_mask, HAS_SLOPES: tl.constexpr, HAS_RANGES: tl.constexpr
 ):
-    """Returns scaled scores with ALiBi's bias, times log2(e); -inf where a query does not attend to a key.
-    has_mask: whether the block has such a pair. Most blocks have none."""
-    scores *= scale * LOG2_E
-    if HAS_SLOPES:
-        scores += (columns - rows).to(tl.float32) * (slope * LOG2_E)
+    """Returns `_scaled_scores`, with -inf where a query does not attend to a key. has_mask: whether the block
+    has such a pair. Most blocks have none."""
+    scores = _scaled_scores(scores, rows, columns, scale, slope, HAS_SLOPES)
     if has_mask:
         allowed = columns <= rows
         if HAS_RANGES:
             allowed &= columns >= firsts
         scores = tl.where(allowed, scores, -float("inf"))
+    return scores
+
+
+@triton.jit
+def _scaled_scores(scores, rows, columns, scale, slope, HAS_SLOPES: tl.constexpr):
+    """Returns scaled scores with ALiBi's bias, times log2(e)."""
+    scores *= scale * LOG2_E
+    if HAS_SLOPES:
+        scores += (columns - rows).to(tl.float32) * (slope * LOG2_E)
     return scores
 
 

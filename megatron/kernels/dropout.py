@@ -1,4 +1,4 @@
-"""Operator `megatron::dropout_add`: hash dropout, fused with bias and residual addition.
+"""Operators of hash dropout, fused with bias and residual addition.
 
 The mask is bitwise equal to the mask of `megatron.mpu.random`. It is not stored: the backward pass hashes
 again. So an element costs only its reads and its write: in 16 bits 6 bytes with a residual, 4 without.
@@ -13,9 +13,11 @@ from typing import Any, NamedTuple
 
 import torch
 
+from megatron.kernels.column_sums import TILE_ROWS, num_blocks, rows_per_block, sum_blocks
 from megatron.kernels.operators import Launch, first_order, operator
 
 BLOCK_ROWS, BLOCK_COLUMNS = 4, 512
+SUM_COLUMNS = 256
 # Compile options. No fused multiply-add: the product is rounded before the residual is added, as in PyTorch.
 OPTIONS = {"num_warps": 4, "enable_fp_fusion": False}
 
@@ -35,6 +37,19 @@ class ShardOffsets(NamedTuple):
     first_column: int
     split: int = 2**62
     second_first_row: int = 0
+
+
+class KernelMask(NamedTuple):
+    """What a kernel computes a dropout mask from."""
+
+    sample_keys: torch.Tensor | None
+    """int64 [batch], see `DropoutRNG.sample_keys`; None without dropout."""
+    p: float
+    """Probability that an element is dropped; 0 without dropout."""
+    offsets: ShardOffsets
+
+
+NO_DROPOUT = KernelMask(None, 0.0, ShardOffsets(1, 1, 1, 0, 0))
 
 
 @lru_cache(maxsize=1024)
@@ -78,16 +93,14 @@ def fused_dropout_add(
     x: torch.Tensor,
     bias: torch.Tensor | None,
     residual: torch.Tensor | None,
-    sample_keys: torch.Tensor,
-    p: float,
-    offsets: ShardOffsets,
+    mask: KernelMask,
 ) -> torch.Tensor:
     """Returns residual + dropout(x + bias), in one launch. A `bias` or `residual` of None is not added.
 
-    x, residual: [outer..., batch, inner..., columns] of one shape; bias: [columns]. sample_keys: int64
-    [batch], see `DropoutRNG.sample_keys`. Every addition and product is rounded as in PyTorch's operations.
+    x, residual: [outer..., batch, inner..., columns] of one shape; bias: [columns]. Every addition and
+    product is rounded as in PyTorch's operations.
     """
-    return _DropoutAdd.apply(x, bias, residual, sample_keys, p, offsets)
+    return _DropoutAdd.apply(x, bias, residual, mask)
 
 
 @operator("dropout_add")
@@ -95,7 +108,7 @@ def dropout_add_op(
     x: torch.Tensor,
     bias: torch.Tensor | None,
     residual: torch.Tensor | None,
-    sample_keys: torch.Tensor,
+    sample_keys: torch.Tensor | None,
     p: float,
     offsets: Sequence[int],
     dtype: torch.dtype,
@@ -122,6 +135,7 @@ def _launch(shape: torch.Size, offsets: ShardOffsets, p: float, has_bias: bool, 
         scale=1.0 / (1.0 - p),
         HAS_BIAS=has_bias,
         HAS_RESIDUAL=has_residual,
+        HAS_DROPOUT=p > 0.0,
         BLOCK_ROWS=BLOCK_ROWS,
         BLOCK_COLUMNS=BLOCK_COLUMNS,
     )
@@ -132,12 +146,60 @@ def _(
     x: torch.Tensor,
     bias: torch.Tensor | None,
     residual: torch.Tensor | None,
-    sample_keys: torch.Tensor,
+    sample_keys: torch.Tensor | None,
     p: float,
     offsets: Sequence[int],
     dtype: torch.dtype,
 ) -> torch.Tensor:
     return torch.empty(x.shape, dtype=dtype, device=x.device)
+
+
+@operator("dropout_backward")
+def dropout_backward_op(
+    grad: torch.Tensor,
+    sample_keys: torch.Tensor,
+    p: float,
+    offsets: Sequence[int],
+    dtype: torch.dtype,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Returns dropout(grad) in `dtype`, and its sums over blocks of rows: see `column_sums`."""
+    grad_x, sums = _gradients(grad, dtype)
+    _backward_launch(grad.shape, ShardOffsets(*offsets), p)(grad, grad_x, sums, sample_keys)
+    return grad_x, sums
+
+
+@dropout_backward_op.register_fake
+def _(
+    grad: torch.Tensor,
+    sample_keys: torch.Tensor,
+    p: float,
+    offsets: Sequence[int],
+    dtype: torch.dtype,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    return _gradients(grad, dtype)
+
+
+def _gradients(grad: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
+    blocks, columns = num_blocks(grad.shape[:-1].numel()), grad.shape[-1]
+    return torch.empty_like(grad, dtype=dtype), grad.new_empty((blocks, columns), dtype=torch.float32)
+
+
+@lru_cache(maxsize=1024)
+def _backward_launch(shape: torch.Size, offsets: ShardOffsets, p: float) -> Launch:
+    columns, rows = shape[-1], shape[:-1].numel()
+    return Launch(
+        "triton_kernels.dropout_backward_kernel",
+        (num_blocks(rows), -(-columns // SUM_COLUMNS)),
+        OPTIONS,
+        rows=rows,
+        columns=columns,
+        **offsets._asdict(),
+        dropped_below=drop_threshold(p),
+        scale=1.0 / (1.0 - p),
+        BLOCK_ROWS=rows_per_block(rows),
+        TILE_ROWS=TILE_ROWS,
+        BLOCK_COLUMNS=SUM_COLUMNS,
+    )
 
 
 @first_order
@@ -148,36 +210,31 @@ class _DropoutAdd(torch.autograd.Function):
         x: torch.Tensor,
         bias: torch.Tensor | None,
         residual: torch.Tensor | None,
-        sample_keys: torch.Tensor,
-        p: float,
-        offsets: ShardOffsets,
+        mask: KernelMask,
     ) -> torch.Tensor:
         # Not saved by autograd: activation recomputation ends when the last tensor is saved, and so before
         # the matrix product whose output this is.
-        ctx.sample_keys, ctx.p, ctx.offsets, ctx.x_dtype = sample_keys, p, offsets, x.dtype
+        ctx.mask, ctx.x_dtype = mask, x.dtype
         ctx.bias_dtype = None if bias is None else bias.dtype
         ctx.residual_dtype = None if residual is None else residual.dtype
         dtype = x.dtype if residual is None else torch.promote_types(x.dtype, residual.dtype)
-        return dropout_add_op(
-            x.contiguous(),
-            bias,
-            None if residual is None else residual.contiguous(),
-            sample_keys,
-            p,
-            offsets,
-            dtype,
-        )
+        x, residual = x.contiguous(), None if residual is None else residual.contiguous()
+        return dropout_add_op(x, bias, residual, *mask, dtype)
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         grad_x = grad_bias = grad_residual = None
-        if ctx.needs_input_grad[0] or ctx.needs_input_grad[1]:
-            grad_x = dropout_add_op(
-                grad.contiguous(), None, None, ctx.sample_keys, ctx.p, ctx.offsets, ctx.x_dtype
-            )
-        if ctx.needs_input_grad[1]:
-            assert grad_x is not None
-            grad_bias = grad_x.reshape(-1, grad_x.shape[-1]).sum(0).to(ctx.bias_dtype)
+        keys, p, offsets = ctx.mask
+        sums_rows = ctx.needs_input_grad[1]
+        if keys is None:
+            grad_x = grad.to(ctx.x_dtype)
+            if sums_rows:
+                grad_bias = grad_x.reshape(-1, grad_x.shape[-1]).sum(0).to(ctx.bias_dtype)
+        elif sums_rows:
+            grad_x, sums = dropout_backward_op(grad.contiguous(), keys, p, offsets, ctx.x_dtype)
+            grad_bias = sum_blocks(sums, ctx.bias_dtype)
+        elif ctx.needs_input_grad[0]:
+            grad_x = dropout_add_op(grad.contiguous(), None, None, keys, p, offsets, ctx.x_dtype)
         if ctx.needs_input_grad[2]:
             grad_residual = grad.to(ctx.residual_dtype)
-        return grad_x, grad_bias, grad_residual, None, None, None
+        return grad_x, grad_bias, grad_residual, None

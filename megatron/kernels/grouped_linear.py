@@ -92,18 +92,23 @@ def multiply_groups(
     return out
 
 
-def multiply_within_groups(
-    a: Tensor, b: Tensor, groups: Groups, total: Tensor | None = None
-) -> Tensor | None:
+def adds_products(a: Tensor, b: Tensor) -> bool:
+    """Returns whether `add_products_within_groups` runs for these contiguous tensors."""
+    return implementation(a, b) == "triton"
+
+
+def add_products_within_groups(total: Tensor, a: Tensor, b: Tensor, groups: Groups, beta: float) -> None:
+    """Computes total = beta total + `multiply_within_groups`, without rounding it first. total: fp32
+    [experts, n, k], contiguous, not read if beta is 0. beta: 0 or 1."""
+    add_products_within_groups_op(total, a, b, groups.offsets(a.device), beta=beta)
+
+
+def multiply_within_groups(a: Tensor, b: Tensor, groups: Groups) -> Tensor:
     """Returns a_e.T @ b_e, [experts, n, k], for the rows a_e and b_e of each expert e, zero without rows.
 
-    a: [N, n]. b: [N, k]. total: fp32 [experts, n, k], to which kernels add the products; then None is
-    returned. All contiguous.
+    a: [N, n]. b: [N, k]. All contiguous.
     """
     chosen, offsets = implementation(a, b), groups.offsets
-    if chosen == "triton" and total is not None and total.is_contiguous():
-        add_products_within_groups_op(total, a, b, offsets(a.device))
-        return None
     if chosen == "triton":
         return multiply_within_groups_op(a, b, offsets(a.device))
     if chosen == "grouped_mm":
@@ -198,13 +203,15 @@ def _square(a: Tensor, b: Tensor, offsets: Tensor) -> Tensor:
 
 
 @operator("add_products_within_groups", mutates_args=("total",))
-def add_products_within_groups_op(total: Tensor, a: Tensor, b: Tensor, offsets: Tensor) -> None:
-    """Adds the result of `multiply_within_groups` to `total`, without rounding it first."""
-    _within_launch(*total.shape, ADD=True)(a, b, total, offsets)
+def add_products_within_groups_op(
+    total: Tensor, a: Tensor, b: Tensor, offsets: Tensor, *, beta: float
+) -> None:
+    """Runs `add_products_within_groups`."""
+    _within_launch(*total.shape, ADD=beta != 0.0)(a, b, total, offsets)
 
 
 @add_products_within_groups_op.register_fake
-def _(total: Tensor, a: Tensor, b: Tensor, offsets: Tensor) -> None:
+def _(total: Tensor, a: Tensor, b: Tensor, offsets: Tensor, *, beta: float) -> None:
     return None
 
 

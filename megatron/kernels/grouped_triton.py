@@ -33,7 +33,7 @@ def multiply_groups_kernel(
     columns outside of the matrices read the last one, and are not stored. EVEN: BLOCK_INNER divides `inner`.
     """
     column_tiles = tl.cdiv(columns, BLOCK_COLUMNS)
-    expert, first_row, end = _find_tile(
+    expert, first_row, end = find_tile(
         offsets, tl.program_id(0) // column_tiles, experts, BLOCK_EXPERTS, BLOCK_ROWS
     )
     row = first_row + tl.arange(0, BLOCK_ROWS)
@@ -66,7 +66,7 @@ def multiply_groups_kernel(
 
 
 @triton.jit
-def _find_tile(offsets, tile, experts, BLOCK_EXPERTS: tl.constexpr, BLOCK_ROWS: tl.constexpr):
+def find_tile(offsets, tile, experts, BLOCK_EXPERTS: tl.constexpr, BLOCK_ROWS: tl.constexpr):
     """Returns the expert of a tile of rows, the tile's first row, and the end of the expert's rows."""
     expert = tl.arange(0, BLOCK_EXPERTS)
     ends = tl.load(offsets + expert, mask=expert < experts, other=0)

@@ -35,6 +35,7 @@ class Operator(Generic[Arguments, Result]):
         self._launch = launch
         self._registered = torch.library.custom_op(f"megatron::{name}", launch, mutates_args=mutates_args)
         self.register_fake = self._registered.register_fake
+        self.register_autograd = self._registered.register_autograd
         update_wrapper(self, launch)
 
     def __call__(self, *args: Arguments.args, **kwargs: Arguments.kwargs) -> Result:
@@ -51,7 +52,8 @@ def operator(
 
 
 class Launch:
-    """A launch of a Triton kernel with fixed grid and numbers; a call passes the tensors.
+    """A launch of a Triton kernel with fixed grid and numbers; a call passes the tensors, and after them
+    numbers that change: floats, which Triton does not specialize a kernel for.
 
     At each launch Triton examines all arguments and options to find the compiled variant of the kernel, which
     takes 13 to 24 us of host time (measured 2026-11-26). With fixed numbers the variant depends only on the
@@ -63,8 +65,9 @@ class Launch:
     def __init__(
         self, kernel: str, grid: tuple[int, int], options: Mapping[str, Any], **numbers: float | str
     ) -> None:
-        """kernel: 'module.name' in this package; its tensors are its first parameters. options: of Triton's
-        compiler. numbers: the kernel's other arguments. A grid without programs launches nothing."""
+        """kernel: 'module.name' in this package; the arguments of a call are its first parameters. options:
+        of Triton's compiler. numbers: the kernel's other arguments. A grid without programs launches
+        nothing."""
         self.name, self.grid, self.options, self.numbers = kernel, (*grid, 1), options, numbers
         self._arguments: list[float | str] = []
         self._variants: dict[tuple, Callable[..., None]] = {}
@@ -75,27 +78,29 @@ class Launch:
         module, _, name = self.name.partition(".")
         return getattr(import_module(f"megatron.kernels.{module}"), name)
 
-    def __call__(self, *tensors: Tensor | None) -> None:
-        first = tensors[0]
-        assert first is not None
+    def __call__(self, *arguments: Tensor | float | None) -> None:
+        first = arguments[0]
+        assert first is not None and not isinstance(first, float)
         kinds: list[Any] = [first.device]
         addresses = 0
-        for tensor in tensors:
-            if tensor is None:
+        for argument in arguments:
+            if argument is None:
                 kinds.append(None)
+            elif isinstance(argument, float):
+                kinds.append(float)
             else:
-                kinds.append(tensor.dtype)
-                addresses |= tensor.data_ptr()
+                kinds.append(argument.dtype)
+                addresses |= argument.data_ptr()
         variant = None if addresses % 16 else self._variants.get(tuple(kinds))
         if variant is not None:
-            variant(*tensors, *self._arguments)
+            variant(*arguments, *self._arguments)
         elif 0 not in self.grid:
             is_current = not first.is_cuda or first.device.index == torch.cuda.current_device()
             assert is_current, f"Triton launches on the current device, which is not {first.device}"
-            variant = self.kernel[self.grid](*tensors, **self.numbers, **self.options)
+            variant = self.kernel[self.grid](*arguments, **self.numbers, **self.options)
             # Triton's interpreter returns None.
             if variant is not None and not addresses % 16 and launches_directly():
-                self._arguments = [self.numbers[name] for name in self.kernel.arg_names[len(tensors) :]]
+                self._arguments = [self.numbers[name] for name in self.kernel.arg_names[len(arguments) :]]
                 self._variants[tuple(kinds)] = variant[self.grid]
 
 

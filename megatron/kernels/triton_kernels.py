@@ -1,4 +1,5 @@
-"""The Triton kernels of dropout, norms, cross entropy and the embedding's gradient.
+"""The Triton kernels of dropout, norms of gradients, AdamW, cross entropy, the embedding's gradient, rotary
+positions and activations.
 
 Their operators are in other files, because importing triton takes 0.4 s and the package is optional.
 """
@@ -29,19 +30,13 @@ def dropout_add_kernel(
     scale,
     HAS_BIAS: tl.constexpr,
     HAS_RESIDUAL: tl.constexpr,
+    HAS_DROPOUT: tl.constexpr,
     BLOCK_ROWS: tl.constexpr,
     BLOCK_COLUMNS: tl.constexpr,
 ):
     """out[r, c] = residual[r, c] + keep(r, c) * (x[r, c] + bias[c]) * scale, a tile per program."""
     row = tl.program_id(0).to(tl.int64) * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)
     column = tl.program_id(1) * BLOCK_COLUMNS + tl.arange(0, BLOCK_COLUMNS)
-    outer_row, inner_row = row // inner // batch, row % inner
-    first_row = tl.where(outer_row * inner + inner_row < split, first_row, second_first_row)
-    full_row = outer_row * outer_stride + inner_row + first_row
-    sample_key = tl.load(sample_keys + row // inner % batch, mask=row < rows, other=0)
-    row_keys = _row_keys(sample_key, full_row)
-    keep = _keep(row_keys[:, None], (column + first_column)[None, :], dropped_below)
-
     inside = (row < rows)[:, None] & (column < columns)[None, :]
     element = row[:, None] * columns + column[None, :]
     dtype = x.dtype.element_ty if HAS_RESIDUAL else out.dtype.element_ty
@@ -49,11 +44,67 @@ def dropout_add_kernel(
     if HAS_BIAS:
         value += tl.load(bias + column, mask=column < columns, other=0.0).to(tl.float32)[None, :]
         value = value.to(dtype).to(tl.float32)
-    # A product, not a selection: a dropped NaN stays NaN, as in the reference implementation.
-    value = (value * keep.to(tl.float32) * scale).to(dtype)
+    if HAS_DROPOUT:
+        row_keys = _row_keys_of_mask(
+            sample_keys, row, rows, batch, inner, outer_stride, first_row, split, second_first_row
+        )
+        keep = _keep(row_keys[:, None], (column + first_column)[None, :], dropped_below)
+        # A product, not a selection: a dropped NaN stays NaN, as in the reference implementation.
+        value = value * keep.to(tl.float32) * scale
+    value = value.to(dtype)
     if HAS_RESIDUAL:
         value = tl.load(residual + element, mask=inside, other=0.0).to(tl.float32) + value.to(tl.float32)
     tl.store(out + element, value.to(out.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def dropout_backward_kernel(
+    grad,
+    grad_x,
+    partial_sums,
+    sample_keys,
+    rows,
+    columns,
+    batch,
+    inner,
+    outer_stride,
+    first_row,
+    first_column,
+    split,
+    second_first_row,
+    dropped_below,
+    scale,
+    BLOCK_ROWS: tl.constexpr,
+    TILE_ROWS: tl.constexpr,
+    BLOCK_COLUMNS: tl.constexpr,
+):
+    """grad_x = keep * grad * scale for some columns of `BLOCK_ROWS` rows. partial_sums[program of rows]: sums
+    of grad_x over the rows, for the bias."""
+    column = tl.program_id(1) * BLOCK_COLUMNS + tl.arange(0, BLOCK_COLUMNS)
+    total = tl.zeros([TILE_ROWS, BLOCK_COLUMNS], tl.float32)
+    for first in range(0, BLOCK_ROWS, TILE_ROWS):
+        row = tl.program_id(0).to(tl.int64) * BLOCK_ROWS + first + tl.arange(0, TILE_ROWS)
+        row_keys = _row_keys_of_mask(
+            sample_keys, row, rows, batch, inner, outer_stride, first_row, split, second_first_row
+        )
+        keep = _keep(row_keys[:, None], (column + first_column)[None, :], dropped_below)
+        inside = (row < rows)[:, None] & (column < columns)[None, :]
+        element = row[:, None] * columns + column[None, :]
+        value = tl.load(grad + element, mask=inside, other=0.0).to(grad_x.dtype.element_ty).to(tl.float32)
+        value = (value * keep.to(tl.float32) * scale).to(grad_x.dtype.element_ty)
+        tl.store(grad_x + element, value, mask=inside)
+        total += value.to(tl.float32)
+    sums = partial_sums + tl.program_id(0).to(tl.int64) * columns + column
+    tl.store(sums, tl.sum(total, 0), mask=column < columns)
+
+
+@triton.jit
+def _row_keys_of_mask(sample_keys, row, rows, batch, inner, outer_stride, first_row, split, second_first_row):
+    """Returns the keys of rows of a shard of the mask: see `megatron.kernels.dropout.ShardOffsets`."""
+    outer_row, inner_row = row // inner // batch, row % inner
+    first_row = tl.where(outer_row * inner + inner_row < split, first_row, second_first_row)
+    full_row = outer_row * outer_stride + inner_row + first_row
+    return _row_keys(tl.load(sample_keys + row // inner % batch, mask=row < rows, other=0), full_row)
 
 
 @triton.jit
@@ -116,6 +167,43 @@ def copy_gradient_kernel(gradient, total, norm, length, BLOCK: tl.constexpr):
     is_finite = tl.abs(x) < float("inf")
     if tl.min(is_finite.to(tl.int32), 0) == 0:
         tl.store(norm, float("nan"))
+
+
+@triton.jit
+def adamw_kernel(
+    master,
+    gradient,
+    exp_avg,
+    exp_avg_sq,
+    rounded,
+    factor,
+    decay,
+    step_size,
+    weight1,
+    beta2,
+    weight2,
+    correction,
+    eps,
+    length,
+    BLOCK: tl.constexpr,
+):
+    """A step of AdamW, a block of elements per program. For learning rate lr and step t: decay = 1 - lr *
+    weight decay, step_size = lr / (1 - beta1^t), weight1 = 1 - beta1, weight2 = 1 - beta2, and correction is
+    the root of 1 - beta2^t."""
+    place = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    inside = place < length
+    g = tl.load(gradient + place, mask=inside, other=0.0) * factor
+    w = tl.load(master + place, mask=inside, other=0.0) * decay
+    m = tl.load(exp_avg + place, mask=inside, other=0.0)
+    v = tl.load(exp_avg_sq + place, mask=inside, other=0.0)
+    m += (g - m) * weight1
+    v = v * beta2 + weight2 * g * g
+    w -= tl.div_rn(step_size * m, tl.div_rn(tl.sqrt_rn(v), correction) + eps)
+    tl.store(master + place, w, mask=inside)
+    tl.store(exp_avg + place, m, mask=inside)
+    tl.store(exp_avg_sq + place, v, mask=inside)
+    if rounded is not None:
+        tl.store(rounded + place, w.to(rounded.dtype.element_ty), mask=inside)
 
 
 @triton.jit
@@ -344,6 +432,46 @@ def gated_activation_backward_kernel(grad, wide, width, ACTIVATION: tl.constexpr
     tl.store(wide + of_value, (upstream * activated.to(dtype).to(tl.float32)).to(dtype), mask=inside)
     grad_gate = (upstream * value).to(dtype).to(tl.float32) * slope
     tl.store(wide + of_value + width, grad_gate.to(dtype), mask=inside)
+
+
+@triton.jit
+def activation_kernel(x, out, length, ACTIVATION: tl.constexpr, BLOCK: tl.constexpr):
+    """out = activation(x), a block per program."""
+    place = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    value = tl.load(x + place, mask=place < length, other=0.0).to(tl.float32)
+    activated, _ = _activation(value, ACTIVATION)
+    tl.store(out + place, activated.to(out.dtype.element_ty), mask=place < length)
+
+
+@triton.jit
+def activation_backward_kernel(
+    grad,
+    x,
+    partial_sums,
+    rows,
+    columns,
+    ACTIVATION: tl.constexpr,
+    BLOCK_ROWS: tl.constexpr,
+    TILE_ROWS: tl.constexpr,
+    BLOCK_COLUMNS: tl.constexpr,
+):
+    """Overwrites some columns of `BLOCK_ROWS` rows of x with their gradient. partial_sums[program of rows]:
+    its sums over the rows."""
+    column = tl.program_id(1) * BLOCK_COLUMNS + tl.arange(0, BLOCK_COLUMNS)
+    total = tl.zeros([TILE_ROWS, BLOCK_COLUMNS], tl.float32)
+    for first in range(0, BLOCK_ROWS, TILE_ROWS):
+        row = tl.program_id(0).to(tl.int64) * BLOCK_ROWS + first + tl.arange(0, TILE_ROWS)
+        inside = (row < rows)[:, None] & (column < columns)[None, :]
+        element = row[:, None] * columns + column[None, :]
+        value = tl.load(x + element, mask=inside, other=0.0).to(tl.float32)
+        _, slope = _activation(value, ACTIVATION)
+        result = tl.load(grad + element, mask=inside, other=0.0).to(tl.float32) * slope
+        result = result.to(x.dtype.element_ty)
+        tl.store(x + element, result, mask=inside)
+        total += result.to(tl.float32)
+    if partial_sums is not None:
+        sums = partial_sums + tl.program_id(0).to(tl.int64) * columns + column
+        tl.store(sums, tl.sum(total, 0), mask=column < columns)
 
 
 @triton.jit

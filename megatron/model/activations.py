@@ -6,9 +6,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from megatron.config.registries import GLU_ACTIVATIONS
-from megatron.kernels.gated import ACTIVATIONS, gated_activation
+from megatron.config import ModelConfig
+from megatron.config.registries import ACTIVATIONS, GLU_ACTIVATIONS
+from megatron.kernels import activation as plain
+from megatron.kernels import gated
 from megatron.kernels.selection import uses_kernels
+from megatron.mpu.layers import ColumnParallelLinear
 
 
 def gelu(x: Tensor) -> Tensor:
@@ -21,15 +24,51 @@ def identity(x: Tensor) -> Tensor:
     return x
 
 
+def mlp_activation(model: ModelConfig) -> "Activation | Callable[[Tensor], Tensor]":
+    """Returns the function between the two matrices of an MLP."""
+    return Activation(model.activation) if model.glu_activation is None else gated_by(model.glu_activation)
+
+
+class Activation:
+    """The activation of an MLP that is not gated, with Triton in one kernel."""
+
+    def __init__(self, name: str) -> None:
+        """name: a choice of --activation."""
+        self.name = name
+        self.function: Callable[[Tensor], Tensor] = ACTIVATIONS.load(name)
+
+    def in_kernel(self, x: Tensor) -> bool:
+        """Returns whether a kernel computes with tensors like `x`."""
+        return self.name in plain.ACTIVATIONS and not torch.compiler.is_compiling() and uses_kernels(x)
+
+    def __call__(self, x: Tensor, bias: Tensor | None = None) -> Tensor:
+        """Returns activation(x). bias: only with `in_kernel`; it was added to `x` without autograd, and the
+        backward pass of the kernel also computes its gradient."""
+        return plain.fused_activation(x, bias, self.name) if self.in_kernel(x) else self.function(x)
+
+
+def linear_and_activation(
+    linear: ColumnParallelLinear, activation: Callable[..., Tensor], hidden: Tensor
+) -> tuple[Tensor, Tensor]:
+    """Returns linear(hidden), and its activation. The activation's kernel also computes the gradient of the
+    bias."""
+    bias = linear.bias
+    if bias is None or not isinstance(activation, Activation) or not activation.in_kernel(bias):
+        wide = linear(hidden)
+        return wide, activation(wide)
+    wide = linear(hidden, bias_gradient=False)
+    return wide, activation(wide, bias)
+
+
 def gated_by(name: str) -> Callable[[Tensor], Tensor]:
     """Returns the function value * activation(gate): [..., 2n], first the values, then the gates -> [..., n].
     With Triton it is one kernel. name: of the activation, a choice of --glu-activation."""
     activation: Callable[[Tensor], Tensor] = GLU_ACTIVATIONS.load(name)
 
-    def gated(wide: Tensor) -> Tensor:
-        if name in ACTIVATIONS and not torch.compiler.is_compiling() and uses_kernels(wide):
-            return gated_activation(wide, name)
+    def gate(wide: Tensor) -> Tensor:
+        if name in gated.ACTIVATIONS and not torch.compiler.is_compiling() and uses_kernels(wide):
+            return gated.gated_activation(wide, name)
         value, gate = wide.chunk(2, dim=-1)
         return value * activation(gate)
 
-    return gated
+    return gate

@@ -1,4 +1,4 @@
-"""A check of PyTorch's causal attention at the start of a run.
+"""A check of PyTorch's causal attention, and of its attention with a window, at the start of a run.
 
 Its kernels depend on the GPU, the versions of torch and cuDNN, and the shape. Versions whose cuDNN kernels
 are wrong for some shapes were released (pytorch issues 193893 and 196678).
@@ -6,14 +6,15 @@ are wrong for some shapes were released (pytorch issues 193893 and 196678).
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
-from torch.nn.attention import SDPBackend
+from torch.nn.attention import SDPBackend, current_flash_attention_impl
 
 from megatron.config import Config
 from megatron.errors import one_line
+from megatron.kernels.windowed_attention import windowed_attention
 from megatron.model.attention_choice import Implementation, training_attention
 from megatron.model.core_attention import causal_arguments, causal_attention
 from megatron.model.layer_kinds import layer_kinds
@@ -30,35 +31,34 @@ _SMALLEST_ROW = 1e-2
 
 @dataclass(frozen=True)
 class AttentionCase:
-    """The causal attention of a rank: query [seq, 1, heads, head_dim], key and value with `groups` heads."""
+    """The causal attention of a rank: query [seq, 1, heads, head_dim], key and value with `groups` heads.
+    window: number of keys that a query attends to; None: all."""
 
     seq: int
     heads: int
     groups: int
     head_dim: int
     dtype: torch.dtype
+    window: int | None = None
 
 
-def attention_case(config: Config) -> AttentionCase | None:
-    """Returns the case of a run; None if it uses no 16-bit causal attention of PyTorch, in training or in
-    evaluation. A long sequence is shortened by whole tiles."""
+def attention_cases(config: Config) -> list[AttentionCase]:
+    """Returns the cases of a run: its 16-bit attention that PyTorch computes, in training or in evaluation,
+    with and without a window. A long sequence is shortened by whole tiles, and the window to half of it."""
     model, parallel = config.model, config.parallel
     evaluation = config.with_settings({"model.attention_dropout": 0.0})
-    windows = {kind.window for kind in layer_kinds(model)}
+    kinds = {kind.window: training_attention(evaluation, kind.window) for kind in layer_kinds(model)}
     dtype = PARAMETER_DTYPES[config.precision.name]
-    if dtype == torch.float32 or not any(
-        training_attention(evaluation, window) == Implementation.SDPA for window in windows
-    ):
-        return None
     ranks, cp_size = parallel.tensor_model_parallel_size, parallel.context_parallel_size
     seq = model.seq_length // (2 * cp_size if cp_size > 1 else 1)
-    return AttentionCase(
-        seq=min(seq, _MAX_TILES * _TILE + seq % _TILE),
-        heads=model.num_attention_heads // ranks,
-        groups=max(model.query_groups // ranks, 1),
-        head_dim=model.kv_channels,
-        dtype=dtype,
-    )
+    seq = min(seq, _MAX_TILES * _TILE + seq % _TILE)
+    heads = (model.num_attention_heads // ranks, max(model.query_groups // ranks, 1), model.kv_channels)
+    plain = AttentionCase(seq, *heads, dtype)
+    found = [plain] if Implementation.SDPA in kinds.values() else []
+    for window, implementation in kinds.items():
+        if window is not None and implementation == Implementation.FLASH_WINDOW:
+            found.append(replace(plain, window=max(min(window, seq // 2), 1)))
+    return found if dtype != torch.float32 else []
 
 
 def attention_problem(case: AttentionCase, device: torch.device | str) -> str | None:
@@ -75,7 +75,10 @@ def attention_problem(case: AttentionCase, device: torch.device | str) -> str | 
 
 
 def sdpa_backend(case: AttentionCase, device: torch.device | str) -> str:
-    """Returns the name of the back end of scaled_dot_product_attention that PyTorch chooses for this case."""
+    """Returns the name of the back end that PyTorch chooses for this case: scaled_dot_product_attention's, or
+    the flash kernel of a window."""
+    if case.window is not None:
+        return current_flash_attention_impl() or "FA2"
     choose = getattr(torch, "_fused_sdp_choice", None)
     if choose is None:
         return "scaled_dot_product_attention"
@@ -96,22 +99,31 @@ def _errors(case: AttentionCase, device: torch.device | str) -> dict[str, float]
     """Returns the largest relative error of a row of the output and of each gradient."""
     query, key, value, grad = _tensors(case, device)
     query, key, value = leaves = [x.requires_grad_() for x in (query, key, value)]
-    output = causal_attention(query, key, value, case.head_dim**-0.5)
+    scale = case.head_dim**-0.5
+    if case.window is None:
+        output = causal_attention(query, key, value, scale)
+    else:
+        output = windowed_attention(query, key, value, scale, case.window)
     found = (output.detach(), *torch.autograd.grad(output, leaves, grad))
     names = ("output", "gradient of the query", "gradient of the key", "gradient of the value")
-    return dict(zip(names, map(_largest_error, found, _reference(query, key, value, grad)), strict=True))
+    return dict(
+        zip(names, map(_largest_error, found, _reference(query, key, value, grad, case.window)), strict=True)
+    )
 
 
-def _reference(query: Tensor, key: Tensor, value: Tensor, grad: Tensor) -> tuple[Tensor, ...]:
+def _reference(
+    query: Tensor, key: Tensor, value: Tensor, grad: Tensor, window: int | None
+) -> tuple[Tensor, ...]:
     """Returns output and gradients of attention with operations on all scores, in fp32."""
     seq, _, heads, head_dim = query.shape
     query, key, value = leaves = [x.detach().float().requires_grad_() for x in (query, key, value)]
-    future = torch.ones(seq, seq, dtype=torch.bool, device=query.device).triu_(1)
+    forbidden = torch.ones(seq, seq, dtype=torch.bool, device=query.device)
+    forbidden = forbidden.triu(1) | forbidden.tril(-(window or seq))
     outputs = []
     for own in torch.arange(heads, device=query.device).split(_HEADS_AT_ONCE):
         group = own // (heads // key.shape[2])
         scores = torch.einsum("ibhd,jbhd->bhij", query[:, :, own], key[:, :, group]) * head_dim**-0.5
-        weights = scores.masked_fill(future, -torch.inf).softmax(-1)
+        weights = scores.masked_fill(forbidden, -torch.inf).softmax(-1)
         output = torch.einsum("bhij,jbhd->ibhd", weights, value[:, :, group])
         output.backward(grad[:, :, own].float())
         outputs.append(output.detach())

@@ -7,16 +7,21 @@ import os
 from dataclasses import dataclass
 from enum import Enum
 from functools import lru_cache
+from importlib import import_module
+from importlib.util import find_spec
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn.attention import activate_flash_attention_impl, list_flash_attention_impls
 
 from megatron.config import Config
 from megatron.config.registries import POSITION_EMBEDDINGS
+from megatron.kernels import windowed_attention
 from megatron.kernels.attention import MAX_HEAD_DIM
 from megatron.kernels.selection import reason_against_kernels, uses_kernels
 from megatron.model.position import AttentionMasks
+from megatron.mpu.world import gather_from_all_ranks
 
 _LOG = logging.getLogger(__name__)
 MAX_UNFUSED_SEQ_LENGTH = 2048
@@ -29,6 +34,7 @@ class Implementation(Enum):
 
     SDPA = "torch.nn.functional.scaled_dot_product_attention, without a bias"
     TRITON = "megatron.kernels.attention: no [seq, seq] tensor is stored"
+    FLASH_WINDOW = "megatron.kernels.windowed_attention: PyTorch's flash kernel with a window"
     BIASED_SDPA = "scaled_dot_product_attention with a bias [seq, seq]"
     UNFUSED = "PyTorch operations on all scores"
     BLOCKS = (
@@ -42,7 +48,7 @@ class AttentionRequirements:
 
     dropout: the dropout rate, 0 outside of training. window: number of tokens that a token attends to, itself
     included; None: no limit. kernels_unsupported_reason: why the Triton kernels cannot be used; None if they
-    can.
+    can. flash: whether PyTorch's flash kernels compute with the dtype; they need the GPUs that Triton needs.
     """
 
     dropout: float
@@ -54,6 +60,7 @@ class AttentionRequirements:
     kernels_unsupported_reason: str | None
     window: int | None = None
     context_parallel: bool = False
+    flash: bool = False
 
     @property
     def features(self) -> list[str]:
@@ -63,20 +70,29 @@ class AttentionRequirements:
         found += ["document boundaries"] if self.documents else []
         return found + ([f"a window of {self.window} tokens"] if self.window else [])
 
+    @property
+    def has_only_window(self) -> bool:
+        """Whether the window is the only feature, and the flash kernels accept the heads."""
+        fits = self.head_dim % 8 == 0 and self.head_dim <= windowed_attention.MAX_HEAD_DIM
+        return fits and bool(self.window) and len(self.features) == 1
+
 
 def choose_attention(required: AttentionRequirements) -> tuple[Implementation, str]:
     """Returns the implementation and the reason for it.
 
-    PyTorch's fused kernel computes plain causal attention: it is faster than the Triton kernel. Dropout,
-    ALiBi, document boundaries and windows need the Triton kernel. PyTorch's kernels would draw a different
-    dropout mask; they take biases and windows only as [seq, seq] tensors, and documents only as lengths that
-    the host must know. Without Triton kernels, CPUs and short sequences use [seq, seq] tensors; with context
-    parallelism, whose queries are chunks of the sequence, they never do.
+    PyTorch's fused kernel computes plain causal attention: it is faster than the Triton kernel. Its flash
+    kernel computes a window without other features in 16 bits. Dropout, ALiBi, document boundaries and
+    windows in fp32 need the Triton kernel. PyTorch's kernels would draw a different dropout mask; they take
+    biases only as [seq, seq] tensors, and documents only as lengths whose number the host must know. Without
+    kernels, CPUs and short sequences use [seq, seq] tensors; with context parallelism, whose queries are
+    chunks of the sequence, they never do.
     """
     features = ", ".join(required.features)
     if not features:
         return Implementation.SDPA, _PLAIN
     against = required.kernels_unsupported_reason
+    if against is None and required.flash and required.has_only_window:
+        return Implementation.FLASH_WINDOW, f"flash, {features} by PyTorch's flash kernel"
     if against is None and required.head_dim > MAX_HEAD_DIM:
         against = f"heads of {required.head_dim} are larger than {MAX_HEAD_DIM}"
     if against is None:
@@ -118,6 +134,7 @@ def training_attention(config: Config, window: int | None = None, on_cpu: bool =
         kernels_unsupported_reason=None if run_uses_kernels(config) and not on_cpu else "no kernels",
         window=window if window and window < model.seq_length else None,
         context_parallel=config.parallel.context_parallel_size > 1,
+        flash=config.precision.name != "fp32" and not on_cpu,
     )
     return choose_attention(required)[0]
 
@@ -133,10 +150,40 @@ def implementation_for(query: Tensor, seq: int, dropout: float, masks: Attention
     on_cpu, against = query.device.type == "cpu", None
     if not uses_kernels(query):
         against = reason_against_kernels(query.device.type) or f"kernels do not support {query.dtype}"
-    required = (dropout, alibi, documents, seq, head_dim, on_cpu, against, window, local < seq)
+    flash = query.dtype != torch.float32 and _has_flash_kernels(query.device.type)
+    required = (dropout, alibi, documents, seq, head_dim, on_cpu, against, window, local < seq, flash)
     if torch.compiler.is_compiling():
         return choose_attention(AttentionRequirements(*required))[0]
     return _logged_choice(*required)
+
+
+def use_flash_attention_3() -> list[str]:
+    """Replaces PyTorch's flash kernels, FlashAttention 2, by FlashAttention 3 if each rank has a Hopper GPU
+    and the package flash_attn_interface; returns a sentence for the log. The flash kernels compute windows in
+    16 bits and, with context parallelism, causal attention. Collective."""
+    if not all(gather_from_all_ranks(_has_flash_attention_3())):
+        return []
+    activate_flash_attention_impl("FA3")
+    return ["PyTorch's flash attention is FlashAttention 3, of the package flash_attn_interface"]
+
+
+def _has_flash_attention_3() -> bool:
+    is_hopper = torch.cuda.get_device_capability()[0] == 9
+    if not is_hopper or "FA3" not in list_flash_attention_impls() or not find_spec("flash_attn_interface"):
+        return False
+    try:
+        import_module("flash_attn_interface")
+    except (ImportError, OSError) as error:
+        _LOG.warning("FlashAttention 3 is not used: flash_attn_interface cannot be imported: %s", error)
+        return False
+    return all(hasattr(torch.ops.flash_attn_3, name) for name in ("fwd", "bwd"))
+
+
+def _has_flash_kernels(device_type: str) -> bool:
+    """Returns whether PyTorch was built with flash kernels for this device. The simulated one has them."""
+    if device_type == "cuda":
+        return torch.backends.cuda.is_flash_attention_available()
+    return device_type != "cpu"
 
 
 @lru_cache(maxsize=1024)

@@ -15,6 +15,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.checkpoint import checkpoint
 
 from megatron.kernels.attention import AttentionMask, flash_attention
+from megatron.kernels.windowed_attention import windowed_attention
 from megatron.model.attention_choice import Implementation, implementation_for
 from megatron.model.layer_context import LayerContext
 from megatron.mpu.compilation import not_compiled
@@ -22,6 +23,8 @@ from megatron.mpu.context_parallel import gather_keys_and_values, sequence_chunk
 from megatron.mpu.random import Part, device_sample_keys, dropout
 
 QUERIES_PER_BLOCK = 512
+_FLASH = (Implementation.TRITON, Implementation.FLASH_WINDOW)
+"""They take queries that are the last ones of the keys, and heads that share keys."""
 
 
 class CoreAttention(nn.Module):
@@ -39,7 +42,7 @@ class CoreAttention(nn.Module):
         self.scale = context.config.model.attention_scale
         self.dropout_rate = context.config.model.attention_dropout
         self.dropout_salt = f"{layer_index}.self_attention.attention_dropout"
-        self.recompute = context.config.training.recomputes_attention
+        self.recompute = context.config.training.recomputes("core_attn")
         self.masks = context.masks(layer_index)
         self.tp_group, self.cp_group = context.tp_group, context.cp_group
         self.dropout_rng = context.dropout_rng
@@ -52,8 +55,8 @@ class CoreAttention(nn.Module):
         choice = implementation_for(query, seq, rate, self.masks)
         if self.cp_group.size > 1:
             return self._attend_chunks(query, key, value, document_ids, rate, choice)
-        if choice == Implementation.TRITON:
-            return self._flash_attention(query, key, value, document_ids, rate, seq).flatten(2)
+        if choice in _FLASH:
+            return self._flash_attention(query, key, value, document_ids, rate, seq, choice).flatten(2)
         if choice == Implementation.SDPA:
             return causal_attention(query, key, value, self.scale).flatten(2)
         key, value = _for_each_head(query, key, value, choice)
@@ -77,9 +80,14 @@ class CoreAttention(nn.Module):
         document_ids: Tensor | None,
         rate: float,
         seq: int,
+        choice: Implementation,
     ) -> Tensor:
-        """Runs the Triton kernel. Returns [queries, batch, heads, head_dim]. The queries are the last ones of
+        """Runs one of `_FLASH`. Returns [queries, batch, heads, head_dim]. The queries are the last ones of
         the keys, which are the first ones of `seq` tokens."""
+        window = self.masks.window_of(seq)
+        if choice == Implementation.FLASH_WINDOW:
+            assert window is not None
+            return windowed_attention(query, key, value, self.scale, window)
         _, batch, heads, _ = query.shape
         first_keys, end_queries = self.masks.ranges(seq, batch, query.device, document_ids)
         mask = AttentionMask(
@@ -90,7 +98,7 @@ class CoreAttention(nn.Module):
             rate,
             first_head=self.tp_group.rank * heads,
             seq=seq,
-            window=self.masks.window_of(seq),
+            window=window,
         )
         return flash_attention(query, key, value, self.scale, mask)
 
@@ -113,8 +121,8 @@ class CoreAttention(nn.Module):
         outputs = []
         for rows, own in zip(sequence_chunks(self.cp_group, seq), query.chunk(2), strict=True):
             parts = (own, key[: rows.stop], value[: rows.stop])
-            if choice == Implementation.TRITON:
-                outputs.append(self._flash_attention(*parts, document_ids, rate, seq))
+            if choice in _FLASH:
+                outputs.append(self._flash_attention(*parts, document_ids, rate, seq, choice))
                 continue
             own, keys, values = (x.permute(1, 2, 0, 3) for x in parts)
             if choice == Implementation.SDPA:
@@ -238,7 +246,7 @@ def _for_each_head(
     """Returns key and value, [seq, batch, heads, head_dim], with a copy for each query head of a group. The
     flash kernels share them among the heads of a group, so there they are returned unchanged."""
     copies = query.shape[2] // key.shape[2]
-    if copies == 1 or choice == Implementation.TRITON:
+    if copies == 1 or choice in _FLASH:
         return key, value
     if choice == Implementation.SDPA and _flash_kernel_accepts(query, key, value):
         return key, value

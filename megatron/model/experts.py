@@ -32,7 +32,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from megatron.config import ModelConfig
-from megatron.kernels.operators import first_order
+from megatron.kernels.operators import first_order, keep_input, take_input
 from megatron.model.layer_context import LayerContext
 from megatron.model.layer_list import FIRST_TRANSFORMER_LAYER
 from megatron.mpu.compilation import not_compiled
@@ -40,6 +40,8 @@ from megatron.mpu.grouped_linear import Groups, grouped_linear
 from megatron.mpu.mesh import Mesh
 from megatron.mpu.parameter_spec import ParameterSpec, Shard
 from megatron.mpu.parameters import new_parameter
+from megatron.mpu.products import products_of
+from megatron.mpu.recompute import recomputed
 from megatron.mpu.step_metrics import Reduction
 from megatron.mpu.token_dispatch import DISPATCHERS, Routing, count_experts
 
@@ -72,6 +74,7 @@ class ExpertMLP(nn.Module):
         second = ExpertLinear(context, size, hidden, init_std=model.output_init_std)
         self.experts = nn.ModuleDict({"dense_h_to_4h": first, "dense_4h_to_h": second})
         self.activation = activation
+        self.recomputes_activation = context.config.training.recomputes("moe_act")
         self.shared_expert = shared_expert
         if model.moe_shared_expert_gate:
             spec = ParameterSpec((1, hidden), init_std=model.matrix_init_std, lr_mult=model.matrix_lr_mult)
@@ -92,7 +95,9 @@ class ExpertMLP(nn.Module):
         routing = self.router(hidden)
         rows, groups, state = self.dispatcher.dispatch(hidden.flatten(0, 1), routing)
         rows = self.experts["dense_h_to_4h"](rows, groups)
-        rows = self.experts["dense_4h_to_h"](self.activation(rows), groups)
+        activated = self.activation(rows)
+        with recomputed(self.activation, rows, activated, self.recomputes_activation):
+            rows = self.experts["dense_4h_to_h"](activated, groups)
         return self.dispatcher.combine(rows, routing, state).to(hidden.dtype).view(hidden.shape)
 
 
@@ -118,9 +123,10 @@ class ExpertLinear(nn.Module):
         bias = None if model.disable_bias_linear else ParameterSpec(rows, sharding, weight_decay=False)
         self.weight = new_parameter(weight, context.mesh.ep)
         self.bias = None if bias is None else new_parameter(bias, context.mesh.ep)
+        self.products = products_of(context.fp8, self.weight)
 
     def forward(self, rows: Tensor, groups: Groups) -> Tensor:
-        return grouped_linear(rows, self.weight, self.bias, groups, self.deferred)
+        return grouped_linear(rows, self.weight, self.bias, groups, self.deferred, self.products)
 
 
 class Router(nn.Module):
@@ -170,7 +176,7 @@ class Router(nn.Module):
         return self
 
     def forward(self, hidden: Tensor) -> Routing:
-        logits = F.linear(hidden.float(), self.weight.float())  # [s, b, E]
+        logits = _Fp32Linear.apply(hidden, self.weight)  # [s, b, E]
         experts, tokens, load, read = self._choice(logits.detach())
         weights = self._weights(logits, experts)
         for name, loss, coefficient in self._losses(logits, load):
@@ -281,6 +287,23 @@ class Router(nn.Module):
 
 
 @first_order
+class _Fp32Linear(torch.autograd.Function):
+    """F.linear in fp32. It keeps the 16-bit input instead of its fp32 copy."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
+        keep_input(ctx, x)
+        ctx.weight = weight
+        return F.linear(x.float().flatten(0, -2), weight.float()).view(*x.shape[:-1], -1)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor]:
+        x, rows, weight = take_input(ctx), grad.flatten(0, -2), ctx.weight
+        grad_x = rows.mm(weight.float()).view(x.shape).to(x.dtype)
+        return grad_x, rows.t().mm(x.float().flatten(0, -2)).to(weight.dtype)
+
+
+@first_order
 class _AddLoss(torch.autograd.Function):
     """Returns the weights unchanged. Backward: the loss has the gradient of the model's loss."""
 
@@ -377,5 +400,5 @@ class RouterBalance:
         first, *_ = self._routers
         for name, (of_layers, reduce) in values.items():
             first.metrics.record(name, of_layers, reduce)
-            for router, value in zip(self._routers, of_layers, strict=True):
+            for router, value in zip(self._routers, of_layers, strict=True) if first.records_layer else ():
                 router.record_of_layer(name, value, reduce)

@@ -40,7 +40,7 @@ def iteration_flops(
 
     batch_size, seq_length: of the step; by default --global-batch-size and --seq-length. with_recomputation:
     counts the forward pass of recomputed layers, or the one product of recomputed scores
-    (--recompute-granularity selective). on_cpu: whether the run is on CPUs.
+    (--recompute-modules core_attn). on_cpu: whether the run is on CPUs.
     """
     model = config.model
     seq_length = seq_length or model.seq_length
@@ -100,7 +100,8 @@ def transformer_layer_flops(config: Config, kind: LayerKind) -> float:
     """
     model, training, batch = config.model, config.training, config.batch.micro_batch_size
     attention = training_attention(config, kind.window)
-    window = kind.window if attention == Implementation.TRITON else None
+    skips = attention in (Implementation.TRITON, Implementation.FLASH_WINDOW)
+    window = kind.window if skips else None
     tokens = batch * config.seq_length_per_rank
     # With context parallelism the queries of a chunk have products only with the keys up to its end.
     chunks = sequence_chunks(Axis("cp", size=config.parallel.context_parallel_size), model.seq_length)
@@ -145,7 +146,7 @@ def skips_last_product(config: Config) -> bool:
 
 def recomputes_scores(config: Config, window: int | None = None, on_cpu: bool = False) -> bool:
     """Returns whether a layer's attention scores are recomputed. Fused kernels never store them."""
-    if not config.training.recomputes_attention:
+    if not config.training.recomputes("core_attn"):
         return False
     return training_attention(config, window, on_cpu) == Implementation.UNFUSED
 

@@ -38,29 +38,30 @@ Context parallelism (CP > 1, `megatron.mpu.context_parallel`): s is s / CP excep
 document ids. The embedding selects this rank's tokens; attention all-gathers keys and values.
 
 Other parts of the model: core_attention.py, experts.py, position.py, norm.py, qk_norm.py, activations.py,
-loss.py and layer_context.py. pipeline_module.py runs a rank's part of the list, single_process.py the whole
-list.
+residual.py, loss.py, layer_context.py. pipeline_module.py runs a rank's part of the list, single_process.py
+all of it.
 """
 
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
 from deepspeed.pipe import LayerSpec, TiedLayerSpec
 from torch import Tensor, nn
 
-from megatron.config import ModelConfig
 from megatron.config.model import padded_vocab_size
-from megatron.config.registries import ACTIVATIONS, LAYER_ARRANGEMENTS, QK_NORMS
-from megatron.model.activations import gated_by
+from megatron.config.registries import LAYER_ARRANGEMENTS, QK_NORMS
+from megatron.model.activations import linear_and_activation, mlp_activation
 from megatron.model.core_attention import CoreAttention
 from megatron.model.experts import ExpertMLP
 from megatron.model.layer_context import LayerContext, LayerIO, join_layer_io, split_layer_io
 from megatron.model.layer_kinds import LayerDescription, Role, layer_kind
 from megatron.model.layer_list import FIRST_TRANSFORMER_LAYER, TIED_EMBEDDING
-from megatron.model.norm import norm_arguments, norm_class
+from megatron.model.norm import norm_arguments, norm_class, norm_with_input
 from megatron.model.position import document_ids_of, positions_within_documents
-from megatron.mpu.compilation import not_compiled
+from megatron.model.qk_norm import head_norm_vectors
+from megatron.model.residual import ResidualAddition
 from megatron.mpu.context_parallel import shard_sequence
 from megatron.mpu.layers import (
     ColumnParallelLinear,
@@ -70,7 +71,8 @@ from megatron.mpu.layers import (
 )
 from megatron.mpu.mappings import gather_from_rank_block, gather_from_tensor_region
 from megatron.mpu.parameters import mark_sequence_parallel_grads
-from megatron.mpu.random import dropout, dropout_add
+from megatron.mpu.random import dropout
+from megatron.mpu.recompute import recomputed
 from megatron.mpu.vector_math import initialize_vector_math
 
 
@@ -247,33 +249,43 @@ class ParallelTransformerLayerPipe(nn.Module):
         self.pre_mlp_layernorm = norm("pre_mlp_layernorm")
         self.mlp = new_mlp(context, layer_index)
         self.post_mlp_layernorm = norm("post_mlp_layernorm")
+        self.recomputes_norms = context.config.training.recomputes("layernorm")
         self.residual_after_norm = model.apply_residual_connection_post_layernorm
-        self.dropout_rate = model.hidden_dropout
-        self.layer_index, self.metrics = layer_index, context.metrics
-        self.tp_group = context.tp_group
-        self.dropout_rng, self.dropout_part = context.dropout_rng, context.dropout_part
+        self.attention_addition = ResidualAddition(context, f"{layer_index}.self_attention.hidden_dropout")
+        self.mlp_addition = ResidualAddition(context, f"{layer_index}.mlp.hidden_dropout")
         if context.sequence_parallel:
             mark_sequence_parallel_grads(self)
 
     def forward(self, layer_io: LayerIO) -> LayerIO:
         hidden, document_ids = split_layer_io(layer_io)
-        hidden = self.arrange(self, hidden, document_ids)
-        return join_layer_io(hidden, document_ids)
+        return join_layer_io(self.arrange(self, hidden, document_ids), document_ids)
 
     def dropout_add(self, output: Tensor, residual: Tensor, block: str) -> Tensor:
         """Returns residual + dropout(output + skipped bias, if any). block: 'self_attention' or 'mlp'."""
-        bias = (self.self_attention.dense if block == "self_attention" else self.mlp).skipped_bias
-        if not self.training or self.dropout_rate == 0:
-            return residual + (output if bias is None else output + bias)
-        return self._drop_and_add(output, bias, residual, block)
+        addition, bias = self._addition(block)
+        return addition(output, residual, bias)
 
-    @not_compiled  # hashes the layer's index in Python
-    def _drop_and_add(self, output: Tensor, bias: Tensor | None, residual: Tensor, block: str) -> Tensor:
-        salt, part = f"{self.layer_index}.{block}.hidden_dropout", self.dropout_part(output, 0)
-        rate, rng, tp_group = self.dropout_rate, self.dropout_rng, self.tp_group
-        return dropout_add(
-            output, residual, rate, rng, salt, bias=bias, batch_dim=1, part=part, tp_group=tp_group
-        )
+    def add_and_norm(
+        self, output: Tensor, residual: Tensor, block: str, norm: nn.Module
+    ) -> tuple[Tensor, Tensor]:
+        """Returns the sum of `dropout_add` and its norm."""
+        addition, bias = self._addition(block)
+        return addition.and_norm(norm, output, residual, bias)
+
+    def _addition(self, block: str) -> tuple[ResidualAddition, Tensor | None]:
+        if block == "mlp":
+            return self.mlp_addition, self.mlp.skipped_bias
+        return self.attention_addition, self.self_attention.dense.skipped_bias
+
+    def recomputed(self, norm: nn.Module, x: Tensor, normed: Tensor) -> AbstractContextManager[None]:
+        """Returns a context in which no layer stores normed = norm(x), with --recompute-modules layernorm."""
+        return recomputed(norm, x, normed, self.recomputes_norms)
+
+    def before_compiled(self, layer_io: LayerIO) -> None:
+        """Fetches the keys of the layer's dropouts, before a compiled forward pass."""
+        hidden, _ = split_layer_io(layer_io)
+        self.attention_addition.fetch_keys(hidden)
+        self.mlp_addition.fetch_keys(hidden)
 
     @classmethod
     def describe(cls, context: LayerContext, layer_index: int) -> LayerDescription:
@@ -286,12 +298,14 @@ def pre_norm(layer: ParallelTransformerLayerPipe, x: Tensor, document_ids: Tenso
 
     With --apply-residual-connection-post-layernorm the residual is norm(x) instead of x.
     """
-    normed = layer.input_layernorm(x)
+    x, normed = norm_with_input(layer.input_layernorm, x)
+    with layer.recomputed(layer.input_layernorm, x, normed):
+        output = layer.self_attention(normed, document_ids)
     residual = normed if layer.residual_after_norm else x
-    x = layer.dropout_add(layer.self_attention(normed, document_ids), residual, "self_attention")
-    normed = layer.post_attention_layernorm(x)
-    residual = normed if layer.residual_after_norm else x
-    return layer.dropout_add(layer.mlp(normed), residual, "mlp")
+    x, normed = layer.add_and_norm(output, residual, "self_attention", layer.post_attention_layernorm)
+    with layer.recomputed(layer.post_attention_layernorm, x, normed):
+        output = layer.mlp(normed)
+    return layer.dropout_add(output, normed if layer.residual_after_norm else x, "mlp")
 
 
 def post_norm(layer: ParallelTransformerLayerPipe, x: Tensor, document_ids: Tensor | None) -> Tensor:
@@ -300,24 +314,34 @@ def post_norm(layer: ParallelTransformerLayerPipe, x: Tensor, document_ids: Tens
     OLMo 2 has y = x (arXiv 2501.00656, section 3.2), Gemma 3 has y = norm(x) (pre-post-norm, arXiv
     2503.19786). The original Transformer normalizes the sum.
     """
-    output = layer.self_attention(layer.input_layernorm(x), document_ids)
-    x = layer.dropout_add(layer.post_attention_layernorm(output), x, "self_attention")
-    output = layer.mlp(layer.pre_mlp_layernorm(x))
+    x, normed = norm_with_input(layer.input_layernorm, x)
+    with layer.recomputed(layer.input_layernorm, x, normed):
+        output = layer.self_attention(normed, document_ids)
+    output = layer.post_attention_layernorm(output)
+    x, normed = layer.add_and_norm(output, x, "self_attention", layer.pre_mlp_layernorm)
+    with layer.recomputed(layer.pre_mlp_layernorm, x, normed):
+        output = layer.mlp(normed)
     return layer.dropout_add(layer.post_mlp_layernorm(output), x, "mlp")
 
 
 def parallel(layer: ParallelTransformerLayerPipe, x: Tensor, document_ids: Tensor | None) -> Tensor:
     """x + dropout(attention(norm1(x))) + dropout(mlp(norm2(x))): GPT-NeoX (arXiv 2204.06745)."""
-    attended = layer.self_attention(layer.input_layernorm(x), document_ids)
-    output = layer.mlp(layer.post_attention_layernorm(x))
+    x, normed = norm_with_input(layer.input_layernorm, x)
+    with layer.recomputed(layer.input_layernorm, x, normed):
+        attended = layer.self_attention(normed, document_ids)
+    x, normed = norm_with_input(layer.post_attention_layernorm, x)
+    with layer.recomputed(layer.post_attention_layernorm, x, normed):
+        output = layer.mlp(normed)
     return layer.dropout_add(output, layer.dropout_add(attended, x, "self_attention"), "mlp")
 
 
 def parallel_one_norm(layer: ParallelTransformerLayerPipe, x: Tensor, document_ids: Tensor | None) -> Tensor:
     """x + dropout(attention(y)) + dropout(mlp(y)) with y = norm(x): GPT-J, Falcon 7B (arXiv 2311.16867)."""
-    normed = layer.input_layernorm(x)
-    attended = layer.self_attention(normed, document_ids)
-    return layer.dropout_add(layer.mlp(normed), layer.dropout_add(attended, x, "self_attention"), "mlp")
+    x, normed = norm_with_input(layer.input_layernorm, x)
+    with layer.recomputed(layer.input_layernorm, x, normed):
+        attended = layer.self_attention(normed, document_ids)
+        output = layer.mlp(normed)
+    return layer.dropout_add(output, layer.dropout_add(attended, x, "self_attention"), "mlp")
 
 
 class ParallelSelfAttention(nn.Module):
@@ -349,6 +373,7 @@ class ParallelSelfAttention(nn.Module):
         self.has_qk_norms = model.qk_layernorm
         if self.has_qk_norms:
             self.q_layernorm, self.k_layernorm = QK_NORMS.load(model.qk_layernorm_scope)(context)
+        self.norms_in_kernel = not self.has_qk_norms or model.qk_layernorm_scope == "head"
         self.rotary = context.rotary(layer_index)
         self.reset_position_ids = context.resets_rotary_positions
         self.core_attention = CoreAttention(context, layer_index)
@@ -369,8 +394,9 @@ class ParallelSelfAttention(nn.Module):
         norms and rotary positions."""
         group = self.heads // self.groups
         positions = positions_within_documents(document_ids) if self.reset_position_ids else None
-        if self.rotary is not None and not self.has_qk_norms and self.rotary.in_kernel(projected):
-            return self.rotary.split_and_rotate(projected, self.groups, group, positions)
+        if self.rotary is not None and self.norms_in_kernel and self.rotary.in_kernel(projected):
+            norms = head_norm_vectors(self.q_layernorm, self.k_layernorm) if self.has_qk_norms else None
+            return self.rotary.split_and_rotate(projected, self.groups, group, positions, norms)
         shape = (*projected.shape[:2], self.groups, group + 2, self.head_dim)
         query, key, value = projected.view(shape).split((group, 1, 1), dim=3)
         query, key, value = query.flatten(2, 3), key.squeeze(3), value.squeeze(3)
@@ -398,15 +424,6 @@ def new_mlp(context: LayerContext, layer_index: int) -> "ParallelMLP | ExpertMLP
     return ExpertMLP(context, layer_index, mlp_activation(model), shared)
 
 
-def mlp_activation(model: ModelConfig) -> Callable[[Tensor], Tensor]:
-    """Returns the function between the two matrices of an MLP."""
-    gate = model.glu_activation
-    function: Callable[[Tensor], Tensor] = (
-        ACTIVATIONS.load(model.activation) if gate is None else gated_by(gate)
-    )
-    return function
-
-
 class ParallelMLP(nn.Module):
     """h -> 4h -> activation -> h: [seq, batch, hidden] -> [seq, batch, hidden].
 
@@ -419,6 +436,7 @@ class ParallelMLP(nn.Module):
         super().__init__()
         model = context.config.model
         self.activation = mlp_activation(model)
+        self.recomputes = context.config.training.recomputes("mlp_act")
         parts = 2 if model.glu_activation else 1
         first, second = _linear_layer_settings(context)
         self.dense_h_to_4h = ColumnParallelLinear(
@@ -434,7 +452,9 @@ class ParallelMLP(nn.Module):
         return self.dense_4h_to_h.skipped_bias
 
     def forward(self, hidden: Tensor) -> Tensor:
-        return self.dense_4h_to_h(self.activation(self.dense_h_to_4h(hidden)))
+        wide, activated = linear_and_activation(self.dense_h_to_4h, self.activation, hidden)
+        with recomputed(self.activation, wide, activated, self.recomputes):
+            return self.dense_4h_to_h(activated)
 
 
 def _linear_layer_settings(context: LayerContext) -> tuple[dict[str, Any], dict[str, Any]]:
@@ -446,6 +466,7 @@ def _linear_layer_settings(context: LayerContext) -> tuple[dict[str, Any], dict[
         "sequence_parallel": context.sequence_parallel,
         "deferred": context.deferred,
         "overlap_chunks": context.config.parallel.overlap_chunks,
+        "fp8": context.fp8,
     }
     skips = {"skip_bias_add": not LAYER_ARRANGEMENTS[model.layer_arrangement].ends_with_norm}
     return {"init_std": model.matrix_init_std, **both}, {"init_std": model.output_init_std, **skips, **both}

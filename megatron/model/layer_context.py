@@ -13,6 +13,7 @@ from megatron.model.position import AttentionMasks, PositionScheme, RotaryEmbedd
 from megatron.mpu.context_parallel import sequence_chunks, tensor_shard
 from megatron.mpu.deferred_gradients import DeferredGradients
 from megatron.mpu.mesh import Axis, Mesh
+from megatron.mpu.products import Fp8
 from megatron.mpu.random import DropoutRNG, Part
 from megatron.mpu.step_metrics import StepMetrics
 
@@ -34,13 +35,15 @@ def join_layer_io(hidden: Tensor, document_ids: Tensor | None) -> LayerIO:
 @dataclass(frozen=True)
 class LayerContext:
     """What all layers of a stage share: the configuration, the mesh, the dropout RNG, and with
-    --pipeline-schedule zero-bubble the queue of deferred weight gradients. metrics: records values to log."""
+    --pipeline-schedule zero-bubble the queue of deferred weight gradients. metrics: records values to log.
+    fp8: of the linear layers of transformer layers, with --fp8-format."""
 
     config: Config
     mesh: Mesh
     dropout_rng: DropoutRNG
     deferred: DeferredGradients | None = None
     metrics: StepMetrics = field(default_factory=StepMetrics)
+    fp8: Fp8 | None = None
 
     @property
     def tp_group(self) -> Axis:

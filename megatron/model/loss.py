@@ -6,7 +6,6 @@ from torch import Tensor
 from megatron.mpu.context_parallel import shard_sequence
 from megatron.mpu.cross_entropy import vocab_parallel_cross_entropy, vocab_parallel_linear_cross_entropy
 from megatron.mpu.mesh import Axis
-from megatron.mpu.parameters import main_grad_of
 
 
 class CrossEntropy:
@@ -70,7 +69,6 @@ class CrossEntropy:
             self.vocab_size,
             token_weights=token_weights,
             z_loss_weight=self.z_loss_weight if torch.is_grad_enabled() else 0.0,
-            main_grad=main_grad_of(weight),
             loss_gradient=loss_gradient,
         )
         return self._sum(losses, tokens)

@@ -1,5 +1,11 @@
 """Layer norm and RMS norm. With --fp32-residual-connection their input is fp32 while their parameters are
-16-bit."""
+16-bit.
+
+In a transformer layer a norm's input is also the residual of the next addition, and often the sum of the last
+one. `norm_with_input` and `add_and_norm` compute both with the norm, in one Triton kernel per pass.
+"""
+
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -7,8 +13,12 @@ from torch import Tensor, nn
 
 from megatron.config import Config
 from megatron.config.registries import NORMALIZATIONS
+from megatron.kernels import layer_norm
+from megatron.kernels.dropout import NO_DROPOUT
+from megatron.kernels.selection import uses_kernels
 from megatron.mpu.parameter_spec import ParameterSpec
 from megatron.mpu.parameters import new_parameter
+from megatron.mpu.random import DropoutMask, dropout_add, kernel_mask
 
 
 def norm_class(config: Config) -> type[nn.Module]:
@@ -35,8 +45,8 @@ def _factor(weight: Tensor, zero_centered: bool) -> Tensor:
 class MixedFusedLayerNorm(nn.Module):
     """Layer norm over the last dimension; statistics in fp32, output in the parameters' dtype.
 
-    Megatron-DeepSpeed checkpoints use this class name for the final norm. With `use_apex` the forward pass is
-    apex's fused kernel (NVIDIA's apex must be installed), otherwise PyTorch's.
+    Megatron-DeepSpeed checkpoints use this class name for the final norm. With `use_apex` the kernel is
+    apex's (NVIDIA's apex must be installed), otherwise Triton's or PyTorch's.
     """
 
     def __init__(
@@ -55,6 +65,8 @@ class MixedFusedLayerNorm(nn.Module):
     def forward(self, hidden: Tensor) -> Tensor:
         """[..., hidden] in any float dtype -> [..., hidden] in the dtype of the parameters."""
         weight, bias = self.weight, self.bias
+        if in_kernel(self, hidden):
+            return norm_with_input(self, hidden)[1]
         if hidden.dtype == weight.dtype and not self.zero_centered:
             return self.normalize(hidden, self.normalized_shape, weight, bias, self.epsilon)
         factor = _factor(weight, self.zero_centered)
@@ -65,7 +77,7 @@ class MixedFusedLayerNorm(nn.Module):
 class RMSNorm(nn.Module):
     """RMS norm over the last dimension (arXiv 1910.07467): x / sqrt(mean(x^2) + epsilon) * weight.
 
-    Statistics in fp32, output in the parameter's dtype. `use_apex` has no effect: PyTorch's kernel is fused.
+    Statistics in fp32, output in the parameter's dtype. `use_apex` has no effect.
     """
 
     def __init__(
@@ -76,15 +88,53 @@ class RMSNorm(nn.Module):
         self.epsilon, self.zero_centered = epsilon, zero_centered
         start = ParameterSpec((hidden_size,), init_value=1.0 - zero_centered, weight_decay=False)
         self.weight = new_parameter(start)
+        self.bias, self.normalize = None, F.rms_norm
 
     def forward(self, hidden: Tensor) -> Tensor:
         """[..., hidden] in any float dtype -> [..., hidden] in the dtype of the parameter."""
         weight = self.weight
+        if in_kernel(self, hidden):
+            return norm_with_input(self, hidden)[1]
         if hidden.dtype == weight.dtype and not self.zero_centered:
             return F.rms_norm(hidden, self.normalized_shape, weight, self.epsilon)
         factor = _factor(weight, self.zero_centered)
         wide = F.rms_norm(hidden.float(), self.normalized_shape, factor, self.epsilon)
         return wide.to(weight.dtype)
+
+
+def in_kernel(norm: nn.Module, hidden: Tensor) -> bool:
+    """Returns whether a Triton kernel computes this norm of tensors like `hidden`."""
+    return (
+        isinstance(norm, (MixedFusedLayerNorm, RMSNorm))
+        and norm.normalize is not _apex_layer_norm
+        and norm.normalized_shape[0] <= layer_norm.MAX_WIDTH
+        and not torch.compiler.is_compiling()
+        and uses_kernels(hidden)
+    )
+
+
+def norm_with_input(norm: nn.Module, hidden: Tensor) -> tuple[Tensor, Tensor]:
+    """Returns `hidden`, for its other uses, and its norm. The backward pass of the kernel adds the gradients
+    of both."""
+    if in_kernel(norm, hidden):
+        return layer_norm.add_norm(None, None, hidden, *_parameters(norm), NO_DROPOUT)
+    return hidden, norm(hidden)
+
+
+def add_and_norm(
+    norm: nn.Module, x: Tensor, residual: Tensor, mask: DropoutMask | None, bias: Tensor | None
+) -> tuple[Tensor, Tensor]:
+    """Returns the sum residual + dropout(x + bias), and its norm. mask: None without dropout."""
+    of_kernel = None
+    if in_kernel(norm, x):
+        of_kernel = NO_DROPOUT if mask is None else kernel_mask(x, mask)
+    if of_kernel is None:
+        return norm_with_input(norm, dropout_add(x, residual, mask, bias))
+    return layer_norm.add_norm(x, bias, residual, *_parameters(norm), of_kernel)
+
+
+def _parameters(norm: Any) -> tuple[Tensor, Tensor | None, float, bool]:
+    return norm.weight, norm.bias, norm.epsilon, norm.zero_centered
 
 
 def _apex_layer_norm(

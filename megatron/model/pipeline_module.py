@@ -44,6 +44,7 @@ from megatron.mpu.parameters import (
     spec_of,
     without_memory,
 )
+from megatron.mpu.products import Fp8
 from megatron.mpu.random import DropoutRNG
 from megatron.mpu.step_metrics import StepMetrics
 
@@ -133,9 +134,9 @@ class GPTModelPipe(PipelineModule):
         self._head_is_fused, self._loss_gradient = False, 1.0
         self.dropout_rng = DropoutRNG(config.training.seed)
         self.deferred_gradients = DeferredGradients() if config.parallel.schedule.splits_backward else None
-        self.metrics = StepMetrics()
+        self.metrics, self.fp8 = StepMetrics(), Fp8.of(config, mesh)
         self.context = context = LayerContext(
-            config, mesh, self.dropout_rng, self.deferred_gradients, self.metrics
+            config, mesh, self.dropout_rng, self.deferred_gradients, self.metrics, self.fp8
         )
         training = config.training
         self.layers_per_checkpoint = training.checkpoint_num_layers if training.recomputes_layers else 0

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from megatron.config import ModelConfig
 from megatron.config.registries import ROPE_SCALINGS
-from megatron.kernels.rotary import Heads, split_and_rotate
+from megatron.kernels.rotary import HeadNorms, Heads, split_and_rotate
 from megatron.kernels.selection import uses_kernels
 from megatron.mpu.compilation import not_compiled
 from megatron.mpu.context_parallel import positions_of, shard_sequence
@@ -248,14 +248,19 @@ class RotaryEmbedding:
         return not torch.compiler.is_compiling() and uses_kernels(projected)
 
     def split_and_rotate(
-        self, projected: Tensor, groups: int, group: int, positions: Tensor | None
+        self,
+        projected: Tensor,
+        groups: int,
+        group: int,
+        positions: Tensor | None,
+        norms: HeadNorms | None = None,
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Splits a projection [seq, batch, groups x (group + 2) x head_dim] into query, key and value, and
-        rotates query and key, in one launch of a Triton kernel."""
+        rotates query and key, in one launch of a Triton kernel. norms: of query and key before that."""
         cosine, sine = self._angles(projected.shape[0], projected.device, positions)
         head_dim = projected.shape[-1] // (groups * (group + 2))
         heads = Heads(groups, group, head_dim, self.dim, int(self.interleaved))
-        return split_and_rotate(projected, cosine, sine, heads)
+        return split_and_rotate(projected, cosine, sine, heads, norms)
 
     def _rotate(self, heads: Tensor, cosine: Tensor, sine: Tensor) -> Tensor:
         if self.dim < heads.shape[-1]:

@@ -11,6 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from megatron.kernels.operators import first_order
+from megatron.kernels.rotary import HeadNorms
 from megatron.model.layer_context import LayerContext
 from megatron.model.norm import norm_arguments, norm_class
 from megatron.mpu.compilation import not_compiled
@@ -25,6 +26,12 @@ def head_norms(context: LayerContext) -> tuple[nn.Module, nn.Module]:
     norm = norm_class(context.config)
     arguments = norm_arguments(context.config, context.config.model.kv_channels)
     return _with_partial_gradients(context, norm(*arguments), norm(*arguments))
+
+
+def head_norm_vectors(queries: Any, keys: Any) -> HeadNorms:
+    """Returns the parameters of the modules of `head_norms`, for the kernel that also rotates."""
+    vectors = queries.weight, keys.weight, queries.bias, keys.bias
+    return HeadNorms(*vectors, queries.epsilon, queries.zero_centered)
 
 
 def projection_norms(context: LayerContext) -> tuple[nn.Module, nn.Module]:

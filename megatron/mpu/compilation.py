@@ -1,12 +1,13 @@
-"""torch.compile, and the functions that are excluded from it.
+"""torch.compile, and the functions that it does not trace.
 
-As a decorator, `torch.compiler.disable` would load the compiler at every launch, which doubles the import
-time. Instead `not_compiled` marks a function, and `compile_in_place` disables the marked functions.
+As decorators, `torch.compiler.disable` and `assume_constant_result` would load the compiler at every launch,
+which doubles the import time. Instead `not_compiled` and `constant_when_compiled` mark a function, and
+`compile_in_place` decorates the marked functions.
 """
 
 from collections.abc import Callable
 from functools import wraps
-from typing import ParamSpec, TypeVar
+from typing import Any, ParamSpec, TypeVar
 
 import torch
 from torch import nn
@@ -20,13 +21,24 @@ _marked: list["_Marked"] = []
 class _Marked:
     """A marked function, and the function that is called instead of it."""
 
-    def __init__(self, function: Callable) -> None:
+    def __init__(self, function: Callable, is_constant: bool) -> None:
         self.function = self.called = function
+        self.is_constant = is_constant
 
 
 def not_compiled(function: Callable[Arguments, Result]) -> Callable[Arguments, Result]:
     """Marks `function`, so that it runs uncompiled inside compiled modules."""
-    marked = _Marked(function)
+    return _mark(function, is_constant=False)
+
+
+def constant_when_compiled(function: Callable[Arguments, Result]) -> Callable[Arguments, Result]:
+    """Marks `function`, so that it runs when a module is compiled, and its result is a constant of the graph.
+    Its arguments must be constants."""
+    return _mark(function, is_constant=True)
+
+
+def _mark(function: Callable[Arguments, Result], is_constant: bool) -> Callable[Arguments, Result]:
+    marked = _Marked(function, is_constant)
     _marked.append(marked)
 
     @wraps(function)
@@ -37,8 +49,18 @@ def not_compiled(function: Callable[Arguments, Result]) -> Callable[Arguments, R
 
 
 def compile_in_place(module: nn.Module) -> None:
-    """Compiles the forward pass of `module`, for fixed shapes. Its parameters keep their names."""
+    """Compiles the forward function of `module`, for fixed shapes. Its hooks are not compiled. If the module
+    has a method `before_compiled`, it is called with the input before each call of the compiled function."""
     for marked in _marked:
         if marked.called is marked.function:
-            marked.called = torch.compiler.disable(marked.function)
-    module.compile(dynamic=False)
+            compiler = torch.compiler
+            decorate = compiler.assume_constant_result if marked.is_constant else compiler.disable
+            marked.called = decorate(marked.function)
+    compiled, before = torch.compile(module.forward, dynamic=False), getattr(module, "before_compiled", None)
+
+    def forward(*inputs: Any) -> Any:
+        if before is not None:
+            before(*inputs)
+        return compiled(*inputs)
+
+    module.forward = forward

@@ -27,6 +27,7 @@ from megatron.kernels.operators import first_order
 from megatron.mpu.logit_chunks import LogitChunks, own_targets, own_tokens
 from megatron.mpu.mappings import all_reduce_
 from megatron.mpu.mesh import Axis
+from megatron.mpu.parameters import has_main_grad, next_main_grad
 
 
 def vocab_parallel_cross_entropy(
@@ -59,7 +60,6 @@ def vocab_parallel_linear_cross_entropy(
     *,
     token_weights: torch.Tensor | None = None,
     z_loss_weight: float = 0.0,
-    main_grad: torch.Tensor | None = None,
     loss_gradient: float = 1.0,
 ) -> torch.Tensor:
     """Returns the fp32 loss per token, shape [...], of the logits hidden @ weight.T; equal on all TP ranks.
@@ -70,10 +70,11 @@ def vocab_parallel_linear_cross_entropy(
     token_weights: [...], constant factors of the losses: a mask, or 1 / number of tokens for a mean.
     z_loss_weight: adds z_loss_weight * log(Z)^2 to the loss of a token, Z = sum(exp(logits)). This keeps
         log(Z) close to 0 (PaLM, arXiv 2204.02311, section 5).
-    main_grad: fp32, of weight's shape. If given, the forward pass adds the weight's gradient to it in fp32,
-        and autograd gets None.
-    loss_gradient: with main_grad, the gradient that the backward pass will have for each loss, before
-        token_weights. A CPU checks it in the backward pass; a GPU would have to synchronize.
+    loss_gradient: if the weight has a `main_grad`, the gradient that the backward pass will have for each
+        loss, before token_weights. A CPU checks it in the backward pass; a GPU would have to synchronize.
+
+    If `weight` has a `main_grad` (the optimizer sets it), the forward pass adds the weight's gradient to it
+    in fp32, and autograd gets None.
 
     The forward pass also computes the gradients of the summed losses: three matrix products in all. Without
     main_grad they are exact for any function of the losses. But if the gradient of the losses differs between
@@ -101,7 +102,6 @@ def vocab_parallel_linear_cross_entropy(
         weight,
         labels,
         None if token_weights is None else token_weights.detach().reshape(-1).float(),
-        main_grad,
         loss_gradient,
         tp_group,
         vocab_size,
@@ -196,7 +196,6 @@ class _VocabParallelLinearCrossEntropy(torch.autograd.Function):
         weight: torch.Tensor,
         labels: torch.Tensor,
         token_weights: torch.Tensor | None,
-        main_grad: torch.Tensor | None,
         loss_gradient: float,
         tp_group: Axis,
         vocab_size: int,
@@ -211,15 +210,16 @@ class _VocabParallelLinearCrossEntropy(torch.autograd.Function):
             torch.empty_like(hidden, memory_format=torch.contiguous_format) if needs_hidden else None
         )
         relative, largest_weight = _normalized(token_weights)
-        grad_weight, factor = None, 1.0
-        if needs_weight and main_grad is None:
-            grad_weight = torch.zeros_like(weight, dtype=torch.float32)
-        elif needs_weight:
+        grad_weight, factor, beta = None, 1.0, 0.0
+        is_added = needs_weight and has_main_grad(weight)
+        if needs_weight and not is_added:
+            grad_weight = torch.empty_like(weight, dtype=torch.float32)
+        elif is_added:
             # Token weights of a mean are then about 1, within the range of fp16.
             mean = 1.0 / len(flat_labels) if token_weights is not None else 1.0
             relative = None if token_weights is None else token_weights / mean
             factor = loss_gradient * mean / (chunks.gradient_scale * chunks.hidden_scale)
-            grad_weight = main_grad
+            grad_weight, beta = next_main_grad(weight)
         pending = []
         for chunk in chunks.chunks:
             losses[chunk], largest[chunk], exp_sum[chunk], gradient = chunks.losses(
@@ -230,12 +230,12 @@ class _VocabParallelLinearCrossEntropy(torch.autograd.Function):
                 if tp_group.size > 1:
                     pending.append(dist.all_reduce(part, group=tp_group.group, async_op=True))
             if grad_weight is not None:
-                chunks.add_to_weight_gradient(grad_weight, chunk, gradient, relative, factor)
+                chunks.add_to_weight_gradient(grad_weight, chunk, gradient, relative, factor, beta)
+                beta = 1.0
         for work in pending:
             work.wait()
 
         ctx.save_for_backward(hidden, weight, flat_labels, token_weights, largest, exp_sum)
-        is_added = needs_weight and main_grad is not None
         ctx.gradients = grad_hidden, None if is_added else grad_weight
         ctx.loss_gradient = loss_gradient if is_added else None
         ctx.largest_weight = largest_weight
@@ -267,12 +267,12 @@ class _VocabParallelLinearCrossEntropy(torch.autograd.Function):
             else:
                 relative, factor = _normalized(per_token)
                 chunks = LogitChunks(hidden, weight, labels, *ctx.chunk_settings)
-                grad_weight.zero_()
-                for chunk in chunks.chunks:
+                for index, chunk in enumerate(chunks.chunks):
                     gradient = chunks.gradient(chunk, largest[chunk], exp_sum[chunk])
-                    chunks.add_to_weight_gradient(grad_weight, chunk, gradient, relative, 1.0)
+                    beta = float(index > 0)
+                    chunks.add_to_weight_gradient(grad_weight, chunk, gradient, relative, 1.0, beta)
             grad_weight = grad_weight.mul_(factor / weight_made_for).to(weight.dtype)
-        return grad_hidden, grad_weight, None, None, None, None, None, None, None, None
+        return grad_hidden, grad_weight, None, None, None, None, None, None, None
 
 
 def _normalized(weights: torch.Tensor | None) -> tuple[torch.Tensor | None, torch.Tensor | float]:

@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from megatron.kernels.embedding import fused_add_rows
 from megatron.kernels.operators import first_order
 from megatron.kernels.selection import uses_kernels
-from megatron.mpu.parameters import main_grad_of
+from megatron.mpu.parameters import has_main_grad, main_grad_of
 
 # Size of an fp32 work buffer of the backward pass, which allocates two.
 WORK_BYTES = 32 * 2**20
@@ -26,7 +26,7 @@ def embedding(ids: torch.Tensor, weight: torch.Tensor, batch: int | None = None)
     summed in fp32 and returned in the dtype of `weight`. The sums are deterministic: they do not depend on
     the order of threads.
     """
-    return _Embedding.apply(ids, weight, main_grad_of(weight), batch)
+    return _Embedding.apply(ids, weight, batch)
 
 
 @first_order
@@ -36,24 +36,24 @@ class _Embedding(torch.autograd.Function):
         ctx: Any,
         ids: torch.Tensor,
         weight: torch.Tensor,
-        main_grad: torch.Tensor | None,
         batch: int | None,
     ) -> torch.Tensor:
         ctx.save_for_backward(ids)
-        ctx.main_grad, ctx.shape, ctx.dtype = main_grad, weight.shape, weight.dtype
+        ctx.weight = weight
         vectors = F.embedding(ids, weight)
         return vectors if batch is None else vectors.expand(batch, *vectors.shape[1:])
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         (ids,) = ctx.saved_tensors
-        total = ctx.main_grad
+        # The rows of other ids are not written, so the values must be defined.
+        total = main_grad_of(ctx.weight)
         if total is None:
-            total = grad.new_zeros(ctx.shape, dtype=torch.float32)
+            total = grad.new_zeros(ctx.weight.shape, dtype=torch.float32)
         if grad.shape[:-1] != ids.shape:
             grad = grad.sum(0, keepdim=True, dtype=torch.float32)
         _add_rows(total, ids.reshape(-1), grad.reshape(-1, grad.shape[-1]))
-        return None, None if ctx.main_grad is not None else total.to(ctx.dtype), None, None
+        return None, None if has_main_grad(ctx.weight) else total.to(ctx.weight.dtype), None
 
 
 def _add_rows(total: torch.Tensor, ids: torch.Tensor, rows: torch.Tensor) -> None:

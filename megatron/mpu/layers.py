@@ -29,7 +29,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from megatron.kernels.operators import first_order, keep_input, take_input
+from megatron.kernels.selection import uses_kernels
 from megatron.mpu.compilation import not_compiled
+from megatron.mpu.compiled_operators import compiled_linear
 from megatron.mpu.deferred_gradients import DeferredGradients, ensure_requires_grad
 from megatron.mpu.embedding import embedding
 from megatron.mpu.mappings import (
@@ -41,6 +43,7 @@ from megatron.mpu.mappings import (
 from megatron.mpu.mesh import Axis
 from megatron.mpu.parameter_spec import ParameterSpec, Shard
 from megatron.mpu.parameters import new_parameter, spec_of
+from megatron.mpu.products import PLAIN, Fp8, Products, products_of
 from megatron.mpu.weight_gradient import Gradient, fuses_accumulation, weight_gradient
 from megatron.torch_versions import all_gather_single, reduce_scatter_single
 
@@ -97,6 +100,7 @@ class _ParallelLinear(nn.Module):
     matrix_rows: `ParameterSpec.matrix_rows` of the weight; by default the fused parts are its matrices.
     deferred: queue for the weight's gradient (zero-bubble); None: the backward pass computes it.
     overlap_chunks: with sequence_parallel, maximum number of chunks (see `gather_and_multiply`).
+    fp8: the layer multiplies FP8 matrices, except for the weight's gradient; excludes chunks.
     """
 
     weight_shard_dim: int
@@ -115,6 +119,7 @@ class _ParallelLinear(nn.Module):
         sequence_parallel: bool = False,
         deferred: DeferredGradients | None = None,
         overlap_chunks: int = 1,
+        fp8: Fp8 | None = None,
     ) -> None:
         super().__init__()
         self.tp_group = tp_group
@@ -134,6 +139,7 @@ class _ParallelLinear(nn.Module):
         )
         self.weight = new_parameter(weight, tp_group)
         self.bias = new_parameter(bias_spec, tp_group) if bias else None
+        self.products = products_of(fp8, self.weight)
 
 
 class ColumnParallelLinear(_ParallelLinear):
@@ -144,20 +150,23 @@ class ColumnParallelLinear(_ParallelLinear):
 
     weight_shard_dim = 0
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
+    def forward(self, x: torch.Tensor, bias_gradient: bool = True) -> torch.Tensor:
+        """bias_gradient: False if the next operation computes the gradient of the bias."""
+        bias = self.bias if bias_gradient or self.bias is None else self.bias.detach()
         if self.overlap_chunks > 1:
-            arguments = (x, self.weight, self.bias, self.tp_group, self.overlap_chunks)
+            arguments = (x, self.weight, bias, self.tp_group, self.overlap_chunks)
             return _overlapped(_OverlappedColumnLinear, *arguments)
         function = _SequenceColumnLinear if self.sequence_parallel and self.tp_group.size > 1 else _Linear
-        return linear(x, self.weight, self.bias, self.deferred, self.tp_group, function)
+        return linear(x, self.weight, bias, self.deferred, self.tp_group, function, products=self.products)
 
 
 class RowParallelLinear(_ParallelLinear):
     """[..., n_in / size], this rank's shard of the inputs -> [..., n_out], replicated.
 
     sequence_parallel: the output is this rank's shard [seq / size, ..., n_out].
-    skip_bias_add: with several ranks the caller adds `skipped_bias`, fused with its next operation. A single
-        rank adds the bias within the matrix product, at no cost.
+    skip_bias_add: with several ranks or with kernels the caller adds `skipped_bias`, fused with its next
+        operation, whose backward pass also computes its gradient. Otherwise a single rank adds the bias
+        within the matrix product.
     """
 
     weight_shard_dim = 1
@@ -166,23 +175,27 @@ class RowParallelLinear(_ParallelLinear):
         self, n_in: int, n_out: int, tp_group: Axis, *, skip_bias_add: bool = False, **settings: Any
     ) -> None:
         super().__init__(n_in, n_out, tp_group, **settings)
-        self.skip_bias_add = skip_bias_add and tp_group.size > 1
+        self.skip_bias_add = skip_bias_add
 
     @property
     def skipped_bias(self) -> torch.Tensor | None:
         """The bias, if the caller has to add it to the output."""
-        return self.bias if self.skip_bias_add else None
+        if self.bias is None or not self.skip_bias_add:
+            return None
+        fuses = self.tp_group.size > 1 or (not torch.compiler.is_compiling() and uses_kernels(self.bias))
+        return self.bias if fuses else None
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
+        bias = self.bias if self.skipped_bias is None else None
         if self.tp_group.size == 1:
-            return linear(x, self.weight, self.bias, self.deferred)
+            return linear(x, self.weight, bias, self.deferred, products=self.products)
         if self.overlap_chunks > 1:
             y = _overlapped(_OverlappedRowLinear, x, self.weight, self.tp_group, self.overlap_chunks)
         else:
-            y = linear(x, self.weight, None, self.deferred)
+            y = linear(x, self.weight, None, self.deferred, products=self.products)
             y = _reduce_output(y, self.tp_group, self.sequence_parallel)
         # After the all-reduce, so that the bias is added once.
-        return y if self.bias is None or self.skip_bias_add else y + self.bias
+        return y if bias is None else y + bias
 
 
 def parallel_logits(hidden: torch.Tensor, weight: torch.Tensor, tp_group: Axis) -> torch.Tensor:
@@ -197,25 +210,21 @@ def linear(
     deferred: DeferredGradients | None = None,
     tp_group: Axis = _ONE_RANK,
     function: type[torch.autograd.Function] | None = None,
+    products: Products = PLAIN,
 ) -> torch.Tensor:
-    """Runs F.linear. The gradient of `x` is summed over the ranks of `tp_group`. The backward pass computes
-    `weight_gradient`, or queues that computation in `deferred`. If autograd's own gradients do, or in a
-    compiled layer on one rank, it is a PyTorch operation. function: `_Linear` if None."""
-    if tp_group.size == 1:
+    """Runs F.linear, with these products. The gradient of `x` is summed over the ranks of `tp_group`. The
+    backward pass computes `weight_gradient`, or queues that computation in `deferred`. If autograd's own
+    gradients do, it is a PyTorch operation. function: `_Linear` if None."""
+    if tp_group.size == 1 and products is PLAIN:
         if not torch.is_grad_enabled():
-            return _one_product(x, weight, bias)
+            return products.output(x, weight, bias)
         if deferred is None:
-            if torch.compiler.is_compiling() or not fuses_accumulation(weight):
+            if torch.compiler.is_compiling():
+                return compiled_linear(x, weight, bias)
+            if not fuses_accumulation(weight):
                 return F.linear(x, weight, bias)
-            return _Linear.apply(x, weight, bias, tp_group, None)
-    return _apply_linear(function or _Linear, x, weight, bias, deferred, tp_group)
-
-
-def _one_product(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
-    """Runs F.linear as one matrix product. For a weight that requires no gradient, F.linear without a bias
-    runs a batched product, which rounds differently, unless the input has a contiguous tensor's strides:
-    `contiguous` leaves any stride of a dimension of size 1, `view` sets it."""
-    return F.linear(x.contiguous().view(x.shape), weight, bias)
+            return _Linear.apply(x, weight, bias, tp_group, None, products)
+    return _apply_linear(function or _Linear, x, weight, bias, deferred, tp_group, products)
 
 
 # Not compiled: keeps the overlap of collectives with matrix products as it is written. The graph of a
@@ -228,12 +237,12 @@ def _apply_linear(
     bias: torch.Tensor | None,
     deferred: DeferredGradients | None,
     tp_group: Axis,
+    products: Products,
 ) -> torch.Tensor:
     if deferred is None:
-        return function.apply(x, weight, bias, tp_group, None)
-    return function.apply(
-        ensure_requires_grad(x), weight.detach(), bias, tp_group, partial(deferred.add, weight)
-    )
+        return function.apply(x, weight, bias, tp_group, None, products)
+    defer = partial(deferred.add, weight)
+    return function.apply(ensure_requires_grad(x), weight.detach(), bias, tp_group, defer, products)
 
 
 @not_compiled
@@ -264,24 +273,25 @@ class _Linear(torch.autograd.Function):
         bias: torch.Tensor | None,
         tp_group: Axis,
         defer: Callable[[Gradient], None] | None,
+        products: Products,
     ) -> torch.Tensor:
         keep_input(ctx, x)
-        ctx.tp_group, ctx.weight, ctx.defer = tp_group, weight, defer
-        return _one_product(x, weight, bias)
+        ctx.tp_group, ctx.weight, ctx.defer, ctx.products = tp_group, weight, defer, products
+        return products.output(x, weight, bias)
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         x, rows = take_input(ctx), grad.reshape(-1, grad.shape[-1])
         grad_x = pending = None
         if ctx.needs_input_grad[0]:
-            grad_x = rows.mm(ctx.weight).view(x.shape)
+            grad_x = ctx.products.input_gradient(rows, ctx.weight).view(x.shape)
             if ctx.tp_group.size > 1:
                 pending = dist.all_reduce(grad_x, group=ctx.tp_group.group, async_op=True)
         compute = partial(weight_gradient, x=x.detach() if ctx.defer else x)
         others = _weight_and_bias_gradients(ctx, rows, compute)
         if pending is not None:
             pending.wait()
-        return grad_x, *others, None, None
+        return grad_x, *others, None, None, None
 
 
 @first_order
@@ -301,19 +311,20 @@ class _SequenceColumnLinear(torch.autograd.Function):
         bias: torch.Tensor | None,
         tp_group: Axis,
         defer: Callable[[Gradient], None] | None,
+        products: Products,
     ) -> torch.Tensor:
         ctx.save_for_backward(x, weight)
-        ctx.tp_group, ctx.weight, ctx.defer = tp_group, weight, defer
+        ctx.tp_group, ctx.weight, ctx.defer, ctx.products = tp_group, weight, defer, products
         full, pending = all_gather_sequence(x, tp_group)
         pending.wait()
-        return F.linear(full, weight, bias)
+        return products.output(full, weight, bias)
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         x, weight = ctx.saved_tensors
         compute = partial(_gathered_weight_gradient, x=x.detach(), tp_group=ctx.tp_group)
         gathered = None if ctx.defer else all_gather_sequence(x, ctx.tp_group)
-        grad_full = grad.matmul(weight)
+        grad_full = ctx.products.input_gradient(grad, weight)
         if gathered is not None:
             full, pending = gathered
             pending.wait()
@@ -321,7 +332,7 @@ class _SequenceColumnLinear(torch.autograd.Function):
         grad_x, summed = reduce_scatter_sequence(grad_full, ctx.tp_group)
         others = _weight_and_bias_gradients(ctx, grad.reshape(-1, grad.shape[-1]), compute)
         summed.wait()
-        return grad_x, *others, None, None
+        return grad_x, *others, None, None, None
 
 
 def _weight_and_bias_gradients(
@@ -361,12 +372,12 @@ class _OverlappedColumnLinear(torch.autograd.Function):
         max_chunks: int,
     ) -> torch.Tensor:
         ctx.save_for_backward(x, weight)
-        ctx.tp_group, ctx.weight, ctx.defer = tp_group, weight, None
+        ctx.tp_group, ctx.weight, ctx.defer, ctx.products = tp_group, weight, None, PLAIN
         return gather_and_multiply(x, weight.t(), bias, tp_group, max_chunks)[0]
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        return _SequenceColumnLinear.backward(ctx, grad)
+        return _SequenceColumnLinear.backward(ctx, grad)[:-1]
 
 
 @first_order

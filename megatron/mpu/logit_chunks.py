@@ -204,22 +204,25 @@ class LogitChunks:
         gradient: torch.Tensor,
         relative: torch.Tensor | None,
         factor: float,
+        beta: float,
     ) -> None:
-        """Adds factor * gradient.T @ (relative * hidden) * hidden_scale to `total` (fp32).
+        """Computes total = beta * total + factor * gradient.T @ (relative * hidden) * hidden_scale, fp32.
 
-        relative: [tokens], at most the number of tokens."""
+        relative: [tokens], at most the number of tokens. beta: 0 or 1; with 0 `total` may have no values."""
         hidden = self.hidden[chunk]
         if relative is not None:
             hidden = (hidden.float() * (relative[chunk].unsqueeze(-1) * self.hidden_scale)).to(hidden.dtype)
         elif self.hidden_scale != 1.0:
             hidden = hidden * self.hidden_scale
         if total.dtype == hidden.dtype:
-            total.addmm_(gradient.t(), hidden, alpha=factor)
+            total.addmm_(gradient.t(), hidden, beta=beta, alpha=factor)
             return
         if self.fuses_accumulation:
-            weight_gradient.add_product(total, gradient.t(), hidden, factor)
+            weight_gradient.add_product(total, gradient.t(), hidden, factor, beta)
             return
         # The product is rounded to 16 bits. It is computed in parts, and each is added to the fp32 total.
+        if beta == 0.0:
+            total.zero_()
         columns, width = total.shape
         per_part = self.sizes.product_rows
         if self.product is None:

@@ -162,12 +162,47 @@ def has_memory(parameter: torch.Tensor) -> bool:
 
 def set_main_grad(parameter: torch.Tensor, total: torch.Tensor) -> None:
     """Makes `total`, fp32, the sum of the parameter's gradients over micro-batches. It always has memory."""
-    parameter.main_grad = total  # type: ignore[attr-defined]
+    # `data` is no view of the flat buffer for autograd. A graph may keep the sum for its backward pass, which
+    # autograd would reject after a change of any other sum.
+    parameter.main_grad = total.data  # type: ignore[attr-defined]
+    mark_main_grad(parameter, is_defined=True)
+
+
+def mark_main_grad(parameter: torch.Tensor, is_defined: bool) -> None:
+    """Declares the sum's values defined, or undefined: the next gradient then overwrites them."""
+    parameter.main_grad_beta = float(is_defined)  # type: ignore[attr-defined]
+
+
+def has_main_grad(parameter: torch.Tensor) -> bool:
+    """Returns whether `set_main_grad` was called for the parameter."""
+    return getattr(parameter, "main_grad", None) is not None
 
 
 def main_grad_of(parameter: torch.Tensor) -> torch.Tensor | None:
-    """Returns the fp32 sum of the parameter's gradients, which the optimizer sets; None if it is not set."""
-    return getattr(parameter, "main_grad", None)
+    """Returns the fp32 sum of the parameter's gradients, which the optimizer sets, to read it or to add to
+    it: zeros before the first gradient of a step. None if it is not set."""
+    total: torch.Tensor | None = getattr(parameter, "main_grad", None)
+    if total is not None and main_grad_beta(parameter) == 0.0:
+        total.zero_()
+        mark_main_grad(parameter, is_defined=True)
+    return total
+
+
+def next_main_grad(parameter: torch.Tensor) -> tuple[torch.Tensor, float]:
+    """Returns the fp32 sum of the parameter's gradients, and the factor beta of its values in the next sum:
+    beta * sum + gradient. The caller writes all elements. If beta is 0.0, the values are undefined, possibly
+    NaN: the caller must not read them."""
+    total: torch.Tensor = parameter.main_grad  # type: ignore[attr-defined]
+    beta = main_grad_beta(parameter)
+    if beta == 0.0:
+        mark_main_grad(parameter, is_defined=True)
+    return total, beta
+
+
+def main_grad_beta(parameter: torch.Tensor) -> float:
+    """Returns 0.0 if the sum's values are undefined, otherwise 1.0."""
+    beta: float = getattr(parameter, "main_grad_beta", 1.0)
+    return beta
 
 
 def is_norm_owner(parameter: torch.Tensor, mesh: Mesh, is_partitioned: bool = True) -> bool:

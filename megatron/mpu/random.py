@@ -26,7 +26,14 @@ from typing import Any, NamedTuple
 import torch
 from deepspeed.accelerator import get_accelerator
 
-from megatron.kernels.dropout import drop_threshold, fused_dropout_add, part_offsets, shard_offsets
+from megatron.kernels.dropout import (
+    NO_DROPOUT,
+    KernelMask,
+    drop_threshold,
+    fused_dropout_add,
+    part_offsets,
+    shard_offsets,
+)
 from megatron.kernels.operators import first_order
 from megatron.kernels.selection import uses_kernels
 from megatron.mpu.mesh import Axis
@@ -84,17 +91,42 @@ class DropoutRNG:
             keys.append(int.from_bytes(digest[:8], "little", signed=True))
         return keys
 
+    def host_keys(self) -> torch.Tensor:
+        """Returns `sample_keys` for each salt that was ever asked for, int64 [salts, batch], in pinned
+        memory. Rows are padded to multiples of 16 bytes: triton compiles another kernel for an address that
+        is none."""
+        padding = [0] * (len(self.samples) % 2)
+        table = torch.tensor([self.sample_keys(salt) + padding for salt in self._salts])
+        return get_accelerator().pin_memory(table)
+
+    def copy_keys(self, device: torch.device) -> torch.Tensor | None:
+        """Copies `host_keys` to the device, asynchronously, for the current samples; None without a salt.
+        Returns the copy. To write it changes the samples' dropout masks."""
+        if not self._salts:
+            return None
+        table = self.host_keys().to(device, non_blocking=True)
+        self.samples.keys = table[:, : len(self.samples)].unbind()
+        return table
+
     def device_keys(self, salt: str, device: torch.device) -> torch.Tensor:
         """Returns `sample_keys`, int64 [batch], on `device`. The first call for a micro-batch copies the
-        keys of all salts that were ever asked for, asynchronously from pinned memory."""
-        row, keys = self._salts.setdefault(salt, len(self._salts)), self.samples.keys
-        if row >= len(keys) or keys[row].device.type != device.type:
-            # Rows of multiples of 16 bytes: triton compiles another kernel for an address that is none.
-            padding = [0] * (len(self.samples) % 2)
-            table = torch.tensor([self.sample_keys(each) + padding for each in self._salts])
-            table = get_accelerator().pin_memory(table).to(device, non_blocking=True)
-            keys = self.samples.keys = table[:, : len(self.samples)].unbind()
-        return keys[row]
+        keys of all salts that were ever asked for."""
+        row = self._salts.setdefault(salt, len(self._salts))
+        if row >= len(self.samples.keys) or self.samples.keys[row].device.type != device.type:
+            self.copy_keys(device)
+        return self.samples.keys[row]
+
+
+class FixedKeys(DropoutRNG):
+    """One micro-batch's keys of one dropout, which a compiled layer gets as an input."""
+
+    def __init__(self, keys: torch.Tensor) -> None:
+        """keys: int64 [batch], on the device of the activation."""
+        super().__init__(0, range(len(keys)))
+        self._keys = keys
+
+    def device_keys(self, salt: str, device: torch.device) -> torch.Tensor:
+        return self._keys
 
 
 @dataclass(frozen=True)
@@ -150,36 +182,33 @@ def dropout(
 
 def dropout_add(
     x: torch.Tensor,
-    residual: torch.Tensor,
-    p: float,
-    dropout_rng: DropoutRNG,
-    salt: str,
-    *,
+    residual: torch.Tensor | None,
+    mask: DropoutMask | None,
     bias: torch.Tensor | None = None,
-    batch_dim: int,
-    shard_dim: int | None = None,
-    part: Part | None = None,
-    tp_group: Axis,
 ) -> torch.Tensor:
     """Returns residual + dropout(x + bias), with Triton in one kernel. bias: [size of the last dimension].
-    The other arguments: see `dropout`."""
-    if 0.0 < p < 1.0:
-        mask = DropoutMask(p, dropout_rng, salt, batch_dim, shard_dim, tp_group, part)
+    A `residual` of None is not added. mask: None without dropout."""
+    if mask is not None:
         fused = _fused_dropout(x, bias, residual, mask)
         if fused is not None:
             return fused
+    elif bias is not None and not torch.compiler.is_compiling() and uses_kernels(x):
+        return fused_dropout_add(x, bias, residual, NO_DROPOUT)
     x = x if bias is None else x + bias
-    return residual + dropout(
-        x, p, dropout_rng, salt, batch_dim=batch_dim, shard_dim=shard_dim, part=part, tp_group=tp_group
-    )
+    x = x if mask is None else _Dropout.apply(x, keep_mask(x, mask), 1.0 / (1.0 - mask.p))
+    return x if residual is None else residual + x
 
 
 def _fused_dropout(
     x: torch.Tensor, bias: torch.Tensor | None, residual: torch.Tensor | None, mask: DropoutMask
 ) -> torch.Tensor | None:
     """Returns dropout(x + bias) + residual from one kernel; None if PyTorch has to compute it."""
-    if not uses_kernels(x):
-        return None
+    of_kernel = kernel_mask(x, mask) if uses_kernels(x) else None
+    return None if of_kernel is None else fused_dropout_add(x, bias, residual, of_kernel)
+
+
+def kernel_mask(x: torch.Tensor, mask: DropoutMask) -> KernelMask | None:
+    """Returns what a kernel computes the mask of `x` from; None if the kernels do not support its shard."""
     batch_dim = mask.batch_dim % x.dim()
     if mask.part is None:
         shard_dim = None if mask.shard_dim is None else mask.shard_dim % x.dim()
@@ -188,8 +217,7 @@ def _fused_dropout(
         offsets = part_offsets(x.shape, batch_dim, mask.part.dim, mask.part.ranges)
     if offsets is None:
         return None
-    keys = device_sample_keys(x, mask.rng, mask.salt, batch_dim)
-    return fused_dropout_add(x, bias, residual, keys, mask.p, offsets)
+    return KernelMask(device_sample_keys(x, mask.rng, mask.salt, batch_dim), mask.p, offsets)
 
 
 def keep_mask(x: torch.Tensor, settings: DropoutMask) -> torch.Tensor:

@@ -39,7 +39,14 @@ from torch import Tensor, nn
 from megatron.kernels.norms import copy_gradient_op
 from megatron.kernels.selection import uses_kernels
 from megatron.mpu.mesh import Axis
-from megatron.mpu.parameters import is_tp_replicated, main_grad_of, set_main_grad, without_memory
+from megatron.mpu.parameters import (
+    is_tp_replicated,
+    main_grad_of,
+    mark_main_grad,
+    next_main_grad,
+    set_main_grad,
+    without_memory,
+)
 from megatron.optimizer.quantized import BLOCK_SIZE, QuantizedMoment, read_moment
 from megatron.torch_versions import all_gather_single, reduce_scatter_single
 
@@ -133,6 +140,9 @@ class FlatGroup:
         if shards_gradients:
             self.local_gradients = torch.zeros_like(self.local_gradients)
             _free_storage(self.gradients)
+        self._shard_beta = 1.0
+        # Autograd itself accumulates fp32 gradients in the flat buffer: it adds, and never overwrites.
+        self._always_adds = first.dtype == torch.float32 and not shards_gradients
         # Per parameter, the norm of this rank's gradients before the reduction, to diagnose a non-finite
         # gradient. With `shards_gradients` an entry is no norm: it shows only whether the gradients were
         # finite. Entries are 16 bytes apart: Triton compiles a second kernel for other addresses.
@@ -215,6 +225,12 @@ class FlatGroup:
     # --- weights ---
 
     @property
+    def rounded_weights(self) -> Tensor | None:
+        """This rank's partition of the weights, which an update of the master weights may round them into.
+        None if `copy_master_to_params` does more than to round them."""
+        return None if self.weights_are_master or self.host_gradients is not None else self.local_weights
+
+    @property
     def has_full_params(self) -> bool:
         """Whether the full weights are allocated."""
         return self.weights.untyped_storage().nbytes() > 0
@@ -253,9 +269,34 @@ class FlatGroup:
     # --- gradients ---
 
     def zero_gradients(self) -> None:
-        """Sets the accumulated gradients to zero."""
+        """Sets the accumulated gradients to zero: every gradient of the next step is added to them."""
         (self.local_gradients if self.shards_gradients else self.gradients).zero_()
         self.reduced_grad_norms.zero_()
+        self.mark_gradients(are_defined=True)
+
+    def forget_gradients(self) -> None:
+        """Makes the accumulated gradients undefined, without a pass over memory: each parameter's first
+        gradient of the next step overwrites them."""
+        if self._always_adds:
+            self.zero_gradients()
+            return
+        self.reduced_grad_norms.zero_()
+        self.mark_gradients(are_defined=False)
+
+    def mark_gradients(self, are_defined: bool) -> None:
+        """Declares the accumulated gradients defined or undefined."""
+        self._shard_beta = float(are_defined)
+        for parameter in () if self.shards_gradients else self.parameters:
+            mark_main_grad(parameter, are_defined)
+
+    def complete_gradients(self) -> None:
+        """Sets gradients to zero that no micro-batch has written in this step."""
+        if not self.shards_gradients:
+            for parameter in self.parameters:
+                main_grad_of(parameter)
+        elif self._shard_beta == 0.0:
+            self.local_gradients.zero_()
+            self._shard_beta = 1.0
 
     def alloc_full_grads(self) -> None:
         """Allocates the full gradients. Only their padding is set to zero: each gradient is copied
@@ -280,7 +321,8 @@ class FlatGroup:
     def accumulate_grad_shard(self) -> None:
         """Adds the result of `reduce_scatter_grads` to the partition's gradient; frees the full gradients.
         Only with `shards_gradients`."""
-        self.local_gradients += self._own_part(self.gradients)
+        _add(self.local_gradients, self._own_part(self.gradients), self._shard_beta)
+        self._shard_beta = 1.0
         _free_storage(self.gradients)
 
     def full_grad(self, parameter: nn.Parameter) -> Tensor:
@@ -308,10 +350,17 @@ def add_to_main_grad(parameter: Tensor) -> None:
     has already added the head's gradient to the sum."""
     gradient = parameter.grad  # read once: each access takes 1 us of host time
     if gradient is not None:
-        total = main_grad_of(parameter)
-        assert total is not None  # set by FlatGroup
-        total.add_(gradient)
+        total, beta = next_main_grad(parameter)
+        _add(total, gradient, beta)
         parameter.grad = None
+
+
+def _add(total: Tensor, gradient: Tensor, beta: float) -> None:
+    """Computes total = beta * total + gradient for a `beta` of 0 or 1. With 0 `total` is not read."""
+    if beta == 0.0:
+        total.copy_(gradient)
+    else:
+        total.add_(gradient)
 
 
 def move_grad(parameter: Tensor, total: Tensor, norm: Tensor) -> None:
@@ -358,23 +407,26 @@ def _alloc_storage(flat: Tensor) -> None:
 
 
 @torch.no_grad()
-def average_replicated(groups: Sequence[FlatGroup], tp_group: Axis) -> None:
-    """Averages the master weights of replicated parameters over the tensor-parallel ranks. Collective.
+def average_replicated(groups: Sequence[FlatGroup], tp_group: Axis) -> set[FlatGroup]:
+    """Averages the master weights of replicated parameters over the tensor-parallel ranks. Returns the groups
+    with such parameters. Collective.
 
     Flat buffers have the same layout on all tensor-parallel ranks, so their partitions hold the same
     elements. The mean is computed in fp64: the mean of equal values is then exactly that value.
     """
-    parts = [
-        flat.master[start : start + length]
+    held = [
+        (flat, flat.master[start : start + length])
         for flat in groups
         for parameter, start, length in flat.fragments()
         if is_tp_replicated(parameter)
     ]
-    if tp_group.size == 1 or not parts:
-        return
+    if tp_group.size == 1 or not held:
+        return set()
+    parts = [part for _, part in held]
     # Master weights may be in host memory (--cpu-offload); the all-reduce needs device memory.
     mean = torch.cat([part.double() for part in parts]).to(groups[0].weights.device)
     dist.all_reduce(mean, group=tp_group.group)
     mean /= tp_group.size
     for part, values in zip(parts, mean.split([part.numel() for part in parts]), strict=True):
         part.copy_(values)
+    return {flat for flat, _ in held}

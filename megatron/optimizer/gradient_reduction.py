@@ -70,7 +70,7 @@ class GradientReduction:
     def start(self, flats: Sequence[FlatGroup]) -> None:
         """Starts the reduce-scatters of partitioned groups whose gradients are final in this step. `run`
         waits for them. Collective, in the same order on all ranks of the data-parallel group."""
-        record_norms(flats)
+        _complete(flats)
         self._started += [(flat, flat.reduce_scatter_grads()) for flat in flats]
 
     @torch.no_grad()
@@ -82,7 +82,10 @@ class GradientReduction:
         full = [flat for flat in self._flats if not flat.shards_gradients]
         partitioned = [flat for flat in full if flat.partitions > 1]
         replicated = [flat for flat in full if flat.partitions == 1]
-        record_norms(replicated)
+        _complete(replicated)
+        for flat in self._flats:
+            if flat.shards_gradients:
+                flat.complete_gradients()
         started = {id(flat) for flat, _ in self._started}
         self.start([flat for flat in partitioned if id(flat) not in started])
         for _, pending in self._started:
@@ -108,3 +111,10 @@ class GradientReduction:
             dist.all_reduce(summed, group=self._tp_group.group)
             for part, total in zip(parts, summed.split([part.numel() for part in parts]), strict=True):
                 part.copy_(total)
+
+
+def _complete(flats: Sequence[FlatGroup]) -> None:
+    """Called when this rank's full gradients are final."""
+    for flat in flats:
+        flat.complete_gradients()
+    record_norms(flats)

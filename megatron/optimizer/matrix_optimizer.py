@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from megatron.config import OptimizerConfig
+from megatron.optimizer.adam import AdamW
 
 
 def _no_scale(rows: int, columns: int) -> float:
@@ -47,7 +48,7 @@ class MatrixUpdate:
         return update
 
 
-class MatrixOptimizer(torch.optim.AdamW):
+class MatrixOptimizer(AdamW):
     """Updates groups with the key 'matrices' from a momentum of whole matrices, other groups with AdamW.
 
     A step has three parts. `update_momentum` and `step` are elementwise, so they run on a rank's part of the

@@ -41,11 +41,10 @@ from megatron.optimizer.gradient_norm import gradient_norms, where_not_finite
 from megatron.optimizer.gradient_reduction import GradientReduction
 from megatron.optimizer.loaded_group import LoadedGroup, in_host_memory
 from megatron.optimizer.loss_scale import LossScaler
-from megatron.optimizer.matrix_optimizer import MatrixOptimizer
+from megatron.optimizer.master_update import MasterUpdate
 from megatron.optimizer.overlap import Bucket, ShardedUnit, UnitOverlap
 from megatron.optimizer.quantized import QuantizedMoment, read_moment
 from megatron.optimizer.state_rule import StateRule, change_state
-from megatron.optimizer.whole_matrices import WholeMatrices
 from megatron.optimizer.zero import ZeroConfig
 
 # Reads the saved state of a piece. Arguments: the piece without values, and a tensor in host memory that gets
@@ -74,19 +73,25 @@ class MixedPrecisionOptimizer:
         zero: ZeroConfig,
         clip_grad: float,
         averages_replicated: bool = False,
+        overwrites_gradients: bool = True,
         state_rule: StateRule | None = None,
+        weights_changed_fn: Callable[[], None] | None = None,
     ) -> None:
         """`names`: global name of each parameter. `tied`: parameters with a replica on another stage, and the
         process group of these stages. `clip_grad`: largest global gradient norm; 0 for no clipping.
         `averages_replicated`: average parameters replicated over tensor-parallel ranks after each step.
-        `state_rule`: of the parameters without a gradient."""
+        `overwrites_gradients`: whether the first micro-batch of a step may overwrite the sums of gradients.
+        False for passes that always add to them: compiled ones, and replays of CUDA graphs.
+        `state_rule`: of the parameters without a gradient. `weights_changed_fn`: called after each change of
+        the weights, which may arrive later."""
         self.optimizer = optimizer
         self.names = names
         self.mesh = mesh
         self.scaler = scaler
         self.clip_grad = clip_grad
         self.averages_replicated = averages_replicated
-        self._state_rule = state_rule
+        self.overwrites_gradients = overwrites_gradients
+        self._state_rule, self._weights_changed_fn = state_rule, weights_changed_fn
         self.is_partitioned = zero.zero_stage >= 1
         """Whether the ranks that reduce a gradient share one replica of the optimizer state (ZeRO)."""
         # NVIDIA apex's Adam keeps its step count in the groups, torch's in the state.
@@ -109,9 +114,7 @@ class MixedPrecisionOptimizer:
         for group, flat in zip(optimizer.param_groups, self.flat, strict=True):
             group["params"] = [flat.master]
         self.parameters = [p for flat in self.flat for p in flat.parameters]
-        self._whole_matrices: WholeMatrices | None = None
-        if isinstance(optimizer, MatrixOptimizer):
-            self._whole_matrices = WholeMatrices(self.flat, mesh, optimizer.matrix_update)
+        self.master_update = MasterUpdate(optimizer, self.flat, mesh)
         self._reduction = GradientReduction(self.flat, tied, mesh.tp)
         counted = [is_norm_owner(p, mesh, self.is_partitioned) for p in self.parameters]
         self._counted = torch.tensor(counted, dtype=torch.bool, device=self._device())
@@ -163,7 +166,16 @@ class MixedPrecisionOptimizer:
         """Does nothing: gradients always accumulate until `reduce_gradients`."""
 
     def zero_grad(self) -> None:
-        """Sets the accumulated gradients to zero."""
+        """Starts new sums of gradients. Unless `overwrites_gradients`, they are set to zero; otherwise each
+        parameter's first gradient overwrites its sum."""
+        if not self.overwrites_gradients:
+            self.zero_gradients()
+            return
+        for flat in self.flat:
+            flat.forget_gradients()
+
+    def zero_gradients(self) -> None:
+        """Sets the accumulated gradients to zero: every gradient of the next step is added."""
         for flat in self.flat:
             flat.zero_gradients()
 
@@ -200,7 +212,9 @@ class MixedPrecisionOptimizer:
         self._loss = loss
         if self.flat:
             # The first group is not in a sharded unit: its full gradients exist, and are reduced later.
-            self.flat[0].gradients[:1].add_(loss * 0.0)
+            gradient = main_grad_of(self.flat[0].parameters[0])
+            assert gradient is not None
+            gradient.view(-1)[:1].add_(loss * 0.0)
 
     def reduce_gradients(self) -> None:
         """Reduces the gradients over ranks. Called once per step on every stage, after the last micro-batch.
@@ -242,24 +256,15 @@ class MixedPrecisionOptimizer:
             return
         if self.clip_grad > 0 and self.grad_norm > self.clip_grad:
             factor *= self.clip_grad / (self.grad_norm + 1.0e-6)
-        for flat in self.flat:
-            flat.set_master_grad(factor)
         self.unit_overlap.free_prefetched()
-        wait_for_copies(self.flat)
-        self.update_masters()
-        change_state(self.flat, state_changes)
+        self.master_update.run(factor)
+        changed = change_state(self.flat, state_changes)
         if self.averages_replicated:
-            average_replicated(self.flat, self.mesh.tp)
-        self._all_gather_params()
-
-    def update_masters(self) -> None:
-        """Updates the master weights from their gradients. Collective with an optimizer of whole matrices."""
-        if self._whole_matrices is not None and isinstance(self.optimizer, MatrixOptimizer):
-            self.optimizer.update_momentum()
-            self._whole_matrices.run()
-        self.optimizer.step()
+            changed |= average_replicated(self.flat, self.mesh.tp)
         for flat in self.flat:
-            flat.master.grad = None
+            if flat in changed:
+                flat.copy_master_to_params()
+        self._all_gather_params()
 
     @property
     def skipped(self) -> bool:
@@ -267,11 +272,10 @@ class MixedPrecisionOptimizer:
         return self.found_nonfinite or self.skipped_by_fn
 
     def _all_gather_params(self) -> None:
-        """Copies this rank's master weights into the model and all-gathers the other partitions. Sharded
-        weights (ZeRO-3) are gathered later, before each layer runs. The weights of a bucket may arrive as
-        late as the next forward pass of its first layer."""
-        for flat in self.flat:
-            flat.copy_master_to_params()
+        """All-gathers the partitions of the weights. Sharded weights (ZeRO-3) are gathered later, before each
+        layer runs. The weights of a bucket may arrive as late as the next forward pass of its first layer."""
+        if self._weights_changed_fn is not None:
+            self._weights_changed_fn()
         if self.is_partitioned:
             in_buckets = {id(flat) for bucket in self.buckets for flat in bucket.flats}
             rest = [flat for flat in self.flat if flat.partitions > 1 and not flat.shards_weights]
@@ -479,5 +483,7 @@ class MixedPrecisionOptimizer:
         for loading in self._loading:
             loading.exchange()
         self._loading = []
+        for flat in self.flat:
+            flat.copy_master_to_params()
         self._all_gather_params()
         self.wait_for_params()

@@ -42,7 +42,6 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from megatron.mpu.compilation import not_compiled
 from megatron.optimizer.flat_group import FlatGroup, Pending, move_grad
 
 
@@ -142,8 +141,6 @@ class Bucket(_HookedLayers):
         if is_first_use and self._not_gathered:
             self._not_gathered.popleft().start_gather()
 
-    # With --compile the layer is compiled; hooks with collectives are not.
-    @not_compiled
     def _before_forward(self, module: nn.Module, inputs: tuple[Any, ...]) -> None:
         self.begin_forward()
 
@@ -244,11 +241,9 @@ class ShardedUnit(_HookedLayers):
 
     # --- weights ---
 
-    @not_compiled  # see `Bucket._before_forward`
     def _before_forward(self, module: nn.Module, inputs: tuple[Any, ...]) -> None:
         self._overlap.gather(self)
 
-    @not_compiled
     def _after_forward(self, module: nn.Module, inputs: tuple[Any, ...], outputs: Any) -> None:
         hidden = outputs if isinstance(outputs, Tensor) else outputs[0]
         if hidden.requires_grad:

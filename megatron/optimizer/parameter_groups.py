@@ -12,6 +12,7 @@ from megatron.config import ConfigError, OptimizerConfig
 from megatron.config.registries import OPTIMIZERS
 from megatron.mpu.parameter_spec import ParameterSpec
 from megatron.mpu.parameters import spec_of
+from megatron.optimizer.adam import AdamW
 from megatron.optimizer.eight_bit import EightBitAdam, moment_bits
 
 _DATA = ParameterSpec(()).reduced_axes
@@ -158,7 +159,7 @@ def make_adam(groups: list[dict[str, Any]], config: OptimizerConfig, fused: bool
         return _apex_adam(groups, settings)
     if config.use_bnb_optimizer:
         return _eight_bit_adam(groups, settings)
-    return torch.optim.AdamW(groups, fused=fused, foreach=not fused, **settings)
+    return AdamW(groups, fused=fused, foreach=not fused, **settings)
 
 
 def _apex_adam(groups: list[dict[str, Any]], settings: dict[str, Any]) -> torch.optim.Optimizer:

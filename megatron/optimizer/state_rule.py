@@ -22,11 +22,15 @@ class StateRule(Protocol):
         passes, also if the update is skipped. Collective."""
 
 
-def change_state(flats: Sequence[FlatGroup], changes: Mapping[nn.Parameter, Tensor]) -> None:
-    """Adds to the masters of parameters without a gradient what their rule returned."""
+def change_state(flats: Sequence[FlatGroup], changes: Mapping[nn.Parameter, Tensor]) -> set[FlatGroup]:
+    """Adds to the masters of parameters without a gradient what their rule returned. Returns the groups with
+    such parameters."""
+    changed = set()
     for flat in flats:
         for parameter, start, length in flat.fragments():
             if parameter in changes:
                 first = flat.first_element(parameter)
                 change = changes[parameter].view(-1)[first : first + length]
                 flat.master.data[start : start + length] += change.to(flat.master.device)
+                changed.add(flat)
+    return changed

@@ -36,6 +36,7 @@ from megatron.model.loss import CrossEntropy
 from megatron.model.pipeline_module import describe
 from megatron.mpu.compilation import compile_in_place
 from megatron.mpu.mesh import Mesh
+from megatron.mpu.products import Fp8
 from megatron.mpu.random import DropoutRNG
 from megatron.pipeline.partition_method import parse_partition_method
 
@@ -78,7 +79,8 @@ def read_layer_times(config: Config, vocab_size: int) -> dict[str, float] | None
     try:
         profile = read_json(Path(path))
         # Without what did not exist when the file was written.
-        measured_for = {"context_parallel_size": 1, "num_experts": None, **profile["measured_for"]}
+        new = {"context_parallel_size": 1, "num_experts": None, "fp8_format": None, "fp8_recipe": None}
+        measured_for = {**new, "recompute_modules": [], **profile["measured_for"]}
         seconds = dict(profile["seconds"])
         if not all(type(value) in (int, float) and 0 <= value < math.inf for value in seconds.values()):
             raise ValueError("expected times of 0 seconds or more")
@@ -130,11 +132,14 @@ def _shapes(config: Config, vocab_size: int) -> dict[str, Any]:
         "tensor_model_parallel_size": tensor_size,
         "context_parallel_size": config.parallel.context_parallel_size,
         "precision": config.precision.name,
+        "fp8_format": config.precision.fp8_format,
+        "fp8_recipe": config.precision.fp8_recipe,
         "fp32_residual_connection": config.precision.fp32_residual_connection,
         "sequence_parallel": config.parallel.sequence_parallel,
         "compile": config.training.compile,
         "recomputes_layers": config.training.recomputes_layers,
         "recomputes_scores": recomputes_scores(config),
+        "recompute_modules": [name for name in config.training.recomputed_modules if name != "core_attn"],
         "loss_implementation": config.training.loss_implementation,
         "device": torch.cuda.get_device_name() if device == "cuda" else device,
     }
@@ -142,7 +147,7 @@ def _shapes(config: Config, vocab_size: int) -> dict[str, Any]:
 
 def _measure(config: Config, mesh: Mesh, vocab_size: int, eod: int | None) -> dict[str, float]:
     dropout_rng = DropoutRNG(config.training.seed, range(config.batch.micro_batch_size))
-    context = LayerContext(config, mesh, dropout_rng)
+    context = LayerContext(config, mesh, dropout_rng, fp8=Fp8.of(config, mesh))
     layers = pipeline_layers(context, vocab_size, eod)
     device = torch.device(get_accelerator().current_device_name())
     shape = (config.batch.micro_batch_size, config.model.seq_length)
@@ -182,7 +187,8 @@ def _build(
     """
     if not isinstance(layer, LayerSpec):
         return layer
-    module = layer.build().to(device=device, dtype=PARAMETER_DTYPES[config.precision.name])
+    with device:  # also memory that is no parameter, such as FP8 copies of weights
+        module = layer.build().to(dtype=PARAMETER_DTYPES[config.precision.name])
     with torch.no_grad():
         for parameter in module.parameters():
             parameter.normal_(std=config.model.init_method_std)

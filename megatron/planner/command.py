@@ -23,7 +23,7 @@ from typing import Any
 
 from megatron.config import ConfigError
 from megatron.config.config import OPTIONS
-from megatron.config.fields import setting_option
+from megatron.config.fields import setting_option, value_text
 from megatron.config.flag_parser import make_parser
 from megatron.config.foreign_flags import rewrite
 from megatron.config.mistakes import Mistakes
@@ -127,8 +127,8 @@ def replaced(words: Sequence[str], change: Mapping[str, Any]) -> list[str]:
         option = setting_option(name)
         if value is True:
             flags.append(option)
-        elif value is not None and value is not False:
-            flags += [option, str(value)]
+        elif value not in (None, False, ()):
+            flags += [option, *value_text(value).split()]
     return [*without_settings(words, set(change)), *flags]
 
 

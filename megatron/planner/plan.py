@@ -242,10 +242,10 @@ def _layout(config: Config) -> dict[str, Any]:
 
 
 def recomputation_of(config: Config) -> str:
-    """Returns which activations are recomputed: 'full', 'selective' or 'none'."""
+    """Returns which activations are recomputed: 'full', the modules of --recompute-modules, or 'none'."""
     if config.training.recomputes_layers:
         return "full"
-    return "selective" if config.training.recomputes_attention else "none"
+    return " ".join(config.training.recomputed_modules) or "none"
 
 
 def _stages(config: Config, plan: StagePlan) -> list[dict[str, Any]]:

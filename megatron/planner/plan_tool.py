@@ -16,6 +16,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from megatron.config import Config, ConfigError
+from megatron.config.sections.training import recomputation
 from megatron.data.vocabulary import find_vocabulary
 from megatron.errors import UserError
 from megatron.planner.command import PROGRAM, replaced
@@ -27,6 +28,7 @@ from megatron.planner.plan import NO_GPU, Plan, WhatIf, plan_of, recomputation_o
 from megatron.planner.search import PARTITION_METHODS, Change, SearchResult, evaluate, schedules, search
 from megatron.planner.step_time import time_lines
 from megatron.text_table import counted, format_table
+from megatron.training.out_of_memory import cheap_modules
 from megatron.units import GIB
 
 _IN_JSON = 20
@@ -193,12 +195,14 @@ def what_if(plan: Plan) -> tuple[WhatIf, ...]:
     ep_size = parallel.expert_model_parallel_size
     for size in {2 * ep_size, max(ep_size // 2, 1)} - {ep_size} if model.num_experts is not None else ():
         changes.append((f"expert-parallel size {size}", {"parallel.expert_model_parallel_size": size}))
-    recomputes = not config.training.recomputes_layers
-    change: dict[str, object] = {
-        "training.checkpoint_activations": recomputes,
-        "training.recompute_granularity": None,
-    }
-    changes.append((f"recompute {'full' if recomputes else 'none'}", change))
+    modules = cheap_modules(config)
+    for title, recomputed in (
+        ("none", recomputation()),
+        (" ".join(modules), recomputation(modules)),
+        ("full", recomputation(layers=True)),
+    ):
+        if title != recomputation_of(config):
+            changes.append((f"recompute {title}", recomputed))
     if parallel.dp_cp_size > 1:
         changes += [(f"ZeRO {z}", {"parallel.zero_stage": z}) for z in range(4) if z != parallel.zero_stage]
     own = (parallel.pipeline_schedule, parallel.virtual_pipeline_stages)
@@ -307,7 +311,7 @@ def _grow(config: Config, vocab_size: int, change: Change, last: Plan) -> list[R
     layers are recomputed first."""
     steps: list[RecipeStep] = []
     if not last.fits and not config.training.recomputes_layers:
-        change = {**change, "training.checkpoint_activations": True, "training.recompute_granularity": None}
+        change = {**change, **recomputation(layers=True)}
         last = evaluate(config, change, vocab_size)
         steps.append(("the first step does not fit: all layers are recomputed", last))
     while True:

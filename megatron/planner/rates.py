@@ -14,6 +14,9 @@ training runs; `benchmarks/planner_accuracy.py --fit` fits them again. The fitte
 best single matrix product: 0.87 of the peak on an A100, 0.80 on an H100 and 0.78 on a B200 (S. Bekman,
 "Machine Learning Engineering", maximum achievable matmul FLOPS). No GPU sustains that rate for hours at its
 power limit.
+`fp8_products` are assumptions. The best published product with blocks of scales, DeepGEMM's, reaches 0.78 of
+the FP8 peak on an H800 (1,550 TFLOP/s, its README); the power limit lowers it as it lowers 16-bit products.
+cuBLAS multiplies blocks only on Hopper: on Blackwell, Triton does.
 Attention rates are from arXiv 2307.08691, figures 4 to 7 (A100), and arXiv 2407.08608, figures 5 to 7 (H100).
 Attention on the B200, the Triton kernels' backward pass, and `memory` are assumptions.
 
@@ -78,9 +81,10 @@ class Rates:
     """Rates that kernels reach on one kind of GPU.
 
     processors: number of multiprocessors. products: fraction of the peak rate within the tiles of large
-    matrix products. tile_s: seconds to start and to write a tile of the largest size. memory: fraction of the
-    memory bandwidth. shortest_s: seconds of the smallest kernel. contention: seconds that one second of a
-    concurrent collective adds to the kernels, since both share multiprocessors and bandwidth.
+    matrix products, fp8_products: of FP8 matrices. tile_s: seconds to start and to write a tile of the
+    largest size. memory: fraction of the memory bandwidth. shortest_s: seconds of the smallest kernel.
+    contention: seconds that one second of a concurrent collective adds to the kernels, since both share
+    multiprocessors and bandwidth.
     """
 
     processors: int
@@ -90,6 +94,7 @@ class Rates:
     tile_s: float = 5e-6
     shortest_s: float = 3e-6
     contention: float = 0.37
+    fp8_products: float = 0.6
 
 
 _FLASH, _CUDNN, _TRITON, _EFFICIENT = "flash", "cudnn", "triton", "efficient"
@@ -118,8 +123,8 @@ RATES = {
     "a100": Rates(108, 0.81, _A100_ATTENTION),
     "h100": Rates(132, 0.71, _H100_ATTENTION),
     "h200": Rates(132, 0.71, _H100_ATTENTION),
-    "b200": Rates(148, 0.56, _B200_ATTENTION),
-    "gb200": Rates(152, 0.56, _B200_ATTENTION),
+    "b200": Rates(148, 0.56, _B200_ATTENTION, fp8_products=0.35),
+    "gb200": Rates(152, 0.56, _B200_ATTENTION, fp8_products=0.35),
 }
 """Kind of GPU -> its rates. The kind is the value of --gpu up to the dash, such as a100 of a100-80gb."""
 
@@ -137,6 +142,10 @@ def kernel_seconds(kernel: Kernel, gpu: GPU, rates: Rates, dtype: str) -> float:
     peak = gpu.peak_flops[dtype]
     if is_attention(kernel):
         return max(seconds, kernel.flops / (peak * attention_part(kernel, rates)))
+    if kernel.name == "multiply_fp8":
+        return max(
+            seconds, _product_seconds(kernel, gpu.peak_flops["fp8"] * rates.fp8_products, rates, "fp8")
+        )
     return max(seconds, _product_seconds(kernel, peak * rates.products, rates, dtype))
 
 

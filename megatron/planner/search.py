@@ -18,8 +18,8 @@ from megatron.config import Config, ConfigError
 from megatron.config.model import padded_vocab_size
 from megatron.config.registries import PIPELINE_SCHEDULES
 from megatron.config.sections.parallel import ParallelConfig
+from megatron.config.sections.training import recomputation
 from megatron.errors import UserError
-from megatron.model.attention_choice import Implementation, training_attention
 from megatron.model.layer_kinds import layer_kinds, period, transformer_layers
 from megatron.model.pipeline_module import describe, layer_parameter_counts
 from megatron.mpu.mesh import Mesh
@@ -34,6 +34,7 @@ from megatron.planner.simulation.costs import PassCost, spec_bytes
 from megatron.planner.simulation.passes import Collective, Kernel
 from megatron.planner.simulation.stage_costs import ONE_STAGE, fewest_replicas, stage_costs
 from megatron.planner.step_time import Cluster, Rank, find_cluster
+from megatron.training.out_of_memory import cheap_modules, stores_scores
 
 MICRO_BATCHES = (1, 2, 4, 8, 16, 32, 64)
 PARTITION_METHODS = ("type:transformer", "type:transformer|embedding", "time", "memory")
@@ -50,6 +51,7 @@ _NAMED_IF_CHANGED = (
     "parallel.expert_model_parallel_size",
     "parallel.virtual_pipeline_stages",
     "parallel.tp_comm_overlap",
+    "training.recompute_modules",
 )
 
 Change = Mapping[str, Any]
@@ -78,10 +80,10 @@ def combinations(config: Config, node_size: int) -> Iterator[dict[str, Any]]:
     """Yields all changes to estimate: TP within a node, CP of long sequences, PP, EP, micro-batch,
     recomputation, ZeRO, schedule, stages per rank, and sequence parallelism, which experts need with TP."""
     parallel, layers, experts = config.parallel, config.model.num_layers, config.model.num_experts
-    own = {name: getattr(parallel, name.removeprefix("parallel.")) for name in _NAMED_IF_CHANGED}
-    has_scores = training_attention(config) == Implementation.UNFUSED
-    recomputations: list[tuple[bool, str | None]] = [(False, None), (True, None)]
-    recomputations += [(False, "selective")] if has_scores else []
+    own = {name: config.value(name) for name in _NAMED_IF_CHANGED}
+    modules: list[tuple[str, ...]] = [(), cheap_modules(config)]
+    modules += [("core_attn",)] if stores_scores(config) else []
+    recomputations = [recomputation(layers=True), *map(recomputation, dict.fromkeys(modules))]
     for tp_size in _divisors(parallel.world_size):
         if node_size % tp_size or config.model.heads_problem(tp_size):
             continue
@@ -97,7 +99,7 @@ def combinations(config: Config, node_size: int) -> Iterator[dict[str, Any]]:
                 count, rest = divmod(config.batch.global_batch_size // dp_size, micro_batch)
                 if rest or not count:
                     continue
-                for (schedule, virtual), zero_stage, (recomputes, granularity), sharded, ep_size in product(
+                for (schedule, virtual), zero_stage, recomputed, sharded, ep_size in product(
                     schedules(pp_size, layers, count), zero_stages, recomputations, sequence, expert_sizes
                 ):
                     overlaps = sharded and not PIPELINE_SCHEDULES[schedule].splits_backward
@@ -112,10 +114,9 @@ def combinations(config: Config, node_size: int) -> Iterator[dict[str, Any]]:
                         "parallel.sequence_parallel": sharded,
                         "parallel.tp_comm_overlap": overlaps and parallel.tp_comm_overlap,
                         "batch.micro_batch_size": micro_batch,
-                        "training.checkpoint_activations": recomputes,
-                        "training.recompute_granularity": granularity,
+                        **recomputed,
                     }
-                    yield {name: value for name, value in change.items() if own.get(name, ()) != value}
+                    yield {n: value for n, value in change.items() if n not in own or own[n] != value}
 
 
 def schedules(pp_size: int, layers: int, micro_batches: int) -> Iterator[tuple[str, int]]:
@@ -294,7 +295,7 @@ class Estimator:
         optimizer = cluster.kernel_seconds(update, config.precision.name)
 
         def exposed(collectives: float, passes: float) -> float:
-            hidden = min(collectives, passes)
+            hidden = 0.0 if config.training.uses_cuda_graph else min(collectives, passes)
             return collectives - hidden + cluster.contention * hidden
 
         if zero_stage == 3:  # both passes gather
@@ -343,6 +344,7 @@ class Estimator:
             parallel.expert_model_parallel_size,
             parallel.sequence_parallel,
             parallel.tp_comm_overlap,
+            config.training.recomputed_modules,
         )
         if key not in self._layers:
             arguments = (config, self._vocab_size, self._cluster)
@@ -400,7 +402,7 @@ class _LayerEstimate:
             rank = Rank(alone, cluster, 0)
 
             def seconds(passes: Iterable[PassCost], rank: Rank = rank) -> float:
-                return sum(rank.time(part.actions).total for part in passes)
+                return sum(rank.time(part.actions, is_pass=True).total for part in passes)
 
             times = [seconds(layer.forward for layer in layers), seconds(layer.backward for layer in layers)]
             kept = sum(layer.forward.change for layer in layers)

@@ -205,14 +205,15 @@ class Rank:
         per_stage = parallel.world_size // parallel.pipeline_model_parallel_size
         return Mesh.from_config(parallel, self.pipeline_rank * per_stage)
 
-    def time(self, actions: Iterable[Action], dtype: str | None = None) -> PassTime:
-        """Returns the predicted time of a list of actions. dtype: of matrix products; None: the run's."""
+    def time(self, actions: Iterable[Action], dtype: str | None = None, is_pass: bool = False) -> PassTime:
+        """Returns the predicted time of a list of actions. dtype: of matrix products; None: the run's.
+        is_pass: whether they are a forward or backward pass, which a CUDA graph launches at once."""
         cluster, dtype = self.cluster, dtype or self.config.precision.name
         return pass_time(
             actions,
             lambda kernel: cluster.kernel_seconds(kernel, dtype),
             lambda call: cluster.network.seconds(call, self.mesh),
-            cluster.launch_s,
+            0.0 if is_pass and self.config.training.uses_cuda_graph else cluster.launch_s,
             cluster.contention,
             self.config.parallel.needs_one_queue,
         )
@@ -223,7 +224,7 @@ def stage_times(run: Run, costs: Sequence[StageCosts], cluster: Cluster) -> list
     times = []
     for stage, cost in enumerate(costs):
         rank = Rank(run.config, cluster, run.stages.rank_of(stage))
-        forward, backward, weight = map(rank.time, cost.passes.values())
+        forward, backward, weight = (rank.time(part, is_pass=True) for part in cost.passes.values())
         whole = forward + backward + weight
         times.append(
             StageTime(

@@ -26,6 +26,7 @@ from megatron.cluster.watchdog import Watchdog
 from megatron.config import Config, ParallelConfig
 from megatron.config.mistakes import raise_first
 from megatron.config.rules import rule_mistakes
+from megatron.config.sections.training import recomputation
 from megatron.data.vocabulary import Vocabulary
 from megatron.engine.device_progress import flight_record
 from megatron.engine.pipeline_engine import GPTEngine
@@ -124,10 +125,11 @@ def build_trainer(
 
 # Settings that change only training steps, and their values for inference.
 _FOR_TRAINING = {
+    "precision.fp8_format": None,
+    "precision.fp8_recipe": None,
     "training.compile": False,
     "training.deterministic_mode": False,
-    "training.checkpoint_activations": False,
-    "training.recompute_granularity": None,
+    **recomputation(),
     "training.partition_activations": False,
     "training.checkpoint_in_cpu": False,
     "optimizer.use_apex": False,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from itertools import islice
 from typing import Any
@@ -15,7 +15,8 @@ from megatron.arguments import validate
 from megatron.cluster.devices import allocator_settings
 from megatron.cluster.exit_codes import RankStopped
 from megatron.config import Config
-from megatron.config.fields import setting_option
+from megatron.config.fields import setting_option, value_text
+from megatron.config.sections.training import RECOMPUTE_MODULES, recomputation
 from megatron.errors import UserError
 from megatron.model.attention_choice import Implementation, training_attention
 from megatron.pipeline.partition_method import parse_partition_method
@@ -103,47 +104,72 @@ def memory_flags(config: Config) -> Iterator[tuple[str, Config]]:
     The order is the one in which to try them: by the time that they typically cost, least first. The planner
     sorts them by the time that it predicts.
     """
-    # Experts need sequence parallelism with tensor parallelism.
-    further = {} if config.model.num_experts is None else {"parallel.sequence_parallel": True}
-    for setting, value in _candidates(config):
-        is_tensor_parallel = setting == "parallel.tensor_model_parallel_size"
-        change = {setting: value, **(further if is_tensor_parallel else {})}
+    for change in _candidates(config):
         changed = config.with_settings(change)
         try:
             validate(changed)
         except UserError:
             continue
-        options = (setting_option(name) + ("" if one is True else f" {one}") for name, one in change.items())
-        yield " ".join(options), changed
+        given = {setting_option(name): value for name, value in change.items() if value}
+        text = " ".join(name + ("" if one is True else f" {value_text(one)}") for name, one in given.items())
+        removed = [setting_option(name) for name in change if config.value(name) and not change[name]]
+        yield text + (f" without {' '.join(removed)}" if removed else ""), changed
 
 
-def _candidates(config: Config) -> Iterator[tuple[str, Any]]:
-    """Yields ('section.field', value) of settings that may reduce the memory."""
+def stores_scores(config: Config) -> bool:
+    """Returns whether layers store attention scores unless they are recomputed."""
+    return training_attention(config) == Implementation.UNFUSED
+
+
+def cheap_modules(config: Config) -> tuple[str, ...]:
+    """Returns the modules of --recompute-modules that save memory: what is recomputed now, stored scores, and
+    norms and activations, unless the compiler decides on them."""
+    model, training = config.model, config.training
+    wanted = set(training.recomputed_modules)
+    wanted |= {"core_attn"} if stores_scores(config) else set()
+    if not training.compile:
+        wanted |= {"layernorm"} if model.normalizes_inputs else set()
+        wanted |= {"mlp_act"} if model.has_dense_mlp else set()
+        wanted |= set() if model.num_experts is None else {"moe_act"}
+    return tuple(module for module in RECOMPUTE_MODULES if module in wanted)
+
+
+def _candidates(config: Config) -> Iterator[Mapping[str, Any]]:
+    """Yields settings, 'section.field' -> value, that may reduce the memory."""
     parallel, training, micro_batch = config.parallel, config.training, config.batch.micro_batch_size
     stage, last_stage = parallel.zero_stage + 1, 3 if parallel.pipeline_model_parallel_size == 1 else 1
     shards_more = parallel.dp_cp_size > 1 and stage <= last_stage
+    if training.uses_cuda_graph:  # it keeps the memory of the activations between the passes
+        yield {"training.cuda_graph_impl": "none"}
     if shards_more and stage == 1:
-        yield "parallel.zero_stage", stage
+        yield {"parallel.zero_stage": stage}
     if config.model.num_experts is not None:
-        yield "parallel.expert_model_parallel_size", 2 * parallel.expert_model_parallel_size
+        yield {"parallel.expert_model_parallel_size": 2 * parallel.expert_model_parallel_size}
     if parallel.tensor_model_parallel_size > 1 and not parallel.sequence_parallel:
-        yield "parallel.sequence_parallel", True
-    stores_scores = training_attention(config) == Implementation.UNFUSED
-    if stores_scores and not training.recomputes_layers and not training.recomputes_attention:
-        yield "training.recompute_granularity", "selective"
+        yield {"parallel.sequence_parallel": True}
+    modules = cheap_modules(config)
+    # Alone, because scores take most of the memory where they are stored.
+    if stores_scores(config) and not training.recomputes("core_attn"):
+        modules = ("core_attn",)
+    if not training.recomputes_layers and modules != training.recomputed_modules:
+        yield recomputation(modules)
     if micro_batch > 1:
-        yield "batch.micro_batch_size", micro_batch // 2
+        yield {"batch.micro_batch_size": micro_batch // 2}
     if shards_more and stage > 1:
-        yield "parallel.zero_stage", stage
-    if not training.recomputes_layers:
-        yield "training.checkpoint_activations", True
+        yield {"parallel.zero_stage": stage}
+    if training.recompute_granularity == "selective":
+        yield {**recomputation(), "training.recompute_granularity": "full"}
+    elif not training.recomputes_layers:
+        yield {"training.checkpoint_activations": True}
     if config.is_long_enough_for(2 * parallel.context_parallel_size):
-        yield "parallel.context_parallel_size", 2 * parallel.context_parallel_size
-    yield "parallel.tensor_model_parallel_size", 2 * parallel.tensor_model_parallel_size
+        yield {"parallel.context_parallel_size": 2 * parallel.context_parallel_size}
+    # Experts need sequence parallelism with tensor parallelism.
+    further = {} if config.model.num_experts is None else {"parallel.sequence_parallel": True}
+    yield {"parallel.tensor_model_parallel_size": 2 * parallel.tensor_model_parallel_size, **further}
     if not parse_partition_method(parallel.partition_method).stages:
-        yield "parallel.pipeline_model_parallel_size", 2 * parallel.pipeline_model_parallel_size
+        yield {"parallel.pipeline_model_parallel_size": 2 * parallel.pipeline_model_parallel_size}
     if not parallel.cpu_offload:
         # A published run with 8-bit moments and without the embedding norm stagnated.
         if config.model.embed_layernorm and not config.optimizer.use_bnb_optimizer:
-            yield "optimizer.use_bnb_optimizer", True
-        yield "parallel.cpu_offload", True
+            yield {"optimizer.use_bnb_optimizer": True}
+        yield {"parallel.cpu_offload": True}

@@ -70,7 +70,9 @@ def run(
     run = found.with_stamp()  # the first process of the node has written it
     with watchdog.phase(Phase.PREFLIGHT):
         fingerprint = run.fingerprint_at(broadcast_from_rank_0(run.start))
-        notes = [*notes, *check_kernels(config.training.require_kernels), *preflight(config, fingerprint)]
+        fp8 = config.precision.fp8_recipe is not None
+        notes = [*notes, *check_kernels(config.training.require_kernels, fp8)]
+        notes += preflight(config, fingerprint)
         notes += check_attention(config) + processes.device_notes(config)
     with watchdog.phase(Phase.LOAD):
         folders.connect(node)

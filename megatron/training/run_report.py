@@ -49,7 +49,7 @@ def _model_lines(run: Run) -> str:
     total, active = run.stages.total_parameters, run.stages.active_parameters
     per_token = f", of which a token uses {active:,}" if active != total else ""
     return (
-        f"model      {model_summary(run.config.model)}, {run.config.precision.name}\n"
+        f"model      {model_summary(run.config.model)}, {run.config.precision.title}\n"
         f"vocabulary {run.vocab.size:,} tokens, padded to {run.padded_vocab_size:,}\n"
         f"parameters {total:,}{per_token}\n"
         f"FLOPs      {_flops_line(run)}"

@@ -33,6 +33,7 @@ from megatron.training.data import RunData
 from megatron.training.garbage import collections_after_steps
 from megatron.training.harness.live import run_tasks
 from megatron.training.metrics import MetricsLogger, StepRecord, Throughput
+from megatron.training.profiler import StepProfiler
 from megatron.training.stability import StabilityMonitor, range_to_skip
 from megatron.training.startup_report import StartupReport
 from megatron.training.writers import make_writers
@@ -108,6 +109,7 @@ class Trainer:
         self.exits = ExitConditions(
             self.run.config.training, self.watchdog.report, self.checkpoints.ownership_lost_reason
         )
+        self.profiler = StepProfiler(self.run, self.metrics.print)
         self.startup_report = StartupReport(self.run)
         self.stability = StabilityMonitor(self.engine, self.metrics, self.checkpoints, self.watchdog)
 
@@ -122,11 +124,12 @@ class Trainer:
         self.exit_reason = self.exits.request(state.iteration, self.engine.device)
         if state.pending_evaluations and self.exit_reason is None:
             state = self._evaluate_interval(state, state.pending_evaluations)
-        with collections_after_steps() as collect_garbage:
+        with collections_after_steps() as collect_garbage, self.profiler:
             while state.iteration < self.run.length.iterations and self.exit_reason is None:
                 self.exit_code, previous = None, state.iteration
                 with self.watchdog.phase(Phase.STEP):
-                    state = self.advance(state)
+                    with self.profiler.iteration(previous + 1):
+                        state = self.advance(state)
                     self.stability.check_invariants(previous, state.iteration)
                     collect_garbage(self.updates.num_steps)
                 self.watchdog.report.set_iteration(state.iteration)

@@ -13,7 +13,7 @@ from deepspeed.accelerator import get_accelerator
 from megatron.arguments import parse_args
 from megatron.cluster.exit_codes import SharedUserError
 from megatron.cluster.preflight import check_attention
-from megatron.model.attention_canary import AttentionCase, attention_case, attention_problem
+from megatron.model.attention_canary import AttentionCase, attention_cases, attention_problem
 from tests.support.pool import run_world
 
 FLAGS = (
@@ -119,19 +119,24 @@ def test_attention_canary_is_an_error_if_attention_is_wrong_without_cudnn():
 @pytest.mark.parametrize(
     "flags,expected",
     [
-        ("--bf16", (192, 4, 4)),
-        ("--fp16 --attention-dropout 0 --tensor-model-parallel-size 2", (192, 2, 2)),
-        ("--bf16 --group-query-attention --num-query-groups 2 --tensor-model-parallel-size 4", (192, 1, 1)),
-        ("--bf16 --seq-length 4160 --max-position-embeddings 4160", (1024 + 64, 4, 4)),
-        ("--bf16 --context-parallel-size 2", (48, 4, 4)),
-        ("--bf16 --window-size 16 --window-pattern W F", (192, 4, 4)),
-        ("--bf16 --window-size 16", None),
-        ("--bf16 --position-embedding-type alibi", None),
-        ("--bf16 --reset-attention-mask", None),
-        ("", None),
+        ("--bf16", [(192, 4, 4, None)]),
+        ("--fp16 --attention-dropout 0 --tensor-model-parallel-size 2", [(192, 2, 2, None)]),
+        (
+            "--bf16 --group-query-attention --num-query-groups 2 --tensor-model-parallel-size 4",
+            [(192, 1, 1, None)],
+        ),
+        ("--bf16 --seq-length 4160 --max-position-embeddings 4160", [(1024 + 64, 4, 4, None)]),
+        ("--bf16 --context-parallel-size 2", [(48, 4, 4, None)]),
+        ("--bf16 --window-size 16 --window-pattern W F", [(192, 4, 4, None), (192, 4, 4, 16)]),
+        ("--bf16 --window-size 191", [(192, 4, 4, 96)]),
+        ("--bf16 --window-size 16 --reset-attention-mask", []),
+        ("--window-size 16", []),
+        ("--bf16 --position-embedding-type alibi", []),
+        ("--bf16 --reset-attention-mask", []),
+        ("", []),
     ],
 )
 def test_attention_canary_has_the_shape_of_a_rank(flags, expected):
     """Also with dropout, which an evaluation does not have."""
-    case = attention_case(parse_args([*FLAGS.split(), *flags.split()], {}))
-    assert (case and (case.seq, case.heads, case.groups)) == expected
+    cases = attention_cases(parse_args([*FLAGS.split(), *flags.split()], {}))
+    assert [(case.seq, case.heads, case.groups, case.window) for case in cases] == expected

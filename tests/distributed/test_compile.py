@@ -1,12 +1,16 @@
 """--compile changes how transformer layers are computed, and no number beyond rounding."""
 
+from functools import partial
+
 import pytest
 import torch
 
 from megatron.model.gpt_model import ParallelTransformerLayerPipe
+from tests.distributed.test_weight_gradient import products_that_add
 from tests.support.layouts import (
     DROPOUT,
     FP32_BOUND,
+    LOW_PRECISION_BOUND,
     Row,
     build_engine,
     config_of,
@@ -75,3 +79,43 @@ def test_compiled_layers_give_the_numbers_of_eager_ones(row, changes):
         # Training and evaluation, and not one graph per layer: PyTorch gives up after eight.
         if row.world_size == 1:
             assert graphs < layers
+
+
+def breaks_and_products(row, changes, compiles):
+    """History of some steps with products that add, and how many added; breaks of the graphs, and the hooks
+    that buckets count gradients with."""
+    torch._dynamo.reset()
+    torch._dynamo.utils.counters.clear()
+    changes = {**changes, "training": {**changes.get("training", {}), "compile": compiles}}
+    original = torch.compile
+    with products_that_add() as shapes, pytest.MonkeyPatch.context() as patch:
+        # Autograd's graphs are made, and no code, which takes long.
+        patch.setattr(torch, "compile", partial(original, backend="aot_eager"))
+        history = train(build_engine(config_of(row, **changes)), range(STEPS))
+    counters = torch._dynamo.utils.counters
+    return history, sorted(shapes), dict(counters["graph_break"]), counters["stats"]["unique_graphs"]
+
+
+@pytest.mark.gate(rows=1)
+@pytest.mark.parametrize(
+    ("row", "changes"),
+    [
+        (Row(micro_batch=4, precision="bf16", recompute=True), {"model": {"layer_arrangement": "parallel"}}),
+        # Several micro-batches in flight; the gradients of each bucket are reduced in the backward pass.
+        (Row(pp=2, dp=2, zero=1, micro_batch=1, precision="bf16"), {"parallel": {"ddp_bucket_size": 1}}),
+        (Row(cp=2, micro_batch=4, precision="bf16"), {}),
+        (Row(dp=2, micro_batch=4, zero=3, precision="bf16"), {}),
+    ],
+    ids=str,
+)
+def test_a_compiled_layer_with_dropout_is_one_graph_whose_products_add(row, changes):
+    changes = {**changes, "model": {**changes.get("model", {}), "hidden_dropout": 0.1}}
+    eager, compiled = (
+        run_world(row.world_size, breaks_and_products, row, changes, compiles) for compiles in (False, True)
+    )
+    for (expected, added, *_), (found, added_compiled, breaks, graphs) in zip(eager, compiled, strict=True):
+        assert max(relative_errors(found, expected)) < LOW_PRECISION_BOUND
+        assert added_compiled == added != []
+        assert graphs > 0
+        # Context parallelism gathers keys and values in functions that are not compiled.
+        assert row.cp > 1 or not breaks

@@ -88,7 +88,9 @@ def zero_grad_works(engine: GPTEngine) -> bool:
     for flat in engine.optimizer.flat:
         flat.local_gradients.fill_(1.0)
     engine.zero_grad()
-    return not any(flat.local_gradients.any() for flat in engine.optimizer.flat)
+    for flat in engine.optimizer.flat:
+        flat.complete_gradients()  # until then the values may be undefined
+    return not any(flat.owned_grad(p).any() for flat in engine.optimizer.flat for p in flat.parameters)
 
 
 def modes_work(engine: GPTEngine) -> bool:

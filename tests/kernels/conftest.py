@@ -25,17 +25,24 @@ def _bf16_products_are_of_values(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture(autouse=True)
-def _bf16_is_rounded_to_nearest(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The interpreter of triton 3.7.1 truncates fp32 to bf16, a GPU rounds to the nearest, ties to even."""
+def _is_rounded_to_nearest(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The interpreter of triton 3.7.1 truncates fp32 to bf16, and rounds ties to FP8 up. A GPU rounds to the
+    nearest, ties to even."""
     interpreter = pytest.importorskip("triton.runtime.interpreter")
     tl = pytest.importorskip("triton.language")
 
     original = interpreter._convert_float
+    formats = {
+        tl.bfloat16: (torch.bfloat16, torch.int16),
+        tl.float8e4nv: (torch.float8_e4m3fn, torch.int8),
+        tl.float8e5: (torch.float8_e5m2, torch.int8),
+    }
 
     def convert(values: Any, source: Any, target: Any, rounding: Any) -> Any:
-        if source != tl.float32 or target != tl.bfloat16:
+        if source != tl.float32 or target not in formats:
             return original(values, source, target, rounding)
-        rounded = torch.from_numpy(np.ascontiguousarray(values).view(np.float32)).bfloat16()
-        return rounded.view(torch.int16).numpy().view(np.uint16).reshape(values.shape)
+        dtype, bits = formats[target]
+        rounded = torch.from_numpy(np.ascontiguousarray(values).view(np.float32)).to(dtype)
+        return rounded.view(bits).numpy().view(f"u{dtype.itemsize}").reshape(values.shape)
 
     monkeypatch.setattr(interpreter, "_convert_float", convert)

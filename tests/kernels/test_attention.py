@@ -133,6 +133,13 @@ def test_16_bit_is_that_of_dense_attention_to_its_rounding(dtype, shape, kind):
     compare(shape, dtype, *kind)
 
 
+@pytest.mark.gate(rows=1)
+@pytest.mark.parametrize("shape", ["blocks", "wide heads"])
+def test_the_tiles_of_hopper_compute_equal_results(shape, monkeypatch):
+    monkeypatch.setattr("megatron.kernels.attention.compute_capability", lambda _: 90)
+    compare(shape, torch.bfloat16, True, True, True)
+
+
 @pytest.mark.parametrize("kind", [(True, True, True)])
 def test_a_tensor_parallel_rank_has_the_slopes_and_masks_of_its_heads(kind):
     compare("ragged", torch.float32, *kind, rank=1, size=4)
@@ -231,7 +238,7 @@ def test_only_blocks_with_a_pair_are_computed_and_only_blocks_with_a_forbidden_p
 
     def blocks(kernel):
         """Blocks with an allowed pair, and how many of them also have a forbidden one."""
-        sizes = tiles(kernel, torch.float32, head_dim)
+        sizes = tiles(kernel, torch.float32, head_dim, 80)
         tiled = [
             tile
             for sample in allowed

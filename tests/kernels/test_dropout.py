@@ -1,17 +1,20 @@
-"""The dropout kernel against its PyTorch reference, in triton's interpreter: bitwise equal."""
+"""The dropout kernels against their PyTorch reference, in triton's interpreter: bitwise equal, except for the
+gradient of the bias, a sum in another order."""
 
 from __future__ import annotations
 
 import itertools
+from functools import partial
 
 import pytest
 import torch
 from torch.overrides import TorchFunctionMode
 
-from megatron.kernels.dropout import fused_dropout_add, shard_offsets
+from megatron.kernels.dropout import KernelMask, fused_dropout_add, shard_offsets
 from megatron.mpu import random
+from megatron.mpu.compiled_operators import compiled_dropout_add
 from megatron.mpu.mesh import Axis
-from megatron.mpu.random import DropoutMask, DropoutRNG, dropout, keep_mask
+from megatron.mpu.random import DropoutMask, DropoutRNG, Part, dropout, keep_mask
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 SAMPLES = (7, 2**33 + 5, 123_456)
@@ -20,6 +23,7 @@ SAMPLES = (7, 2**33 + 5, 123_456)
 SHAPES = {
     "hidden": ((3, 3, 515), 1),
     "full tiles": ((4, 1, 512), 1),
+    "two blocks of rows": ((9, 1, 257), 1),
     "embedding": ((3, 5, 130), 0),
     "scores": ((2, 2, 3, 9), 0),
     "one element": ((1, 1, 1), 1),
@@ -40,7 +44,7 @@ def run_both(x, bias, residual, p, batch_dim, shard_dim=None, tp_group=None):
         return y if residual is None else residual + y
 
     def kernel(x, bias, residual):
-        return fused_dropout_add(x, bias, residual, keys, p, offsets)
+        return fused_dropout_add(x, bias, residual, KernelMask(keys, p, offsets))
 
     results = []
     for function in (reference, kernel):
@@ -66,8 +70,9 @@ class Additions(TorchFunctionMode):
         return function(*args, **(kwargs or {}))
 
 
+@pytest.mark.parametrize("drops", [True, False])
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_bias_and_residual_are_added_in_the_same_launch(monkeypatch, dtype):
+def test_bias_and_residual_are_added_in_the_same_launch(monkeypatch, dtype, drops):
     """`mpu.random.dropout_add` with the kernel, and its launches, against a call without the kernel."""
     x, residual = torch.randn(2, 3, 2, 33).to(dtype)
     bias, gradient = torch.randn(33).to(dtype), torch.randn(3, 2, 33).to(dtype)
@@ -75,23 +80,56 @@ def test_bias_and_residual_are_added_in_the_same_launch(monkeypatch, dtype):
     for kernels in (False, True):
         monkeypatch.setattr(random, "uses_kernels", lambda tensor, answer=kernels: answer)
         inputs = [tensor.clone().requires_grad_() for tensor in (x, residual, bias)]
-        rng = DropoutRNG(11, SAMPLES[:2])
+        mask = DropoutMask(0.3, DropoutRNG(11, SAMPLES[:2]), "4.mlp", 1, None, Axis("tp"))
         with Additions() as additions:
-            output = random.dropout_add(
-                *inputs[:2], 0.3, rng, "4.mlp", bias=inputs[2], batch_dim=1, tp_group=Axis("tp")
-            )
+            output = random.dropout_add(*inputs[:2], mask if drops else None, inputs[2])
         output.backward(gradient)
         results.append([output.detach(), *(tensor.grad for tensor in inputs)])
         assert additions.count == (0 if kernels else 2)
-    assert_equal_bits(results)
+    assert_equal(results, of_bias=3)
 
 
-def assert_equal_bits(results):
-    for expected, found in zip(*results, strict=True):
+@pytest.mark.parametrize("kernels", [False, True])
+@pytest.mark.parametrize("part", [None, Part(0, (range(3), range(15, 18)), 18)], ids=["whole", "part"])
+def test_a_compiled_layer_has_the_bits_of_an_eager_one(monkeypatch, part, kernels):
+    """The operator in a graph, whose only inputs are tensors: one graph serves all layers."""
+    monkeypatch.setattr(random, "uses_kernels", lambda _: kernels)
+    torch._dynamo.reset()
+    torch._dynamo.utils.counters.clear()
+    x, bias = torch.randn(6, 2, 33).bfloat16(), torch.randn(33).bfloat16()
+    residual, gradient = torch.randn(6, 2, 33), torch.randn(6, 2, 33)
+    settings = {"batch_dim": 1, "part": part}
+
+    @partial(torch.compile, backend="aot_eager", dynamic=False)
+    def compiled(x, residual, bias, keys):
+        return compiled_dropout_add(x, residual, 0.3, keys, bias=bias, **settings)
+
+    for salt in ("4.mlp", "5.mlp"):
+        rng, results = DropoutRNG(11, SAMPLES[:2]), []
+        for is_compiled in (False, True):
+            inputs = [tensor.clone().requires_grad_() for tensor in (x, residual, bias)]
+            if is_compiled:
+                output = compiled(*inputs, rng.device_keys(salt, x.device))
+            else:
+                mask = DropoutMask(0.3, rng, salt, 1, None, Axis("tp"), part)
+                output = random.dropout_add(*inputs[:2], mask, inputs[2])
+            output.backward(gradient)
+            results.append([output.detach(), *(tensor.grad for tensor in inputs)])
+        assert_equal(results, of_bias=3)
+    counters = torch._dynamo.utils.counters
+    assert counters["stats"]["unique_graphs"] == 1 and not counters["graph_break"]
+
+
+def assert_equal(results, of_bias=2):
+    """of_bias: index of the gradient of the bias."""
+    for index, (expected, found) in enumerate(zip(*results, strict=True)):
         assert (expected is None) == (found is None)
         if expected is not None:
             assert found.dtype == expected.dtype
-            assert torch.equal(found, expected)
+            if index == of_bias:
+                torch.testing.assert_close(found, expected)
+            else:
+                assert torch.equal(found, expected)
 
 
 @pytest.mark.gate(rows=7)
@@ -104,13 +142,13 @@ def test_output_and_gradients_are_those_of_the_reference(shape, has_bias, has_re
     x = torch.randn(size).to(dtype)
     bias = torch.randn(size[-1]).to(dtype) if has_bias else None
     residual = torch.randn(size).to(dtype) if has_residual else None
-    assert_equal_bits(run_both(x, bias, residual, 0.1, batch_dim))
+    assert_equal(run_both(x, bias, residual, 0.1, batch_dim))
 
 
 def test_with_an_fp32_residual_the_sum_is_fp32_and_the_product_16_bit():
     torch.manual_seed(4)
     x, residual = torch.randn(3, 2, 70).bfloat16(), torch.randn(3, 2, 70)
-    assert_equal_bits(run_both(x, None, residual, 0.2, 1))
+    assert_equal(run_both(x, None, residual, 0.2, 1))
 
 
 @pytest.mark.parametrize(
@@ -124,7 +162,7 @@ def test_shards_have_their_part_of_the_full_mask(shape, batch_dim, shard_dim):
     parts = []
     for rank, part in enumerate(ones.chunk(2, dim=shard_dim)):
         offsets = shard_offsets(part.shape, batch_dim, shard_dim, rank, 2)
-        parts.append(fused_dropout_add(part, None, None, keys, 0.4, offsets))
+        parts.append(fused_dropout_add(part, None, None, KernelMask(keys, 0.4, offsets)))
     mask = keep_mask(ones, DropoutMask(0.4, dropout_rng, "a", batch_dim, None, Axis("tp")))
     assert torch.equal(torch.cat(parts, dim=shard_dim) != 0, mask.bool())
 
@@ -145,7 +183,5 @@ def test_no_elements():
         torch.ones(0, 2, 8),
         None,
         None,
-        torch.tensor([1, 2]),
-        0.5,
-        shard_offsets(torch.Size((0, 2, 8)), 1, None, 0, 1),
+        KernelMask(torch.tensor([1, 2]), 0.5, shard_offsets(torch.Size((0, 2, 8)), 1, None, 0, 1)),
     ).shape == (0, 2, 8)

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import pytest
 import torch
+import torch.nn.functional as F
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils.checkpoint import checkpoint
 
@@ -11,6 +14,7 @@ from megatron.config.registries import GLU_ACTIVATIONS
 from megatron.kernels.gated import BLOCK, gated_activation
 from megatron.model import activations
 from megatron.model.activations import gated_by
+from megatron.mpu.recompute import recomputed
 
 # Sigmoids and exponentials in fp32, and rounding to 16 bits.
 TOLERANCE = {torch.float32: 4e-6, torch.bfloat16: 8e-3, torch.float16: 1e-3}
@@ -45,11 +49,28 @@ def passes_of(wide, run):
     return [y.detach(), leaf.grad]
 
 
+def test_an_output_that_is_recomputed_has_the_gradients_of_a_kept_one():
+    """The kernel's backward pass overwrites the input from which the output is recomputed before."""
+    wide, weight = torch.randn(3, 2, 10), torch.randn(4, 5)
+    results = []
+    for enabled in (False, True):
+        w = weight.clone().requires_grad_()
+
+        def run(x, w=w, enabled=enabled):
+            activation = partial(gated_activation, activation="swiglu")
+            y = activation(x)
+            with recomputed(activation, x, y, enabled):
+                return F.linear(y, w)
+
+        results.append([*passes_of(wide, run), w.grad])
+    assert all(map(torch.equal, *results))
+
+
 def test_recomputed_and_offloaded_inputs_have_the_gradients_of_kept_ones():
     wide = torch.randn(3, 2, 10)
     kept = passes_of(wide, lambda x: gated_activation(x, "swiglu"))
 
-    def recomputed(x):
+    def checkpointed(x):
         return checkpoint(lambda x: gated_activation(x * 1, "swiglu"), x, use_reentrant=False)
 
     def offloaded(x):
@@ -59,7 +80,7 @@ def test_recomputed_and_offloaded_inputs_have_the_gradients_of_kept_ones():
     def strided(x):
         return gated_activation(x.transpose(0, 1), "swiglu").transpose(0, 1)
 
-    for run in (recomputed, offloaded, strided):
+    for run in (checkpointed, offloaded, strided):
         for expected, found in zip(kept, passes_of(wide, run), strict=True):
             assert torch.equal(expected, found)
 

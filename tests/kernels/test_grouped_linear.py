@@ -10,6 +10,7 @@ from torch.utils.checkpoint import checkpoint
 from megatron.kernels import grouped_linear as kernels
 from megatron.mpu.deferred_gradients import DeferredGradients, accumulate
 from megatron.mpu.grouped_linear import Groups, grouped_linear
+from megatron.mpu.parameters import mark_main_grad, set_main_grad
 
 IMPLEMENTATIONS = {"mm": torch.float32, "grouped_mm": torch.bfloat16, "triton": torch.bfloat16}
 """Implementation -> a dtype that it computes with."""
@@ -71,7 +72,8 @@ def test_outputs_and_gradients_are_those_of_one_linear_layer_per_expert(
     implementation, dtype, case, with_bias, monkeypatch
 ):
     """Sums over two backward passes, the first with an expanded gradient. The weight's gradient is computed
-    at once or deferred. Only kernels add it to `main_grad`, and only if the optimizer has set it."""
+    at once or deferred. Only kernels add it to `main_grad`, and only if the optimizer has set it. The first
+    deferred gradient overwrites NaN."""
     choose(implementation, monkeypatch)
     groups = Groups(CASES[case][0])
     leaves = leaves_of(case, dtype, with_bias)
@@ -81,8 +83,10 @@ def test_outputs_and_gradients_are_those_of_one_linear_layer_per_expert(
     before = torch.randn(leaves[1].shape)
     for deferred, has_main_grad in ((None, with_bias), (DeferredGradients(), not with_bias)):
         x, weight, bias = (None if leaf is None else leaf.detach().requires_grad_() for leaf in leaves)
+        overwrites = deferred is not None
         if has_main_grad:
-            weight.main_grad = before.clone()
+            set_main_grad(weight, torch.full_like(before, torch.nan) if overwrites else before.clone())
+            mark_main_grad(weight, is_defined=not overwrites)
         for upstream in upstreams:
             y = grouped_linear(x, weight, bias, groups, deferred)
             y.backward(upstream)
@@ -90,7 +94,7 @@ def test_outputs_and_gradients_are_those_of_one_linear_layer_per_expert(
                 accumulate(deferred.take())
         adds = has_main_grad and implementation == "triton"
         assert (weight.grad is None) == adds
-        total = weight.main_grad - before if adds else weight.grad
+        total = weight.main_grad - (0.0 if overwrites else before) if adds else weight.grad
         found = [y.detach(), x.grad, total, *([] if bias is None else [bias.grad])]
         for value, exact in zip(found, expected, strict=True):
             assert value.dtype == (torch.float32 if value is total and adds else dtype)

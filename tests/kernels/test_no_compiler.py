@@ -49,7 +49,7 @@ def test_no_compiler_is_named_with_what_to_install(tmp_path):
     assert "Python's header files" in sentence and "TRITON_CACHE_DIR" in sentence
 
 
-def outcome(failing_rank, required):
+def outcome(failing_rank, required, fp8=False):
     """The sentence or the error of `check_kernels`, and whether kernels may still be used; on a device 'sim'
     on which one rank cannot launch."""
 
@@ -63,10 +63,15 @@ def outcome(failing_rank, required):
         patch("megatron.cluster.preflight.reason_against_kernels", reason),
     ):
         try:
-            found = check_kernels(required)
+            found = check_kernels(required, fp8)
         except SharedUserError as error:
             found = str(error)
         return found, os.environ.get("MEGATRON_KERNELS")
+
+
+def test_fp8_is_not_emulated_on_a_gpu():
+    for found, _ in run_world(2, outcome, 1, False, True):
+        assert "FP8 needs the Triton kernels: rank 1 on " in found and "remove --fp8-format" in found
 
 
 def test_no_compiler_on_one_node_means_no_kernels_on_all():

@@ -70,6 +70,7 @@ def test_the_benchmark_compares_every_kernel_with_its_reference(
             "split",
             "gated",
             "grouped",
+            "optimizer",
         }
         assert {row["verdict"] for row in rows} == {"ok"}
         of_fp32 = [row["error"] for row in rows if row["dtype"] == "float32"]

@@ -31,6 +31,7 @@ PP_2, PP_3, PP_4 = (f"--pipeline-model-parallel-size {size}" for size in (2, 3, 
 CP_2, CP_4 = (f"--context-parallel-size {size}" for size in (2, 4))
 WORLD_2, WORLD_3, WORLD_4, WORLD_8 = (f"--world-size {size}" for size in (2, 3, 4, 8))
 EP_2, EP_4 = (f"--num-experts 8 --expert-model-parallel-size {size}" for size in (2, 4))
+MODULES = "--recompute-granularity selective --recompute-modules layernorm mlp_act"
 ZERO_BUBBLE, DUALPIPEV = (f"--pipeline-schedule {name}" for name in ("zero-bubble", "dualpipev"))
 
 # Name -> flags. The order matters to the gate, which takes evenly spaced rows.
@@ -155,11 +156,24 @@ LAYOUTS = {
     "--moe-router-enable-expert-bias",
     "experts-2-zero3-allgather-recompute": f"{WORLD_4} {EP_2} --bf16 {ZERO_3} {RECOMPUTE} {NO_DROPOUT} "
     "--moe-token-dispatcher-type allgather --moe-shared-expert-intermediate-size 128",
+    "fp8-alone-recompute": f"--bf16 --fp8-recipe blockwise {RECOMPUTE}",
+    "fp8-tensor-2-data-2-sequence": f"{WORLD_4} {TP_2} --bf16 {ZERO_1} {SEQUENCE} --fp8-format hybrid",
+    "fp8-data-4-zero3": f"{WORLD_4} {ZERO_3} --bf16 --fp8-recipe blockwise {NO_DROPOUT}",
+    "fp8-tensorwise-2-zero-bubble-2": f"{WORLD_4} {TP_2} {PP_2} {ZERO_BUBBLE} --bf16 --fp8-recipe tensorwise",
+    "fp8-experts-2-pipeline-2": f"{WORLD_4} {EP_2} {PP_2} --bf16 --fp8-recipe blockwise "
+    "--moe-ffn-hidden-size 256",
     "all-three-spikes": f"{WORLD_8} {TP_2} {PP_2} --fp16 --spike-policy skip --sync-tp-duplicated-parameters",
 }
 
 # What LAYOUTS do not combine; only the plan is compared.
 MORE = {
+    "modules-fp16": f"--fp16 {MODULES} core_attn --position-embedding-type alibi",
+    "modules-sequence": f"{WORLD_4} {TP_2} {PP_2} --bf16 {LLAMA} {SEQUENCE} {MODULES}",
+    "modules-chunks-falcon": f"{WORLD_2} {TP_2} --bf16 {FALCON} {NO_DROPOUT} {SEQUENCE} --tp-comm-overlap "
+    f"{MODULES}",
+    "modules-zero3": f"{WORLD_2} --bf16 {ZERO_3} {LLAMA} {MODULES}",
+    "modules-experts-zero-bubble": f"{WORLD_4} {EP_2} {PP_2} {ZERO_BUBBLE} --bf16 {LLAMA} {MODULES} moe_act "
+    "--moe-shared-expert-intermediate-size 128",
     "plain-loss": f"{WORLD_2} {TP_2} --bf16 --loss-implementation plain",
     "average-zero1": f"{WORLD_4} {TP_2} --bf16 {ZERO_1} --sync-tp-duplicated-parameters",
     "zero3-tensor": f"{WORLD_4} {TP_2} --bf16 {ZERO_3} {SEQUENCE}",

@@ -5,21 +5,31 @@ from __future__ import annotations
 from functools import partial
 from unittest.mock import patch
 
+import pytest
 import torch
 
-from benchmarks.step_cost import least_layer_bytes
+from benchmarks.layer_bytes import least_forward_bytes
 from megatron.arguments import parse_args
+from megatron.config import OptimizerConfig, PrecisionConfig
 from megatron.kernels import grouped_linear as grouped
 from megatron.kernels import selection
-from megatron.kernels.dropout import fused_dropout_add, shard_offsets
+from megatron.kernels.dropout import KernelMask, fused_dropout_add, shard_offsets
 from megatron.kernels.gated import gated_activation
 from megatron.kernels.norms import CHUNK, copy_gradient_op, fused_norms
 from megatron.model.gpt_model import ParallelTransformerLayerPipe
 from megatron.model.layer_context import LayerContext
 from megatron.mpu.grouped_linear import Groups, grouped_linear
 from megatron.mpu.mesh import ONE_RANK, Axis
-from megatron.mpu.random import DropoutRNG, dropout_add
+from megatron.mpu.parameter_spec import ParameterSpec
+from megatron.mpu.parameters import new_parameter, next_main_grad
+from megatron.mpu.random import DropoutMask, DropoutRNG, dropout_add
+from megatron.mpu.weight_gradient import add_product
+from megatron.optimizer.flat_group import FlatGroup
 from megatron.optimizer.gradient_norm import accurate_norm
+from megatron.optimizer.loss_scale import LossScaler
+from megatron.optimizer.mixed_precision import MixedPrecisionOptimizer
+from megatron.optimizer.parameter_groups import make_optimizer, parameter_groups
+from megatron.optimizer.zero import ZeroConfig
 from tests.simulated.in_simulator import operation_sums, run_all, simulated_device
 
 # Of the 13B model: [seq, batch, hidden], bf16.
@@ -42,14 +52,14 @@ def _inputs(device):
 
 def reference(sim):
     x, residual = _inputs(sim.device)
-    dropout_add(x, residual, 0.1, DropoutRNG(1, [5]), "a", batch_dim=1, tp_group=Axis("tp"))
+    dropout_add(x, residual, DropoutMask(0.1, DropoutRNG(1, [5]), "a", 1, None, Axis("tp")))
 
 
 def kernel(sim, backward=False):
     x, residual = _inputs(sim.device)
     offsets = shard_offsets(x.shape, 1, None, 0, 1)
     keys = torch.empty(1, dtype=torch.int64, device=sim.device)
-    output = fused_dropout_add(x, None, residual, keys, 0.1, offsets)
+    output = fused_dropout_add(x, None, residual, KernelMask(keys, 0.1, offsets))
     assert sim.memory.total <= 3 * 2 * ELEMENTS + 1024  # inputs and output: no mask is kept
     if backward:
         # Not `backward`, which would copy the gradient of the residual into `residual.grad`.
@@ -75,6 +85,45 @@ def copied_gradient(sim):
     total = torch.empty_like(gradient, dtype=torch.float32)
     norm = torch.empty_like(total[0], dtype=torch.float64)
     copy_gradient_op(gradient, total, norm)
+
+
+MOMENTS = ["exp_avg", "exp_avg_sq"]
+
+
+def optimizer_step(uses_kernels):
+    """(launches, bytes per parameter) of a step's part that changes master weights, moments and weights."""
+    length = 2**20
+    with simulated_device() as sim, patch.object(selection, "_device_uses_kernels", lambda _: uses_kernels):
+        with torch.device(sim.device):
+            parameter = new_parameter(ParameterSpec((length,)), dtype=torch.bfloat16)
+        config = OptimizerConfig()
+        groups = parameter_groups([("3.weight", parameter)], 0.1)
+        scaler, zero = LossScaler(PrecisionConfig(bf16=True)), ZeroConfig(0)
+        plain = make_optimizer(groups, config)
+        optimizer = MixedPrecisionOptimizer(plain, {parameter: "3.weight"}, ONE_RANK, [], scaler, zero, 1.0)
+        optimizer.master_update.run(0.5)  # allocates the moments
+        (flat,) = optimizer.flat
+        assert [*optimizer.moments_of(flat)] == MOMENTS
+        before = operation_sums(sim)
+        optimizer.master_update.run(0.5)
+        launches, _, *moved = (b - a for a, b in zip(before, operation_sums(sim), strict=True))
+        return launches, sum(moved) / length
+
+
+def first_gradients(overwrites):
+    """Bytes per parameter of a step's start and its first micro-batch that fp32 sums of gradients cost."""
+    shape = (1024, 512)
+    with simulated_device() as sim:
+        with torch.device(sim.device):
+            parameter = new_parameter(ParameterSpec(shape), dtype=torch.bfloat16)
+        flat = FlatGroup({"params": [parameter]}, Axis("dp_cp"), False)
+        grad, x = (torch.empty(1, size, dtype=torch.bfloat16, device=sim.device) for size in shape)
+        before = operation_sums(sim)
+        flat.forget_gradients() if overwrites else flat.zero_gradients()
+        total, beta = next_main_grad(parameter)
+        add_product(total, grad.t(), x, beta=beta)
+        _, _, *moved = (b - a for a, b in zip(before, operation_sums(sim), strict=True))
+        return round(sum(moved) / parameter.numel(), 1)
 
 
 def gated_kernel():
@@ -126,14 +175,28 @@ def llama_layer():
         before = operation_sums(sim)
         layer(hidden)
         launches, _, *moved = (b - a for a, b in zip(before, operation_sums(sim), strict=True))
-        return launches, sum(moved) / least_layer_bytes(config)
+        return launches, sum(moved) / least_forward_bytes(config)
 
 
 def test_a_llama_layer_reads_and_writes_everything_about_once():
     ((launches, share),) = run_all([llama_layer])
-    # Norms, products, rotation, attention, activation, additions.
-    assert launches == 2 + 4 + 1 + 1 + 1 + 2
+    # Norm, products, rotation, attention, addition with norm, activation, addition.
+    assert launches == 1 + 4 + 1 + 1 + 1 + 1 + 1
     assert 0.95 < share <= 1.05
+
+
+def test_a_step_of_adam_moves_30_bytes_per_parameter():
+    """Gradient 4, master weight 8, two moments 16, 16-bit weight 2. The norm of the gradients, 4 bytes, comes
+    before. PyTorch also scales the gradient, 8, reads the master weight again, 4, and by its schema writes
+    the gradient, 4."""
+    kernel, pytorch = run_all([partial(optimizer_step, uses_kernels) for uses_kernels in (True, False)])
+    assert kernel == (1, 30.0)
+    assert pytorch == (4, pytest.approx(46.0, abs=0.1))
+
+
+def test_a_first_gradient_overwrites_its_sum():
+    """4 bytes per parameter instead of 12: zeros, a read and a write."""
+    assert run_all([partial(first_gradients, overwrites) for overwrites in (True, False)]) == [4.0, 12.0]
 
 
 def test_the_backward_pass_of_a_gated_activation_takes_no_memory():

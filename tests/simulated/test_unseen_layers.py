@@ -32,7 +32,7 @@ PARTS = {
     ),
     "arrangement and activation": (
         "--layer-arrangement half-sandwich --activation mish",
-        ("native_layer_norm", "softplus"),
+        ("add_norm", "softplus"),
         2 * H,
     ),
 }

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import itertools
+import math
 import re
 import subprocess
 import tempfile
+from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -15,18 +19,27 @@ from unittest.mock import patch
 import torch
 from torch import Tensor
 
-from megatron.kernels import gated, grouped_linear
+from megatron.kernels import adam, attention, fp8, gated, grouped_linear
+from megatron.kernels.activation import fused_activation
 from megatron.kernels.attention import AttentionMask, flash_attention
 from megatron.kernels.cross_entropy import (
     logit_statistics_and_gradient_op,
     logit_statistics_op,
     write_logit_gradient_op,
 )
-from megatron.kernels.dropout import ShardOffsets, fused_dropout_add, part_offsets, shard_offsets
+from megatron.kernels.dropout import (
+    NO_DROPOUT,
+    KernelMask,
+    ShardOffsets,
+    fused_dropout_add,
+    part_offsets,
+    shard_offsets,
+)
 from megatron.kernels.embedding import add_rows_op
+from megatron.kernels.layer_norm import add_norm
 from megatron.kernels.norms import copy_gradient_op, fused_norms
 from megatron.kernels.operators import Launch
-from megatron.kernels.rotary import Heads, split_and_rotate
+from megatron.kernels.rotary import HeadNorms, Heads, split_and_rotate
 
 ARCHITECTURES = (80, 90)
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
@@ -35,53 +48,74 @@ SEQ, HIDDEN = 2048, 5120
 
 @dataclass(frozen=True)
 class Variant:
-    """A launch, and the dtypes of its tensors; None for a tensor that is left out."""
+    """A launch, and the dtypes of its tensors; None for a tensor that is left out. Numbers stay numbers."""
 
     name: str
     launch: Launch
-    dtypes: tuple[torch.dtype | None, ...]
+    dtypes: tuple[torch.dtype | float | None, ...]
+
+    @property
+    def least_architecture(self) -> int:
+        """The first architecture with instructions for the dtypes."""
+        return 89 if {torch.float8_e4m3fn, torch.float8_e5m2} & {*self.dtypes} else 80
 
 
 @dataclass(frozen=True)
 class Resources:
     """Of a thread: registers, and bytes of local memory for spilled registers (`spills`) and for the stack.
-    Of a block: bytes of shared memory, which the launch asks for."""
+    Of a block: bytes of shared memory, which the launch asks for, and matrix products: (rows, columns, inner
+    length) of an instruction -> how often warps execute it. The code has the body of a loop once."""
 
     registers: int
     spills: int
     stack: int
     shared: int
+    products: dict[tuple[int, int, int], int]
+
+    @property
+    def flops(self) -> int:
+        return sum(2 * math.prod(shape) * count for shape, count in self.products.items())
 
 
-def variants() -> Iterator[Variant]:
-    """The launches of every kernel, as the operators make them on tensors of a run: each dtype, with and
-    without the tensors that may be left out (of attention only with all of them), aligned and unaligned
-    lengths, padded and unpadded heads, micro-batches of several samples and of one."""
+def variants(architecture: int = 80) -> Iterator[Variant]:
+    """The launches of every kernel, as the operators make them on tensors of a run on this architecture: each
+    dtype, with and without the tensors that may be left out, aligned and unaligned lengths, padded and
+    unpadded heads, micro-batches of several samples and of one."""
     for label, work in (
         *_dropout_cases(),
         ("norms", lambda: fused_norms([torch.ones(5000), torch.ones(7)])),
         *_copy_cases(),
+        *_adam_cases(),
         *_embedding_cases(),
         *_attention_cases(),
         *_cross_entropy_cases(),
         *_rotary_cases(),
         *_gated_cases(),
+        *_activation_cases(),
+        *_layer_norm_cases(),
         *_grouped_cases(),
+        *_fp8_cases(),
     ):
-        for launch, dtypes in _launches_of(work):
+        for launch, dtypes in launches_of(work, architecture):
             kernel = launch.name.partition(".")[2].removesuffix("_kernel")
             kernel += ", backward" if launch.numbers.get("BACKWARD") else ""
             yield Variant(f"{label}: {kernel}", launch, dtypes)
 
 
-def _launches_of(work: Callable[[], Any]) -> list[tuple[Launch, tuple[torch.dtype | None, ...]]]:
-    """Returns the launches of `work`, which are not carried out, with the dtypes of their tensors."""
+def launches_of(
+    work: Callable[[], Any], architecture: int
+) -> list[tuple[Launch, tuple[torch.dtype | float | None, ...]]]:
+    """Returns the launches of `work` on a GPU of this architecture, which are not carried out, with the
+    dtypes of their tensors."""
     launches = []
 
-    def record(launch: Launch, *tensors: Tensor | None) -> None:
-        launches.append((launch, tuple(None if tensor is None else tensor.dtype for tensor in tensors)))
+    def record(launch: Launch, *arguments: Tensor | float | None) -> None:
+        launches.append((launch, tuple(x.dtype if isinstance(x, Tensor) else x for x in arguments)))
 
-    with patch.object(Launch, "__call__", record):
+    with (
+        patch.object(Launch, "__call__", record),
+        patch.object(attention, "compute_capability", lambda _: architecture),
+    ):
         result = work()
         if isinstance(result, Tensor) and result.requires_grad:
             result.sum().backward()
@@ -110,9 +144,7 @@ def _dropout_cases() -> Iterator[Case]:
             _tensor(x, *shape),
             None if bias is None else _tensor(bias, shape[-1]),
             None if residual is None else _tensor(residual, *shape),
-            _integers(offsets.batch),
-            0.1,
-            offsets,
+            KernelMask(_integers(offsets.batch), 0.1, offsets),
         )
 
     whole = shard_offsets(torch.Size(hidden), 1, None, 0, 1)
@@ -136,6 +168,17 @@ def _copy_cases() -> Iterator[Case]:
         yield (
             f"norms, copied gradient {dtype}",
             lambda gradient=gradient, total=total, norm=norm: copy_gradient_op(gradient, total, norm),
+        )
+
+
+def _adam_cases() -> Iterator[Case]:
+    settings = {"factor": 0.5, "lr": 1e-3, "betas": (0.9, 0.95), "eps": 1e-8, "weight_decay": 0.1, "step": 1}
+    for dtype in ("bf16", "fp16", None):
+        state = [_tensor("fp32", SEQ * HIDDEN).detach() for _ in range(4)]
+        rounded = None if dtype is None else _tensor(dtype, SEQ * HIDDEN).detach()
+        yield (
+            f"optimizer {dtype}",
+            lambda state=state, rounded=rounded: adam.fused_adamw(*state, rounded, **settings),
         )
 
 
@@ -192,6 +235,21 @@ def _rotary_cases() -> Iterator[Case]:
             return sum(part.sum() for part in split_and_rotate(projected, table, table, heads))
 
         yield f"rotary {label}", work
+        if label not in ("bf16", "bf16, a quarter", "fp16, interleaved", "fp32"):
+            continue
+        for is_rms in (True, False) if label == "bf16" else (False,):
+            vectors = [_tensor(dtype, heads.head_dim) for _ in range(2 if is_rms else 4)]
+            norms = HeadNorms(*(*vectors, None, None)[:4], 1e-6, not is_rms)
+
+            def normed(
+                projected: Tensor = projected,
+                table: Tensor = table,
+                heads: Heads = heads,
+                norms: HeadNorms = norms,
+            ) -> Tensor:
+                return sum(part.sum() for part in split_and_rotate(projected, table, table, heads, norms))
+
+            yield f"normed rotary {label}, {'RMS' if is_rms else 'layer'} norm", normed
 
 
 def _gated_cases() -> Iterator[Case]:
@@ -202,6 +260,67 @@ def _gated_cases() -> Iterator[Case]:
             f"gated {activation} {dtype}",
             lambda wide=wide, activation=activation: gated.gated_activation(wide, activation),
         )
+
+
+def _activation_cases() -> Iterator[Case]:
+    for activation, dtype, has_bias in (
+        ("gelu", "bf16", True),
+        ("gelu_exact", "bf16", True),
+        ("gelu", "fp16", False),
+        ("gelu", "fp32", True),
+    ):
+        x, bias = _tensor(dtype, SEQ, 1, 4 * HIDDEN), _tensor(dtype, 4 * HIDDEN) if has_bias else None
+        yield (
+            f"activation {activation} {dtype}",
+            lambda x=x, bias=bias, activation=activation: fused_activation(x, bias, activation),
+        )
+
+
+def _layer_norm_cases() -> Iterator[Case]:
+    """The widest norms, with all sums over rows, and those of smaller models."""
+    # width, dtype, dtype of the residual, and whether it is an RMS norm, 1 + weight, with x and with dropout.
+    for width, dtype, residual_dtype, is_rms, zero_centered, adds, drops in (
+        (8192, "bf16", "bf16", False, False, True, True),
+        (8192, "bf16", "bf16", True, False, True, False),
+        (8192, "bf16", "fp32", False, True, True, False),
+        (4096, "bf16", "fp32", False, True, True, True),
+        (HIDDEN, "bf16", "bf16", False, False, True, True),
+        (4096, "bf16", "bf16", True, False, True, False),
+        (4096, "bf16", "bf16", True, False, False, False),
+        (2048, "fp16", "fp16", False, False, True, True),
+        (2048, "fp32", "fp32", False, False, True, True),
+        (768, "bf16", "bf16", False, False, False, False),
+        (100, "bf16", "bf16", True, True, True, False),
+    ):
+
+        def work(
+            width: int = width,
+            dtype: str = dtype,
+            residual_dtype: str = residual_dtype,
+            is_rms: bool = is_rms,
+            zero_centered: bool = zero_centered,
+            adds: bool = adds,
+            drops: bool = drops,
+        ) -> Tensor:
+            shape = (SEQ, 4, width)
+            offsets = shard_offsets(torch.Size(shape), 1, None, 0, 1)
+            assert offsets is not None
+            x, bias = (_tensor(dtype, *size) if adds else None for size in (shape, (width,)))
+            total, normed = add_norm(
+                x,
+                None if is_rms else bias,
+                _tensor(residual_dtype, *shape),
+                _tensor(dtype, width),
+                None if is_rms else _tensor(dtype, width),
+                1e-5,
+                zero_centered,
+                KernelMask(_integers(4), 0.1, offsets) if drops else NO_DROPOUT,
+            )
+            return total.sum() + normed.sum()
+
+        kind = "RMS" if is_rms else "layer"
+        label = f"{kind} norm {dtype} {width}, {residual_dtype} residual"
+        yield f"{label}{', sum' * adds}{', dropout' * drops}", work
 
 
 def _grouped_cases() -> Iterator[Case]:
@@ -224,14 +343,38 @@ def _grouped_cases() -> Iterator[Case]:
             grouped_linear.multiply_groups_op(x, weight, bias, ends, 100, False)
             grouped_linear.multiply_groups_op(grad, weight, None, ends, 100, True)
             grouped_linear.multiply_within_groups_op(grad, x, ends)
-            grouped_linear.add_products_within_groups_op(total, grad, x, ends)
+            for beta in (0.0, 1.0):
+                grouped_linear.add_products_within_groups_op(total, grad, x, ends, beta=beta)
             grouped_linear.sum_groups_op(grad, ends)
 
         yield f"grouped {dtype} {experts} x {n_out} x {n_in}", work
 
 
+def _fp8_cases() -> Iterator[Case]:
+    """Quantization of activations and of matrices, and the products of linear layers and of experts."""
+    e4m3, e5m2 = torch.float8_e4m3fn, torch.float8_e5m2
+    for label, dtype, whole in (("e4m3", e4m3, False), ("e5m2", e5m2, False), ("e5m2, tensors", e5m2, True)):
+
+        def work(dtype: torch.dtype = dtype, whole: bool = whole) -> None:
+            amax = torch.empty(1, device="meta") if whole else None
+            x, matrices = _tensor("bf16", 4096, HIDDEN).detach(), _tensor("bf16", 8, 1024, HIDDEN).detach()
+            bias, ends = _tensor("bf16", 8, 1024), _integers(8, dtype=torch.int32)
+            rows = fp8.Quantized(
+                torch.empty_like(x, dtype=dtype),
+                torch.empty(1 if whole else (HIDDEN // fp8.BLOCK, len(x)), device="meta"),
+            )
+            into = fp8.empty_matrices(matrices.shape, e4m3, whole, device="meta")
+            fp8.quantize_fp8_op(x, *rows, None, None, amax)
+            fp8.quantize_fp8_op(matrices, *into[0], *into[1], amax)
+            fp8.multiply_fp8_op(*rows, *into[0], bias, ends, 40, torch.bfloat16)
+            one = fp8.Quantized(into[0].codes[0], into[0].scales if whole else into[0].scales[0])
+            with patch.object(fp8, "_has_scaled_mm", lambda *_: False):
+                fp8.multiply_fp8_op(*rows, *one, bias[0], None, 32, torch.bfloat16)
+
+        yield f"fp8 {label}", work
+
+
 def _attention_cases() -> Iterator[Case]:
-    """Attention with ALiBi, documents and dropout, which needs the most registers."""
     # dtype, size of a head (80 and 96 are padded to 128), tokens, samples, heads, groups, first head.
     for dtype, head_dim, seq, batch, heads, groups, first_head in (
         ("bf16", 128, SEQ, 2, 8, 2, 0),
@@ -247,17 +390,54 @@ def _attention_cases() -> Iterator[Case]:
         ("fp32", 128, SEQ, 2, 8, 2, 0),
         ("fp32", 64, SEQ, 2, 8, 8, 0),
     ):
-        fused = _tensor(dtype, seq, batch, groups, heads // groups + 2, head_dim)
-        ranges = _integers(batch, seq, dtype=torch.int32)
-        slopes = _tensor("fp32", heads).detach()
-        mask = AttentionMask(slopes, ranges, ranges, _integers(batch), 0.1, first_head)
-
-        def work(fused: Tensor = fused, mask: AttentionMask = mask) -> Tensor:
-            query, key, value = fused.split((fused.shape[3] - 2, 1, 1), dim=3)
-            return flash_attention(query.flatten(2, 3), key.squeeze(3), value.squeeze(3), 0.1, mask)
-
         shape = f"{seq} tokens, {batch} x {heads} heads, {groups} groups"
-        yield f"attention {dtype} {head_dim}, {shape}", work
+        yield (
+            f"attention {dtype} {head_dim}, {shape}",
+            partial(attention_work, dtype, head_dim, "adr", (seq, batch, heads, groups), first_head),
+        )
+    for dtype, head_dim in itertools.product(("bf16", "fp16"), (128, 64)):
+        for features in ("", "d", "r"):
+            name = f"attention {dtype} {head_dim}, {FEATURES.get(features, 'plain')}"
+            yield name, partial(attention_work, dtype, head_dim, features)
+
+
+FEATURES = {"d": "dropout", "r": "ranges of keys"}
+
+
+def attention_work(
+    dtype: str,
+    head_dim: int,
+    features: str,
+    sizes: tuple[int, int, int, int] = (SEQ, 2, 8, 2),
+    first_head: int = 0,
+) -> Tensor:
+    """Runs attention on tensors without data. features: letters, a for ALiBi, d for dropout, r for ranges of
+    keys (documents or a window). sizes: tokens, samples, heads, groups."""
+    seq, batch, heads, groups = sizes
+    ranges = _integers(batch, seq, dtype=torch.int32) if "r" in features else None
+    slopes = _tensor("fp32", heads).detach() if "a" in features else None
+    sample_keys, dropout = (_integers(batch), 0.1) if "d" in features else (None, 0.0)
+    mask = AttentionMask(slopes, ranges, ranges, sample_keys, dropout, first_head)
+    fused = _tensor(dtype, seq, batch, groups, heads // groups + 2, head_dim)
+    query, key, value = fused.split((fused.shape[3] - 2, 1, 1), dim=3)
+    return flash_attention(query.flatten(2, 3), key.squeeze(3), value.squeeze(3), 0.1, mask)
+
+
+# Kernel of attention -> products of queries, keys and elements of a head.
+ATTENTION_PRODUCTS = {"forward": 2, "backward_query": 3, "backward_key": 4}
+
+
+def wasted_part(launch: Launch, found: Resources) -> float | None:
+    """Returns the part of the FLOPs in the code of an attention kernel that its tiles do not need; None for
+    other kernels, and for the three products that fp32 takes. Padding of the heads counts as needed."""
+    kernel = launch.name.partition(".attention_")[2].removesuffix("_kernel")
+    sizes = [launch.numbers.get(f"BLOCK_{name}") for name in ("QUERIES", "KEYS", "DIM")]
+    if kernel not in ATTENTION_PRODUCTS or not found.flops or found.products.keys() & TF32_SHAPES:
+        return None
+    return 1 - 2 * ATTENTION_PRODUCTS[kernel] * math.prod(sizes) / found.flops
+
+
+TF32_SHAPES = {(16, 8, 8), (16, 8, 4)}
 
 
 def compile_variant(variant: Variant, architecture: int, **options: int) -> Resources:
@@ -267,7 +447,8 @@ def compile_variant(variant: Variant, architecture: int, **options: int) -> Reso
     Registers and stack are those in the machine code, as `cuobjdump --dump-resource-usage` of the triton
     package prints them. Spills are its LOCAL bytes and, as the assembler may keep spilled registers on the
     stack, 4 bytes for each local-memory instruction in the disassembly. Shared memory is not in the code: its
-    size is that of the compiler's metadata.
+    size is that of the compiler's metadata. A group of 4 warps executes an HGMMA instruction together, and a
+    warp an HMMA instruction, which has 8 columns.
     """
     import triton
     from triton.backends.compiler import GPUTarget
@@ -291,11 +472,18 @@ def compile_variant(variant: Variant, architecture: int, **options: int) -> Reso
         assembly = _output(folder / "nvdisasm", "-c", file.name)
     found = {name: int(value) for name, value in re.findall(r"\b([A-Z]+):(\d+)", usage)}
     accesses = len(re.findall(r"\b(?:LDL|STL)\b", assembly))
+    warps = compiled.metadata.num_warps
+    products: Counter[tuple[int, int, int]] = Counter()
+    for rows, columns, inner in re.findall(r"\bHGMMA\.(\d+)x(\d+)x(\d+)", assembly):
+        products[int(rows), int(columns), int(inner)] += warps // 4
+    for inner in re.findall(r"\bHMMA\.168(\d+)", assembly):
+        products[16, 8, int(inner)] += warps
     return Resources(
         registers=found["REG"],
         spills=found["LOCAL"] + 4 * accesses,
         stack=found["STACK"],
         shared=compiled.metadata.shared,
+        products=products,
     )
 
 

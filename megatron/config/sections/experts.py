@@ -238,6 +238,12 @@ class ExpertConfig(Section):
             return unused | OPTIONS_OF_EXPERTS
         return unused if DENSE in self.moe_layer_freq else unused | {"ffn_hidden_size"}
 
+    @property
+    def has_dense_mlp(self) -> bool:
+        """Whether a layer has an MLP that each token uses: a dense one or a shared expert."""
+        is_dense = self.num_experts is None or DENSE in self.moe_layer_freq
+        return is_dense or self.moe_shared_expert_intermediate_size is not None
+
     def has_experts(self, layer: int) -> bool:
         """Returns whether a transformer layer, counted from 0, has experts."""
         return self.num_experts is not None and (

@@ -7,6 +7,7 @@ from typing import ClassVar
 
 from megatron.config.fields import Section, flag
 
+_PROFILE = {"logging.profile": "add it, or remove the flag"}
 LOG_LEVELS = ("debug", "info", "warning", "error", "critical")
 
 
@@ -62,6 +63,33 @@ class LoggingConfig(Section):
         False,
         help="with --num-experts: also log what is logged of the experts for each layer",
         used_with=("model.num_experts",),
+    )
+    profile: bool = flag(
+        False,
+        help="profile some iterations: by PyTorch's profiler with --use-pytorch-profiler, otherwise by "
+        "Nsight Systems (nsys profile --capture-range=cudaProfilerApi)",
+        excludes={"training.no_train": "only training iterations are profiled; remove one of the two"},
+    )
+    profile_step_start: int = flag(
+        10,
+        at_least=0,
+        help="with --profile: the iteration after which the profile starts",
+        needs=_PROFILE,
+    )
+    profile_step_end: int = flag(
+        12, at_least=1, help="with --profile: the last iteration of the profile", needs=_PROFILE
+    )
+    profile_ranks: tuple[int, ...] = flag(
+        (0,), nargs="+", at_least=0, help="with --profile: the ranks that are profiled", needs=_PROFILE
+    )
+    use_pytorch_profiler: bool = flag(
+        False,
+        help="with --profile: write a trace of each profiled rank to the folder of --tensorboard-dir, and "
+        "print the kernels with the most time",
+        needs={
+            **_PROFILE,
+            "logging.tensorboard_dir": "the traces are written to that folder; set it, or remove the flag",
+        },
     )
     log_path: str | None = flag(
         None, metavar="FILE", help="append the console output to this file, in addition to stdout"

@@ -338,6 +338,11 @@ class ModelConfig(ExpertConfig):
     )
 
     @property
+    def normalizes_inputs(self) -> bool:
+        """Whether attention and MLP read the output of a norm."""
+        return "input_layernorm" in LAYER_ARRANGEMENTS[self.layer_arrangement].norms
+
+    @property
     def query_groups(self) -> int:
         """Number of key heads, and of value heads. Without grouped queries, the number of query heads."""
         return self.num_query_groups if self.group_query_attention else self.num_attention_heads

@@ -22,6 +22,34 @@ class PrecisionConfig(Section):
     bf16: bool = flag(
         False, help="train in bf16; master weights and gradient accumulation are fp32", group=COMMON_FLAGS
     )
+    fp8_format: str | None = flag(
+        None,
+        choices=("e4m3", "hybrid"),
+        help="multiply the matrices of transformer layers in FP8, except for their own gradients: e4m3, or "
+        "hybrid, which has e5m2 for the gradients of outputs. Weights stay in bf16; router, embedding and "
+        "head compute in bf16. Needs an H100 or newer; on CPUs it is emulated (default: without FP8, or with "
+        "--fp8-recipe blockwise e4m3, with tensorwise hybrid)",
+        needs={
+            "precision.bf16": "all other operations of an FP8 run are in bf16; add --bf16, or remove "
+            "--fp8-format and --fp8-recipe"
+        },
+        excludes={
+            "parallel.tp_comm_overlap": "the products of its chunks are in bf16; remove --tp-comm-overlap, "
+            "or --fp8-format and --fp8-recipe"
+        },
+    )
+    fp8_recipe: str | None = flag(
+        None,
+        choices=("blockwise", "tensorwise"),
+        rejected={
+            "delayed": "the scales of earlier steps would depend on the layout; set blockwise or tensorwise",
+            "mxfp8": "it is not implemented; set blockwise",
+            "custom": "it is not implemented; set blockwise",
+        },
+        help="what shares a scale in FP8: blockwise, 128 elements of an activation, and 128 x 128 of a "
+        "weight; tensorwise, all elements of a tensor of a micro-batch, on all its ranks (default: blockwise "
+        "with --fp8-format)",
+    )
     loss_scale: float | None = flag(
         None,
         at_least=0,
@@ -58,7 +86,13 @@ class PrecisionConfig(Section):
     )
 
     def derive(self) -> dict[str, Any]:
-        return {"loss_scale": None} if self.loss_scale == 0 else {}
+        derived: dict[str, Any] = {"loss_scale": None} if self.loss_scale == 0 else {}
+        if self.fp8_format is not None and self.fp8_recipe is None:
+            derived["fp8_recipe"] = "blockwise"
+        if self.fp8_recipe is not None and self.fp8_format is None:
+            # The formats of Transformer Engine's recipes of these names.
+            derived["fp8_format"] = "e4m3" if self.fp8_recipe == "blockwise" else "hybrid"
+        return derived
 
     @property
     def name(self) -> str:
@@ -66,3 +100,9 @@ class PrecisionConfig(Section):
         if self.fp16:
             return "fp16"
         return "bf16" if self.bf16 else "fp32"
+
+    @property
+    def title(self) -> str:
+        """The precision in reports."""
+        fp8 = f" with FP8 ({self.fp8_recipe}, {self.fp8_format})" if self.fp8_recipe is not None else ""
+        return self.name + fp8

@@ -17,6 +17,15 @@ _RECOMPUTED_LAYERS = {
     "training.checkpoint_activations|training.recompute_granularity=full": "it needs "
     "checkpointed activations; add --checkpoint-activations or remove the flag"
 }
+RECOMPUTE_MODULES = ("core_attn", "layernorm", "mlp_act", "moe_act")
+_WHOLE_LAYERS = "set --recompute-granularity full, which recomputes whole layers"
+_OTHER_MODULES = {
+    "mlp": f"{_WHOLE_LAYERS}, or mlp_act",
+    "moe": f"{_WHOLE_LAYERS}, or moe_act",
+    "shared_experts": f"{_WHOLE_LAYERS}, or mlp_act",
+    "mla_up_proj": "multi-latent attention is not implemented; remove it",
+}
+"""Modules of Megatron-LM -> the alternative."""
 _HARNESS = {"training.eval_harness_tasks": "set the tasks, or remove the flag"}
 
 
@@ -153,9 +162,24 @@ class TrainingConfig(Section):
         None,
         choices=("selective", "full"),
         help="activations that the backward pass recomputes instead of storing them\n"
-        "selective: softmax and dropout of the attention, which take most of the memory with "
-        "--attention-dropout\n"
+        "selective: the outputs of --recompute-modules\n"
         "full: whole transformer layers, as with --checkpoint-activations",
+    )
+    recompute_modules: tuple[str, ...] = flag(
+        (),
+        nargs="+",
+        choices=RECOMPUTE_MODULES,
+        rejected=_OTHER_MODULES,
+        help="with --recompute-granularity selective: what is recomputed, one or several (default: "
+        "core_attn)\n"
+        "core_attn: softmax and dropout of the attention, where no fused kernel computes them\n"
+        "layernorm: outputs of the norms before attention and MLP\n"
+        "mlp_act: outputs of the activation of MLPs and shared experts\n"
+        "moe_act: outputs of the activation of experts",
+        needs={
+            "training.recompute_granularity=selective": "it selects what is recomputed; add the flag, or "
+            "remove --recompute-modules"
+        },
     )
     partition_activations: bool = flag(
         False,
@@ -177,6 +201,25 @@ class TrainingConfig(Section):
         False,
         help="compile the transformer layers with torch.compile, which needs a C++ compiler. The first "
         "iteration and the first evaluation take up to a minute longer, or less with a warm compile cache",
+    )
+    cuda_graph_impl: str = flag(
+        "none",
+        choices=("none", "local"),
+        help="local: capture the forward and backward pass of a micro-batch as one CUDA graph and replay it. "
+        "A replay takes one call of the host, so that small models are not limited by the host. Gradients "
+        "are reduced after the last micro-batch, without overlap",
+        excludes={
+            "parallel.pipeline_model_parallel_size": "a graph has the passes of one stage; remove one of the "
+            "two",
+            "parallel.zero_stage=2|parallel.zero_stage=3": "hooks gather and reduce within the passes; set "
+            "--zero-stage 1 or remove --cuda-graph-impl",
+            "precision.fp8_recipe": "the host decides when weights are quantized; remove --cuda-graph-impl",
+            "model.num_experts": "the host reads the tokens of each expert; remove --cuda-graph-impl",
+            "training.compile": "compiled layers may wait for the device; remove one of the two",
+            "training.checkpoint_in_cpu": "a pass copies to host memory; remove one of the two",
+            "parallel.tp_comm_overlap": "its chunks were never captured; remove one of the two",
+            "training.partition_activations": "DeepSpeed copies sizes to the host; remove one of the two",
+        },
     )
     deterministic_mode: bool = flag(
         False,
@@ -257,9 +300,27 @@ class TrainingConfig(Section):
         return self.checkpoint_activations or self.recompute_granularity == "full"
 
     @property
-    def recomputes_attention(self) -> bool:
-        """Whether only softmax and dropout of the attention are recomputed."""
-        return self.recompute_granularity == "selective"
+    def recomputed_modules(self) -> tuple[str, ...]:
+        """The modules of `RECOMPUTE_MODULES` whose output is recomputed."""
+        return (self.recompute_modules or ("core_attn",)) * (self.recompute_granularity == "selective")
+
+    def recomputes(self, module: str) -> bool:
+        """Returns whether the output of a module of `RECOMPUTE_MODULES` is recomputed."""
+        return module in self.recomputed_modules
+
+    @property
+    def uses_cuda_graph(self) -> bool:
+        """Whether a CUDA graph runs the passes of a micro-batch. Then no Python hook runs in them."""
+        return self.cuda_graph_impl != "none"
+
+
+def recomputation(modules: tuple[str, ...] = (), layers: bool = False) -> dict[str, Any]:
+    """Returns the settings that recompute only these modules of `RECOMPUTE_MODULES`, or whole layers."""
+    return {
+        "training.checkpoint_activations": layers,
+        "training.recompute_granularity": "selective" if modules else None,
+        "training.recompute_modules": () if modules == ("core_attn",) else modules,
+    }
 
 
 def _signal_name(text: str) -> str:

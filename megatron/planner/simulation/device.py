@@ -50,6 +50,7 @@ _PRODUCTS = frozenset("mm addmm bmm baddbmm".split())
 _GROUPED_PRODUCTS = frozenset("multiply_groups multiply_within_groups add_products_within_groups".split())
 # In-place operations without an implementation for fake tensors.
 _WITHOUT_META = frozenset(["_fused_sgd_"])
+_FP8_PRODUCT = "multiply_fp8"
 _ADD_PRODUCT = torch.ops.aten.addmm.dtype_out  # its implementation in torch 2.11 raises TypeError
 POINT_TO_POINT = ("send", "recv_")
 """c10d's names of the operations that send and receive a message."""
@@ -190,8 +191,8 @@ class SimulatedDevice(TorchDispatchMode):
             int(flop_registry[packet](*shaped, **kwargs, out_val=result)) if packet in flop_registry else 0
         )
         written = {id(x): x for x in (*outputs, *_mutated(func, args, kwargs))}
-        if _overwrites(func, name):
-            inputs = {key: x for key, x in inputs.items() if key not in written}
+        overwritten = {id(x) for x in _overwritten(func, name, args, kwargs)}
+        inputs = {key: x for key, x in inputs.items() if key not in overwritten}
         bytes_read, bytes_written = (sum(map(_bytes_of, x.values())) for x in (inputs, written))
         kernel = Kernel(name, flops, bytes_read + bytes_written)
         if flops:
@@ -361,6 +362,10 @@ def _product(func: Any, args: tuple) -> tuple[float, float, float] | None:
         queries, keys = operands[1:3] if is_aten and "backward" in name else operands[:2]
         seq = 2 if is_aten else 0
         return queries.shape[seq], keys.shape[seq], queries.shape[-1]
+    if name == _FP8_PRODUCT:
+        x, _, matrices = (argument for argument in args[:3] if isinstance(argument, Tensor))
+        groups = len(matrices) if matrices.dim() == 3 else 1
+        return len(x) / groups, matrices.shape[-2], matrices.shape[-1]
     if name in _GROUPED_PRODUCTS:
         return _grouped_product([x for x in args if isinstance(x, Tensor)])
     if name not in _PRODUCTS:
@@ -415,19 +420,24 @@ def _with_all_heads(name: str, args: list[Any]) -> list[Any]:
     return args
 
 
-def _mutated(func: Any, args: tuple, kwargs: dict[str, Any]) -> list[Tensor]:
-    """Returns the arguments that the operation writes to."""
+def _mutated(func: Any, args: tuple, kwargs: dict[str, Any], only: str | None = None) -> list[Tensor]:
+    """Returns the arguments that the operation writes to. only: of this name."""
     found: list[Tensor] = []
     for index, argument in enumerate(func._schema.arguments):
+        if only not in (None, argument.name):
+            continue
         if argument.alias_info is not None and argument.alias_info.is_write:
             value = args[index] if index < len(args) else kwargs.get(argument.name)
             found += _tensors((value,), {})
     return found
 
 
-def _overwrites(func: Any, name: str) -> bool:
-    """Returns whether the operation writes its mutated arguments without reading them."""
-    return name in ("copy_", "fill_", "zero_", "copy_gradient") or func._schema.overload_name == "out"
+def _overwritten(func: Any, name: str, args: tuple, kwargs: dict[str, Any]) -> list[Tensor]:
+    """Returns the arguments that the operation writes without reading them."""
+    names = ("copy_", "fill_", "zero_", "copy_gradient", "quantize_fp8")
+    if name in names or func._schema.overload_name == "out" or kwargs.get("beta") == 0.0:
+        return _mutated(func, args, kwargs)
+    return _mutated(func, args, kwargs, only="rounded") if name == "adamw" else []
 
 
 def _indexes_by_mask(name: str, args: tuple) -> bool:

@@ -258,7 +258,7 @@ def record_update(
             recorder.begin("gather", index)
             bucket.begin_forward()
         recorder.end()
-        state = simulated.memory.sizes_of(state_tensors(optimizer))
+        state = simulated.memory.sizes_of(state_tensors(on_device.model, optimizer))
         count = len(optimizer.buckets)
         before_layers = [recorder.cost("gather", index).actions for index in range(count)]
         waits = [sum(isinstance(action, Wait) for action in part) for part in before_layers]
@@ -283,9 +283,7 @@ def record_update(
 
 def _make_optimizer_state(optimizer: MixedPrecisionOptimizer) -> None:
     """Runs a first optimizer step, in which optimizers allocate their state."""
-    for flat in optimizer.flat:
-        flat.set_master_grad(1.0)
-    optimizer.update_masters()
+    optimizer.master_update.run(1.0)
 
 
 @dataclass(frozen=True)

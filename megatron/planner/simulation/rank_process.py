@@ -15,6 +15,7 @@ from deepspeed.accelerator.cpu_accelerator import CPU_Accelerator
 from torch import Tensor
 from torch.testing._internal.distributed.fake_pg import _create_fake_pg
 
+from megatron.model.pipeline_module import GPTModelPipe
 from megatron.mpu.mesh import Axis, Mesh
 from megatron.mpu.parameter_spec import ParameterSpec
 from megatron.optimizer.mixed_precision import MixedPrecisionOptimizer
@@ -136,9 +137,10 @@ def no_values(
     return torch.empty(spec.local_shape(axes))
 
 
-def state_tensors(optimizer: MixedPrecisionOptimizer) -> dict[str, list[Tensor]]:
-    """Returns the optimizer's weights, gradients, and master weights with their moments."""
-    found: dict[str, list[Tensor]] = {"parameters": [], "gradients": [], "optimizer": []}
+def state_tensors(model: GPTModelPipe, optimizer: MixedPrecisionOptimizer) -> dict[str, list[Tensor]]:
+    """Returns the weights with their FP8 copies, the gradients, and the master weights with their moments."""
+    copies = [] if model.fp8 is None else model.fp8.copies
+    found: dict[str, list[Tensor]] = {"parameters": [*copies], "gradients": [], "optimizer": []}
     for flat in optimizer.flat:
         found["parameters"] += [flat.weights, flat.local_weights]
         found["gradients"] += [flat.gradients, flat.local_gradients, flat.reduced_grad_norms]

@@ -26,6 +26,7 @@ from megatron.config.sections.logging import LoggingConfig
 from megatron.config.sections.optimizer import OptimizerConfig
 from megatron.config.sections.parallel import ParallelConfig
 from megatron.config.sections.schedule import ScheduleConfig
+from megatron.config.sections.training import recomputation
 from megatron.model.attention_choice import run_uses_kernels
 from megatron.model.layer_kinds import (
     LayerDescription,
@@ -437,8 +438,7 @@ def _update_config(
         "model.attention_dropout": 0.0,
         "batch.micro_batch_size": 1,
         "batch.global_batch_size": replicas,
-        "training.checkpoint_activations": False,
-        "training.recompute_granularity": None,
+        **recomputation(),
         "training.partition_activations": False,
         "training.checkpoint_in_cpu": False,
     }

@@ -128,8 +128,10 @@ def simulate_rank(config: Config, rank: int, micro_batches: int | None = None) -
     no_report = patch.object(StartupReport, "lines", lambda *_: iter(()))
     with simulated_process(mesh, accelerator), no_report:
         trainer = _make_trainer(dataclasses.replace(run, config=config, mesh=mesh))
-        optimizer = trainer.engine.optimizer
-        accelerator.on_step = lambda: simulated.memory.mark_state(chain(*state_tensors(optimizer).values()))
+        engine = trainer.engine
+        accelerator.on_step = lambda: simulated.memory.mark_state(
+            chain(*state_tensors(engine.module, engine.optimizer).values())
+        )
         start_peak = simulated.memory.peak
         state = TrainingState(first, 0, 0)
         for _ in range(_STEPS):  # not `train`: at its end it gathers weights that the next step would gather

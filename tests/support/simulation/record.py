@@ -113,8 +113,10 @@ class StepRecord:
     def __post_init__(self) -> None:
         for instruction, found in self._occurrences.items():
             for count in found[2:-1] if instruction.kind in _REDUCING_PASSES else found[2:]:
-                if count != found[1]:
-                    raise ValueError(f"{instruction} differs between micro-batches: {found[1]}, {count}")
+                if count != self.rest[instruction]:
+                    raise ValueError(
+                        f"{instruction} differs between micro-batches: {self.rest[instruction]}, {count}"
+                    )
 
     @cached_property
     def _occurrences(self) -> dict[Instruction, list[OpCounts]]:
@@ -127,9 +129,11 @@ class StepRecord:
     def first(self) -> dict[Instruction, OpCounts]:
         return {instruction: found[0] for instruction, found in self._occurrences.items()}
 
-    @property
+    @cached_property
     def rest(self) -> dict[Instruction, OpCounts]:
-        return {instruction: found[1] for instruction, found in self._occurrences.items() if found[1:]}
+        # The second one may finish the reduction of the first one, which overwrites the sums.
+        index = {name: 2 if len(found) > 3 else 1 for name, found in self._occurrences.items()}
+        return {name: found[index[name]] for name, found in self._occurrences.items() if found[1:]}
 
     @property
     def last(self) -> dict[Instruction, OpCounts]:

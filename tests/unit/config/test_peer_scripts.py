@@ -31,7 +31,7 @@ OPTIONS = (
     "--recompute-granularity full --recompute-method uniform --deepspeed-activation-checkpointing "
     "--wandb-project pretrain-llama2 --wandb-exp-name exp0 --wandb-save-dir wandb"
 )
-# examples/llama/train_llama3_8b_h100_fp8.sh (Megatron-LM, 157006d6) without its --fp8 flags, 8 GPUs.
+# examples/llama/train_llama3_8b_h100_fp8.sh (Megatron-LM, 157006d6) 8 GPUs.
 LLAMA_3 = (
     "--use-mcore-models --num-layers 32 --hidden-size 4096 --ffn-hidden-size 14336 --num-attention-heads 32 "
     "--group-query-attention --num-query-groups 8 --kv-channels 128 --seq-length 8192 "
@@ -42,6 +42,7 @@ LLAMA_3 = (
     "--global-batch-size 128 --train-samples 1953125000 --lr-decay-samples 1949218748 --lr-warmup-samples "
     "3906252 --lr 0.00015 --min-lr 0.00001 --decoupled-lr 5.0e-4 --decoupled-min-lr 4.5e-5 --lr-decay-style "
     "cosine --clip-grad 1.0 --weight-decay 0.1 --adam-beta1 0.9 --adam-beta2 0.95 --bf16 "
+    "--fp8-format hybrid --fp8-amax-history-len 1024 --fp8-amax-compute-algo max --fp8-param-gather "
     "--grad-reduce-in-bf16 --cross-entropy-loss-fusion --calculate-per-token-loss --manual-gc "
     "--empty-unused-memory-level 1 --exit-duration-in-mins 235 --use-distributed-optimizer "
     "--overlap-grad-reduce --overlap-param-gather --tensor-model-parallel-size 1 --context-parallel-size 1 "

@@ -119,6 +119,26 @@ REFUSED = """
 --checkpoint-in-cpu --recompute-granularity selective => --checkpoint-in-cpu; --checkpoint-activations
 --checkpoint-activations --recompute-granularity selective
     => --checkpoint-activations; --recompute-granularity selective; remove one
+--profile-step-end 20 => --profile-step-end 20 without --profile
+--profile --use-pytorch-profiler => --use-pytorch-profiler without --tensorboard-dir; set it
+--profile --profile-step-start 12 => --profile-step-start 12 with --profile-step-end 12; no iteration
+--profile --profile-ranks 0 3 => --profile-ranks 3: expected ranks below the number of processes, 1
+--profile --no-train --load a => --profile with --no-train
+--recompute-modules layernorm => --recompute-modules layernorm without --recompute-granularity selective; add
+--recompute-granularity full --recompute-modules layernorm => --recompute-modules layernorm; selective
+--recompute-granularity selective --recompute-modules norm
+    => --recompute-modules is 'norm': expected one of core_attn, layernorm, mlp_act, moe_act
+--recompute-granularity selective --recompute-modules layernorm mlp
+    => --recompute-modules mlp is not supported: set --recompute-granularity full; or mlp_act
+--recompute-granularity selective --recompute-modules shared_experts
+    => --recompute-modules shared_experts is not supported; or mlp_act
+--recompute-granularity selective --recompute-modules mla_up_proj
+    => --recompute-modules mla_up_proj is not supported; multi-latent attention
+--recompute-granularity selective --recompute-modules moe_act => moe_act without --num-experts; mlp_act
+--recompute-granularity selective --recompute-modules mlp_act --num-experts 4 --moe-ffn-hidden-size 8
+    => --recompute-modules mlp_act: all MLPs are experts; moe_act
+--recompute-granularity selective --recompute-modules layernorm --compile
+    => --recompute-modules layernorm with --compile; remove --compile
 --world-size 2 --tensor-model-parallel-size 2 --sequence-parallel --checkpoint-activations
     --partition-activations
     => --partition-activations; --sequence-parallel; remove --partition-activations
@@ -214,7 +234,13 @@ NO_EFFECT = """
            --adam-eps has no effect with --optimizer sgd
 --recompute-granularity selective --attention-dropout 0
     => --recompute-granularity has no effect with --attention-dropout 0: fused attention stores no attention
-           scores to recompute (full reduces memory)
+           scores to recompute (other --recompute-modules and full reduce memory)
+--recompute-granularity selective --recompute-modules core_attn layernorm --attention-dropout 0
+    => --recompute-modules has no effect for core_attn with --attention-dropout 0: fused attention stores no
+           attention scores to recompute (other --recompute-modules and full reduce memory)
+--recompute-granularity selective --recompute-modules layernorm mlp_act --attention-dropout 0 =>
+--zero-stage 1 --no-overlap-grad-reduce --cuda-graph-impl local --attention-dropout 0 --world-size 2
+    => --no-overlap-grad-reduce has no effect with --cuda-graph-impl local, which overlaps neither
 --recompute-granularity selective =>
 --node-size 8 => --node-size has no effect without --dry-run and --gpu
 --checkpoint-activations --partition-activations

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import itertools
 import logging
-from types import SimpleNamespace
+import sys
+from types import ModuleType, SimpleNamespace
 
 import pytest
 import torch
@@ -31,18 +32,23 @@ KERNELS = (None, "MEGATRON_KERNELS=pytorch is set")
 
 
 @for_each(
-    "dropout, alibi, documents, seq, head_dim, on_cpu, window, context, kernels",
-    itertools.product((0.0, 0.1), BOTH, BOTH, (2048, 2049), (128, 256), BOTH, (None, 64), BOTH, KERNELS),
+    "dropout, alibi, documents, seq, head_dim, on_cpu, window, context, kernels, flash",
+    itertools.product(
+        *((0.0, 0.1), BOTH, BOTH, (2048, 2049), (128, 256, 264), BOTH, (None, 64), BOTH, KERNELS, BOTH)
+    ),
 )
-def test_every_combination(dropout, alibi, documents, seq, head_dim, on_cpu, window, context, kernels):
+def test_every_combination(dropout, alibi, documents, seq, head_dim, on_cpu, window, context, kernels, flash):
     if on_cpu:
-        kernels = "the device is a CPU"
-    choice, reason = choose_attention(
-        AttentionRequirements(dropout, alibi, documents, seq, head_dim, on_cpu, kernels, window, context)
-    )
+        kernels, flash = "the device is a CPU", False
+    requirements = (dropout, alibi, documents, seq, head_dim, on_cpu, kernels, window, context, flash)
+    choice, reason = choose_attention(AttentionRequirements(*requirements))
     plain = not (dropout or alibi or documents or window)
     assert (choice == Implementation.SDPA) == plain
-    assert (choice == Implementation.TRITON) == (not plain and kernels is None and head_dim == 128)
+    only_window = window and not (dropout or alibi or documents)
+    by_flash = only_window and flash and kernels is None and head_dim <= 256
+    assert (choice == Implementation.FLASH_WINDOW) == bool(by_flash)
+    fits = not plain and not by_flash and kernels is None and head_dim == 128
+    assert (choice == Implementation.TRITON) == fits
     is_dense = choice in (Implementation.UNFUSED, Implementation.BIASED_SDPA)
     if context or (not on_cpu and seq > 2048):
         assert not is_dense
@@ -52,7 +58,7 @@ def test_every_combination(dropout, alibi, documents, seq, head_dim, on_cpu, win
     for word, used in zip(words, (dropout, alibi, documents, window), strict=True):
         assert (word in reason) == bool(used)
     if choice in (Implementation.BLOCKS, Implementation.UNFUSED, Implementation.BIASED_SDPA):
-        assert (kernels or "heads of 256 are larger than 128") in reason
+        assert (kernels or f"heads of {head_dim} are larger than 128") in reason
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -114,6 +120,24 @@ def test_attention_with_a_bias_on_cuda_does_not_choose_cudnn(monkeypatch):
         for is_cuda in (True, False)
     ]
     assert found == [(False, True), (True, True)]
+
+
+@pytest.mark.parametrize("all_have_it", BOTH)
+def test_flash_attention_3_replaces_the_flash_kernels_if_all_ranks_have_it(all_have_it, monkeypatch):
+    library = torch.library.Library("flash_attn_3", "DEF")
+    for name in ("fwd", "bwd"):
+        library.define(f"{name}(Tensor x) -> Tensor")
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (9, 0))
+    monkeypatch.setattr(attention_choice, "find_spec", lambda _: object())
+    monkeypatch.setitem(sys.modules, "flash_attn_interface", ModuleType("flash_attn_interface"))
+    monkeypatch.setattr(attention_choice, "gather_from_all_ranks", lambda value: [value, all_have_it])
+    try:
+        notes = attention_choice.use_flash_attention_3()
+        assert torch.nn.attention.current_flash_attention_impl() == ("FA3" if all_have_it else None)
+        assert len(notes) == all_have_it
+    finally:
+        torch.nn.attention.restore_flash_attention_impl()
+        library._destroy()
 
 
 def test_the_reason_is_logged_once(caplog):

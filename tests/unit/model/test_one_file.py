@@ -9,8 +9,8 @@ from megatron.model.single_process import GPTModel
 from tests.end_to_end.command import ROOT
 from tests.support.layouts import EOD, VOCAB, Row, config_of
 
-# Parts of a layer with a separate file, because there are several to choose from.
-PARTS = {"megatron.model.core_attention", "megatron.model.norm", "megatron.model.position"}
+# Parts of a layer with a separate file: of some there are several to choose from, additions choose a kernel.
+PARTS = {f"megatron.model.{name}" for name in ("core_attention", "norm", "position", "residual")}
 
 
 def test_every_layer_is_defined_in_one_file() -> None:

@@ -11,6 +11,7 @@ from megatron.config.registries import GPUS
 from megatron.mpu import logit_chunks, weight_gradient
 from megatron.mpu.cross_entropy import vocab_parallel_cross_entropy, vocab_parallel_linear_cross_entropy
 from megatron.mpu.mesh import Axis
+from megatron.mpu.parameters import mark_main_grad, set_main_grad
 from tests.support.tracked_memory import TrackedMemory
 
 ONE = Axis("tp")
@@ -144,12 +145,12 @@ def test_given_logits_in_fp32_are_not_copied_and_16_bit_ones_once():
 @pytest.mark.parametrize("dtype", BOUNDS)
 def test_the_weights_gradient_goes_to_main_grad_in_fp32(dtype):
     hidden, weight, labels = make_inputs(dtype)
-    main_grad = torch.zeros(ROWS, HIDDEN)
+    main_grad = torch.full((ROWS, HIDDEN), torch.nan)
+    set_main_grad(weight, main_grad)
+    mark_main_grad(weight, is_defined=False)
     expected = torch.zeros(ROWS, HIDDEN, dtype=torch.float64)
     for factor in (1.0, 0.5, 64.0):
-        losses = vocab_parallel_linear_cross_entropy(
-            hidden, weight, labels, ONE, ROWS, main_grad=main_grad, loss_gradient=factor
-        )
+        losses = vocab_parallel_linear_cross_entropy(hidden, weight, labels, ONE, ROWS, loss_gradient=factor)
         (losses.sum() * factor).backward()
         upstream = torch.full(labels.shape, factor)
         expected += reference(hidden, weight, labels, ROWS, upstream, None, 0.0)[2]
@@ -167,9 +168,9 @@ def test_products_that_add_to_the_sum_round_nothing(monkeypatch, dtype, options)
     rounded to 16 bits. The test's fp32 product stands for the device's product."""
     errors, added = [], []
 
-    def add(total, a, b, factor=1.0):
+    def add(total, a, b, factor=1.0, beta=1.0):
         added.append(total)
-        total.add_(a.float() @ b.float(), alpha=factor)
+        total.copy_(factor * (a.float() @ b.float()) + (beta * total if beta else 0.0))
 
     monkeypatch.setattr(weight_gradient, "add_product", add)
     hidden, weight, labels = make_inputs(dtype)
@@ -179,7 +180,10 @@ def test_products_that_add_to_the_sum_round_nothing(monkeypatch, dtype, options)
             weight_gradient, "supports_fused_accumulation", lambda tensor, answer=adds: answer
         )
         upstream = UPSTREAM["any" if options == "any" else "sum"]
-        weight.grad, weight.main_grad = None, None if options == "any" else torch.zeros(ROWS, HIDDEN)
+        weight.grad = None
+        if options != "any":
+            set_main_grad(weight, torch.full((ROWS, HIDDEN), torch.nan))
+            mark_main_grad(weight, is_defined=False)
         losses = vocab_parallel_linear_cross_entropy(
             hidden,
             weight,
@@ -187,11 +191,10 @@ def test_products_that_add_to_the_sum_round_nothing(monkeypatch, dtype, options)
             ONE,
             ROWS,
             token_weights=token_weights,
-            main_grad=weight.main_grad,
             loss_gradient=2.5,
         )
         losses.backward(upstream)
-        found = weight.grad if weight.main_grad is None else weight.main_grad
+        found = weight.grad if options == "any" else weight.main_grad
         expected = reference(hidden, weight, labels, ROWS, upstream, token_weights, 0.0)[2]
         errors.append(relative_error(found, expected))
     chunks = -(-BATCH * SEQ // 11)
@@ -208,11 +211,10 @@ def test_no_second_gradient_of_the_head_is_allocated():
 
 
 def test_a_gradient_that_differs_from_the_one_given_in_advance_is_refused():
-    main_grad = torch.zeros(ROWS, HIDDEN)
     for gradient in (2.0, torch.rand(BATCH, SEQ)):
-        losses = vocab_parallel_linear_cross_entropy(
-            *make_inputs(torch.float32), ONE, ROWS, main_grad=main_grad, loss_gradient=4.0
-        )
+        hidden, weight, labels = make_inputs(torch.float32)
+        set_main_grad(weight, torch.zeros(ROWS, HIDDEN))
+        losses = vocab_parallel_linear_cross_entropy(hidden, weight, labels, ONE, ROWS, loss_gradient=4.0)
         with pytest.raises(RuntimeError, match="expected 4, the loss_gradient"):
             losses.backward(torch.ones(BATCH, SEQ) * gradient)
 
@@ -249,7 +251,8 @@ def main_grad_of(hidden, weight):
     """The gradient of the weight if every token has the label 0."""
     labels, main_grad = torch.zeros(len(hidden), dtype=torch.int64), torch.zeros(weight.shape)
     inputs = hidden.half().requires_grad_(), weight.half().requires_grad_()
-    vocab_parallel_linear_cross_entropy(*inputs, labels, ONE, ROWS, main_grad=main_grad).sum().backward()
+    set_main_grad(inputs[1], main_grad)
+    vocab_parallel_linear_cross_entropy(*inputs, labels, ONE, ROWS).sum().backward()
     return main_grad
 
 
@@ -272,10 +275,11 @@ def test_fp16_holds_the_gradient_of_one_token_with_the_weight_of_all(monkeypatch
     monkeypatch.setattr(
         weight_gradient,
         "add_product",
-        lambda total, a, b, factor: total.add_(a.float() @ b.float(), alpha=factor),
+        lambda total, a, b, factor, beta: total.mul_(beta).add_(a.float() @ b.float(), alpha=factor),
     )
     hidden, weight = (40 * torch.randn(4096, 8)).half().requires_grad_(), torch.zeros(ROWS, 8).half()
     main_grad, token_weights = torch.zeros(ROWS, 8), torch.eye(4096)[7]
+    set_main_grad(weight, main_grad)
     vocab_parallel_linear_cross_entropy(
         hidden,
         weight.requires_grad_(),
@@ -283,7 +287,6 @@ def test_fp16_holds_the_gradient_of_one_token_with_the_weight_of_all(monkeypatch
         ONE,
         ROWS,
         token_weights=token_weights,
-        main_grad=main_grad,
     )
     expected = torch.outer(torch.full((ROWS,), 1 / ROWS) - torch.eye(ROWS)[0], hidden[7].detach().float())
     torch.testing.assert_close(main_grad, expected, rtol=2e-3, atol=1e-5)

@@ -118,7 +118,10 @@ def test_the_fastest_flags_that_fit_come_first(flags: str) -> None:
     ("flags", "expected"),
     [
         # Activations dominate.
-        ("--world-size 1 --micro-batch-size 16 --device-memory 9", ["--micro-batch-size", "--checkpoint"]),
+        (
+            "--world-size 1 --micro-batch-size 16 --device-memory 9",
+            ["--recompute-granularity selective", "--micro-batch-size"],
+        ),
         # The state dominates.
         (
             "--world-size 8 --micro-batch-size 1 --checkpoint-activations --device-memory 5",

@@ -47,6 +47,13 @@ def test_large_products_reach_most_of_the_rate_that_training_keeps_up(name: str)
     assert 0.85 < rate / (RATES[name.partition("-")[0]].products * GPUS.load(name).peak_flops["fp16"]) < 1
 
 
+@pytest.mark.parametrize("name", [name for name in GPUS if name[0] not in "va"])
+def test_fp8_speeds_up_large_products_but_not_as_much_as_the_data_sheet_says(name: str) -> None:
+    plain = matmul(8192, 14336, 4096)
+    eight_bit = replace(plain, name="multiply_fp8", bytes=plain.bytes / 2)
+    assert 1.2 < seconds(plain, name, "bf16") / seconds(eight_bit, name, "bf16") < 1.8
+
+
 def test_a_product_takes_no_less_time_if_a_side_grows() -> None:
     for fixed in product((256, 1024, 4096), repeat=2):
         for place in range(3):

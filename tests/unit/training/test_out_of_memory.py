@@ -68,8 +68,9 @@ def test_sentence_has_stage_measurement_device_and_flags() -> None:
     memory = r"measured on stage 1: (resident|allocated) \d+\.\d\d GiB, .*, the device has \d+\.\d\d GiB; "
     assert re.search(memory, sentence)
     assert sentence.endswith(
-        "try --micro-batch-size 2, --checkpoint-activations, --cpu-offload (--dry-run with --gpu KIND or "
-        "--device-memory GIB plans the memory with each)"
+        "try --recompute-granularity selective --recompute-modules layernorm mlp_act, --micro-batch-size 2, "
+        "--checkpoint-activations (--dry-run with --gpu KIND or --device-memory GIB plans the memory with "
+        "each)"
     )
 
 
@@ -106,15 +107,27 @@ def test_sentence_has_stage_measurement_device_and_flags() -> None:
         (
             "--world-size 8 --micro-batch-size 1 --num-experts 8 --expert-model-parallel-size 4 "
             "--zero-stage 1",
-            "expert-model-parallel-size 8, zero-stage 2, checkpoint-activations, "
+            "expert-model-parallel-size 8, recompute-granularity selective --recompute-modules layernorm "
+            "moe_act, zero-stage 2, checkpoint-activations, "
             "tensor-model-parallel-size 2 --sequence-parallel, pipeline-model-parallel-size 2, cpu-offload",
         ),
         (
             "--world-size 8 --micro-batch-size 1 --num-experts 4 --expert-model-parallel-size 4 "
             "--zero-stage 1 --tensor-model-parallel-size 2 --sequence-parallel "
             "--pipeline-model-parallel-size 2",
-            "checkpoint-activations, tensor-model-parallel-size 4 --sequence-parallel, "
-            "pipeline-model-parallel-size 4, cpu-offload",
+            "recompute-granularity selective --recompute-modules layernorm moe_act, checkpoint-activations, "
+            "tensor-model-parallel-size 4 --sequence-parallel, pipeline-model-parallel-size 4, cpu-offload",
+        ),
+        # After the scores, all that is recomputed selectively; then whole layers.
+        (
+            "--world-size 1 --micro-batch-size 1 --attention-dropout 0.1 --gpu v100-32gb "
+            "--recompute-granularity selective --cpu-offload",
+            "recompute-granularity selective --recompute-modules core_attn layernorm mlp_act, "
+            "recompute-granularity full",
+        ),
+        (
+            "--world-size 1 --micro-batch-size 1 --compile --cpu-offload",
+            "checkpoint-activations",
         ),
     ],
 )

@@ -79,7 +79,7 @@ DENSE_MLP = tuple(
 EXPERT_PARAMETERS = _expert_parameters("mlp", "gate_proj", "up_proj", "down_proj")
 
 _TOP_K = ("moe_router_topk", "num_experts_per_tok")
-# Of families without dense layers, and of families with them.
+# Of families whose layers all have experts. Families that also have dense layers: _FIELDS_WITH_DENSE.
 _FIELDS = (
     *SIZES,
     ("moe_ffn_hidden_size", "intermediate_size"),

@@ -1,0 +1,135 @@
+"""The forward and backward pass of a micro-batch as one CUDA graph (--cuda-graph-impl local).
+
+A graph repeats the kernels that it has captured, with equal addresses and numbers, and runs no Python code.
+The host needs one call per micro-batch, not one per kernel: small models and short micro-batches are no
+longer limited by the host. What differs between micro-batches is copied to fixed addresses before each
+replay: tokens, labels, loss mask, and the keys of the dropout masks. The loss scale and the number of
+micro-batches are numbers in the graph; if one of them or a shape changes, the next micro-batch runs eagerly,
+and the one after it is captured again.
+
+Python hooks do not run in a replay. So gradients are always added to sums that `zero_gradients` has reset,
+and the data-parallel ranks reduce them after the last micro-batch. The flags' rules exclude what needs hooks
+or the host within a pass: ZeRO-2 and ZeRO-3, several pipeline stages, experts, compiled layers, activations
+in host memory.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator, Mapping, Sequence
+from functools import lru_cache
+from typing import Any
+
+import torch
+from deepspeed.accelerator import get_accelerator
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from megatron.model.pipeline_module import GPTModelPipe
+from megatron.mpu.random import Samples
+
+_LOG = logging.getLogger(__name__)
+
+
+class MicroBatchGraph:
+    """Trains on micro-batches with a model of one stage. Where the accelerator has no graphs, such as on a
+    CPU, every pass runs eagerly."""
+
+    def __init__(self, module: GPTModelPipe) -> None:
+        self._module, self._rng = module, module.dropout_rng
+        self._key: tuple[Any, ...] | None = None
+        self._graph: Any = None
+        self._inputs: list[Tensor] = []
+        self._dropout_keys: Tensor | None = None
+        self._results: tuple[Tensor, ...] = ()
+        self._read: list[torch.UntypedStorage] = []
+        """The memory outside of the graph that it reads or writes. A replay knows only addresses."""
+
+    def run(
+        self, inputs: Sequence[Tensor], samples: Sequence[int], loss_scale: float, micro_batches: int
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Adds the gradients of the micro-batch's loss x loss_scale / micro_batches to the sums of the step.
+
+        inputs: tokens, labels and loss mask, each [batch, seq], on the device. Returns the loss, a scalar,
+        and `CrossEntropy.sample_totals`. Weights must not be in a collective.
+        """
+        numbers = loss_scale, micro_batches
+        key = ([(x.shape, x.dtype) for x in inputs], numbers)
+        if key != self._key:
+            # Runs eagerly: first passes fill tables and choose kernels, which a capture must not do.
+            self._key, self._graph, self._results, self._read = key, None, (), []
+            return self._pass(inputs, Samples(samples), *numbers)
+        if self._graph is None:
+            self._graph = get_accelerator().create_graph()
+            if self._graph is None:  # for example on a CPU
+                _log_no_graphs(get_accelerator().device_name())
+                return self._pass(inputs, Samples(samples), *numbers)
+            self._capture(inputs, samples, *numbers)
+        for fixed, x in zip(self._inputs, inputs, strict=True):
+            fixed.copy_(x)
+        if self._dropout_keys is not None:
+            with self._rng.use_samples(samples):
+                self._dropout_keys.copy_(self._rng.host_keys(), non_blocking=True)
+        get_accelerator().replay_graph(self._graph)
+        loss, losses, tokens = (x.clone() for x in self._results)
+        return loss, losses, tokens
+
+    def _capture(
+        self, inputs: Sequence[Tensor], samples: Sequence[int], loss_scale: float, micro_batches: int
+    ) -> None:
+        """Records a pass. On a GPU nothing is computed."""
+        self._inputs = [x.clone() for x in inputs]
+        fixed = Samples(samples)
+        with self._rng.use_samples(fixed):
+            # Its own keys are at addresses that other micro-batches do not use.
+            self._dropout_keys = self._rng.copy_keys(self._inputs[0].device)
+        with _MemoryOutside() as outside, get_accelerator().capture_to_graph(self._graph):
+            self._results = self._pass(self._inputs, fixed, loss_scale, micro_batches)
+        self._read = list(outside.storages.values())
+        _LOG.info("cuda graph: captured the forward and backward pass of a micro-batch")
+
+    def _pass(
+        self, inputs: Sequence[Tensor], samples: Samples, loss_scale: float, micro_batches: int
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        tokens, labels, loss_mask = inputs
+        module = self._module
+        samples.loss_gradient = loss_scale / micro_batches
+        with self._rng.use_samples(samples), module.fused_head_loss(samples.loss_gradient):
+            loss = module.loss(module(tokens), (labels, loss_mask))
+            (loss * loss_scale / micro_batches).backward()
+        return loss.detach(), *module.cross_entropy.sample_totals
+
+
+@lru_cache
+def _log_no_graphs(device: str) -> None:
+    _LOG.info("cuda graph: none, since a %s has no graphs; all passes run eagerly", device)
+
+
+class _MemoryOutside(TorchDispatchMode):
+    """Keeps the storages that operations read or write, except those that they have made themselves."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.storages: dict[int, torch.UntypedStorage] = {}
+        """By address."""
+        self._made: set[int] = set()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        for storage in _storages((args, kwargs)):
+            if storage.data_ptr() not in self._made:
+                self.storages[storage.data_ptr()] = storage
+        found = func(*args, **kwargs)
+        self._made.update({x.data_ptr() for x in _storages(found)} - self.storages.keys())
+        return found
+
+
+def _storages(values: Any) -> Iterator[torch.UntypedStorage]:
+    """Yields the storages of the tensors in nested sequences and mappings."""
+    if isinstance(values, Tensor):
+        yield values.untyped_storage()
+    elif isinstance(values, Mapping):
+        yield from _storages(list(values.values()))
+    elif isinstance(values, list | tuple):
+        for value in values:
+            yield from _storages(value)

@@ -1,0 +1,323 @@
+"""Products of FP8 matrices, whose blocks have scales.
+
+A tensor is stored as 8-bit codes and fp32 scales: value = code * scale. Along the inner length of a product,
+128 elements share a scale: of a row (activations and gradients, 1 x 128), or of 128 rows (matrices, 128 x
+128), as in DeepSeek-V3 (arXiv 2412.19437, section 3.3). So the codes of an element depend on at most 128 x
+128 elements, and not on how a tensor is divided into shards that are multiples of 128. With `amax` a whole
+tensor has one scale.
+
+A scale is the smallest power of two with which the largest code does not overflow, as in Transformer
+Engine's Float8BlockScaling. Multiplying by it is exact, so a scale adds no rounding, and a last-bit
+difference of the largest element almost never changes it.
+
+Who computes:
+
+    F.scaled_mm   one matrix, on devices where it gives the numbers of the reference: on Hopper with CUDA 12.9
+                  or newer by blocks, on all GPUs with FP8 by tensors
+    Triton        everything else on GPUs: quantization, and products with the matrices of experts
+    PyTorch       the reference: dequantizes and multiplies in fp32
+
+No GPU multiplies FP8 matrices whose inner length is not contiguous: matrices are stored a second time,
+transposed, for the gradient of the input. One kernel writes both.
+"""
+
+from __future__ import annotations
+
+import logging
+from functools import lru_cache
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.utils.flop_counter import register_flop_formula
+
+from megatron.kernels.grouped_linear import Groups
+from megatron.kernels.operators import Launch, operator
+from megatron.kernels.selection import uses_kernels
+
+_LOG = logging.getLogger(__name__)
+BLOCK = 128
+_LARGEST_EXPONENT = {torch.float8_e4m3fn: 8, torch.float8_e5m2: 15}
+"""Format -> n; its largest value is 1.75 * 2 ** n (448 and 57,344)."""
+_OPTIONS = {"num_warps": 8, "num_stages": 3}
+_INFINITY = 0x7F800000
+"""The bits of inf in fp32."""
+
+
+class Quantized(NamedTuple):
+    """An FP8 tensor: codes [..., rows, k] and scales.
+
+    scales: of activations [k / 128, rows]; of matrices [..., rows / 128, k / 128, padded to a multiple of 4],
+    cuBLAS's layouts; of a whole tensor [1]."""
+
+    codes: Tensor
+    scales: Tensor
+
+
+def empty_matrices(
+    shape: torch.Size, dtype: torch.dtype, whole: bool, **options: Any
+) -> tuple[Quantized, Quantized]:
+    """Returns memory for matrices [..., rows, k] and for the transposed matrices, on torch's default device.
+    whole: they have one scale."""
+
+    *leading, rows, inner = shape
+    scale = torch.empty(1, dtype=torch.float32, **options)
+
+    def empty(rows: int, inner: int) -> Quantized:
+        size = (*leading, rows // BLOCK, -(-inner // BLOCK // 4) * 4)
+        scales = scale if whole else torch.zeros(size, dtype=torch.float32, **options)
+        return Quantized(torch.empty(*leading, rows, inner, dtype=dtype, **options), scales)
+
+    return empty(rows, inner), empty(inner, rows)
+
+
+def quantize_rows(x: Tensor, dtype: torch.dtype, amax: Tensor | None = None) -> Quantized:
+    """Quantizes a contiguous x [rows, k] with a scale for 128 elements of a row, or one for the whole tensor.
+    amax: its largest absolute value, fp32 [1]."""
+    codes = torch.empty_like(x, dtype=dtype)
+    size = (1,) if amax is not None else (x.shape[1] // BLOCK, len(x))
+    quantized = Quantized(codes, x.new_empty(size, dtype=torch.float32))
+    _quantize(x, quantized, None, amax)
+    return quantized
+
+
+def quantize_matrices(
+    matrices: Tensor, into: tuple[Quantized, Quantized], amax: Tensor | None = None
+) -> None:
+    """Quantizes contiguous matrices [..., rows, k] into the memory of `empty_matrices`. amax: as above."""
+    _quantize(matrices, *into, amax)
+
+
+def _quantize(x: Tensor, rows: Quantized, columns: Quantized | None, amax: Tensor | None) -> None:
+    run = quantize_fp8_op if uses_kernels(x) else _quantize_reference
+    codes, scales = (None, None) if columns is None else columns
+    run(x, rows.codes, rows.scales, codes, scales, amax)
+
+
+def multiply(
+    x: Quantized, matrices: Quantized, bias: Tensor | None, groups: Groups | None, dtype: torch.dtype
+) -> Tensor:
+    """Returns x @ matrices.T + bias, of this dtype, summed in fp32: [rows, k] and [n, k] -> [rows, n].
+
+    groups: the rows of each expert e are multiplied by matrices[e] [n, k], with bias[e].
+    """
+    if not uses_kernels(x.scales):
+        return _multiply_reference(x, matrices, bias, groups, dtype)
+    if groups is None:
+        return multiply_fp8_op(*x, *matrices, bias, None, -(-len(x.codes) // BLOCK), dtype)
+    offsets = groups.offsets(x.codes.device)
+    return multiply_fp8_op(*x, *matrices, bias, offsets, groups.row_tiles(), dtype)
+
+
+# --- reference ---
+
+
+def _quantize_reference(
+    x: Tensor,
+    codes: Tensor,
+    scales: Tensor,
+    transposed: Tensor | None,
+    transposed_scales: Tensor | None,
+    amax: Tensor | None,
+) -> None:
+    blocks = x.float().unflatten(-1, (-1, BLOCK))  # [..., rows, k / 128, 128]
+    if amax is not None:
+        scale, inverse = _scale_of(amax, codes.dtype)
+        scales.copy_(scale)
+        values = blocks * inverse
+    elif transposed_scales is None:
+        scale, inverse = _scale_of(blocks.abs().amax(-1), codes.dtype)
+        scales.copy_(scale.t())
+        values = blocks * inverse.unsqueeze(-1)
+    else:
+        tiles = blocks.unflatten(-3, (-1, BLOCK))  # [..., rows / 128, 128, k / 128, 128]
+        scale, inverse = _scale_of(tiles.abs().amax((-1, -3)), codes.dtype)
+        for target, source in ((scales, scale), (transposed_scales, scale.transpose(-1, -2))):
+            target[..., : source.shape[-1]] = source
+        values = tiles * inverse[..., :, None, :, None]
+    codes.copy_(values.reshape(x.shape))
+    if transposed is not None:
+        transposed.copy_(codes.transpose(-1, -2))
+
+
+def _scale_of(amax: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """Returns the scales of blocks with these largest absolute values, and their inverses; inf and 0 for
+    values that are not finite."""
+    bits = amax.contiguous().view(torch.int32) & 0x7FFFFFFF  # NaN has a sign
+    exponent = ((bits.clamp(max=_INFINITY) + 0x1FFFFF) // 0x800000 - _LARGEST_EXPONENT[dtype]).clamp_(min=1)
+    is_finite = bits < _INFINITY
+    scale = torch.where(is_finite, exponent * 0x800000, _INFINITY)
+    inverse = torch.where(is_finite, (254 - exponent) * 0x800000, 0)
+    return scale.int().view(torch.float32), inverse.int().view(torch.float32)
+
+
+def dequantized(x: Quantized, is_matrix: bool) -> Tensor:
+    """Returns the values of activations, or of matrices, in fp32."""
+    values = x.codes.float()
+    if x.scales.numel() == 1:
+        return values * x.scales
+    blocks = values.unflatten(-1, (-1, BLOCK))
+    if not is_matrix:
+        return (blocks * x.scales.t().unsqueeze(-1)).flatten(-2)
+    scales = x.scales[..., : blocks.shape[-2]].repeat_interleave(BLOCK, dim=-2)
+    return (blocks * scales.unsqueeze(-1)).flatten(-2)
+
+
+def _multiply_reference(
+    x: Quantized, matrices: Quantized, bias: Tensor | None, groups: Groups | None, dtype: torch.dtype
+) -> Tensor:
+    left, right = dequantized(x, is_matrix=False), dequantized(matrices, is_matrix=True)
+    bias = None if bias is None else bias.float()
+    if groups is None:
+        return F.linear(left, right, bias).to(dtype)
+    out = left.new_empty(len(left), right.shape[1])
+    for expert, rows in groups.rows():
+        out[rows] = F.linear(left[rows], right[expert], None if bias is None else bias[expert])
+    return out.to(dtype)
+
+
+# --- operators ---
+
+
+@operator("quantize_fp8", mutates_args=("codes", "scales", "transposed", "transposed_scales"))
+def quantize_fp8_op(
+    x: Tensor,
+    codes: Tensor,
+    scales: Tensor,
+    transposed: Tensor | None,
+    transposed_scales: Tensor | None,
+    amax: Tensor | None,
+) -> None:
+    """Quantizes `x` into the other tensors, see `Quantized`."""
+    pitches = [1 if each is None else each.shape[-1] for each in (scales, transposed_scales)]
+    columns = x.shape[-1]
+    group_rows = x.shape[-2] if transposed is not None else BLOCK
+    launch = _quantize_launch(x.numel() // columns, columns, group_rows, *pitches, codes.dtype)
+    # The launch has the dtypes of its tensors in the key of its variants.
+    by_tile = None if amax is not None else transposed_scales
+    launch(x, codes, transposed, scales, by_tile, amax)
+
+
+@quantize_fp8_op.register_fake
+def _(x: Tensor, *others: Any) -> None:
+    return None
+
+
+@lru_cache(maxsize=1024)
+def _quantize_launch(
+    rows: int, columns: int, group_rows: int, pitch: int, transposed_pitch: int, dtype: torch.dtype
+) -> Launch:
+    return Launch(
+        "fp8_triton.quantize_kernel",
+        (-(-rows // BLOCK), columns // BLOCK),
+        {"num_warps": 8},
+        rows=rows,
+        columns=columns,
+        group_rows=group_rows,
+        scale_pitch=pitch,
+        transposed_pitch=transposed_pitch,
+        EXPONENT=_LARGEST_EXPONENT[dtype],
+        BLOCK=BLOCK,
+    )
+
+
+@operator("multiply_fp8")
+def multiply_fp8_op(
+    x: Tensor,
+    x_scales: Tensor,
+    matrices: Tensor,
+    scales: Tensor,
+    bias: Tensor | None,
+    offsets: Tensor | None,
+    row_tiles: int,
+    dtype: torch.dtype,
+) -> Tensor:
+    """Runs `multiply`. offsets, row_tiles: see `Groups`."""
+    fits = offsets is None and dtype == torch.bfloat16 and len(x) > 0 and len(x) % 4 == 0
+    if fits and _has_scaled_mm(x.device, x.dtype, scales.numel() == 1):
+        return _scaled_mm(x, x_scales, matrices, scales, bias)
+    out = _product(x, matrices, dtype)
+    _multiply_launch(
+        len(x), x.shape[1], *matrices.shape[-2:-1], 1 if offsets is None else len(offsets), row_tiles,
+        x_scales.numel() == 1, scales.numel() == 1,
+    )(x, x_scales, matrices, scales, bias, out, offsets)  # fmt: skip
+    return out
+
+
+@multiply_fp8_op.register_fake
+def _(x: Tensor, x_scales: Tensor, matrices: Tensor, *others: Any) -> Tensor:
+    return _product(x, matrices, others[-1])
+
+
+def _product(x: Tensor, matrices: Tensor, dtype: torch.dtype) -> Tensor:
+    return x.new_empty(len(x), matrices.shape[-2], dtype=dtype)
+
+
+@register_flop_formula(torch.ops.megatron.multiply_fp8)
+def _flops(
+    x_shape: torch.Size, _scales: torch.Size, matrices_shape: torch.Size, *_others: Any, **_: Any
+) -> int:
+    return 2 * x_shape[0] * matrices_shape[-2] * matrices_shape[-1]
+
+
+@lru_cache(maxsize=1024)
+def _multiply_launch(
+    rows: int, inner: int, columns: int, experts: int, row_tiles: int, whole_x: bool, whole_matrices: bool
+) -> Launch:
+    pitch = -(-inner // BLOCK // 4) * 4
+    return Launch(
+        "fp8_triton.multiply_fp8_kernel",
+        (row_tiles * (columns // BLOCK), 1),
+        _OPTIONS,
+        rows=rows,
+        columns=columns,
+        inner=inner,
+        experts=experts,
+        x_scale_row=0 if whole_x else 1,
+        x_scale_block=0 if whole_x else rows,
+        scale_expert=0 if whole_matrices else columns // BLOCK * pitch,
+        scale_column=0 if whole_matrices else pitch,
+        scale_block=0 if whole_matrices else 1,
+        BLOCK_EXPERTS=max(1 << (experts - 1).bit_length(), 16),
+        BLOCK=BLOCK,
+    )
+
+
+# --- torch's product ---
+
+
+def _scaled_mm(x: Tensor, x_scales: Tensor, matrix: Tensor, scales: Tensor, bias: Tensor | None) -> Tensor:
+    """Runs `multiply` for one matrix with F.scaled_mm, in bf16."""
+    if scales.numel() == 1:
+        kinds = F.ScalingType.TensorWise, F.ScalingType.TensorWise
+    else:
+        kinds = F.ScalingType.BlockWise1x128, F.ScalingType.BlockWise128x128
+        x_scales, scales = x_scales.t(), scales.t()
+    out: Tensor = F.scaled_mm(x, matrix.t(), x_scales, kinds[0], scales, kinds[1])
+    return out if bias is None else out.add_(bias)
+
+
+@lru_cache
+def _has_scaled_mm(device: torch.device, dtype: torch.dtype, whole: bool) -> bool:
+    """Returns whether F.scaled_mm runs on the device and gives the numbers of the reference. A wrong layout
+    of the scales would multiply the wrong ones."""
+    generator = torch.Generator().manual_seed(0)
+    x, matrix = (
+        torch.randn(shape, generator=generator).mul_(torch.linspace(0.01, 9, shape[1]).cumsum(0)).to(device)
+        for shape in ((132, 640), (256, 640))
+    )
+    amaxes = [each.abs().amax().reshape(1) if whole else None for each in (x, matrix)]
+    rows = quantize_rows(x, dtype, amaxes[0])
+    into = empty_matrices(matrix.shape, torch.float8_e4m3fn, whole, device=device)
+    quantize_matrices(matrix, into, amaxes[1])
+    expected = _multiply_reference(rows, into[0], None, None, torch.float32)
+    try:
+        error = (_scaled_mm(*rows, *into[0], None).float() - expected).abs().max() / expected.abs().max()
+        problem = None if float(error) < 0.01 else f"a relative error of {float(error):.2g}"
+    except torch.OutOfMemoryError:
+        raise
+    except (AttributeError, RuntimeError, ValueError, NotImplementedError) as failure:
+        problem = str(failure).partition("\n")[0]
+    _LOG.info("FP8 products: %s", "torch's scaled_mm" if problem is None else f"Triton ({problem})")
+    return problem is None

@@ -1,0 +1,116 @@
+"""Operators of attention with a window by PyTorch's flash kernels.
+
+scaled_dot_product_attention takes a window only as a bias [seq, seq]. The kernels that it calls take two
+numbers, and heads of up to 256 elements. They belong to FlashAttention 2 (arXiv 2307.08691), or to
+FlashAttention 3 if `torch.nn.attention.activate_flash_attention_impl` replaced them.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils.flop_counter import register_flop_formula
+
+from megatron.kernels.attention import product_flops
+from megatron.kernels.operators import first_order, operator
+
+MAX_HEAD_DIM = 256
+
+
+def windowed_attention(query: Tensor, key: Tensor, value: Tensor, scale: float, window: int) -> Tensor:
+    """Returns softmax(query @ key.T * scale) @ value for each sample and head. A query attends to its own
+    token and to the window - 1 tokens before it.
+
+    Shapes and positions as in `attention.flash_attention`. The dtype is bf16 or fp16; head_dim is a multiple
+    of 8, at most MAX_HEAD_DIM.
+    """
+    return _WindowedAttention.apply(query, key, value, scale, window)
+
+
+@first_order
+class _WindowedAttention(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor, scale: float, window: int) -> Tensor:
+        query, key, value = (x if x.stride(-1) == 1 else x.contiguous() for x in (query, key, value))
+        out, *others = windowed_flash_attention_op(query, key, value, scale, window)
+        ctx.save_for_backward(query, key, value, out, *others)
+        ctx.numbers = scale, window
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        query, key, value, out, log_sums, seed, offset = ctx.saved_tensors
+        scale, window = ctx.numbers
+        gradients = windowed_flash_attention_backward_op(
+            query, key, value, out, log_sums, seed, offset, grad, scale, window
+        )
+        return *gradients, None, None
+
+
+@operator("windowed_flash_attention")
+def windowed_flash_attention_op(
+    query: Tensor, key: Tensor, value: Tensor, scale: float, window: int
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Returns the output, each row's logarithm of its sum of exponentials [batch, heads, queries], and the
+    state of the kernel's own dropout, which is off."""
+    tensors = (x.transpose(0, 1) for x in (query, key, value))  # [batch, seq, heads, head_dim]
+    out, log_sums, seed, offset, _ = torch.ops.aten._flash_attention_forward(
+        *tensors, None, None, len(query), len(key), 0.0, True, False, **_options(scale, window)
+    )
+    return out.transpose(0, 1), log_sums, seed, offset
+
+
+@windowed_flash_attention_op.register_fake
+def _(query: Tensor, *_others: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    queries, batch, heads, _ = query.shape
+    log_sums = query.new_empty((batch, heads, queries), dtype=torch.float32)
+    seed, offset = query.new_empty(2, dtype=torch.int64).unbind()
+    return query.new_empty(query.shape), log_sums, seed.clone(), offset.clone()
+
+
+@operator("windowed_flash_attention_backward")
+def windowed_flash_attention_backward_op(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    out: Tensor,
+    log_sums: Tensor,
+    seed: Tensor,
+    offset: Tensor,
+    grad: Tensor,
+    scale: float,
+    window: int,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Returns the gradients of query, key and value."""
+    tensors = (x.transpose(0, 1) for x in (grad, query, key, value, out))
+    lengths = (None, None, len(query), len(key))
+    gradients = torch.ops.aten._flash_attention_backward(
+        *tensors, log_sums, *lengths, 0.0, True, seed, offset, **_options(scale, window)
+    )
+    grad_query, grad_key, grad_value = (x.transpose(0, 1) for x in gradients)
+    return grad_query, grad_key, grad_value
+
+
+@windowed_flash_attention_backward_op.register_fake
+def _(query: Tensor, key: Tensor, value: Tensor, *_others: Any) -> tuple[Tensor, Tensor, Tensor]:
+    return query.new_empty(query.shape), key.new_empty(key.shape), value.new_empty(value.shape)
+
+
+def _options(scale: float, window: int) -> dict[str, Any]:
+    """The last queries are aligned with the last keys. A query attends to the `window_size_left` keys before
+    its own, and to none after it."""
+    return {"scale": scale, "window_size_left": window - 1, "window_size_right": 0}
+
+
+@register_flop_formula(torch.ops.megatron.windowed_flash_attention)
+def _forward_flops(query_shape: torch.Size, key_shape: torch.Size, *others: Any, **_: Any) -> int:
+    """Counts the scores, and weights times values."""
+    return 2 * product_flops(query_shape, key_shape, others[2])
+
+
+@register_flop_formula(torch.ops.megatron.windowed_flash_attention_backward)
+def _backward_flops(query_shape: torch.Size, key_shape: torch.Size, *others: Any, **_: Any) -> int:
+    """Counts the scores, and the gradients of weights, values, queries and keys."""
+    return 5 * product_flops(query_shape, key_shape, others[-1])

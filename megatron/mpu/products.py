@@ -1,0 +1,144 @@
+"""The products of a linear layer: its output, and the gradient of its input. `weight_gradient` has the third.
+
+`PLAIN` computes them in the precision of the weight, `Fp8` layers with FP8 matrices (`megatron.kernels.fp8`).
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from deepspeed.accelerator import get_accelerator
+from torch import Tensor
+
+from megatron.config import Config
+from megatron.errors import UserError
+from megatron.kernels.fp8 import Quantized, empty_matrices, multiply, quantize_matrices, quantize_rows
+from megatron.kernels.grouped_linear import Groups, multiply_groups
+from megatron.mpu.mesh import Mesh
+
+_CAPABILITY = (8, 9)
+"""Compute capability of the first GPUs that multiply FP8 matrices."""
+
+
+class Products:
+    """Products in the precision of the weight.
+
+    weight: [n_out, n_in], or with `groups`, which have the rows of each expert, [experts, n_out, n_in].
+    """
+
+    def output(self, x: Tensor, weight: Tensor, bias: Tensor | None, groups: Groups | None = None) -> Tensor:
+        """Returns x @ weight.T + bias: [..., n_in] -> [..., n_out].
+
+        It is one product. For a weight that requires no gradient, F.linear without a bias runs a batched
+        product, which rounds differently, unless the input has a contiguous tensor's strides: `contiguous`
+        leaves any stride of a dimension of size 1, `view` sets it."""
+        if groups is not None:
+            return multiply_groups(x, weight, bias, groups)
+        return F.linear(x.contiguous().view(x.shape), weight, bias)
+
+    def input_gradient(self, grad: Tensor, weight: Tensor, groups: Groups | None = None) -> Tensor:
+        """Returns grad @ weight: [..., n_out] -> [..., n_in]."""
+        if groups is not None:
+            return multiply_groups(grad, weight, None, groups, transposed=True)
+        return grad.matmul(weight)
+
+
+PLAIN = Products()
+
+
+class Fp8:
+    """What the linear layers of a rank share: formats, scales, and whether the weights have changed.
+
+    Weights are quantized when a layer first uses them after `weights_changed`. With ZeRO-3 they are quantized
+    at each use, because the FP8 copies of all weights would need as much memory as these.
+    """
+
+    def __init__(self, config: Config, mesh: Mesh) -> None:
+        """Raises UserError if the device cannot multiply FP8 matrices."""
+        if get_accelerator().device_name() == "cuda" and torch.cuda.get_device_capability() < _CAPABILITY:
+            raise UserError(
+                f"--fp8-recipe {config.precision.fp8_recipe} on {torch.cuda.get_device_name()}: it cannot "
+                "multiply FP8 matrices. Expected compute capability 8.9 or newer, such as an H100's. Remove "
+                "--fp8-format and --fp8-recipe."
+            )
+        self.gradient_format = (
+            torch.float8_e5m2 if config.precision.fp8_format == "hybrid" else torch.float8_e4m3fn
+        )
+        self.whole = config.precision.fp8_recipe == "tensorwise"
+        """Whether a tensor has one scale."""
+        self.keeps_weights = not config.parallel.shards_weights
+        self.version = 0
+        """Number of changes of the weights."""
+        self.copies: list[Tensor] = []
+        """The memory of the FP8 copies that all layers keep."""
+        self._sharing = mesh.sequence
+        """The ranks that have parts of one tensor."""
+
+    @classmethod
+    def of(cls, config: Config, mesh: Mesh) -> Fp8 | None:
+        """Returns what the layers of a rank share; None without --fp8-format."""
+        return None if config.precision.fp8_recipe is None else cls(config, mesh)
+
+    def weights_changed(self) -> None:
+        """Makes the layers quantize their weights again. Call it after each change of the weights."""
+        self.version += 1
+
+    def amax(self, x: Tensor) -> Tensor | None:
+        """Returns the largest absolute value of a tensor over the ranks that share it, fp32 [1], if the
+        tensor has one scale. Collective."""
+        if not self.whole:
+            return None
+        amax = torch.zeros(1, dtype=torch.float32, device=x.device)
+        if x.numel():
+            amax.copy_(torch.linalg.vector_norm(x.detach(), torch.inf).reshape(1))
+        if self._sharing.size > 1:
+            dist.all_reduce(amax, dist.ReduceOp.MAX, group=self._sharing.group)
+        return amax
+
+
+class Fp8Products(Products):
+    """Products of FP8 matrices: e4m3, and for the gradient of the output e4m3 or e5m2."""
+
+    def __init__(self, fp8: Fp8, weight: Tensor) -> None:
+        """weight: determines the size of the FP8 copies, which are kept."""
+        self._fp8, self._version = fp8, -1
+        self._kept = self._empty(weight) if fp8.keeps_weights else None
+        fp8.copies += [tensor for copy in self._kept or () for tensor in copy]
+
+    def _empty(self, weight: Tensor) -> tuple[Quantized, Quantized]:
+        return empty_matrices(weight.shape, torch.float8_e4m3fn, self._fp8.whole, device=weight.device)
+
+    def _quantized(self, weight: Tensor) -> tuple[Quantized, Quantized]:
+        """Returns the FP8 copy of the weight, and of the transposed weight."""
+        copies = self._kept or self._empty(weight)
+        if self._kept is None or self._version != self._fp8.version:
+            weight = weight.detach()
+            quantize_matrices(weight, copies, self._fp8.amax(weight))
+            self._version = self._fp8.version
+        return copies
+
+    def _multiply(
+        self,
+        x: Tensor,
+        matrices: Quantized,
+        dtype: torch.dtype,
+        bias: Tensor | None,
+        groups: Groups | None,
+    ) -> Tensor:
+        rows = x.detach().reshape(-1, x.shape[-1]).contiguous()
+        quantized = quantize_rows(rows, dtype, self._fp8.amax(rows))
+        product = multiply(quantized, matrices, bias, groups, x.dtype)
+        # Not a view: the caller may change the output of its autograd function in place.
+        return product.resize_(*x.shape[:-1], product.shape[-1])
+
+    def output(self, x: Tensor, weight: Tensor, bias: Tensor | None, groups: Groups | None = None) -> Tensor:
+        return self._multiply(x, self._quantized(weight)[0], torch.float8_e4m3fn, bias, groups)
+
+    def input_gradient(self, grad: Tensor, weight: Tensor, groups: Groups | None = None) -> Tensor:
+        return self._multiply(grad, self._quantized(weight)[1], self._fp8.gradient_format, None, groups)
+
+
+def products_of(fp8: Fp8 | None, weight: Tensor) -> Products:
+    """Returns the products of a layer with this weight."""
+    return PLAIN if fp8 is None else Fp8Products(fp8, weight)

@@ -1,0 +1,51 @@
+"""The update of the master weights, by any optimizer."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from megatron.mpu.mesh import Mesh
+from megatron.optimizer.adam import AdamW
+from megatron.optimizer.flat_group import FlatGroup, wait_for_copies
+from megatron.optimizer.matrix_optimizer import MatrixOptimizer
+from megatron.optimizer.whole_matrices import WholeMatrices
+
+
+class MasterUpdate:
+    """Runs `optimizer`, whose groups have one parameter each: the master weights of a flat group."""
+
+    def __init__(self, optimizer: torch.optim.Optimizer, flats: Sequence[FlatGroup], mesh: Mesh) -> None:
+        self._optimizer, self._flats = optimizer, flats
+        self._whole_matrices: WholeMatrices | None = None
+        if isinstance(optimizer, MatrixOptimizer):
+            self._whole_matrices = WholeMatrices(flats, mesh, optimizer.matrix_update)
+
+    def run(self, factor: float) -> None:
+        """Updates the master weights from their gradients times `factor`, and rounds them into this rank's
+        weights. Collective with an optimizer of whole matrices.
+
+        What the optimizer does not update in one pass takes three: it scales the gradients, updates the
+        master weights, and copies them.
+        """
+        groups = zip(self._optimizer.param_groups, self._flats, strict=True)
+        rest = [flat for group, flat in groups if not self._updates_in_one_pass(group, flat, factor)]
+        for flat in rest:
+            flat.set_master_grad(factor)
+        wait_for_copies(rest)
+        if self._whole_matrices is not None and isinstance(self._optimizer, MatrixOptimizer):
+            self._optimizer.update_momentum()
+            self._whole_matrices.run()
+        self._optimizer.step()
+        for flat in rest:
+            flat.master.grad = None
+            flat.copy_master_to_params()
+
+    def _updates_in_one_pass(self, group: dict[str, Any], flat: FlatGroup, factor: float) -> bool:
+        if flat.matrices or not isinstance(self._optimizer, AdamW):
+            return False
+        return self._optimizer.update_in_one_pass(
+            group, flat.master, flat.local_gradients, factor, flat.rounded_weights
+        )
