@@ -22,17 +22,16 @@ import os
 import shutil
 import statistics
 import tempfile
-import threading
 import time
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from benchmarks.machine import benchmark_parser, describe_machine, times_in_turns
+from benchmarks.machine import benchmark_parser, describe_machine, sampled, times_in_turns
 from megatron.checkpoint.discovery import find_latest
 from megatron.checkpoint.formats.registry import open_reader
 from megatron.checkpoint.record import TrainingState
-from megatron.child_processes import status_bytes
+from megatron.child_processes import io_bytes, status_bytes
 from tests.support.measured_worlds import (
     World,
     begin_worker,
@@ -109,36 +108,19 @@ def print_saves(layers: int, rounds: int) -> None:
         world.end()
     median = {name: statistics.median(seconds) for name, seconds in times.items()}
     print(f"\nsaves of 2 ranks, TP=2, ZeRO-1, {checkpoint_bytes / 2e9:.2f} GB per rank, median of {rounds}")
-    rows = [
-        ("memory copy of the state", median["copy"], ""),
-        ("save, training stopped", median["save"], ""),
-        (
-            "torch.distributed.checkpoint.save",
-            median["dcp"],
-            f"{median['save'] / median['dcp']:.2f} of it: save",
-        ),
-        (
-            "save in the background, training stopped",
-            median["start"],
-            share_of(median, "start", "save", "copy"),
-        ),
-        ("save in the background, until the checkpoint is complete", median["durable"], ""),
-        ("a step", median["step"], ""),
-        (
-            "a step while a save is written",
-            median["step while saving"],
-            share_of(median, "step while saving", "step"),
-        ),
-    ]
-    for name, seconds, note in rows:
-        print(f"  {name:44} {seconds:7.3f} s  {note}")
+    for what, name, *others in (
+        ("memory copy of the state", "copy"),
+        ("save, training stopped", "save", "dcp"),
+        ("torch.distributed.checkpoint.save", "dcp"),
+        ("save in the background, training stopped", "start", "save", "copy"),
+        ("save in the background, until the checkpoint is complete", "durable"),
+        ("a step", "step"),
+        ("a step while a save is written", "step while saving", "step"),
+    ):
+        shares = ", ".join(f"{median[name] / median[other]:.2f} x {other}" for other in others)
+        print(f"  {what:44} {median[name]:7.3f} s  {shares}")
     ratio = 2 * median["bytes"] / checkpoint_bytes
     print(f"  bytes read and written per byte of the checkpoint: {ratio:.2f}", flush=True)
-
-
-def share_of(times: dict[str, float], name: str, *others: str) -> str:
-    """The time as a multiple of others."""
-    return ", ".join(f"{times[name] / times[other]:.2f} x {other}" for other in others)
 
 
 class Saver:
@@ -187,14 +169,8 @@ class Saver:
         elif work == "bytes":  # of the rank and its writer so far, read and written
             writer = self.manager.background.writer
             pids = [os.getpid(), *([writer.process.pid] if writer is not None else [])]
-            return float(sum(io_bytes_of(pid) for pid in pids))
+            return float(sum(map(io_bytes, pids)))
         return None
-
-
-def io_bytes_of(pid: int) -> int:
-    """The bytes that a process has read and written, of files and of the page cache, but not of sockets."""
-    lines = Path(f"/proc/{pid}/io").read_text().splitlines()
-    return sum(int(line.split()[1]) for line in lines if line.startswith(("rchar", "wchar")))
 
 
 # --- Loads ---
@@ -308,41 +284,12 @@ class Loader:
 
         optimizer = self.engine.optimizer
         optimizer.optimizer.state.clear()
-        with AnonymousMemory() as memory:
+        with sampled(partial(status_bytes, "RssAnon")) as memory:
             optimizer.read_by_name(open_reader(self.checkpoint).read_parameter, None, with_moments=True)
             optimizer.exchange_loaded()
         bound = self.needed_bytes * 2 / 3 + 4 * VOCAB * HIDDEN
         note = self.folder / f"{MEMORY_FILE}-{self.engine.global_rank}"
-        note.write_text(f"{memory.growth_bytes / 1e6:.0f} ({bound / 1e6:.0f})")
-
-
-class AnonymousMemory:
-    """Peak growth of this process's anonymous memory, sampled every few ms."""
-
-    def __enter__(self) -> "AnonymousMemory":
-        self.before = self.peak = self.now()
-        self.over = threading.Event()
-        self.thread = threading.Thread(target=self.watch, daemon=True)
-        self.thread.start()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.over.set()
-        self.thread.join()
-        self.peak = max(self.peak, self.now())
-
-    @property
-    def growth_bytes(self) -> int:
-        return self.peak - self.before
-
-    def watch(self) -> None:
-        while not self.over.wait(0.005):
-            self.peak = max(self.peak, self.now())
-
-    @staticmethod
-    def now() -> int:
-
-        return status_bytes("RssAnon")
+        note.write_text(f"{(max(memory) - memory[0]) / 1e6:.0f} ({bound / 1e6:.0f})")
 
 
 def make_config(layers: int, layout_name: str) -> "Config":

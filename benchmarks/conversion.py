@@ -7,13 +7,13 @@
 Two processes (TP=2, ZeRO-1) save a native checkpoint with the trainer's engine: L layers, hidden 1024,
 vocabulary 50,257 (padded to 50,432), Adam, fp32. It is converted to every format that keeps all states, and
 from each of them back, with all digests compared and without (--no-verify-digests). "copy" reads and writes
-as many bytes as the target has, in as many threads, in blocks of 8 MB, and syncs the files. Conversions and
-copies take turns, and each figure is the median of --rounds. The files are in the page cache. The imports of
-a command are not counted.
+as many bytes as the target has, in as many threads, and syncs the files. Conversions and copies take turns,
+and each figure is the median of --rounds. The files are in the page cache. The imports of a command are not
+counted.
 
 The last table compares the commands deepspeed/checkpoint/ds_to_universal.py and tools/ds_to_universal.py,
 with equal numbers of workers, imports included. Memory is the largest sum of resident memory over a command's
-processes (shared pages count in each process), sampled every 10 ms. The files of both are compared.
+processes (shared pages count in each process), sampled. The files of both are compared.
 """
 
 from __future__ import annotations
@@ -32,11 +32,11 @@ from pathlib import Path
 
 from benchmarks.checkpoint import make_checkpoint
 from benchmarks.machine import benchmark_parser, describe_machine, peak_bytes_of, times_in_turns
+from megatron.files import sync_file
 from megatron.text_table import format_table
 
 ROOT = Path(__file__).resolve().parent.parent
 FORMATS = ("universal", "dcp", "torch_dist")
-BLOCK_BYTES = 1 << 23
 
 
 def convert(source: Path, target: Path, name: str, workers: int, verify: bool) -> None:
@@ -49,30 +49,15 @@ def convert(source: Path, target: Path, name: str, workers: int, verify: bool) -
 
 
 def copy(files: list[Path], target: Path, workers: int) -> None:
-    """Copies files, cut into pieces of about equal size, one per thread."""
+    """Copies and syncs files, `workers` at a time."""
     target.mkdir()
-    total = sum(path.stat().st_size for path in files)
-    share = -(-total // workers)
-    pieces = [
-        (path, start, min(share, path.stat().st_size - start))
-        for path in files
-        for start in range(0, path.stat().st_size, share)
-    ]
 
     def work(number: int) -> None:
-        path, start, length = pieces[number]
-        block = memoryview(bytearray(BLOCK_BYTES))
-        with open(path, "rb") as source, open(target / str(number), "wb") as output:
-            source.seek(start)
-            while length:
-                done = source.readinto(block[: min(length, BLOCK_BYTES)])
-                output.write(block[:done])
-                length -= done
-            output.flush()
-            os.fsync(output.fileno())
+        shutil.copyfile(files[number], target / str(number))
+        sync_file(target / str(number))
 
     with ThreadPoolExecutor(workers) as pool:
-        list(pool.map(work, range(len(pieces))))
+        list(pool.map(work, range(len(files))))
 
 
 def files_in(folder: Path) -> list[Path]:

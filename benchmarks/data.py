@@ -11,8 +11,7 @@ preprocessing   MB/s of tools/preprocess_data.py with each --tokenizer-backend, 
 cold samples    Random samples of a token file of which no page is in memory, against one `pread` per sample
                 on a descriptor for random reads: microseconds, and bytes that the disk reads.
 index           The document, sample and shuffle index of one data set of 5 million documents and 3 epochs:
-                seconds, without writing the files. --core-helpers: the compiled helpers of Megatron-Core
-                (megatron/core/datasets/helpers_cpp*.so in its wheel), to build it as Megatron-Core does.
+                seconds, without writing the files.
 many prefixes   A rank starts with a blend of token files whose indices tools/prepare_indices.py has prepared:
                 seconds, files that it opens, and descriptors that stay open.
 
@@ -32,10 +31,8 @@ import tempfile
 import time
 from collections.abc import Callable
 from functools import partial
-from importlib.util import module_from_spec, spec_from_file_location
 from itertools import islice
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import tokenizers
@@ -44,7 +41,7 @@ from benchmarks.machine import benchmark_parser, describe_machine, peak_bytes_of
 from megatron.config import DataConfig
 from megatron.data.gpt_dataset import build_gpt_datasets, data_fingerprint, prepare_index_files
 from megatron.data.indexed_dataset import IndexedDataset, IndexedDatasetBuilder, data_path
-from megatron.data.indices import SampleIndex, build_sample_order, plan_epochs
+from megatron.data.indices import build_sample_order, plan_epochs
 from megatron.data.splits import verify_token_files
 from megatron.text_table import format_table
 from megatron.tokenizer.gpt2_bpe import END_OF_TEXT, GPT2BPETokenizer
@@ -65,7 +62,6 @@ def main() -> None:
     parser.add_argument("--megabytes", type=float, default=60.0, help="size of the text of preprocessing")
     parser.add_argument("--prefixes", type=int, default=3000, help="number of token files of a start")
     parser.add_argument("--documents", type=int, default=5_000_000, help="documents of the index")
-    parser.add_argument("--core-helpers", type=Path, help="compiled helpers of Megatron-Core")
     names = ["preprocessing", "cold-samples", "index", "many-prefixes"]
     parser.add_argument("--only", nargs="+", choices=names, help="measure these")
     arguments = parser.parse_args()
@@ -73,7 +69,7 @@ def main() -> None:
     parts: dict[str, Callable[[Path], None]] = {
         "preprocessing": partial(preprocessing, megabytes=arguments.megabytes),
         "cold-samples": partial(cold_samples, gigabytes=arguments.gigabytes),
-        "index": lambda _: index(arguments.documents, arguments.core_helpers),
+        "index": lambda _: index(arguments.documents),
         "many-prefixes": partial(many_prefixes, number=arguments.prefixes),
     }
     for name in arguments.only or names:
@@ -192,48 +188,19 @@ def _bytes_read() -> int:
     return int(fields["read_bytes"])
 
 
-def index(documents: int, core_helpers: Path | None) -> None:
-    """Prints the time of the index of one data set, and of Megatron-Core's."""
+def index(documents: int) -> None:
+    """Prints the time of the index of one data set."""
     sizes = np.random.default_rng(3).integers(1, 2000, documents).astype(np.int32)
     tokens, epochs, seq_length = int(sizes.sum()), 3, 2048
-    # All of the last epoch is used, so that the two programs shuffle all epochs together.
     plan = plan_epochs(tokens, seq_length, (epochs * tokens - 1) // seq_length, 0.8)
-    builders = {"this program": lambda: build_sample_order(sizes, range(documents), seq_length, 1, plan)}
-    if core_helpers is not None:
-        core = _load_helpers(core_helpers)
 
-        def build_as_core() -> SampleIndex:
-            generator = np.random.RandomState(1)
-            order = np.mgrid[0:epochs, 0:documents][1].reshape(-1).astype(np.int32)
-            generator.shuffle(order)
-            samples = core.build_sample_idx_int32(sizes, order, seq_length, epochs, tokens, True, 1)
-            shuffle = np.arange(len(samples) - 1, dtype=np.uint32)
-            generator.shuffle(shuffle)
-            return SampleIndex(order, samples, shuffle)
+    def build() -> None:
+        build_sample_order(sizes, range(documents), seq_length, 1, plan)
 
-        builders["Megatron-Core"] = build_as_core
-    found: dict[str, SampleIndex] = {}
-
-    def build(name: str) -> None:
-        found[name] = builders[name]()
-
-    seconds = times_in_turns({name: partial(build, name) for name in builders}, rounds=3, warm_up=0)
-    first, *others = found.values()
-    for other in others:
-        for field in ("documents", "samples", "shuffle"):
-            assert np.array_equal(getattr(first, field), getattr(other, field)), field
-    rows = [[name, f"{min(values):.2f} s"] for name, values in seconds.items()]
+    seconds = times_in_turns({"index": build}, rounds=3, warm_up=0)["index"]
     print(
-        f"index of {documents:,} documents x {epochs} epochs, best of 3\n{format_table(rows)}\n", flush=True
+        f"index of {documents:,} documents x {epochs} epochs: {min(seconds):.2f} s, best of 3\n", flush=True
     )
-
-
-def _load_helpers(path: Path) -> Any:
-    spec = spec_from_file_location("helpers_cpp", path)
-    assert spec is not None and spec.loader is not None
-    module = module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
 
 
 def many_prefixes(folder: Path, number: int) -> None:

@@ -25,7 +25,7 @@ from typing import Any
 
 import numpy as np
 
-from benchmarks.machine import add_row, benchmark_parser
+from benchmarks.machine import LLAMA, add_row, benchmark_parser
 from megatron.data.indexed_dataset import IndexedDatasetBuilder
 from megatron.planner.sweep.run_log import parse_steps
 from megatron.tokenizer.gpt2_bpe import END_OF_TEXT
@@ -45,8 +45,7 @@ MODELS = {
     # Dropout, ALiBi and documents: all Triton kernels of a GPT.
     "gpt": "--num-attention-heads 8 --position-embedding-type alibi --reset-attention-mask",
     # Rotary positions, grouped queries, RMS norms and SwiGLU; plain causal attention.
-    "llama": "--num-attention-heads 4 --group-query-attention --num-query-groups 2 "
-    "--position-embedding-type rotary --normalization RMSNorm --glu-activation swiglu --disable-bias-linear "
+    "llama": f"{LLAMA} --num-attention-heads 4 --num-query-groups 2 "
     "--untie-embeddings-and-output-weights --hidden-dropout 0 --attention-dropout 0",
 }
 BATCH = (
@@ -99,7 +98,9 @@ PHASES = {
         "gpt-bf16-recompute": Case("gpt", "--bf16 --checkpoint-activations", BF16, only_on_gpu=True),
         "gpt-bf16-offload": Case("gpt", "--bf16 --cpu-offload --zero-stage 1", BF16, only_on_gpu=True),
         "gpt-bf16-8bit-adam": Case("gpt", "--bf16 --use-bnb-optimizer", 1e-2),
-        "llama-bf16-fp8": Case("llama", "--bf16 --fp8-recipe blockwise", 1e-2, only_on_gpu=True),
+        "llama-bf16-fp8": Case(
+            "llama", "--bf16 --fp8-recipe blockwise --fp8-min-size 0", 1e-2, only_on_gpu=True
+        ),
         "deterministic": Case("gpt", DETERMINISTIC, only_on_gpu=True),
         "deterministic-again": Case("gpt", DETERMINISTIC, equal_to="deterministic", only_on_gpu=True),
         "deterministic-graph": Case(

@@ -24,7 +24,7 @@ import statistics
 import sys
 import time
 import traceback
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -303,14 +303,13 @@ def make_batch(row: Row) -> torch.Tensor:
 
 
 def make_plain_step(row: Row, model: Model) -> Callable[[], float]:
-    import torch
     from deepspeed.accelerator import get_accelerator
 
     device, batch = get_accelerator().current_device_name(), make_batch(row)
     on_cpu = device == "cpu"
     compiler = None if row.implementation == "plain" else "aot_eager" if on_cpu else "inductor"
     batch = batch if on_cpu else batch.pin_memory()
-    return plain_step(model, batch, row.micro_batch, device, torch.bfloat16, compiler)
+    return plain_step(model, batch, row.micro_batch, device, compiler)
 
 
 def own_step(row: Row) -> Callable[[], float]:
@@ -338,11 +337,13 @@ def device_values(spec: Any, seed: int, name: str, axes: Any, elements: range | 
 
 def profile(step: Callable[[], float], path: Path) -> dict[str, Any]:
     """Profiles a step; returns the share of its time in which the device is busy, its kernels and its long
-    gaps. Writes the kernels to PATH.txt, and a trace unless the folder has one. On a CPU its operations take
+    gaps. Writes the kernels to PATH.txt, and a trace unless the folder has one. On a CPU its operators take
     the place of the kernels."""
     import torch
     from deepspeed.accelerator import get_accelerator
-    from torch.autograd import DeviceType
+
+    # Late: DeepSpeed takes seconds to import.
+    from megatron.training.profiler import device_work, gaps_between, summary
 
     accelerator = get_accelerator()
     with torch.profiler.profile():  # the first profile loads libraries, which would be a long gap
@@ -350,37 +351,17 @@ def profile(step: Callable[[], float], path: Path) -> dict[str, Any]:
         accelerator.synchronize()
     with torch.profiler.profile() as profiler:
         step()
-    events = [event for event in profiler.events() if not event.is_user_annotation]
-    if accelerator.device_name() == "cpu":
-        kernels = [event for event in events if event.cpu_parent is None]
-    else:
-        kernels = [event for event in events if event.device_type != DeviceType.CPU]
-        if not kernels:
-            raise RuntimeError("the profile has no kernels")
-    totals: dict[str, list[float]] = {}
-    for event in kernels:
-        totals.setdefault(event.name, []).append(event.time_range.elapsed_us() / 1000)
-    busy, gaps = busy_and_gaps((event.time_range.start, event.time_range.end) for event in kernels)
+    events, on_gpu = profiler.events(), accelerator.device_name() != "cpu"
+    kernels = device_work(events, on_gpu)
+    if not kernels:
+        raise RuntimeError("the profile has no kernels")
+    gaps, window = gaps_between(kernels)
     long_gaps_ms = sum(gap for gap in gaps if gap > GAP_US) / 1000
-    lines = [f"busy {busy / 1000:.3f} ms, {len(gaps)} gaps, {long_gaps_ms:.3f} ms in gaps above {GAP_US} us"]
-    for name, times in sorted(totals.items(), key=lambda item: -sum(item[1])):
-        lines.append(f"{sum(times):9.3f} ms {1000 * sum(times) / busy:6.1%} {len(times):5} x  {name[:150]}")
-    path.with_name(f"{path.name}.txt").write_text("\n".join(lines) + "\n")
+    lines = f"{long_gaps_ms:.3f} ms in gaps above {GAP_US} us\n{summary(events, 1, on_gpu, len(kernels))}\n"
+    path.with_name(f"{path.name}.txt").write_text(lines)
     if not (trace := path.with_name("trace.json.gz")).exists():
         profiler.export_chrome_trace(str(trace))
-    return {"busy": busy / (busy + sum(gaps)), "long_gaps_ms": long_gaps_ms, "kernels": len(kernels)}
-
-
-def busy_and_gaps(spans: Iterable[tuple[float, float]]) -> tuple[float, list[float]]:
-    """Returns the length of the union of the spans (start, end), and the lengths of the gaps in it."""
-    (start, until), *others = sorted(spans)
-    busy, gaps = until - start, []
-    for start, end in others:
-        if start > until:
-            gaps.append(start - until)
-        busy += max(end - max(start, until), 0.0)
-        until = max(until, end)
-    return busy, gaps
+    return {"busy": 1 - sum(gaps) / window, "long_gaps_ms": long_gaps_ms, "kernels": len(kernels)}
 
 
 def add_plans(rows: list[Row], arguments: argparse.Namespace) -> None:

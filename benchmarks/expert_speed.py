@@ -25,10 +25,10 @@ from torch import Tensor, nn
 
 from benchmarks.machine import add_row, benchmark_parser, describe_machine, times_in_turns
 from megatron.cluster.devices import gpu_of_process
+from megatron.kernels.grouped_linear import Groups
 from megatron.model.experts import ExpertMLP
 from megatron.model.gpt_model import new_mlp
 from megatron.model.layer_context import LayerContext
-from megatron.mpu.grouped_linear import Groups
 from megatron.mpu.mesh import ONE_RANK
 from megatron.mpu.parameters import set_main_grad
 from megatron.mpu.random import DropoutRNG
@@ -87,8 +87,7 @@ def measure(shape: Shape, device: torch.device, rounds: int) -> dict[str, float]
     works = {name: passes(layer, layer, tokens_of(shape, device)) for name, layer in layers.items()}
     products = products_of(layers["layer"], shape)
     works["products"] = passes(products, layers["layer"], tokens_of(shape, device, shape.k))
-    timed = {name: synchronized(work, device) for name, work in works.items()}
-    return {name: statistics.median(found) for name, found in times_in_turns(timed, rounds, 2).items()}
+    return {name: statistics.median(found) for name, found in times_in_turns(works, rounds, 2).items()}
 
 
 def new_layer(shape: Shape, device: torch.device, dense: bool = False) -> nn.Module:
@@ -142,15 +141,6 @@ def passes(function: Callable[[Tensor], Tensor], layer: nn.Module, x: Tensor) ->
             parameter.grad = None
 
     return work
-
-
-def synchronized(work: Callable[[], None], device: torch.device) -> Callable[[], None]:
-    def run() -> None:
-        work()
-        if device.type == "cuda":
-            torch.cuda.synchronize()
-
-    return run
 
 
 def columns(shape: Shape, device: torch.device, seconds: dict[str, float]) -> dict[str, object]:

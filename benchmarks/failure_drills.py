@@ -20,17 +20,17 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
 from benchmarks.machine import benchmark_parser, describe_machine
+from megatron.cluster.launch import wait_until
 from megatron.data.indexed_dataset import IndexedDatasetBuilder
+from tests.support.slurm import CLUSTER, Job, running_cluster
 
 ROOT = Path(__file__).resolve().parent.parent
-
-CLUSTER = ROOT / "tests" / "slurm" / "cluster.sh"
 FAULTS = ("scancel", "kill", "stop", "node", "disk")
 SAVE_INTERVAL = 10
 HANG_TIMEOUT_S = 10
@@ -58,13 +58,13 @@ def main() -> None:
     print(describe_machine())
     rng = random.Random(arguments.seed)
     drills: list[Drill] = []
-    with tempfile.TemporaryDirectory() as folder, running_cluster(Path(folder)) as cluster:
+    with tempfile.TemporaryDirectory() as name, cluster_with_disk(folder := Path(name)) as env:
         try:
             for round in range(arguments.each):
                 for fault in arguments.faults:
-                    drills.append(drill(cluster, fault, rng, drills[-1] if drills else None))
+                    drills.append(drill(folder, env, fault, rng, drills[-1] if drills else None))
                     print(f"round {round + 1}: {drills[-1].describe()}", flush=True)
-            start(cluster, drills[-1]).end("scancel", cluster)
+            inject("scancel", start(folder, env, drills[-1]))
         except KeyboardInterrupt:
             drills = drills[:-1]  # the next job was not observed
     print(f"\nfault    drills  ended in {LIMIT_S:.0f} s  median  most  cause named  resumed  most steps lost")
@@ -119,35 +119,19 @@ def row(fault: str, drills: list[Drill]) -> str:
     )
 
 
-@dataclass(frozen=True)
-class Cluster:
-    """Where jobs run: the folder, and the environment of a shell that uses the cluster."""
-
-    folder: Path
-    env: dict[str, str]
-
-    def call(self, *command: str) -> str:
-        """Runs a command in that shell; returns its output."""
-        return subprocess.run(command, cwd=self.folder, env=self.env, capture_output=True, text=True).stdout
-
-
 @contextmanager
-def running_cluster(folder: Path) -> Iterator[Cluster]:
-    """Starts a cluster that detects a dead node daemon after 10 seconds, with data and a disk of 24 MB."""
-    env = {name: value for name, value in os.environ.items() if not name.startswith(("SLURM", "SBATCH"))}
-    env |= {"SLURM_TEST_FOLDER": str(folder / "cluster"), "SLURM_TEST_SLURMD_TIMEOUT": "10"}
-    env |= {"SLURM_CONF": str(folder / "cluster" / "slurm.conf"), "REPO": str(ROOT)}
-    env |= {"PYTHON": sys.executable, "DS_ACCELERATOR": "cpu", "MAX_RESTARTS": "0", "REQUEUE": "no"}
-    cluster = Cluster(folder, env)
+def cluster_with_disk(folder: Path) -> Iterator[dict[str, str]]:
+    """Starts a cluster that detects a dead node daemon after 10 seconds, with data and a disk of 24 MB.
+    Yields the environment of a shell that uses it."""
     (folder / "job.slurm").write_text(JOB)
     write_data(folder / "bytes")
     (folder / "disk").mkdir()
     mounted = os.geteuid() == 0 and mount(folder / "disk")
+    settings = {"SLURM_TEST_SLURMD_TIMEOUT": "10", "REPO": str(ROOT), "MAX_RESTARTS": "0", "REQUEUE": "no"}
     try:
-        subprocess.run([CLUSTER, "start"], env=cluster.env, check=True)
-        yield cluster
+        with running_cluster(folder / "cluster", **settings) as env:
+            yield env
     finally:
-        subprocess.run([CLUSTER, "stop"], env=cluster.env, check=True)
         if mounted:
             subprocess.run(["umount", str(folder / "disk")], check=True)
 
@@ -168,101 +152,58 @@ def write_data(prefix: Path) -> None:
         builder.finalize()
 
 
-@dataclass(frozen=True)
-class Job:
-    """A job that has done its first step."""
-
-    number: str
-    log: Path
-
-    def processes(self, cluster: Cluster) -> dict[int, Mapping[str, str]]:
-        """Returns process id -> environment of the job's processes that are alive."""
-        wanted = {"SLURM_JOB_ID": self.number, "SLURM_CONF": cluster.env["SLURM_CONF"]}
-        found = {int(path.parent.name): environment(path) for path in Path("/proc").glob("[0-9]*/environ")}
-        return {pid: env for pid, env in found.items() if wanted.items() <= env.items()}
-
-    def rank(self, cluster: Cluster, rank: int) -> int:
-        return next(
-            pid
-            for pid, env in self.processes(cluster).items()
-            if env.get("RANK") == str(rank) and Path(f"/proc/{pid}/comm").read_text().startswith("python")
-        )
-
-    def end(self, fault: str, cluster: Cluster, victim: int = 0) -> str:
-        """Injects the fault; returns a pattern for the last line of the log."""
-        if fault == "scancel":
-            cluster.call("scancel", self.number)
-            return "Slurm ended the job"
-        if fault == "kill":
-            os.kill(self.rank(cluster, victim), signal.SIGKILL)
-            return rf"rank {victim} on .*killed \(SIGKILL\)"
-        if fault == "stop":
-            os.kill(self.rank(cluster, victim), signal.SIGSTOP)
-            return rf"hang: rank {victim} on .*stopped by a signal"
-        if fault == "node":
-            node = f"n{1 + victim // 2}"
-            pid = (cluster.folder / "cluster" / "pid" / f"slurmd-{node}").read_text()
-            os.kill(int(pid), signal.SIGKILL)
-            return f"node {node} is down or not responding"
-        fill(cluster.folder / "disk" / "filler")
-        return r"cannot be written .* 0\.\d MB are free there"
-
-    def wait_for_end(self, cluster: Cluster, limit_s: float = 180.0) -> None:
-        """Waits until Slurm has no such job and none of its processes is alive."""
-        deadline = time.monotonic() + limit_s
-        while time.monotonic() < deadline:
-            over = not re.search(
-                r"RUNNING|COMPLETING|PENDING", cluster.call("scontrol", "show", "job", self.number)
-            )
-            if over and not self.processes(cluster):
-                return
-            time.sleep(0.5)
+def inject(fault: str, job: Job, victim: int = 0) -> str:
+    """Injects the fault; returns a pattern for the last line of the log."""
+    if fault == "scancel":
+        job.control("scancel")
+        return "Slurm ended the job"
+    if fault == "kill":
+        os.kill(job.rank(victim), signal.SIGKILL)
+        return rf"rank {victim} on .*killed \(SIGKILL\)"
+    if fault == "stop":
+        os.kill(job.rank(victim), signal.SIGSTOP)
+        return rf"hang: rank {victim} on .*stopped by a signal"
+    if fault == "node":
+        node = f"n{1 + victim // 2}"
+        pid = Path(job.env["SLURM_TEST_FOLDER"], "pid", f"slurmd-{node}").read_text()
+        os.kill(int(pid), signal.SIGKILL)
+        return f"node {node} is down or not responding"
+    fill(job.folder / "disk" / "filler")
+    return r"cannot be written .* 0\.\d MB are free there"
 
 
-def drill(cluster: Cluster, fault: str, rng: random.Random, previous: Drill | None) -> Drill:
+def drill(folder: Path, env: dict[str, str], fault: str, rng: random.Random, previous: Drill | None) -> Drill:
     """Starts a job, which resumes from the previous drill, and injects a fault."""
-    job = start(cluster, previous)
+    job = start(folder, env, previous)
     time.sleep(rng.uniform(0.0, 6.0))
     victim = rng.randrange(4)
     began = time.monotonic()
-    expected = job.end(fault, cluster, victim)
-    job.wait_for_end(cluster)
+    expected = inject(fault, job, victim)
+    job.end()
+    wait_until(lambda: not job.processes(), 180.0)
     seconds = time.monotonic() - began
     # Repairs the fault.
-    (cluster.folder / "disk" / "filler").unlink(missing_ok=True)
-    subprocess.run([CLUSTER, "start"], env=cluster.env, check=True)
-    lines = job.log.read_text().splitlines()
-    reached = max(steps(job.log))
-    return Drill(fault, seconds, expected, lines[-1], reached)
+    (folder / "disk" / "filler").unlink(missing_ok=True)
+    subprocess.run([CLUSTER, "start"], env=env, check=True)
+    return Drill(fault, seconds, expected, job.log().splitlines()[-1], max(steps(job.log())))
 
 
-def start(cluster: Cluster, previous: Drill | None) -> Job:
+def start(folder: Path, env: dict[str, str], previous: Drill | None) -> Job:
     """Starts a job and waits for its first step. Sets `resumed_at` of the previous drill."""
-    number = cluster.call("sbatch", "--parsable", "job.slurm").strip()
-    job = Job(number, cluster.folder / f"drill-{number}.out")
-    deadline = time.monotonic() + 240
-    while not (job.log.exists() and steps(job.log)):
-        if time.monotonic() > deadline:
-            sys.exit(f"job {number} does not start:\n{job.log.read_text() if job.log.exists() else ''}")
-        time.sleep(0.2)
-    resumed = re.search(r"^starting from .*iteration (\d+)", job.log.read_text(), re.MULTILINE)
+    command = ["sbatch", "--parsable", "job.slurm"]
+    done = subprocess.run(command, cwd=folder, env=env, check=True, capture_output=True, text=True)
+    job = Job(done.stdout.strip(), folder, env)
+    if not wait_until(lambda: bool(steps(job.log())), 240.0, 0.2):
+        sys.exit(f"job {job.number} does not start:\n{job.log()}")
+    resumed = re.search(r"^starting from .*iteration (\d+)", job.log(), re.MULTILINE)
     if previous is not None and resumed is not None:
         previous.resumed_at = int(resumed[1])
     return job
 
 
-def steps(log: Path) -> list[int]:
+def steps(log: str) -> list[int]:
     """Returns the steps that have a line in the log."""
-    return [int(step) for step in re.findall(r"^ iteration +(\d+)/", log.read_text(), re.MULTILINE)]
-
-
-def environment(path: Path) -> dict[str, str]:
-    """Returns the environment of a process; empty if it has ended."""
-    try:
-        words = path.read_bytes().decode(errors="replace").split("\0")
-    except OSError:
-        return {}
-    return {name: value for name, _, value in (word.partition("=") for word in words)}
+    return [int(step) for step in re.findall(r"^ iteration +(\d+)/", log, re.MULTILINE)]
 
 
 def fill(path: Path) -> None:

@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Measures how long the host needs to issue the work of a training step, in us per call.
+"""Measures how long the host needs to issue the passes of a layer and of the loss, in us per call.
 
     python benchmarks/host_time.py     a minute, no GPU needed
 
@@ -24,19 +24,17 @@ os.environ.pop("TRITON_INTERPRET", None)
 import gc
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from time import perf_counter
 from types import SimpleNamespace
 from typing import Any
 from unittest.mock import patch
 
 import torch
-import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from benchmarks.machine import benchmark_parser, describe_machine
+from benchmarks.machine import LLAMA, benchmark_parser, describe_machine
 from benchmarks.plain_model import Model, PlainLayer, rotary_tables
 from megatron.arguments import parse_args
 from megatron.kernels import selection
@@ -50,29 +48,14 @@ from megatron.mpu.parameters import set_main_grad
 from megatron.mpu.random import DropoutRNG
 from megatron.optimizer.flat_group import add_to_main_grad
 from megatron.text_table import format_table
-from tests.support.layouts import Row, build_engine, config_of, train
-from tests.support.pool import run_world
 
 SEQ, HIDDEN, HEADS, GROUPS, VOCAB, LAYERS = 8, 32, 4, 2, 64, 4
-LLAMA = (
-    "--position-embedding-type rotary --normalization RMSNorm --glu-activation swiglu --disable-bias-linear "
-    f"--group-query-attention --num-query-groups {GROUPS} "
-)
 GOAL = 1.2
 NO_DROPOUT = "layer, no dropout"
 
 Times = tuple[float, float]
 Call = Callable[[], Times]
 """Runs the work once; returns the seconds of forward and backward pass."""
-
-
-@dataclass(frozen=True)
-class Comparison:
-    """A row of the table: this program's call and the plain one."""
-
-    what: str
-    own: Call
-    plain: Call
 
 
 @contextmanager
@@ -186,16 +169,17 @@ def head() -> tuple[nn.Parameter, Tensor]:
     return nn.Parameter(torch.randn(VOCAB, HIDDEN)), torch.randn(1, SEQ, HIDDEN, requires_grad=True)
 
 
-def comparisons(with_compiled: bool) -> list[Comparison]:
+def comparisons(with_compiled: bool) -> list[tuple[str, Call, Call]]:
+    """Returns rows of the table: name, this program's call and the plain one."""
     no_dropout = "--attention-dropout 0 --hidden-dropout 0"
-    compiled = f"{no_dropout} --compile"
+    compiled, llama = f"{no_dropout} --compile", f"{LLAMA} --num-query-groups {GROUPS} {no_dropout}"
     return [
-        Comparison(NO_DROPOUT, own_layers(no_dropout), plain_layers()),
-        Comparison("layer, hidden dropout", own_layers("--attention-dropout 0"), plain_layers(0.1)),
-        Comparison("layer, both dropouts", own_layers(""), plain_layers(0.1)),
-        Comparison("Llama layer", own_layers(LLAMA + no_dropout), plain_layers(groups=GROUPS)),
-        Comparison("head and loss", own_loss(), plain_loss()),
-        *([Comparison("compiled layer", own_layers(compiled), plain_layers())] if with_compiled else []),
+        (NO_DROPOUT, own_layers(no_dropout), plain_layers()),
+        ("layer, hidden dropout", own_layers("--attention-dropout 0"), plain_layers(0.1)),
+        ("layer, both dropouts", own_layers(""), plain_layers(0.1)),
+        ("Llama layer", own_layers(llama), plain_layers(groups=GROUPS)),
+        ("head and loss", own_loss(), plain_loss()),
+        *([("compiled layer", own_layers(compiled), plain_layers())] if with_compiled else []),
     ]
 
 
@@ -227,66 +211,7 @@ def least_times(own: Call, plain: Call, rounds: int, calls: int) -> tuple[Times,
     return (a, b), (c, d)
 
 
-def optimizer_times(rounds: int, calls: int) -> tuple[int, Times, Times]:
-    """Returns the number of parameter groups, and the times of a step: clipping, Adam, and new gradients."""
-    engine = build_engine(config_of(Row()))
-    train(engine, range(1))
-    flats = engine.optimizer.flat
-    parameters = [nn.Parameter(p.detach().clone()) for p in engine.module.parameters()]
-    for parameter in parameters:
-        parameter.grad = torch.ones_like(parameter)
-    halves = [{"params": parameters[index::2]} for index in range(len(flats))]
-    adam = torch.optim.AdamW(halves, fused=True)
-
-    def own() -> Times:
-        start = perf_counter()
-        engine.optimizer.step()
-        engine.optimizer.zero_grad()
-        return perf_counter() - start, 0.0
-
-    def plain() -> Times:
-        start = perf_counter()
-        float(nn.utils.clip_grad_norm_(parameters, 1.0))
-        adam.step()
-        adam.zero_grad(set_to_none=False)
-        return perf_counter() - start, 0.0
-
-    return len(flats), *least_times(own, plain, rounds, calls)
-
-
-def message_times(rounds: int, calls: int) -> tuple[Times, Times]:
-    """Returns the times of the instructions that exchange the activations of a micro-batch, and of PyTorch's
-    functions."""
-    engine = build_engine(config_of(Row(pp=2)))
-    group, other = engine.grid.get_pipe_parallel_group(), 1 - dist.get_rank()
-    engine._seq_length = SEQ
-    ((shape, dtype),) = engine.module.stage_input(1, engine.micro_batch_size, SEQ)
-    message = torch.zeros(shape, dtype=dtype)
-    sends = dist.get_rank() == 0
-    engine._reserve_pipe_buffers(1)
-
-    def own() -> Times:
-        start = perf_counter()
-        if sends:
-            engine.pipe_buffers["messages"][0] = (message,)
-            engine._exec_send_activations(0, 0)
-        else:
-            engine._exec_recv_activations(0, 0)
-        engine._exec_commit_p2p()
-        engine._wait_for_sends()
-        return perf_counter() - start, 0.0
-
-    def plain() -> Times:
-        start = perf_counter()
-        tensor, operation = (message, dist.isend) if sends else (torch.empty_like(message), dist.irecv)
-        for request in dist.batch_isend_irecv([dist.P2POp(operation, tensor, other, group)]):
-            request.wait()
-        return perf_counter() - start, 0.0
-
-    return least_times(own, plain, rounds, calls)
-
-
-def cells(what: str, own: float, plain: float, goal: float | None = GOAL) -> tuple[str, ...]:
+def cells(what: str, own: float, plain: float, goal: float | None) -> tuple[str, ...]:
     verdict = "-" if goal is None else "met" if own <= goal * plain else "MISSED"
     return what, f"{1e6 * own:.0f}", f"{1e6 * plain:.0f}", f"{own / plain:.2f}", verdict
 
@@ -302,21 +227,15 @@ def main() -> None:
     print(describe_machine())
     rows: list[tuple[str, ...]] = [("us per call", "this program", "plain modules", "ratio", f"goal {GOAL}")]
     with launches_without_device():
-        for row in comparisons(arguments.compile):
-            own, plain = least_times(row.own, row.plain, rounds, calls)
-            if row.what == NO_DROPOUT:
+        for what, own_call, plain_call in comparisons(arguments.compile):
+            own, plain = least_times(own_call, plain_call, rounds, calls)
+            if what == NO_DROPOUT:
                 with Kernels() as kernels:
-                    row.own()
+                    own_call()
                 us_per_kernel = 1e6 * sum(own) / (kernels.count / LAYERS)
             for index, name in enumerate(("forward", "backward")):
-                goal = GOAL if "layer" in row.what else None
-                rows.append(cells(f"{row.what}, {name}", own[index], plain[index], goal))
-    ((groups, own, plain),) = run_world(1, optimizer_times, rounds, calls)
-    rows.append(
-        cells(f"optimizer step per parameter group ({groups})", own[0] / groups, plain[0] / groups, None)
-    )
-    (own, plain), _ = run_world(2, message_times, rounds, calls)
-    rows.append(cells("message of a pipeline stage, gloo included", own[0], plain[0], None))
+                goal = GOAL if "layer" in what else None
+                rows.append(cells(f"{what}, {name}", own[index], plain[index], goal))
     print(format_table(rows))
     print(f"{NO_DROPOUT}: {us_per_kernel:.1f} us per kernel (--host-us-per-kernel of a plan)")
 

@@ -10,14 +10,17 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from megatron.config import Config
+from megatron.kernels import fp8
+from megatron.kernels.grouped_linear import Groups
 from megatron.kernels.selection import uses_kernels
-from megatron.model.activations import gated_by
+from megatron.model.activations import Activation, gated_by
 from megatron.model.core_attention import CoreAttention
 from megatron.model.gpt_model import ParallelSelfAttention
 from megatron.model.layer_context import LayerContext
+from megatron.model.norm import MixedFusedLayerNorm, add_and_norm
 from megatron.model.position import document_ids_of
 from megatron.mpu.embedding import embedding
-from megatron.mpu.grouped_linear import Groups, grouped_linear
+from megatron.mpu.grouped_linear import grouped_linear
 from megatron.mpu.logit_chunks import LogitChunks
 from megatron.mpu.mesh import ONE_RANK, Axis
 from megatron.mpu.random import DropoutMask, DropoutRNG, dropout_add
@@ -101,6 +104,8 @@ class Case:
 def cases(inputs: Inputs) -> Iterator[Case]:
     """Yields one case at a time, so that the tensors of only one case are in memory."""
     yield dropout_case(inputs)
+    yield norm_case(inputs)
+    yield activation_case(inputs)
     for name, flags in (
         ("attention, dropout 0.1", "--attention-dropout 0.1"),
         ("attention, ALiBi", "--attention-dropout 0 --position-embedding-type alibi"),
@@ -109,10 +114,15 @@ def cases(inputs: Inputs) -> Iterator[Case]:
         ("attention, all three", "--position-embedding-type alibi --reset-attention-mask"),
     ):
         yield attention_case(name, flags, inputs)
-    yield rotary_case(inputs)
+    yield rotary_case("split and rotary positions", "", inputs)
+    yield rotary_case("split, QK norm and rotary positions", "--qk-layernorm", inputs)
     yield gated_case(inputs)
     yield weight_gradient_case(inputs)
     yield grouped_case(inputs)
+    # Not in triton's interpreter, which truncates to FP8.
+    if inputs.device.type == "cuda" and torch.cuda.get_device_capability() >= (8, 9):
+        yield fp8_case(inputs)
+        yield fp8_case(inputs, counts=(7, 0))
     yield loss_case(inputs)
     yield embedding_case(inputs)
     yield norms_case(inputs)
@@ -135,6 +145,51 @@ def dropout_case(inputs: Inputs) -> Case:
 
     moved = 5 * x.numel() * x.element_size()  # x, residual, output; gradient, gradient of x
     return Case("dropout and residual", work, "torch dropout, +", library, moved)
+
+
+def norm_case(inputs: Inputs) -> Case:
+    """The residual addition with dropout and bias, and the layer norm of the sum."""
+    sizes = inputs.sizes
+    x, residual, *grads = inputs.some((sizes.seq, 1, sizes.hidden), 4)
+    bias, weight, beta = inputs.some((sizes.hidden,), 3)
+    norm = MixedFusedLayerNorm(sizes.hidden, 1e-5)
+    norm.weight, norm.bias = torch.nn.Parameter(weight.detach()), torch.nn.Parameter(beta.detach())
+    mask = DropoutMask(0.1, DropoutRNG(1, (5,)), "4.mlp", 1, None, Axis("tp"))
+    leaves = (x, residual, bias, *norm.parameters())
+
+    def work() -> list[Tensor]:
+        parts = add_and_norm(norm, x, residual, mask, bias)
+        return [*(part.detach() for part in parts), *torch.autograd.grad(parts, leaves, grads)]
+
+    def library() -> list[Tensor]:
+        total = residual + F.dropout(x + bias, 0.1)
+        parts = total, F.layer_norm(total, norm.normalized_shape, norm.weight, norm.bias)
+        return [*(part.detach() for part in parts), *torch.autograd.grad(parts, leaves, grads)]
+
+    # x, residual, sum and norm; sum, the gradients of sum and norm, and those of x and residual.
+    moved = (4 + 5) * x.numel() * x.element_size()
+    return Case("add and norm, with dropout and bias", work, "torch dropout, +, layer_norm", library, moved)
+
+
+def activation_case(inputs: Inputs) -> Case:
+    """GELU, and the gradient of the bias before it, which was added to `x`."""
+    sizes = inputs.sizes
+    x, grad = inputs.some((sizes.seq, 1, 4 * sizes.hidden), 2)
+    (bias,) = inputs.some((4 * sizes.hidden,), 1)
+    gelu = Activation("gelu")
+
+    def work() -> list[Tensor]:
+        y = gelu(x, bias) if gelu.in_kernel(x) else gelu(x + (bias - bias.detach()))
+        return [y.detach(), *torch.autograd.grad(y, (x, bias), grad)]
+
+    def library() -> list[Tensor]:
+        y = F.gelu(x, approximate="tanh")
+        (grad_x,) = torch.autograd.grad(y, x, grad)
+        return [y.detach(), grad_x, grad_x.sum((0, 1))]
+
+    # Input and output; the input, the gradient of the output, and the gradient of the input.
+    moved = (2 + 3) * x.numel() * x.element_size()
+    return Case("activation and bias, GELU", work, "torch gelu, sum", library, moved)
 
 
 def layer_config(sizes: Sizes, flags: str) -> Config:
@@ -170,23 +225,26 @@ def attention_case(name: str, flags: str, inputs: Inputs) -> Case:
     return Case(name, work, "torch SDPA, plain causal", library, 0, flops)
 
 
-def rotary_case(inputs: Inputs) -> Case:
+def rotary_case(name: str, flags: str, inputs: Inputs) -> Case:
     sizes, device = inputs.sizes, inputs.device
-    config = layer_config(sizes, "--position-embedding-type rotary")
+    config = layer_config(sizes, f"--position-embedding-type rotary {flags}")
     with torch.device(device):
-        attention = ParallelSelfAttention(LayerContext(config, ONE_RANK, DropoutRNG(1)), 3)
+        attention = ParallelSelfAttention(LayerContext(config, ONE_RANK, DropoutRNG(1)), 3).to(inputs.dtype)
+    vectors = [vector for name, vector in attention.named_parameters() if "layernorm" in name]
+    for place, vector in enumerate(vectors):
+        vector.data.copy_(inputs.some(vector.shape, len(vectors))[place].detach())
     (projected,) = inputs.some((sizes.seq, 1, 3 * sizes.hidden), 1)
     grads = inputs.some((sizes.seq, 1, sizes.heads, sizes.head_dim), 3)
 
     def work() -> list[Tensor]:
         parts = attention._split(projected, None)
-        return [*(part.detach() for part in parts), *torch.autograd.grad(parts, projected, grads)]
+        return [*(part.detach() for part in parts), *torch.autograd.grad(parts, [projected, *vectors], grads)]
 
     def library() -> list[Tensor]:
         return [projected.detach().clone(), projected.detach().clone()]
 
     moved = 4 * projected.numel() * projected.element_size()
-    return Case("split and rotary positions", work, "torch clone, twice", library, moved)
+    return Case(name, work, "torch clone, twice", library, moved)
 
 
 def gated_case(inputs: Inputs) -> Case:
@@ -261,6 +319,27 @@ def grouped_case(inputs: Inputs) -> Case:
 
     flops = 3 * 2.0 * sizes.seq * 4 * sizes.hidden**2
     return Case("grouped linear layer of experts", work, "torch grouped_mm, no bias", library, 0, flops)
+
+
+def fp8_case(inputs: Inputs, counts: tuple[int, ...] = ()) -> Case:
+    """Quantizes the rows and the matrix of a linear layer, and multiplies both. counts: rows of all experts
+    but the last one; without them one matrix."""
+    n_in, rows = 2 * fp8.BLOCK, inputs.sizes.seq
+    shape = (*([len(counts) + 1] if counts else []), 3 * fp8.BLOCK, n_in)
+    (x,), (weight,), (bias,) = (inputs.some(size, 1) for size in ((rows, n_in), shape, shape[:-1]))
+    groups = Groups((*counts, rows - sum(counts))) if counts else None
+
+    @torch.no_grad()
+    def work() -> list[Tensor]:
+        numbers = [each.float() if inputs.dtype == torch.float64 else each for each in (x, weight)]
+        quantized = fp8.quantize_rows(numbers[0], torch.float8_e4m3fn)
+        copies = fp8.empty_matrices(weight.shape, torch.float8_e4m3fn, False, device=inputs.device)
+        fp8.quantize_matrices(numbers[1], copies)
+        y = fp8.multiply(quantized, copies.rows, bias, groups, inputs.dtype)
+        return [y, fp8.dequantized(quantized, False), fp8.dequantized(copies.transposed, True)]
+
+    name = "FP8 product and quantization" + (" of experts" if counts else "")
+    return Case(name, work, "torch linear", lambda: [x @ weight.mT], 0, 2.0 * rows * n_in * shape[-2])
 
 
 def loss_case(inputs: Inputs) -> Case:

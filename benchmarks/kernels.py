@@ -73,10 +73,10 @@ def tile_variants(architecture: int) -> Iterator[Variant]:
                 attention._launch.cache_clear()  # it knows the shapes, but not the tiles
                 with patch.object(attention, "tiles", lambda *_, numbers=numbers: Tiles(*numbers)):
                     work = partial(attention_work, "bf16", head_dim, "adr")
-                    launch, dtypes = launches_of(work, architecture)[place]
+                    launch, dtypes, grid = launches_of(work, architecture)[place]
                 queries, keys, warps, stages = numbers
                 tile = f"{queries} x {keys}, {warps} warps, {stages} stages"
-                yield Variant(f"attention bf16 {head_dim}, {tile}: {kernel}", launch, dtypes)
+                yield Variant(f"attention bf16 {head_dim}, {tile}: {kernel}", launch, dtypes, grid)
     attention._launch.cache_clear()
 
 

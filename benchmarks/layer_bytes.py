@@ -1,27 +1,27 @@
 #!/usr/bin/env python3
-"""Counts the bytes that a transformer layer moves in a forward and a backward pass, and its kernel launches.
+"""Counts the bytes that a transformer layer moves in a forward and a backward pass, its kernel launches, and
+what it keeps for the backward pass.
 
     python benchmarks/layer_bytes.py [MODEL ...]     no GPU needed; half a minute
 
 The run's own layers run on the simulated accelerator, with the Triton kernels (--kernels pytorch: without).
-The bytes are those of the tensors that each operation reads and writes. They are compared with their minimum:
+The bytes of all tensors that an operation reads or writes are added, and compared with their minimum:
 each fused operation reads its operands once and writes its results once. Nothing is measured.
+`step_cost.py` lists the operations.
 """
 
 from __future__ import annotations
 
 import os
 import sys
-from collections import Counter
 from dataclasses import dataclass
 
-from benchmarks.machine import benchmark_parser
+from benchmarks.machine import LLAMA, benchmark_parser
 from megatron.arguments import parse_args
 from megatron.config import Config
 from megatron.config.registries import POSITION_EMBEDDINGS
 from megatron.model.layer_kinds import layer_kinds
 from megatron.planner.layer_memory import planned_run
-from megatron.planner.simulation.costs import PassCost
 from megatron.planner.simulation.passes import Kernel
 from megatron.planner.simulation.stage_costs import stage_costs
 from megatron.text_table import format_table
@@ -32,11 +32,9 @@ _GPT = (
     "--max-position-embeddings 2048 --micro-batch-size 8 --global-batch-size 8 "
 )
 _LLAMA = (
-    "--hidden-size 4096 --num-attention-heads 32 --kv-channels 128 --group-query-attention "
-    "--num-query-groups 8 --seq-length 8192 --max-position-embeddings 8192 --micro-batch-size 1 "
-    "--global-batch-size 1 --position-embedding-type rotary --normalization RMSNorm --glu-activation swiglu "
-    "--disable-bias-linear --attention-dropout 0 --hidden-dropout 0 "
-    "--untie-embeddings-and-output-weights "
+    f"{LLAMA} --hidden-size 4096 --num-attention-heads 32 --kv-channels 128 --num-query-groups 8 "
+    "--seq-length 8192 --max-position-embeddings 8192 --micro-batch-size 1 --global-batch-size 1 "
+    "--attention-dropout 0 --hidden-dropout 0 --untie-embeddings-and-output-weights "
 )
 MODELS = {
     "GPT 1.3B, dropout 0.1": _GPT,
@@ -52,45 +50,36 @@ MOST_LAUNCHES = 12
 
 @dataclass(frozen=True)
 class LayerBytes:
-    """The passes of a layer of a model, one micro-batch."""
+    """The forward pass and the backward pass of a layer of a model, one micro-batch."""
 
-    forward: dict[str, tuple[int, float]]
-    """Launches and bytes of each operation."""
-    backward: dict[str, tuple[int, float]]
+    launches: tuple[int, int]
+    moved: tuple[float, float]
+    """Bytes that the operations read and write."""
     least: tuple[float, float]
-    """The minimum of the bytes of both passes."""
+    """The minimum of `moved`."""
+    kept: int
+    """Bytes that stay allocated for the backward pass."""
 
     @classmethod
     def of(cls, config: Config) -> LayerBytes:
         assert config.model.vocab_size is not None
         layers = stage_costs(planned_run(config, config.model.vocab_size), 0).layers
         layer = layers[len(layers) // 2]  # not the first one, which also makes tables
-        least = least_forward_bytes(config), least_backward_bytes(config)
-        return cls(_operations(layer.forward), _operations(layer.backward), least)
-
-    @property
-    def launches(self) -> tuple[int, int]:
-        """Launches of the forward pass and of the backward pass."""
-        return sum(n for n, _ in self.forward.values()), sum(n for n, _ in self.backward.values())
-
-    @property
-    def moved(self) -> tuple[float, float]:
-        """Bytes of the forward pass and of the backward pass."""
-        return sum(b for _, b in self.forward.values()), sum(b for _, b in self.backward.values())
+        forward, backward = (
+            [action for action in cost.actions if isinstance(action, Kernel)]
+            for cost in (layer.forward, layer.backward)
+        )
+        return cls(
+            (len(forward), len(backward)),
+            (sum(kernel.bytes for kernel in forward), sum(kernel.bytes for kernel in backward)),
+            (least_forward_bytes(config), least_backward_bytes(config)),
+            layer.forward.change,
+        )
 
     @property
     def share(self) -> float:
         """Bytes of both passes, relative to their minimum."""
         return sum(self.moved) / sum(self.least)
-
-
-def _operations(cost: PassCost) -> dict[str, tuple[int, float]]:
-    calls, moved = Counter[str](), Counter[str]()
-    for action in cost.actions:
-        if isinstance(action, Kernel):
-            calls[action.name] += 1
-            moved[action.name] += action.bytes  # type: ignore[assignment]
-    return {name: (calls[name], size) for name, size in moved.most_common()}
 
 
 @dataclass(frozen=True)
@@ -175,37 +164,23 @@ def _matrix_elements(config: Config) -> float:
     return layer_kinds(config.model)[0].matrix_elements / config.parallel.tensor_model_parallel_size
 
 
-def operations_table(found: LayerBytes) -> str:
-    """Returns the table of a layer's operations, those that move most bytes first."""
-    cells: list[tuple[str, ...]] = [("pass", "operation", "calls", "MB")]
-    for name in ("forward", "backward"):
-        for operation, (calls, moved) in getattr(found, name).items():
-            cells.append((name, operation, str(calls), f"{moved / 1e6:,.1f}"))
-    return format_table(cells, left_align=(0, 1))
-
-
 def main() -> None:
     parser = benchmark_parser(__doc__)
     parser.add_argument("models", nargs="*", metavar="MODEL", help=f"of {', '.join(MODELS)}; default: all")
     parser.add_argument("--kernels", choices=("triton", "pytorch"), default="triton")
-    parser.add_argument("--operations", action="store_true", help="also print the operations of each model")
     arguments = parser.parse_args()
     if unknown := sorted({*arguments.models} - {*MODELS}):
         sys.exit(f"{parser.prog}: error: {', '.join(unknown)}: unknown. Expected: {', '.join(MODELS)}.")
     os.environ["MEGATRON_KERNELS"] = arguments.kernels  # read by the simulation
     cells: list[tuple[str, ...]] = [
-        ("model", "forward MB", "backward MB", "of minimum", "launches", "backward launches")
+        ("model", "forward MB", "backward MB", "of minimum", "kept MB", "launches", "backward launches")
     ]
-    tables = []
     for name in arguments.models or MODELS:
         found = LayerBytes.of(parse_args([*COMMON.split(), *MODELS[name].split()], {}))
-        forward, backward = (f"{moved / 1e6:,.0f}" for moved in found.moved)
-        cells.append((name, forward, backward, f"{found.share:.3f}", *map(str, found.launches)))
-        tables.append(f"\n{name}\n{operations_table(found)}")
+        forward, backward, kept = (f"{size / 1e6:,.0f}" for size in (*found.moved, found.kept))
+        cells.append((name, forward, backward, f"{found.share:.3f}", kept, *map(str, found.launches)))
     print("a transformer layer, one micro-batch, counted on the simulated accelerator; no GPU was used")
     print(format_table(cells))
-    if arguments.operations:
-        print(*tables, sep="\n")
 
 
 if __name__ == "__main__":

@@ -1,17 +1,25 @@
 """What benchmarks share: a parser of flags, a description of the machine, rows of results, the times of works
-that take turns, and the memory of a command."""
+that take turns, and the peak memory of a block or a command."""
 
 import argparse
 import json
 import os
 import platform
 import subprocess
+import sys
+import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
+
+LLAMA = (
+    "--position-embedding-type rotary --normalization RMSNorm --glu-activation swiglu --disable-bias-linear "
+    "--group-query-attention "
+)
+"""Flags of the layers of Llama, without their sizes."""
 
 
 def benchmark_parser(description: str | None) -> argparse.ArgumentParser:
@@ -69,34 +77,62 @@ def times_in_turns(
     works: Mapping[str, Callable[[], float | None]], rounds: int, warm_up: int = 1
 ) -> dict[str, list[float]]:
     """Runs works in turns, so that other load on the machine slows all of them. Returns the seconds of each
-    work in each round, without the first `warm_up` rounds. A work may return its own seconds."""
+    work in each round, on a GPU until the GPU has finished, without the first `warm_up` rounds. A work may
+    return its own seconds."""
     times: dict[str, list[float]] = {name: [] for name in works}
     for turn in range(warm_up + rounds):
         for name, work in works.items():
+            _wait_for_gpu()
             start = time.perf_counter()
             found = work()
+            _wait_for_gpu()
             seconds = time.perf_counter() - start if found is None else found
             if turn >= warm_up:
                 times[name].append(seconds)
     return times
 
 
+def _wait_for_gpu() -> None:
+    torch = sys.modules.get("torch")
+    if torch is not None and torch.cuda.is_initialized():
+        torch.cuda.synchronize()
+
+
+@contextmanager
+def sampled(value: Callable[[], int]) -> Iterator[list[int]]:
+    """Yields a list of values: at the begin of the block, every 5 ms in it, and at its end."""
+    values, over = [value()], threading.Event()
+
+    def sample() -> None:
+        while not over.wait(0.005):
+            values.append(value())
+
+    thread = threading.Thread(target=sample, daemon=True)
+    thread.start()
+    try:
+        yield values
+    finally:
+        over.set()
+        thread.join()
+        values.append(value())
+
+
 def peak_bytes_of(command: Sequence[str], **options: Any) -> int:
-    """Runs a command. Returns the largest sum of the resident memory of its processes, sampled every 10 ms;
-    pages that processes share count in each. Exits the program if the command fails. options: of `Popen`."""
+    """Runs a command. Returns the largest sum of the resident memory of its processes, sampled; pages that
+    processes share count in each. Exits the program if the command fails. options: of `Popen`."""
     import psutil
 
-    peak = 0
-    with subprocess.Popen(command, **options) as process:
-        main = psutil.Process(process.pid)
-        while process.poll() is None:
-            with suppress(psutil.Error):
-                family = [main, *main.children(recursive=True)]
-                peak = max(peak, sum(member.memory_info().rss for member in family))
-            time.sleep(0.01)
+    def resident_bytes() -> int:
+        with suppress(psutil.Error):
+            main = psutil.Process(process.pid)
+            return sum(member.memory_info().rss for member in (main, *main.children(recursive=True)))
+        return 0
+
+    with subprocess.Popen(command, **options) as process, sampled(resident_bytes) as values:
+        process.wait()
     if process.returncode:
         raise SystemExit(f"{' '.join(command)} failed with exit code {process.returncode}")
-    return peak
+    return max(values)
 
 
 def _processor() -> str:

@@ -20,7 +20,7 @@ each depth the benchmark writes a Hugging Face model with hidden size 8192, FFN 
 128,256 tokens as bf16 safetensors of about 5 GB each. It converts the model to a universal checkpoint, and
 this checkpoint back. The input consists of sparse files of zeros, which take no space on the disk and are
 read like other files; the output is complete. The table has the largest resident memory of each conversion,
-with mapped file pages, sampled every 10 ms. The page cache is not included. If the peak does not grow with
+with mapped file pages, sampled. The page cache is not included. If the peak does not grow with
 the depth, the whole model converts in this memory.
 """
 
@@ -28,14 +28,12 @@ from __future__ import annotations
 
 import argparse
 import json
-import math
 import shutil
 import statistics
 import subprocess
 import sys
 import time
 from collections.abc import Callable
-from functools import partial
 from pathlib import Path
 
 import torch
@@ -175,7 +173,7 @@ def print_times(size: tuple[int, int, int], dtype: torch.dtype, device: torch.de
         torch.mm(between.t(), left)
 
     works = {**make_steps(size, dtype, device), "products": products}
-    times = times_in_turns({name: partial(timed, step, device) for name, step in works.items()}, rounds)
+    times = times_in_turns(works, rounds)
     median = {name: statistics.median(values) for name, values in times.items()}
     print(f"\n{tokens} tokens, {vocab} rows, hidden {width}, {str(dtype).split('.')[-1]}, on {device.type}")
     print(f"{'':8} {'ms':>8} {'of plain':>9} {'of products':>12}")
@@ -186,60 +184,31 @@ def print_times(size: tuple[int, int, int], dtype: torch.dtype, device: torch.de
         )
 
 
-def timed(step: Callable[[], None], device: torch.device) -> float:
-    def finish() -> None:
-        if device.type == "cuda":
-            torch.cuda.synchronize()
-
-    finish()
-    start = time.perf_counter()
-    step()
-    finish()
-    return time.perf_counter() - start
-
-
 # --- Conversions ---
-
-
-def weights(layers: int) -> dict[str, tuple[int, ...]]:
-    """Returns Hugging Face's name -> shape of each weight."""
-    from transformers import LlamaConfig, LlamaForCausalLM
-
-    with torch.device("meta"):
-        model = LlamaForCausalLM(LlamaConfig(**CONFIG, num_hidden_layers=layers))
-    return {name: tuple(weight.shape) for name, weight in model.named_parameters()}
-
-
-def num_bytes(shape: tuple[int, ...]) -> int:
-    """Returns the bytes of a weight in bf16."""
-    return 2 * math.prod(shape)
 
 
 def write_model(folder: Path, layers: int) -> int:
     """Writes a Hugging Face model to the folder; returns the bytes of its weights."""
+    from huggingface_hub import split_torch_state_dict_into_shards
+    from transformers import LlamaConfig, LlamaForCausalLM
+
     folder.mkdir(parents=True)
     (folder / "config.json").write_text(json.dumps({**CONFIG, "num_hidden_layers": layers}))
-    files: list[dict[str, tuple[int, ...]]] = [{}]
-    for name, shape in weights(layers).items():
-        if files[-1] and sum(map(num_bytes, files[-1].values())) + num_bytes(shape) > FILE_BYTES:
-            files.append({})
-        files[-1][name] = shape
-    weight_map = {}
-    for number, content in enumerate(files):
-        file = f"model-{number + 1:05d}-of-{len(files):05d}.safetensors"
-        weight_map |= dict.fromkeys(content, file)
+    with torch.device("meta"):
+        weights = LlamaForCausalLM(LlamaConfig(**CONFIG, num_hidden_layers=layers)).bfloat16().state_dict()
+    shards = split_torch_state_dict_into_shards(weights, max_shard_size=FILE_BYTES)
+    for file, names in shards.filename_to_tensors.items():
         header, end = {}, 0
-        for name, shape in content.items():
-            start, end = end, end + num_bytes(shape)
-            header[name] = {"dtype": "BF16", "shape": shape, "data_offsets": [start, end]}
+        for name in names:
+            start, end = end, end + weights[name].nbytes
+            header[name] = {"dtype": "BF16", "shape": weights[name].shape, "data_offsets": [start, end]}
         text = json.dumps(header).encode()
         with open(folder / file, "wb") as opened:
             opened.write(len(text).to_bytes(8, "little") + text)
             opened.truncate(8 + len(text) + end)
-    total = sum(map(num_bytes, weights(layers).values()))
-    index = {"metadata": {"total_size": total}, "weight_map": weight_map}
+    index = {"metadata": shards.metadata, "weight_map": shards.tensor_to_filename}
     (folder / "model.safetensors.index.json").write_text(json.dumps(index))
-    return total
+    return shards.metadata["total_size"]
 
 
 def convert(*flags: str) -> tuple[float, float]:

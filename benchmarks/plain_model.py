@@ -14,6 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from benchmarks.machine import LLAMA
 from tests.support.measured_worlds import config_of
 
 if TYPE_CHECKING:
@@ -44,14 +45,9 @@ class Model:
     def mlp_width(self) -> int:
         return self.ffn or 4 * self.hidden
 
-    def config(self, flags: str, processes: int = 1) -> Config:
+    def config(self, flags: str) -> Config:
         """Returns the configuration of a run of this model, without dropout unless `flags` sets it."""
-
-        llama = (
-            f"--position-embedding-type rotary --rotary-base {ROTARY_BASE} --normalization RMSNorm "
-            f"--glu-activation swiglu --disable-bias-linear --group-query-attention "
-            f"--num-query-groups {self.groups} "
-        )
+        llama = f"{LLAMA} --rotary-base {ROTARY_BASE} --num-query-groups {self.groups} "
         return config_of(
             f"--num-layers {self.layers} --hidden-size {self.hidden} --num-attention-heads {self.heads} "
             f"--ffn-hidden-size {self.mlp_width} --seq-length {self.seq} "
@@ -59,8 +55,7 @@ class Model:
             f"--hidden-dropout 0 --attention-dropout 0 "
             + (llama if self.groups else "")
             + ("--untie-embeddings-and-output-weights " if self.untied else "")
-            + flags,
-            processes,
+            + flags
         )
 
 
@@ -114,12 +109,11 @@ def rotary_tables(model: Model, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
 
 
 class PlainGPT(nn.Module):
-    """Embedding, layers, and the loss of the head, computed in `dtype`. compiler: back end of torch.compile;
+    """Embedding, layers, and the loss of the head, computed in bf16. compiler: back end of torch.compile;
     None: eager."""
 
-    def __init__(self, model: Model, dtype: torch.dtype, compiler: str | None) -> None:
+    def __init__(self, model: Model, compiler: str | None) -> None:
         super().__init__()
-        self.dtype = dtype
         self.words = nn.Embedding(model.vocab, model.hidden)
         self.positions = None if model.groups else nn.Embedding(model.seq, model.hidden)
         self.layers = nn.ModuleList(PlainLayer(model) for _ in range(model.layers))
@@ -127,7 +121,7 @@ class PlainGPT(nn.Module):
         self.head = nn.Linear(model.hidden, model.vocab, bias=False)
         if not model.untied:
             self.head.weight = self.words.weight
-        self.tables = rotary_tables(model, dtype)
+        self.tables = rotary_tables(model, torch.bfloat16)
         for parameter in self.parameters():
             if parameter.dim() > 1:
                 nn.init.normal_(parameter, std=0.02)
@@ -141,7 +135,7 @@ class PlainGPT(nn.Module):
         x = self.words(tokens)
         if self.positions is not None:
             x = x + self.positions.weight
-        x = x.to(self.dtype)
+        x = x.to(torch.bfloat16)
         for layer in self.layers:
             x = layer(x, *self.tables)
         return self.head_loss(x, labels)
@@ -152,17 +146,12 @@ class PlainGPT(nn.Module):
 
 
 def plain_step(
-    model: Model,
-    batch: Tensor,
-    micro_batch: int,
-    device: str,
-    dtype: torch.dtype,
-    compiler: str | None = None,
+    model: Model, batch: Tensor, micro_batch: int, device: str, compiler: str | None
 ) -> Callable[[], float]:
-    """Returns a training step on the tokens [global batch, seq + 1]; the step returns the loss. compiler:
-    back end of torch.compile; None: eager."""
+    """Returns a training step in bf16 on the tokens [global batch, seq + 1]; the step returns the loss.
+    compiler: back end of torch.compile; None: eager."""
     with torch.device(device):
-        net = PlainGPT(model, dtype, compiler)
+        net = PlainGPT(model, compiler)
     optimizer = torch.optim.AdamW(net.parameters(), lr=1e-4, weight_decay=0.01, fused=True)
     share = micro_batch / len(batch)
 
@@ -170,7 +159,7 @@ def plain_step(
         losses = []
         for part in batch.split(micro_batch):
             tokens = part.to(device, non_blocking=True)
-            with torch.autocast(torch.device(device).type, dtype, enabled=dtype != torch.float32):
+            with torch.autocast(torch.device(device).type, torch.bfloat16):
                 loss = net(tokens[:, :-1], tokens[:, 1:]) * share
             loss.backward()
             losses.append(loss.detach())

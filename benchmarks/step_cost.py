@@ -1,43 +1,37 @@
 #!/usr/bin/env python3
 """Counts the work of a training step on the simulated accelerator, and compares it with goals.
 
-    python benchmarks/step_cost.py --preset 13B --world-size 128 --tensor-model-parallel-size 4 \\
+    python benchmarks/step_cost.py --world-size 128 --tensor-model-parallel-size 4 \\
         --pipeline-model-parallel-size 4
 
 The run's own layers and optimizer run on tensors without values: no GPU is needed, and no figure is measured.
 Host synchronizations are counted in a whole simulated step. Bytes are counted for the tensors that each
-operation reads and writes. The rows with seconds are the planner's predictions for --gpu (default h100-80gb)
-with 50 GB/s per GPU between nodes: 8 GPUs share the 3200 Gbit/s of their node.
+operation reads and writes; layer_bytes.py compares those of a layer with their minimum. The rows with seconds
+are the planner's predictions for --gpu (default h100-80gb) with 50 GB/s per GPU between nodes: 8 GPUs share
+the 3200 Gbit/s of their node.
 
 There are two estimates of MFU, with equal collectives, optimizer and pipeline. "by roofline": all calls of an
 operation in a pass take max(FLOPs / peak rate, bytes / bandwidth of the memory), a bound that real kernels do
 not reach; the second table has the operations of a stage. "with fitted rates": the planner's prediction, with
 kernel rates that were fitted on published runs.
 
-The command also takes all flags of pretrain_gpt.py, which replace the flags of the preset.
+The model has 13B parameters. The command also takes all flags of pretrain_gpt.py, which replace its flags.
 """
 
 from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Mapping
-from dataclasses import dataclass, replace
-from functools import cached_property
+from dataclasses import dataclass
 from itertools import chain
 
-from benchmarks.layer_bytes import least_forward_bytes
 from benchmarks.machine import benchmark_parser
 from megatron.arguments import parse_args
 from megatron.cluster.devices import GPU, find_gpu
 from megatron.config import Config
-from megatron.config.registries import LAYER_ARRANGEMENTS
 from megatron.errors import UserError
-from megatron.model.attention_choice import run_uses_kernels
-from megatron.pipeline.schedule import simulate_schedule
 from megatron.planner.layer_memory import planned_run
 from megatron.planner.network import ALL_REDUCE
-from megatron.planner.simulation.costs import UpdateCosts
 from megatron.planner.simulation.passes import Collective, Kernel
 from megatron.planner.simulation.stage_costs import StageCosts, rank_update, stage_costs
 from megatron.planner.step_time import Cluster, find_cluster, planned_step, predict_step
@@ -47,27 +41,11 @@ from tests.support.simulation.stages import simulate_ranks, syncs_per_micro_batc
 
 _COMMON = (
     "--dry-run --bf16 --zero-stage 1 --micro-batch-size 1 --lr 1e-4 --train-iters 100 --vocab-size 50257 "
-    "--attention-dropout 0.1 --hidden-dropout 0.1 --gpu h100-80gb --node-size 8 --inter-node-gbps 3200"
+    "--attention-dropout 0.1 --hidden-dropout 0.1 --gpu h100-80gb --node-size 8 --inter-node-gbps 3200 "
+    "--num-layers 40 --hidden-size 5120 --num-attention-heads 40 --seq-length 2048 "
+    "--max-position-embeddings 2048 --global-batch-size 1024"
 )
-PRESETS = {
-    "13B": "--num-layers 40 --hidden-size 5120 --num-attention-heads 40 --seq-length 2048 "
-    "--max-position-embeddings 2048 --global-batch-size 1024",
-    "quick": "--num-layers 4 --hidden-size 256 --num-attention-heads 4 --seq-length 256 "
-    "--max-position-embeddings 256 --global-batch-size 64",
-}
-# Flags that replace the flags of the command.
-VARIANTS: dict[str, dict[str, object]] = {
-    "dropout": {},
-    "no hidden dropout": {"model.hidden_dropout": 0.0},
-    "no attention dropout": {"model.attention_dropout": 0.0},
-    "no dropout": {"model.hidden_dropout": 0.0, "model.attention_dropout": 0.0},
-}
-# The unit of the goals is the forward time of half a stage. Its backward pass takes 2 units, so a step
-# without a bubble takes 3 * 2 * 16 units.
-RANKS, MICRO_BATCHES = 8, 16
 PASSES = ("forward", "backward", "weight")  # the last only with zero-bubble
-# (schedule, stages per rank) -> goal.
-SCHEDULE_GOALS = {("1f1b", 1): 138, ("dualpipev", 2): 130, ("interleaved", 2): 117, ("zero-bubble", 1): 110}
 
 
 @dataclass(frozen=True)
@@ -81,15 +59,6 @@ class Row:
 
     def cells(self) -> tuple[str, ...]:
         return self.what, self.value, self.goal, {True: "met", False: "MISSED", None: "-"}[self.met]
-
-
-@dataclass(frozen=True)
-class LayerCost:
-    """Cost of a transformer layer per micro-batch: its forward pass, and the bytes kept for the backward."""
-
-    launches: int
-    bytes: float
-    kept_bytes: int
 
 
 @dataclass(frozen=True)
@@ -116,10 +85,6 @@ class Step:
     def stage_costs(self) -> list[StageCosts]:
         return [stage_costs(self.run, stage) for stage in self.stages]
 
-    @cached_property
-    def update(self) -> UpdateCosts:
-        return rank_update(self.run, self.rank)
-
     def kernels(self, name: str) -> list[Kernel]:
         """Returns the kernels of a pass of a micro-batch: 'forward', 'backward' or 'weight'."""
         actions = chain.from_iterable(cost.passes[name] for cost in self.stage_costs())
@@ -127,7 +92,7 @@ class Step:
 
     def collectives(self, group: str) -> list[tuple[Collective, int]]:
         """Returns the collectives of a group, and how often each is called in a step."""
-        update, count = self.update, self.run.config.micro_batches_per_step
+        update, count = rank_update(self.run, self.rank), self.run.config.micro_batches_per_step
         passes = chain.from_iterable(chain(*cost.passes.values()) for cost in self.stage_costs())
         once = chain(*update.reductions, update.reduce, update.step, *update.gathers)
         return [
@@ -136,58 +101,6 @@ class Step:
             for action in actions
             if isinstance(action, Collective) and action.group == group
         ]
-
-    def layer(self, settings: Mapping[str, object]) -> LayerCost:
-        """Returns the cost of a layer with other settings. It is not the first layer of its stage, which also
-        makes the dropout keys."""
-        run = replace(self.run, config=self.run.config.with_settings(settings))
-        forward = stage_costs(run, self.stages[0]).layers[-1].forward
-        kernels = [action for action in forward.actions if isinstance(action, Kernel)]
-        return LayerCost(len(kernels), sum(kernel.bytes for kernel in kernels), forward.change)
-
-
-def layer_rows(step: Step) -> list[Row]:
-    """Rows of a transformer layer: launches, bytes of dropout, and memory that attention keeps."""
-    config = step.run.config
-    costs = {variant: step.layer(settings) for variant, settings in VARIANTS.items()}
-    batch, model, parallel = config.batch, config.model, config.parallel
-    shards = parallel.tensor_model_parallel_size if parallel.sequence_parallel else 1
-    elements = batch.micro_batch_size * model.seq_length * model.hidden_size / shards
-    size = 4 if config.precision.name == "fp32" else 2
-    # A layer has two; without dropout each residual addition moves three elements, and with PyTorch each bias
-    # that the row-parallel layer leaves out two.
-    ends_with_norm = LAYER_ARRANGEMENTS[model.layer_arrangement].ends_with_norm
-    has_bias = parallel.tensor_model_parallel_size > 1 and not model.disable_bias_linear
-    additions = size * (5 if has_bias and not ends_with_norm and not run_uses_kernels(config) else 3)
-    hidden = (costs["dropout"].bytes - costs["no hidden dropout"].bytes) / 2 / elements + additions
-    heads = model.num_attention_heads / parallel.tensor_model_parallel_size
-    rows = batch.micro_batch_size * heads * model.seq_length
-    more = costs["dropout"].kept_bytes - costs["no attention dropout"].kept_bytes
-    kept = more + 4 * rows  # PyTorch's flash attention keeps one fp32 number per row
-    launches, without = costs["dropout"].launches, costs["no dropout"].launches
-    moved, least = costs["dropout"].bytes, least_forward_bytes(config)
-    return [
-        Row("kernel launches per transformer layer, forward", f"{launches:g}", "<= 30", launches <= 30),
-        Row("kernel launches without dropout", f"{without:g}", "<= 15", without <= 15),
-        Row(
-            "bytes moved per transformer layer, forward, and their minimum",
-            f"{moved / 1e6:,.0f} MB, {moved / least:.2f} x",
-            "<= 1.25 x",
-            moved <= 1.25 * least,
-        ),
-        Row(
-            "bytes moved per hidden dropout with bias and residual, forward",
-            f"{hidden:.1f} per element",
-            f"{3 * size}",
-            hidden <= 3 * size + 0.1,
-        ),
-        Row(
-            "attention memory kept in addition to q, k, v, output, per layer and micro-batch",
-            f"{kept / 2**20:,.2f} MiB, {kept / rows:,.0f} bytes per row",
-            "O(s)",
-            kept / rows < model.kv_channels,
-        ),
-    ]
 
 
 def synchronization_rows(step: Step) -> list[Row]:
@@ -320,27 +233,8 @@ def operations_table(step: Step, gpu: GPU) -> str:
     return format_table(cells, left_align=(0, 1, 6))
 
 
-def schedule_rows() -> list[Row]:
-    """Rows of the simulated step of each schedule, with equal stages."""
-    rows = []
-    name = (
-        f"step, p = {RANKS}, m = {MICRO_BATCHES}, in half-stage forward times (ideal {6 * MICRO_BATCHES}): "
-    )
-    for (schedule, chunks), goal in SCHEDULE_GOALS.items():
-        forward = [2 / chunks] * (RANKS * chunks)
-        backward = [2 * time for time in forward]
-        transfer = [0.0] * (len(forward) - 1)
-        found = simulate_schedule(schedule, forward, backward, transfer, MICRO_BATCHES, chunks).makespan
-        rows.append(Row(name + schedule, f"{found:g}", f"{goal}", found <= goal))
-        name = "  "
-    return rows
-
-
 def main() -> None:
     parser = benchmark_parser(__doc__)
-    parser.add_argument(
-        "--preset", choices=PRESETS, default="13B", help="sizes of the model and of the batch"
-    )
     parser.add_argument(
         "--kernels",
         choices=("triton", "pytorch"),
@@ -350,16 +244,16 @@ def main() -> None:
     arguments, flags = parser.parse_known_args()
     os.environ["MEGATRON_KERNELS"] = arguments.kernels  # read by the simulation and by the plan
     try:
-        config = parse_args([*_COMMON.split(), *PRESETS[arguments.preset].split(), *flags], {})
+        config = parse_args([*_COMMON.split(), *flags], {})
         if config.parallel.pipeline_model_parallel_size < 3:
             raise UserError("--pipeline-model-parallel-size must be at least 3: a middle stage is measured")
         step = Step.of(config)
-        rows = [*layer_rows(step), *synchronization_rows(step), *data_parallel_rows(step)]
+        rows = [*synchronization_rows(step), *data_parallel_rows(step)]
     except UserError as error:
         sys.exit(f"{parser.prog}: error: {error}")
     rows += utilisation_rows(step)
     cells: list[tuple[str, ...]] = [("what", arguments.kernels, "goal", "")]
-    cells += [row.cells() for row in (*rows, *schedule_rows())]
+    cells += [row.cells() for row in rows]
     print(f"counted on the simulated accelerator, pipeline rank {step.rank}; no GPU was used")
     print(format_table(cells, left_align=(0, 3)))
     if (gpu := find_gpu(config)) is not None:

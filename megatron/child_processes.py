@@ -74,10 +74,10 @@ def is_running(pid: int) -> bool:
     return process_state(pid) not in ("Z", "X")
 
 
-def io_bytes() -> int:
-    """Returns the bytes that this process has read and written, in files and sockets; 0 if unknown."""
+def io_bytes(pid: int | str = "self") -> int:
+    """Returns the bytes that a process has read and written, in files and sockets; 0 if unknown."""
     try:
-        with open("/proc/self/io") as file:
+        with open(f"/proc/{pid}/io") as file:
             return sum(int(line.split()[1]) for line in file if line.startswith(("rchar", "wchar")))
     except OSError:
         return 0

@@ -42,11 +42,11 @@ class _Mapping:
         weakref.finalize(self, _LIBC.munmap, address, num_bytes).atexit = False
 
 
-def map_file(path: Path | str, copy_on_write: bool = False) -> npt.NDArray[np.uint8]:
+def map_file(path: Path | str) -> npt.NDArray[np.uint8]:
     """Maps a file into memory and returns its bytes. See `map_open_file`. Raises OSError if the file cannot
     be opened or mapped, or is not a regular file."""
     with open_regular(path) as file:
-        return map_open_file(file, path, copy_on_write)
+        return map_open_file(file, path)
 
 
 def map_open_file(file: BinaryIO, path: Path | str, copy_on_write: bool = False) -> npt.NDArray[np.uint8]:

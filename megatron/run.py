@@ -66,8 +66,9 @@ class Run:
 
         vocab: None finds the vocabulary of the flags. measures: whether `training.build.find_stages` will
         find the times or the memory of the layers, if the partition needs them. Raises UserError for a
-        vocabulary, and ConfigError for a partition, with which no run can start.
+        vocabulary, and ConfigError for parallel sizes or a partition, with which no run can start.
         """
+        mesh = Mesh.from_config(config.parallel, 0)  # first, since plans need valid parallel sizes
         vocab = vocab or find_vocabulary(config)
         needs_times, needs_memory = needs_profiling(config), needs_memory_costs(config)
         times = read_layer_times(config, vocab.size) if needs_times else None
@@ -75,7 +76,7 @@ class Run:
         if not (measures and (needs_memory or needs_times)):
             memory = predict_memory(config, vocab.size) if predict_memory and needs_memory else None
             plan = plan_stages(config, vocab.size, times, memory)
-        return cls(config, vocab, plan, Mesh.from_config(config.parallel, 0))
+        return cls(config, vocab, plan, mesh)
 
     def connected(self, rank: int) -> Run:
         """Returns the run of a rank of the connected processes, with its process groups. Collective."""

@@ -89,10 +89,8 @@ REQUIRED: Mapping[str, Mapping[str, str]] = {
         "deepspeed.runtime.pipe.module.PipelineModule()": "_local_start _topo",
     },
     "a benchmark": {
-        "torch.ops.mkldnn": "_is_mkldnn_bf16_supported",
         "triton.compiler.CompiledKernel()": "_run",
         "triton.runtime.jit.JITFunction": "_do_compile",
-        _ENGINE: "_reserve_pipe_buffers",
     },
 }
 """Feature -> module or class, with () for attributes of instances -> the private names that it needs."""

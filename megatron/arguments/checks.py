@@ -111,7 +111,8 @@ def layout_mistakes(config: Config) -> Iterator[str]:
 
 
 def pipeline_mistakes(config: Config) -> Iterator[str]:
-    """Yields a sentence for partition methods and pipeline schedules that cannot be run."""
+    """Yields a sentence for pipeline schedules that cannot be run. Raises ConfigError for an invalid
+    partition method."""
     parallel = config.parallel
     virtual, name = parallel.virtual_pipeline_stages, parallel.pipeline_schedule
     if parallel.num_stages > _MOST_STAGES:
@@ -137,12 +138,7 @@ def pipeline_mistakes(config: Config) -> Iterator[str]:
             f"{given} with --pipeline-model-parallel-size 1: expected 2 or more, or the schedule 1f1b "
             "with one stage per rank"
         )
-    method = parse_partition_method(parallel.partition_method)
-    if parallel.partition_profile is not None and method.kind != "profile":
-        yield (
-            f"--partition-profile {parallel.partition_profile} with --partition-method {method.text}: only "
-            "the method profile uses it; change the method or remove --partition-profile"
-        )
+    parse_partition_method(parallel.partition_method)
 
 
 def optimizer_mistakes(config: Config) -> Iterator[str]:
@@ -299,11 +295,6 @@ def model_mistakes(config: Config) -> Iterator[str]:
         yield problem
     if "ffn_hidden_size" not in model.unused_fields():
         yield from indivisible("--ffn-hidden-size", model.ffn_hidden_size, _TP, tensor)
-    if model.qk_layernorm_scope == "projection" and model.normalization != "RMSNorm":
-        yield (
-            f"--qk-layernorm-scope projection with --normalization {model.normalization}: expected RMSNorm; "
-            "change one of them"
-        )
     if model.window_pattern is not None and len(model.window_pattern) == 1:
         which, flags = (
             ("all", "") if model.window_pattern == (WINDOW,) else ("none of the", " and --window-size")
@@ -319,11 +310,6 @@ def model_mistakes(config: Config) -> Iterator[str]:
         )
     if model.position_embedding_type == "rotary":
         yield from _rotary_mistakes(model)
-    if model.position_embedding_type == "alibi" and config.data.reset_position_ids:
-        yield (
-            "--reset-position-ids has no effect with --position-embedding-type alibi, whose positions are "
-            "relative: remove --reset-position-ids (--reset-attention-mask separates documents)"
-        )
     if model.vocab_size is not None:
         padded_vocab_size(model.vocab_size, model, tensor)
     elif model.pad_vocab_size_to is not None:

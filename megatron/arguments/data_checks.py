@@ -183,17 +183,9 @@ def missing_file_mistakes(config: Config) -> Iterator[str]:
 
 
 def harness_mistakes(config: Config) -> Iterator[str]:
-    """Yields a sentence for tasks in a run that does not train, or without a tokenizer."""
-    training, data = config.training, config.data
-    if not training.eval_harness_tasks:
-        return
-    tasks = " ".join(training.eval_harness_tasks)
-    if training.no_train:
-        yield (
-            f"--eval-harness-tasks {tasks} with --eval-only, which trains nothing: remove "
-            "--eval-harness-tasks; tools/evaluate.py --tasks runs tasks on a checkpoint"
-        )
-    elif not fitting_tokenizer_types(data):
+    """Yields a sentence for tasks in a run without a tokenizer."""
+    tasks = " ".join(config.training.eval_harness_tasks)
+    if tasks and not fitting_tokenizer_types(config.data):
         yield (
             f"--eval-harness-tasks {tasks} without a tokenizer: set --tokenizer-name-or-path, "
             "--tokenizer-model, or --vocab-file and --merge-file"

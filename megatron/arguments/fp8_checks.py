@@ -1,4 +1,4 @@
-"""Checks of --fp8-format and --fp8-recipe: the sizes of the matrices, and the GPU of a plan."""
+"""Checks of --fp8-format and --fp8-recipe: layers, sizes of matrices, experts, and the GPU of a plan."""
 
 from __future__ import annotations
 
@@ -6,15 +6,16 @@ from collections.abc import Iterator
 
 from megatron.config.config import Config
 from megatron.config.registries import GPUS
+from megatron.config.sections.fp8_layers import BLOCK, is_small
 from megatron.config.sections.model import ModelConfig
 
-_BLOCK = 128
-"""Elements that share a scale: `megatron.kernels.fp8.BLOCK`, whose module imports torch."""
+_Size = tuple[str, int, bool]
+"""What determines a size, the size, and whether tensor-parallel ranks divide it."""
 
 
 def fp8_mistakes(config: Config) -> Iterator[str]:
-    """Yields a sentence for matrices whose shards are no whole blocks, for experts with one scale per tensor,
-    and for a GPU without FP8."""
+    """Yields a sentence for a run in which all layers or all matrices are in bf16, for matrices whose shards
+    are no whole blocks, for experts with one scale per tensor, and for a GPU without FP8."""
     model, recipe = config.model, config.precision.fp8_recipe
     if recipe is None:
         return
@@ -29,13 +30,28 @@ def fp8_mistakes(config: Config) -> Iterator[str]:
             f"--fp8-recipe tensorwise with --num-experts {model.num_experts}: the scale of an expert's "
             "tokens would depend on the layout; set --fp8-recipe blockwise"
         )
-    tensor = config.parallel.tensor_model_parallel_size
-    for name, size, is_sharded in _sizes(model):
+    layers = [layer for layer in range(model.num_layers) if not model.is_bf16_layer(layer)]
+    option = "--fp8-layer-pattern" if model.fp8_layer_pattern else "--first-last-layers-bf16"
+    given = model.first_last_layers_bf16 or model.fp8_layer_pattern
+    if not layers or (given and len(layers) == model.num_layers):
+        yield (
+            f"{option} computes {len(layers)} of {model.num_layers} layers in FP8: expected layers in FP8 "
+            f"and in bf16; change {option}, or remove it{'' if layers else ', --fp8-format and --fp8-recipe'}"
+        )
+    least, tensor = config.precision.fp8_min_size, config.parallel.tensor_model_parallel_size
+    found = [matrix for kind in {*map(model.has_experts, layers)} for matrix in _matrices(model, kind)]
+    large = [(rows, columns) for rows, columns, n in found if not is_small(n * rows[1], columns[1], least)]
+    if found and not large:
+        yield (
+            f"--fp8-recipe {recipe} computes no matrix in FP8, because all are smaller than --fp8-min-size "
+            f"{least}: reduce it, or remove --fp8-format and --fp8-recipe"
+        )
+    for name, size, is_sharded in dict.fromkeys(size for matrix in large for size in matrix):
         ranks = tensor if is_sharded else 1
-        if size % (_BLOCK * ranks):
+        if size % (BLOCK * ranks):
             divided = f" / --tensor-model-parallel-size {ranks}" if ranks > 1 else ""
             yield (
-                f"--fp8-recipe {recipe}: {name} {size}{divided} is not divisible by {_BLOCK}, the number of "
+                f"--fp8-recipe {recipe}: {name} {size}{divided} is not divisible by {BLOCK}, the number of "
                 f"elements that share a scale: change {'one of them' if ranks > 1 else 'it'}, or remove "
                 "--fp8-format and --fp8-recipe"
             )
@@ -46,15 +62,17 @@ def _has_fp8(gpu: str) -> bool:
     return rates["fp8"] > rates["fp32"]
 
 
-def _sizes(model: ModelConfig) -> Iterator[tuple[str, int, bool]]:
-    """Yields the rows and columns of the FP8 matrices: (what determines it, size, whether tensor-parallel
-    ranks divide it)."""
-    yield "--hidden-size", model.hidden_size, False
-    yield "--num-attention-heads x --kv-channels =", model.query_width, True
-    projected = model.query_width + 2 * model.key_width
-    yield "(--num-attention-heads + 2 x --num-query-groups) x --kv-channels =", projected, True
-    if "ffn_hidden_size" not in model.unused_fields():
-        yield "--ffn-hidden-size", model.ffn_hidden_size, True
-    if model.num_experts is not None:
-        yield "--moe-ffn-hidden-size", model.expert_hidden_size, False
-        yield "--moe-shared-expert-intermediate-size", model.moe_shared_expert_intermediate_size or 0, True
+def _matrices(model: ModelConfig, has_experts: bool) -> Iterator[tuple[_Size, _Size, int]]:
+    """Yields (rows, columns, fused parts with these rows) of the linear layers of a transformer layer."""
+    hidden = "--hidden-size", model.hidden_size, False
+    projected = "(--num-attention-heads + 2 x --num-query-groups) x --kv-channels ="
+    yield (projected, model.query_width + 2 * model.key_width, True), hidden, 1
+    yield hidden, ("--num-attention-heads x --kv-channels =", model.query_width, True), 1
+    sizes = [("--ffn-hidden-size", model.ffn_hidden_size, True)]
+    if has_experts:
+        shared = model.moe_shared_expert_intermediate_size
+        sizes = [("--moe-ffn-hidden-size", model.expert_hidden_size, False)]
+        sizes += [("--moe-shared-expert-intermediate-size", shared, True)] if shared else []
+    for size in sizes:
+        yield size, hidden, 2 if model.glu_activation else 1
+        yield hidden, size, 1

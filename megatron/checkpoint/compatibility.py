@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import asdict, fields, replace
 from typing import TYPE_CHECKING, Any
 
+from megatron.checkpoint.formats.state import lacks_experts
 from megatron.checkpoint.record import Checkpoint
 from megatron.config import Config
 from megatron.data.gpt_dataset import ORDER_KEY, VOCABULARY_KEY, fingerprint_differences, same_data
@@ -38,11 +39,7 @@ def check_model(checkpoint: Checkpoint, config: Config, vocab_size: int) -> None
         if key in names and saved.get(key) != now[key]
     ]
     if differences and saved.get("num_experts") is None and now.get("num_experts") is not None:
-        raise UserError(
-            f"checkpoint {checkpoint.folder} has no experts, --num-experts is {now['num_experts']}: add "
-            "--finetune --moe-use-upcycling, which copies the MLP of each layer to its experts, or remove "
-            "--num-experts"
-        )
+        raise lacks_experts(checkpoint, config)
     if checkpoint.vocab_size != vocab_size:
         differences.append(f"the vocabulary had {checkpoint.vocab_size} tokens, has {vocab_size}")
     if differences:

@@ -29,16 +29,17 @@ from megatron.checkpoint.formats.registry import (
     reader_class,
 )
 from megatron.checkpoint.formats.torch_archive import read_file
-from megatron.checkpoint.latest import MissingCheckpointError, read_latest_file
 from megatron.checkpoint.lineage.identity import (
     CHECKPOINT_NAME,
     LATEST_FILE,
     RECORD_FILE,
     LatestRecord,
     LineageEntry,
+    MissingCheckpointError,
     parse_lineage,
     parse_run_id,
     read_latest,
+    read_latest_file,
     read_latest_record,
 )
 from megatron.checkpoint.names import PLAIN_NAME, check_run
@@ -80,10 +81,8 @@ def find_latest(folder: str | Path, damaged: Mapping[str, str] | None = None) ->
         missing += first_few(reversed(names), 10) if names else "none: remove it to start from scratch"
         if record is None or latest not in record.written_names:
             if names:
-                missing += (
-                    f": write one of these names into {LATEST_FILE}, or remove {LATEST_FILE} to resume "
-                )
-                missing += "from the newest checkpoint"
+                missing += f": write one of these names into {LATEST_FILE}, or remove {LATEST_FILE} "
+                missing += "to resume from the newest checkpoint"
             raise MissingCheckpointError(missing)
         # This program wrote that name: the checkpoint was deleted later, or the job was killed in `publish`.
         skip_reason.append(missing)
@@ -135,7 +134,7 @@ def _candidates(
     if record is not None and (latest is None or latest in record.written_names) and not is_newer:
         entries = [*record.lineage]
         if record.upcoming is not None:
-            upcoming = _open_or_none(folder / record.upcoming.name)
+            upcoming = open_or_none(folder / record.upcoming.name)
             if upcoming is not None and upcoming.run["sha256"] == record.upcoming.sha256:
                 entries.append(record.upcoming)
         lineage = _newest_first(entries)
@@ -158,7 +157,7 @@ def _candidates(
         newest = record.entries[-1].name if record.entries else "none"
         if latest != newest:
             reason = f"{LATEST_FILE} was set by hand; the newest that was saved is {newest}"
-    own = _open_or_none(current_path(folder, latest))
+    own = open_or_none(current_path(folder, latest))
     if own is not None:
         others = {} if "lineage" in own.run else _readable_checkpoints(folder, names)
         return {latest: None} | _newest_first(_lineage_of(own, others)), reason
@@ -168,7 +167,6 @@ def _candidates(
 
 
 def _is_newer(file: Path, other: Path) -> bool:
-    """Returns whether a file is newer than another one in its folder, by the file system's clock."""
     try:
         return file.lstat().st_mtime_ns > other.stat().st_mtime_ns
     except FileNotFoundError:
@@ -226,9 +224,9 @@ def saved_names(folder: Path) -> dict[str, Path]:
     if not folder.is_dir():
         return {}
     names = {
-        path.name.removesuffix(REPLACED)
+        name
         for path in folder.iterdir()
-        if CHECKPOINT_NAME.fullmatch(path.name.removesuffix(REPLACED)) and _is_of_a_run(path)
+        if CHECKPOINT_NAME.fullmatch(name := path.name.removesuffix(REPLACED)) and _is_of_a_run(path)
     }
     return {name: current_path(folder, name) for name in sorted(names, key=step_of)}
 
@@ -250,17 +248,17 @@ def current_path(folder: Path, name: str) -> Path:
         return path
 
 
-def _open_or_none(path: Path) -> Checkpoint | None:
+def open_or_none(path: Path, retry_delays_s: Sequence[float] = RETRY_DELAYS_S) -> Checkpoint | None:
     """Returns the checkpoint in a folder if its `run.json` is intact, even if files are missing; else None.
     Raises OSError if it cannot be read now."""
     try:
-        return open_checkpoint(path, with_files=False)
+        return open_checkpoint(path, False, retry_delays_s)
     except UserError:
         return None
 
 
 def _readable_checkpoints(folder: Path, names: Mapping[str, Path]) -> dict[str, Checkpoint]:
-    found = {name: _open_or_none(path) for name, path in names.items()}
+    found = {name: open_or_none(path) for name, path in names.items()}
     return {name: checkpoint for name, checkpoint in found.items() if checkpoint is not None}
 
 

@@ -12,8 +12,9 @@ import json
 import os
 import stat
 import time
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
@@ -115,18 +116,12 @@ def first_absent(folder: Path, names: Collection[str]) -> str | None:
     for path in sorted(folder / name for name in names):
         parent = path.parent
         if parent not in listed:
-            listed[parent] = set(read_with_retries(parent, partial(_names_in, parent)))
+            listed[parent] = set()
+            with suppress(FileNotFoundError):
+                listed[parent] |= {*read_with_retries(parent, partial(os.listdir, parent))}
         if path.name not in listed[parent]:
             return str(path.relative_to(folder))
     return None
-
-
-def _names_in(folder: Path) -> list[str]:
-    """Returns the names in a folder; none if it does not exist."""
-    try:
-        return os.listdir(folder)
-    except FileNotFoundError:
-        return []
 
 
 def file_problem(folder: Path, name: str, sha256: str | None, source: str = "run.json") -> str | None:
@@ -145,12 +140,6 @@ def file_problem(folder: Path, name: str, sha256: str | None, source: str = "run
 def digest_differs(what: str, source: str = "run.json") -> str:
     """Returns the problem of a file or tensor. source: the file that holds its digest."""
     return f"{what} is damaged: its digest differs from that in {source}"
-
-
-def file_problems(folder: Path, files: Files) -> Iterator[str | None]:
-    """Yields the `file_problem` of every file, in order. Several threads read the files."""
-    with ThreadPoolExecutor(READ_THREADS) as pool:
-        yield from pool.map(lambda name: file_problem(folder, name, files[name].get("sha256")), files)
 
 
 def file_sizes(folder: Path, pattern: str = "*") -> dict[str, int]:
@@ -205,13 +194,6 @@ class HashedFile:
             hashed.result()  # the caller may change the buffer afterwards
         self._num_bytes += done
         return done
-
-    def tell(self) -> int:
-        """Returns the number of bytes written so far."""
-        return self._num_bytes
-
-    def flush(self) -> None:
-        """Does nothing: `close` writes everything to the disk."""
 
     def close(self) -> dict[str, Any]:
         """Writes the file to the disk and closes it. Returns its size and digest, as `describe_file`."""

@@ -215,15 +215,17 @@ def _read_norm(args: Arguments) -> Mapping[str, Any]:
 
 
 def _read_core_positions(args: Arguments) -> Mapping[str, Any]:
+    """Microsoft's Megatron-DeepSpeed has no `position_embedding_type`."""
     kind = args.get("position_embedding_type", "learned_absolute")
     if kind == "rope" or args.get("use_rotary_position_embeddings"):
         return {"position_embedding_type": "rotary"}
     if kind == "learned_absolute" and args.get("add_position_embedding", True):
         return {"position_embedding_type": "absolute"}
-    raise ValueError(
-        f"position_embedding_type is {one_line(kind)}, with add_position_embedding "
-        f"{args.get('add_position_embedding', True)}, expected rope or learned_absolute"
-    )
+    if kind == "learned_absolute":
+        raise ValueError(
+            "it has neither learned nor rotary position embeddings: add_position_embedding is False"
+        )
+    raise ValueError(f"position_embedding_type is {one_line(kind)}, expected rope or learned_absolute")
 
 
 def _write_core_positions(model: ModelConfig) -> Arguments:
@@ -232,14 +234,6 @@ def _write_core_positions(model: ModelConfig) -> Arguments:
         raise ValueError(f"--position-embedding-type {model.position_embedding_type}")
     named = {"position_embedding_type": kind, "add_position_embedding": True}
     return named | {"use_rotary_position_embeddings": False}
-
-
-def _read_microsoft_positions(args: Arguments) -> Mapping[str, Any]:
-    if args.get("use_rotary_position_embeddings"):
-        return {"position_embedding_type": "rotary"}
-    if not args.get("add_position_embedding", True):
-        raise ValueError("it has neither learned nor rotary position embeddings")
-    return {"position_embedding_type": "absolute"}
 
 
 def _read_positions(args: Arguments) -> Mapping[str, Any]:
@@ -278,11 +272,6 @@ def _read_core_mlp(args: Arguments) -> Mapping[str, Any]:
     return _read_mlp(
         {name: value for name, value in args.items() if name not in ("openai_gelu", "onnx_safe")}
     )
-
-
-def _read_core_qkv_bias(args: Arguments) -> Mapping[str, Any]:
-    """Megatron-LM sets the argument for every model whose linear layers have biases."""
-    return {"add_qkv_bias": bool(args["add_qkv_bias"]) and args.get("add_bias_linear") is False}
 
 
 def _read_biases(args: Arguments) -> Mapping[str, Any]:
@@ -384,10 +373,13 @@ MEGATRON_CORE = Program(
     (
         *_SIZES,
         *_same("rotary_base", "rotary_interleaved", "qk_layernorm"),
+        # Megatron-LM sets the argument for every model whose linear layers have biases.
         Rule(
             ("add_qkv_bias",),
             ("add_qkv_bias",),
-            _read_core_qkv_bias,
+            lambda args: {
+                "add_qkv_bias": bool(args["add_qkv_bias"]) and args.get("add_bias_linear") is False
+            },
             lambda model: {"add_qkv_bias": model.qkv_bias},
         ),
         _renamed("layernorm_epsilon", "layernorm_epsilon", "norm_epsilon"),
@@ -419,7 +411,7 @@ MICROSOFT = Program(
         _NORM,
         _BIASES,
         Rule(_GROUPS, ("num_key_value_heads",), _read_key_value_heads),
-        Rule(_POSITIONS, _ROTARY, _read_microsoft_positions),
+        Rule(_POSITIONS, _ROTARY, _read_core_positions),
         Rule(_MLP, ("swiglu", *_GELU), _read_mlp),
     ),
 )

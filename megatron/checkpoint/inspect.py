@@ -27,8 +27,12 @@ from megatron.checkpoint.formats.registry import (
     open_reader,
 )
 from megatron.checkpoint.formats.state import ParameterRecord, StateReader
-from megatron.checkpoint.latest import MissingCheckpointError
-from megatron.checkpoint.lineage.identity import CHECKPOINT_NAME, LATEST_FILE, read_latest
+from megatron.checkpoint.lineage.identity import (
+    CHECKPOINT_NAME,
+    LATEST_FILE,
+    MissingCheckpointError,
+    read_latest,
+)
 from megatron.checkpoint.record import REPLACED, RUN_FILE, SAVING, Checkpoint, step_of
 from megatron.checkpoint.saved_config import check_run_file
 from megatron.config.model import model_summary
@@ -235,17 +239,23 @@ def inspect_checkpoint(folder: Path, verify: bool = False) -> Report:
     except UserError as error:
         return Report(str(folder), False, groups, [str(error), *_truncated_files(folder)])
     run = checkpoint.run
-    problems = list(_file_problems(folder, run.get("files", {})))
+    files = run.get("files", {})
+    missing = files.keys() - file_sizes(folder)
+    problems = list(_file_problems(folder, files))
     if format_of(folder) == NATIVE:
         problems += _never_written(run)
     reader = open_reader(checkpoint)
     parameters, more = reader.inspect_parameters()
     digests, damages = _compare_digests(reader, verify)
+
+    def names(problem: str) -> bool:  # each missing file is named once
+        return any(name in problem for name in missing)
+
     return Report(
         folder=str(folder),
         is_complete=True,
         files=groups,
-        problems=problems + more + damages,
+        problems=problems + [problem for problem in dict.fromkeys(more + damages) if not names(problem)],
         digests=digests,
         kind=_kind(folder),
         state=vars(checkpoint.state),
@@ -260,12 +270,14 @@ def inspect_checkpoint(folder: Path, verify: bool = False) -> Report:
 
 def _compare_digests(reader: StateReader, verify: bool) -> tuple[str, list[str]]:
     """Returns a summary of the comparison, and what is damaged."""
-    if not reader.has_digests():
+    files = reader.compared_files()
+    if not (reader.tensor_digests or files):
         return "there are none to compare", []
     if not verify:
         return NOT_COMPARED, []
     count, problems = reader.verify()
-    compared = f"{count:,} {reader.verified_unit} compared, {count - len(problems):,} equal"
+    unit = "tensors" if not files else "files" if reader.files_have_digests else "tensors and files"
+    compared = f"{count:,} {unit} compared, {count - len(problems):,} equal"
     if without := len(reader.files_without_checksums):
         compared += f", {without:,} not verified: they have no checksums"
     return compared, problems

@@ -42,16 +42,16 @@ from megatron.checkpoint.lineage.owner import FolderOwner
 from megatron.checkpoint.lineage.start import may_replace, start_identity
 from megatron.checkpoint.local.saves import LocalCheckpoints
 from megatron.checkpoint.local.start import fetch_files
-from megatron.checkpoint.ranks import FolderTakenError, errors_of_all_ranks, errors_of_rank_0, no_heartbeat
+from megatron.checkpoint.ranks import FolderTakenError, errors_of_all_ranks, errors_of_rank_0
 from megatron.checkpoint.record import RUN_FILE, Checkpoint, TrainingState, describe_start
 from megatron.checkpoint.saving.background import (
     BackgroundSave,
     BackgroundSaves,
+    DirectFiles,
     RankResult,
     SaveOutcome,
     problem_in,
 )
-from megatron.checkpoint.saving.files import DirectFiles
 from megatron.checkpoint.saving.publishing import (
     is_same_checkpoint,
     saving_name,
@@ -90,7 +90,7 @@ class CheckpointManager:
         engine: GPTEngine,
         folder: str | Path,
         owner: FolderOwner | None = None,
-        heartbeat: Callable[[], None] = no_heartbeat,
+        heartbeat: Callable[[], None] = lambda: None,
         store: dist.Store | None = None,
         local: LocalCheckpoints | None = None,
         folders: Folders = FILE_SYSTEM,
@@ -139,7 +139,6 @@ class CheckpointManager:
         return checkpoint.start_state
 
     def _load(self, checkpoint: Checkpoint) -> list[Check]:
-        """Loads a checkpoint. Returns the lines of the checkpoint verification. Collective."""
         with self.folders.fetched(checkpoint, self.engine, self.heartbeat) as fetched:
             return load_checkpoint(self.engine, fetched, self.engine.run.fingerprint)
 
@@ -176,12 +175,12 @@ class CheckpointManager:
         started = time.monotonic()
         if engine.global_rank == 0 and self.identity is None:
             self.identity = RunIdentity()
-        run = self._run_record(state)
+        run = run_record(self.engine, self._specs, state)
         try:
             writer = self._writer(self.save_folder.staging(self._begin_save(name)))
             if in_background:
-                save = BackgroundSave(state, run, started, writer, folder / name, before_report=self._upload)
-                self.background.start(save, self._complete)
+                facts = (state, run, started, writer, folder / name, self._complete)
+                self.background.start(BackgroundSave(*facts, before_report=self._upload))
                 return None
             files = DirectFiles(self.heartbeat)
             table = writer.write(engine, run, files)
@@ -193,7 +192,9 @@ class CheckpointManager:
                 self.check_owner()
             self._publish(writer, state, run, of_ranks)
         except (OSError, RuntimeError) as error:
-            if not _is_write_error(error):
+            # torch.save raises a RuntimeError that names its C++ source.
+            is_write = any(name in str(error) for name in ("inline_container", "PytorchStream"))
+            if not (is_write or isinstance(error, OSError)):
                 raise  # a failed collective: another rank may have died
             why = with_final_names(write_problem(error))
             why += self.save_folder.note_on_space(why)
@@ -201,10 +202,6 @@ class CheckpointManager:
         self._delete_old(name, run["certificate"]["unequal_copies"])
         dist.barrier()
         return folder / name
-
-    def _run_record(self, state: TrainingState) -> dict[str, Any]:
-        """See `run_record`. Collective at the first call."""
-        return run_record(self.engine, self._specs, state)
 
     @cached_property
     def _specs(self) -> dict[str, ParameterSpec]:
@@ -304,18 +301,19 @@ class CheckpointManager:
         if self.engine.global_rank == 0:
             self.identity = self.identity or RunIdentity()
             saving = saving_name(name)
-        run = self._run_record(state)
+        run = run_record(self.engine, self._specs, state)
         save = BackgroundSave(
             state,
             run,
             started,
             NativeWriter(self.local.begin(saving)),
             self.local.folder / name,
+            self._complete_local,
             is_local=True,
             before_report=self.local.mirror,
             after_report=self.local.follow,
         )
-        self.background.start(save, self._complete_local)
+        self.background.start(save)
         return True
 
     def _complete_local(self, save: BackgroundSave, results: list[RankResult]) -> SaveOutcome:
@@ -418,11 +416,6 @@ def _record_of(save: BackgroundSave, results: Sequence[RankResult], config: Conf
     """Returns the integrity record of a save in the background."""
     digests = combined([result.digests for result in results])
     return integrity_record(digests, save.canary_loss, config)
-
-
-def _is_write_error(error: OSError | RuntimeError) -> bool:
-    """Returns whether a write failed. torch.save then raises a RuntimeError that names its C++ source."""
-    return isinstance(error, OSError) or "inline_container" in str(error) or "PytorchStream" in str(error)
 
 
 @stop_at_access_error(MAY_BE_INTACT)

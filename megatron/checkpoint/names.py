@@ -22,7 +22,8 @@ _PARAMETER = re.compile(r"[A-Za-z0-9_-]+(\.[A-Za-z0-9_-]+)*")
 # run.json of a universal checkpoint lists zero/<parameter>/<file>.
 _MAX_PARTS = 3
 _MAX_SHOWN = 60
-_METADATA_FILE = ".metadata"
+# The table of torch.distributed.checkpoint.
+METADATA_FILE = ".metadata"
 
 
 def shown(name: object) -> str:
@@ -47,8 +48,8 @@ def check_plain(name: object, source: Path | str, what: str = "file") -> str:
 def check_file(name: object, source: Path | str) -> str:
     """Returns a file's path inside a checkpoint if it consists of plain names with / between them, or is the
     table of torch.distributed.checkpoint."""
-    if name == _METADATA_FILE:
-        return _METADATA_FILE
+    if name == METADATA_FILE:
+        return METADATA_FILE
     parts = name.split("/", _MAX_PARTS) if isinstance(name, str) else []
     if not (0 < len(parts) <= _MAX_PARTS and all(map(is_plain, parts))):
         raise _name_error(name, source, "file", "a path inside the checkpoint's folder")
@@ -91,7 +92,11 @@ def check_run(run: Any, source: Path) -> None:
         # An entry is the name of a checkpoint's folder, or a record that has it under 'name'.
         check_plain(entry.get("name") if isinstance(entry, dict) else entry, source, "checkpoint")
     for name, by_parameter in _mapping(_mapping(run, "certificate"), "digests").items():
-        _check_digests(name, by_parameter, source)
+        check_plain(name, source, "state")
+        if not isinstance(by_parameter, dict) or not all(isinstance(d, str) for d in by_parameter.values()):
+            raise ValueError(f"its digests of {name} are not an object of strings")
+        for parameter in by_parameter:
+            check_parameter(parameter, source)
     _check_numbers(run)
 
 
@@ -100,14 +105,6 @@ def _mapping(record: Mapping[str, Any], key: str) -> dict[str, Any]:
     if not isinstance(value, (dict, type(None))):
         raise ValueError(f"its {key} is not an object")
     return value or {}
-
-
-def _check_digests(state_name: str, digests: Any, source: Path) -> None:
-    check_plain(state_name, source, "state")
-    if not isinstance(digests, dict) or not all(isinstance(digest, str) for digest in digests.values()):
-        raise ValueError(f"its digests of {state_name} are not an object of strings")
-    for name in digests:
-        check_parameter(name, source)
 
 
 def _check_record(name: str, record: Any) -> None:

@@ -4,24 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING
 
 import torch.distributed as dist
 
-from megatron.checkpoint.formats.state import StateReader
 from megatron.errors import UserError
 from megatron.mpu.world import broadcast_from_rank_0, gather_from_all_ranks
-
-if TYPE_CHECKING:
-    from megatron.optimizer.mixed_precision import MixedPrecisionOptimizer
 
 
 class FolderTakenError(Exception):
     """Another run or job owns --save, or the checkpoint of this name in it. Raised on every rank."""
-
-
-def no_heartbeat() -> None:
-    """Does nothing: the default for functions that call a heartbeat after each file."""
 
 
 @contextmanager
@@ -56,11 +47,6 @@ def errors_of_all_ranks() -> Iterator[None]:
             raise error if error is not None and rank == dist.get_rank() else of_rank
 
 
-def files_of_this_rank(reader: StateReader, optimizer: MixedPrecisionOptimizer) -> set[str]:
-    """Returns the names of the files that this rank reads for its part of the optimizer's state."""
-    return reader.files_of_pieces(optimizer.pieces(with_values=False))
-
-
 def first_problem_of_ranks(problem: str | None) -> tuple[int, str] | None:
     """Returns the first rank that has a problem, and its problem; None if no rank has one. Collective."""
     return next(
@@ -69,7 +55,7 @@ def first_problem_of_ranks(problem: str | None) -> tuple[int, str] | None:
 
 
 def first_problem(
-    names: list[str], find_problem: Callable[[str], str | None], heartbeat: Callable[[], None] = no_heartbeat
+    names: list[str], find_problem: Callable[[str], str | None], heartbeat: Callable[[], None] = lambda: None
 ) -> str | None:
     """Returns the first problem that `find_problem` returns for one of rank 0's files. Collective: the ranks
     share the files, so that each is read once. heartbeat: called after each file."""

@@ -66,7 +66,6 @@ def check_run_file(checkpoint: Checkpoint) -> None:
 
 
 def _sizes(settings: Any) -> Iterator[int]:
-    """Yields the integers in a nested config, and 0."""
     yield 0
     for value in settings.values() if isinstance(settings, dict) else ():
         yield from _sizes(value)

@@ -24,7 +24,7 @@ from megatron.checkpoint.files import MAY_BE_INTACT
 from megatron.checkpoint.folders.of_run import FILE_SYSTEM, Folders
 from megatron.checkpoint.formats.registry import open_reader
 from megatron.checkpoint.lineage.start import PathOf, check_save_folder, choose_checkpoint, share_checkpoint
-from megatron.checkpoint.ranks import errors_of_rank_0, first_problem, no_heartbeat
+from megatron.checkpoint.ranks import errors_of_rank_0, first_problem
 from megatron.checkpoint.record import Checkpoint, describe_start
 from megatron.checkpoint.upcycling import dense_config, is_upcycled
 from megatron.config import Config
@@ -119,7 +119,7 @@ def check_fits(checkpoint: Checkpoint, run: Run) -> None:
 def select_valid_checkpoint(
     checkpoint: Checkpoint | None,
     run: Run,
-    heartbeat: Callable[[], None] = no_heartbeat,
+    heartbeat: Callable[[], None] = lambda: None,
     folders: Folders = FILE_SYSTEM,
 ) -> Checkpoint | None:
     """Returns rank 0's checkpoint on all ranks. If its files are damaged, returns the newest valid checkpoint

@@ -11,11 +11,10 @@ import re
 from dataclasses import fields, replace
 from typing import TYPE_CHECKING, Any
 
-import torch
 from torch import Tensor
 
 from megatron.checkpoint.formats.deepspeed_files import VALUES
-from megatron.checkpoint.formats.state import ParameterState, StateReader
+from megatron.checkpoint.formats.state import ParameterState, StateReader, filled
 from megatron.checkpoint.record import Checkpoint
 from megatron.config import Config
 from megatron.config.sections.experts import ExpertConfig
@@ -71,23 +70,15 @@ class Upcycling:
         self._specs = model_specs(dense_config(reader.checkpoint, run.config), run.vocab.size, run.vocab.eod)
 
     def read_parameter(self, piece: Piece, out: Tensor | None = None) -> ParameterState:
-        """See `StateReader.read_parameter`."""
         if piece.name in self._specs:
             return self._reader.read_parameter(piece, out)
         if match := _EXPERTS.fullmatch(piece.name):
-            values = self._of_experts(match[1] + match[2], piece)
+            name = match[1] + match[2]
+            dense = self._reader.read(name, VALUES, self._specs[name])
+            experts = dense.expand(piece.spec.global_shape)
+            values = filled(piece, lambda box: experts[box.slices])
         else:
             span = range(piece.start, piece.stop)
             shard = initial_values(piece.spec, self._seed, piece.name, piece.axes, span)
             values = shard.reshape(-1)[piece.start : piece.stop]
         return (values if out is None else out.copy_(values)), {}, {}
-
-    def _of_experts(self, name: str, piece: Piece) -> Tensor:
-        """Returns elements of experts that all equal the dense MLP's parameter `name`."""
-        dense = self._reader.read(name, VALUES, self._specs[name])
-        experts = dense.expand(piece.spec.global_shape)
-        values = torch.empty(piece.stop - piece.start)
-        for box in piece.boxes():
-            first = box.first - piece.start
-            values[first : first + box.numel].view(box.sizes).copy_(experts[box.slices])
-        return values

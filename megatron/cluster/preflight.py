@@ -35,7 +35,7 @@ from megatron.errors import UserError
 from megatron.files import is_count, is_text, read_json, write_json
 from megatron.kernels.selection import reason_against_kernels, use_pytorch
 from megatron.model.attention_canary import AttentionCase, attention_cases, attention_problem, sdpa_backend
-from megatron.model.attention_choice import use_flash_attention_3
+from megatron.model.attention_choice import flash_attention_remedy, use_flash_attention_3
 from megatron.mpu.world import broadcast_from_rank_0, gather_from_all_ranks
 from megatron.object_store.store import is_url
 from megatron.text_table import counted, format_table
@@ -148,15 +148,16 @@ def _check_case(case: AttentionCase, part: str) -> str:
         return f"{feature}{part} by PyTorch's {kernel} agrees with fp32 operations"
     if case.window is not None:
         raise SharedUserError(
-            f"attention with a window is wrong by PyTorch's {kernel} on {who}: {problem}: install another "
-            "version of torch, or set MEGATRON_KERNELS=pytorch (slower; --no-preflight skips this check)"
+            f"attention with a window is wrong by PyTorch's {kernel} on {who}: {problem}: "
+            f"{flash_attention_remedy()}, or set MEGATRON_KERNELS=pytorch (slower; --no-preflight skips this "
+            "check)"
         )
     torch.backends.cuda.enable_cudnn_sdp(False)
     other, where, remaining = _attention_problem(case)
     if remaining is not None:
         raise SharedUserError(
-            f"causal attention is wrong by PyTorch's {other} on {where}: {remaining}: install another "
-            "version of torch (--no-preflight skips this check)"
+            f"causal attention is wrong by PyTorch's {other} on {where}: {remaining}: "
+            f"{flash_attention_remedy()} (--no-preflight skips this check)"
         )
     return f"causal attention is wrong by PyTorch's {kernel} on {who}: {problem}; all ranks use {other}"
 

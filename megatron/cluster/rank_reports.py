@@ -103,7 +103,8 @@ class RankReport:
         self.diagnosis_lock = threading.Lock()
         """Held while the diagnosis is printed: the process must not exit before."""
         self._lock = threading.Lock()
-        self._facts: Record = {"rank": -1, "host": host, "pid": os.getpid()}
+        self.facts: Record = {"rank": -1, "host": host, "pid": os.getpid()}
+        """The content of the report."""
         self._file: int | None = None
         self._stacks: int | None = None
         if self.folder is None or decimal_number(rank) is None:
@@ -153,32 +154,27 @@ class RankReport:
     @property
     def has_ended(self) -> bool:
         """Whether `end` was called."""
-        return "end" in self._facts
-
-    @property
-    def facts(self) -> Record:
-        """The content of the report."""
-        return self._facts
+        return "end" in self.facts
 
     def note(self, **facts: Any) -> None:
         """Adds facts (`stage`, `signal`, ...) and writes the file."""
         with self._lock:
-            self._facts |= facts  # type: ignore[typeddict-item]
+            self.facts |= facts  # type: ignore[typeddict-item]
             self._write()
 
     def set_iteration(self, iteration: int) -> None:
         """Records that `iteration` steps are done. The next `note` or `end` writes it to the file."""
-        self._facts["iteration"] = iteration
+        self.facts["iteration"] = iteration
 
     def end(self, end: ExitStatus, text: str = "", **facts: Any) -> bool:
         """Records how this rank ends. text: the error; its last line is the sentence that is printed.
         Returns False if the file cannot be written."""
         with self._lock:
-            if "end" not in self._facts:
+            if "end" not in self.facts:
                 if self.folder is not None and end not in {*NOT_FAILED, ExitStatus.SIGNALLED}:
                     with suppress(OSError):
                         os.close(open_own(self.folder / FAILED_FILE))
-                self._facts |= {"end": end, "text": text, "ended": time.time(), **facts}  # type: ignore[typeddict-item]
+                self.facts |= {"end": end, "text": text, "ended": time.time(), **facts}  # type: ignore[typeddict-item]
             return self._write()
 
     def write_stacks(self) -> None:
@@ -199,7 +195,7 @@ class RankReport:
         """Returns the reports of the other ranks on this machine."""
         others = read_reports(self.folder) if self.folder is not None else []
         return [
-            other for other in others if other["host"] == self._facts["host"] and other["pid"] != os.getpid()
+            other for other in others if other["host"] == self.facts["host"] and other["pid"] != os.getpid()
         ]
 
     def stop_requested(self) -> bool:
@@ -231,7 +227,7 @@ class RankReport:
         if self._file is None:
             return False
         try:
-            os.pwrite(self._file, _encoded(self._facts).ljust(_REPORT_BYTES), 0)
+            os.pwrite(self._file, _encoded(self.facts).ljust(_REPORT_BYTES), 0)
         except OSError:
             return False
         return True

@@ -146,14 +146,9 @@ class ExitConditions:
 
 def all_reduce_max(code: int, device: torch.device | str = "cpu") -> int:
     """Returns the largest `code` of all ranks; `code` itself for a single process. Collective."""
-    if not _distributed() or torch.distributed.get_world_size() == 1:
-        return code
     return int(max_over_ranks(code, device, torch.int32).item())
 
 
-def _distributed() -> bool:
-    return torch.distributed.is_available() and torch.distributed.is_initialized()
-
-
 def _rank() -> int:
-    return torch.distributed.get_rank() if _distributed() else 0
+    distributed = torch.distributed
+    return distributed.get_rank() if distributed.is_available() and distributed.is_initialized() else 0

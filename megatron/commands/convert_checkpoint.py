@@ -38,13 +38,12 @@ from megatron.config.mistakes import Mistakes
 from megatron.config.tool_parser import (
     ToolParser,
     add_universal_flag,
-    check_at_least_1,
+    at_least_1,
     check_folder,
     exit_on_interrupt,
 )
 from megatron.errors import (
     USER_ERROR_EXIT_CODE,
-    ConfigError,
     UserError,
     exit_on_user_error,
     exit_with_error,
@@ -87,7 +86,7 @@ def build_parser() -> ToolParser:
     )
     parser.add_argument(
         "--workers",
-        type=int,
+        type=at_least_1,
         metavar="N",
         help="number of threads; a thread holds a parameter of a Hugging Face model as a whole (default: "
         f"{WORKERS}; 1 from a Hugging Face model)",
@@ -208,12 +207,6 @@ def exported_tokenizer(arguments: argparse.Namespace, checkpoint: Checkpoint) ->
     return flags
 
 
-def check_tokenizer_flags(arguments: argparse.Namespace) -> None:
-    """Raises ConfigError if --no-tokenizer contradicts the flags of a tokenizer."""
-    if arguments.no_tokenizer and tokenizer_settings(arguments):
-        raise ConfigError("--no-tokenizer contradicts the tokenizer's flags: remove one of them")
-
-
 def write_model(arguments: argparse.Namespace) -> None:
     """Writes a Hugging Face model of a checkpoint."""
     from megatron.checkpoint.huggingface.exporter import (
@@ -261,16 +254,15 @@ def read_model(arguments: argparse.Namespace) -> None:
     """Writes a universal checkpoint of a Hugging Face model."""
     from megatron.checkpoint.conversion.external import open_external
     from megatron.checkpoint.formats.universal_writer import UniversalWriter
-    from megatron.checkpoint.huggingface.exporter import token_ids
-    from megatron.checkpoint.huggingface.file_digests import check_digests
+    from megatron.checkpoint.huggingface.exporter import check_digests, token_ids
     from megatron.checkpoint.huggingface.importer import losses, own_tokenizer, start_flags
-    from megatron.checkpoint.huggingface.reader import HuggingFaceReader
     from megatron.checkpoint.record import TOKEN_IDS_KEY
 
     source, target = Path(arguments.source), Path(arguments.target)
     if not arguments.no_verify_digests:
         check_digests(source)
-    reader = HuggingFaceReader(HuggingFaceReader.open_external(source))
+    reader_class = FORMATS.load(TORCHTITAN if format_of(source) == TORCHTITAN else HUGGING_FACE)
+    reader = reader_class(reader_class.open_external(source))
     notes = losses(source)
     given = tokenizer_settings(arguments)
     tokenizer = given or own_tokenizer(source)
@@ -285,7 +277,7 @@ def read_model(arguments: argparse.Namespace) -> None:
     if not given:  # the ids are of the folder's own tokenizer
         reader.checkpoint.run[TOKEN_IDS_KEY] = token_ids(source)
     # A weight is in memory as a whole. The files were compared with their digests above.
-    if not convert_in_tasks(reader, UniversalWriter, target, getattr(arguments, "workers", None) or 1, False):
+    if not convert_in_tasks(reader, UniversalWriter, target, arguments.workers or 1, False):
         return
     print(f"wrote {target}: {reader.model.family.architecture} of {source}, {num_tokens:,} tokens")
     print(f"start from it with: {shlex.join(start_flags(reader.checkpoint.config, target))}")
@@ -305,39 +297,43 @@ def run(argv: Sequence[str] | None) -> None:
     mistakes = Mistakes()
     arguments = build_parser().collect(sys.argv[1:] if argv is None else argv, mistakes)
     with mistakes.collect():
-        check_at_least_1(arguments, "workers")
-    with mistakes.collect():
         check_folder("--from", arguments.source or "")
+    convert_arguments(
+        arguments, format_of(Path(arguments.source or "")) in (HUGGING_FACE, TORCHTITAN), mistakes
+    )
+
+
+def convert_arguments(arguments: argparse.Namespace, is_model: bool, mistakes: Mistakes) -> None:
+    """Converts as the flags say. is_model: whether --from has only the weights of a model. mistakes: found
+    before. Raises ConfigError with all mistakes."""
     source = Path(arguments.source or "")
-    is_model = format_of(source) in (HUGGING_FACE, TORCHTITAN)
     arguments.format = arguments.format or (UNIVERSAL if is_model else NATIVE)
-    if arguments.format != HUGGING_FACE:
-        given = {"--dtype": arguments.dtype, "--no-tokenizer": arguments.no_tokenizer}
-        mistakes.extend(
-            f"{flag} acts only on --format {HUGGING_FACE}: remove it" for flag in given if given[flag]
+    writes_model = arguments.format == HUGGING_FACE
+    given = {"--dtype": arguments.dtype, "--no-tokenizer": arguments.no_tokenizer}
+    mistakes.extend(
+        f"{flag} acts only on a checkpoint that becomes a Hugging Face model: remove it"
+        for flag in given
+        if given[flag] and not writes_model
+    )
+    if writes_model and arguments.vocab_size is not None:
+        mistakes.add("--vocab-size acts only on a Hugging Face model that is read: remove it")
+    if writes_model and arguments.workers is not None:
+        mistakes.add(
+            f"--workers acts on all formats but {HUGGING_FACE}, whose files one thread writes: remove it"
         )
-    else:
-        if arguments.vocab_size is not None:
-            mistakes.add(
-                f"--vocab-size acts on models that are read, not on --format {HUGGING_FACE}: remove it"
-            )
-        if arguments.workers is not None:
-            mistakes.add(
-                f"--workers acts on all formats but {HUGGING_FACE}, whose files one thread writes: remove it"
-            )
-    with mistakes.collect():
-        check_tokenizer_flags(arguments)
-    if arguments.allow_replica_mismatch and (is_model or arguments.format == HUGGING_FACE):
+    if arguments.no_tokenizer and tokenizer_settings(arguments):
+        mistakes.add("--no-tokenizer contradicts the tokenizer's flags: remove one of them")
+    if arguments.allow_replica_mismatch and (is_model or writes_model):
         mistakes.add(ONLY_TO_UNIVERSAL)
     if is_model and arguments.universal_checkpoint:
-        mistakes.add(f"--universal_checkpoint: --from {source} is a model, expected a checkpoint: remove it")
+        mistakes.add(f"--universal_checkpoint acts only on a checkpoint, and {source} is a model: remove it")
     mistakes.raise_all()
     if is_model and arguments.format != UNIVERSAL:
         raise UserError(
             f"--format {arguments.format}: --from {source} holds only the weights of a model, expected "
             f"--format {UNIVERSAL}; convert the universal checkpoint further"
         )
-    if not is_model and arguments.format != HUGGING_FACE:
+    if not is_model and not writes_model:
         convert(arguments)
         return
     # Imported only here: they load torch and transformers, which takes seconds.

@@ -12,30 +12,16 @@ set it. docs/huggingface.md lists the model types and the flags that each needs.
 
 from __future__ import annotations
 
-import argparse
 import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from megatron.commands.convert_checkpoint import (
-    add_flags_of_models,
-    check_tokenizer_flags,
-    read_model,
-    task_of,
-    write_model,
-)
-from megatron.config import LoggingConfig
+from megatron.checkpoint.formats.registry import HUGGING_FACE, UNIVERSAL
+from megatron.commands.convert_checkpoint import add_flags_of_models, convert_arguments, task_of
 from megatron.config.mistakes import Mistakes
 from megatron.config.tool_parser import ToolParser, check_folder, exit_on_interrupt
 from megatron.errors import exit_on_user_error
-
-# Flags that act only on one kind of input.
-CHECKPOINT, MODEL = "a checkpoint", "a Hugging Face model"
-FLAGS_OF_ONE = {
-    CHECKPOINT: ("--universal_checkpoint", "--dtype", "--no-tokenizer"),
-    MODEL: ("--vocab-size",),
-}
 
 
 def build_parser() -> ToolParser:
@@ -72,9 +58,9 @@ def build_parser() -> ToolParser:
     return parser
 
 
-def is_model(arguments: argparse.Namespace, mistakes: Mistakes) -> bool:
-    """Detects the direction of --from, and returns whether the input is a Hugging Face model. Sets `source`
-    and `target`. Adds a missing folder and flags of the other direction to `mistakes`."""
+def run(argv: Sequence[str] | None) -> None:
+    mistakes = Mistakes()
+    arguments = build_parser().collect(sys.argv[1:] if argv is None else argv, mistakes)
     names = {"--from": "source", "--load": "load", "--from-hugging-face": "from_hugging_face"}
     given = ((flag, getattr(arguments, name)) for flag, name in names.items() if getattr(arguments, name))
     flag, folder = next(given, ("--from", ""))
@@ -83,27 +69,10 @@ def is_model(arguments: argparse.Namespace, mistakes: Mistakes) -> bool:
     is_detected = flag == "--from" and os.path.isfile(os.path.join(folder, "config.json"))
     if is_detected and not Path(arguments.target or "").name.endswith("_universal"):
         arguments.target = os.path.join(arguments.target or "", "global_step0_universal")
-    arguments.source = folder
-    found = is_detected or flag == "--from-hugging-face"
-    kind, other = (MODEL, CHECKPOINT) if found else (CHECKPOINT, MODEL)
-    for name in FLAGS_OF_ONE[other] if os.path.isdir(folder) else ():
-        if getattr(arguments, name.removeprefix("--").replace("-", "_")):
-            mistakes.add(f"{name} acts only on {other}, and {folder} is {kind}: remove the flag")
-    return found
-
-
-def run(argv: Sequence[str] | None) -> None:
-    mistakes = Mistakes()
-    arguments = build_parser().collect(sys.argv[1:] if argv is None else argv, mistakes)
-    convert = read_model if is_model(arguments, mistakes) else write_model
-    with mistakes.collect():
-        check_tokenizer_flags(arguments)
-    mistakes.raise_all()
-
-    from megatron.cluster.processes import configure_logging
-
-    configure_logging(LoggingConfig())
-    convert(arguments)
+    is_model = is_detected or flag == "--from-hugging-face"
+    arguments.source, arguments.format = folder, UNIVERSAL if is_model else HUGGING_FACE
+    arguments.workers, arguments.allow_replica_mismatch = None, False
+    convert_arguments(arguments, is_model, mistakes)
 
 
 def main(argv: Sequence[str] | None = None) -> None:

@@ -19,8 +19,8 @@ from pathlib import Path
 from megatron.checkpoint.conversion.source import open_source
 from megatron.checkpoint.formats.universal_writer import UniversalWriter
 from megatron.commands.convert_checkpoint import convert_in_tasks, task_of
-from megatron.config.tool_parser import ToolParser, check_folder
-from megatron.errors import UserError, exit_on_user_error, printable
+from megatron.config.tool_parser import ToolParser, at_least_1, check_folder
+from megatron.errors import exit_on_user_error, printable
 
 
 def build_parser() -> ToolParser:
@@ -30,13 +30,13 @@ def build_parser() -> ToolParser:
     parser.add_argument("--output_folder", required=True, help="folder to write")
     parser.add_argument(
         "--num_extract_workers",
-        type=int,
+        type=at_least_1,
         default=4,
         help="number of threads (default: 4); each thread extracts and merges, so the larger of this "
         "number and --num_merge_workers is used",
     )
     parser.add_argument(
-        "--num_merge_workers", type=int, default=2, help="see --num_extract_workers (default: 2)"
+        "--num_merge_workers", type=at_least_1, default=2, help="see --num_extract_workers (default: 2)"
     )
     parser.add_argument(
         "--keep_temp_folder", action="store_true", help="ignored: the conversion writes no temporary slices"
@@ -77,9 +77,6 @@ def main(argv: Sequence[str] | None = None) -> None:
     print_once = print if rank == 0 else lambda _: None
     with exit_on_user_error({"RANK": str(rank)}):
         arguments = build_parser().parse_args(argv)
-        for name in ("num_extract_workers", "num_merge_workers"):
-            if getattr(arguments, name) < 1:
-                raise UserError(f"--{name} is {getattr(arguments, name)}: expected at least 1")
         check_folder("--input_folder", arguments.input_folder)
         if arguments.keep_temp_folder:
             print_once("note: --keep_temp_folder is ignored: the conversion writes no temporary slices")

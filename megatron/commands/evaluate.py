@@ -34,12 +34,13 @@ from megatron.cluster.devices import set_library_defaults
 from megatron.cluster.exit_codes import RunStopped
 from megatron.cluster.launch import init_from_slurm_env, world_size_of
 from megatron.config import LoggingConfig, ParallelConfig
+from megatron.config.mistakes import Mistakes, mistakes_of_call
 from megatron.config.registries import DATA_ORDERS
 from megatron.config.tool_parser import (
     ToolParser,
     add_universal_flag,
     add_verify_digests_flag,
-    check_at_least_1,
+    at_least_1,
     check_folder,
 )
 from megatron.data.flags import SPLIT_NAMES, parse_split, splits_with_own_data
@@ -94,7 +95,7 @@ def build_parser() -> ToolParser:
         "that you trust",
     )
     parser.add_argument(
-        "--limit", type=int, metavar="N", help="use the first N documents of each task (default: all)"
+        "--limit", type=at_least_1, metavar="N", help="use the first N documents of each task (default: all)"
     )
     parser.add_argument(
         "--split", metavar="WEIGHTS", help="as in training (default: the split of the checkpoint)"
@@ -105,21 +106,23 @@ def build_parser() -> ToolParser:
         help="documents to read: one split, or all (default: valid for data that the checkpoint was "
         "trained on with --split, or if --split is set; all for other data)",
     )
-    parser.add_argument("--seq-length", type=int, metavar="TOKENS", help="default: from the checkpoint")
+    parser.add_argument(
+        "--seq-length", type=at_least_1, metavar="TOKENS", help="default: from the checkpoint"
+    )
     parser.add_argument(
         "--samples",
-        type=int,
+        type=at_least_1,
         help="read the first N samples of each data set, in the order of training (default: all)",
     )
     parser.add_argument(
-        "--micro-batch-size", type=int, metavar="SAMPLES", help="default: from the checkpoint"
+        "--micro-batch-size", type=at_least_1, metavar="SAMPLES", help="default: from the checkpoint"
     )
     add_verify_digests_flag(parser)
     group = parser.add_argument_group("layout (may differ from the checkpoint's)")
     for field in _SIZES:
         title = f"{field.partition('_')[0]}-parallel"
         group.add_argument(
-            f"--{field.replace('_', '-')}", type=int, default=1, metavar="N", help=f"{title} size"
+            f"--{field.replace('_', '-')}", type=at_least_1, default=1, metavar="N", help=f"{title} size"
         )
     group.add_argument(
         "--local-rank", "--local_rank", type=int, metavar="RANK", help="set by torch.distributed.launch"
@@ -127,26 +130,26 @@ def build_parser() -> ToolParser:
     return parser
 
 
-def check_arguments(arguments: argparse.Namespace) -> None:
-    check_folder("--load", arguments.load)
+def argument_mistakes(arguments: argparse.Namespace) -> Iterator[str]:
+    """Yields a sentence for each flag that is missing, superfluous or invalid."""
+    yield from mistakes_of_call(check_folder, "--load", arguments.load or "")
     if not arguments.data_path and not arguments.tasks:
-        raise UserError("nothing to evaluate: set --data-path or --tasks")
+        yield "nothing to evaluate: set --data-path or --tasks"
     for flag in ("tasks_path", "limit"):
         if getattr(arguments, flag) is not None and not arguments.tasks:
-            raise UserError(f"--{flag.replace('_', '-')} is for --tasks: set --tasks, or remove it")
+            yield f"--{flag.replace('_', '-')} is for --tasks: set --tasks, or remove it"
     for flag in ("samples", "split", "subset"):
         if getattr(arguments, flag) is not None and not arguments.data_path:
-            raise UserError(f"--{flag} is for --data-path: set --data-path, or remove it")
+            yield f"--{flag} is for --data-path: set --data-path, or remove it"
     if arguments.tasks and find_spec("lm_eval") is None:
-        raise no_harness("--tasks", "there is no module lm_eval")
+        yield str(no_harness("--tasks", "there is no module lm_eval"))
     if arguments.tasks_path is not None:
-        check_folder("--tasks-path", arguments.tasks_path)
-    check_at_least_1(arguments, "seq_length", "samples", "micro_batch_size", "limit", *_SIZES)
+        yield from mistakes_of_call(check_folder, "--tasks-path", arguments.tasks_path)
     if arguments.split is not None:
-        parse_split(arguments.split)
+        yield from mistakes_of_call(parse_split, arguments.split)
     for prefix in arguments.data_path:
         if prefix.replace(".", "", 1).isdigit() and not os.path.exists(index_path(prefix)):
-            raise UserError(
+            yield (
                 f"--data-path {prefix}: expected prefixes without weights, since each data set is evaluated "
                 "on its own"
             )
@@ -304,11 +307,12 @@ class Evaluation:
 
 
 def run(argv: Sequence[str]) -> None:
-
-    arguments = build_parser().parse_args(argv)
+    mistakes = Mistakes()
+    arguments = build_parser().collect(argv, mistakes)
     init_from_slurm_env()
     set_library_defaults()
-    check_arguments(arguments)
+    mistakes.extend(argument_mistakes(arguments))
+    mistakes.raise_all()
 
     # Late: torch and DeepSpeed take seconds to import.
     from megatron.cluster.processes import configure_logging, is_main_process, use_device_alone

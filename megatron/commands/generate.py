@@ -16,7 +16,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from megatron.config import LoggingConfig
-from megatron.config.tool_parser import ToolParser, add_verify_digests_flag, check_at_least_1, check_folder
+from megatron.config.tool_parser import ToolParser, add_verify_digests_flag, at_least_1, check_folder
 from megatron.errors import UserError, exit_on_user_error
 from megatron.tokenizer.flags import add_parse_special_flag, add_tokenizer_flags, check_parse_special
 
@@ -47,7 +47,9 @@ def build_parser() -> ToolParser:
         help="text to continue; may be repeated (default: read from stdin)",
     )
     group = parser.add_argument_group("generation")
-    group.add_argument("--max-new-tokens", type=int, default=100, help="number of new tokens per prompt")
+    group.add_argument(
+        "--max-new-tokens", type=at_least_1, default=100, help="number of new tokens per prompt"
+    )
     group.add_argument(
         "--temperature",
         type=float,
@@ -90,7 +92,6 @@ def read_sampling(arguments: argparse.Namespace) -> Sampling:
     # Late: torch and DeepSpeed take seconds to import.
     from megatron.model.generation import Sampling
 
-    check_at_least_1(arguments, "max_new_tokens")
     if not 0 <= arguments.seed <= MAX_SEED:
         raise UserError(f"--seed is {arguments.seed}, expected 0 to {MAX_SEED}")
     temperature = 0.0 if arguments.greedy else arguments.temperature

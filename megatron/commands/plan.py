@@ -21,7 +21,7 @@ from pathlib import Path
 
 from megatron.arguments import read_command_line
 from megatron.config import Config, LoggingConfig
-from megatron.config.tool_parser import exit_on_interrupt
+from megatron.config.tool_parser import at_least_1, exit_on_interrupt
 from megatron.errors import UserError, exit_on_user_error, printable
 from megatron.files import write_json
 from megatron.planner.command import RunFlagsParser, run_flags, with_defaults
@@ -47,8 +47,8 @@ def build_parser() -> RunFlagsParser:
         "micro-batch; micro-batch: the largest micro-batch that one device holds with few layers, then "
         "scale out",
     )
-    parser.add_argument("--gpus", type=int, metavar="N", help="number of devices, as --world-size")
-    parser.add_argument("--top", type=int, default=3, metavar="N", help="number of layouts to explain")
+    parser.add_argument("--gpus", type=at_least_1, metavar="N", help="number of devices, as --world-size")
+    parser.add_argument("--top", type=at_least_1, default=3, metavar="N", help="number of layouts to explain")
     parser.add_argument("--json", metavar="FILE", help="write the plan, or all plans of the search, as JSON")
     parser.add_argument(
         "--plot", metavar="FILE", help="draw memory per rank and the schedule's timeline (.png, .svg, .pdf)"

@@ -23,7 +23,7 @@ from megatron.arguments import read_command_line
 from megatron.arguments.data_checks import check_index_memory, host_memory_bytes
 from megatron.checkpoint.selection import planned_length
 from megatron.config import ConfigError
-from megatron.config.tool_parser import check_at_least_1, exit_on_interrupt
+from megatron.config.tool_parser import at_least_1, exit_on_interrupt
 from megatron.data.flags import token_file_prefixes
 from megatron.data.gpt_dataset import prepare_index_files
 from megatron.data.splits import verify_token_files
@@ -41,7 +41,7 @@ def build_parser() -> RunFlagsParser:
     )
     parser.add_argument(
         "--threads",
-        type=int,
+        type=at_least_1,
         default=len(os.sched_getaffinity(0)),
         metavar="N",
         help="indices to build at a time (default: the number of CPUs); each takes up to 32 bytes per sample",
@@ -60,8 +60,6 @@ def build_parser() -> RunFlagsParser:
 @exit_on_user_error()
 def main(argv: Sequence[str] | None = None) -> None:
     arguments = build_parser().parse_args(argv)
-    with arguments.mistakes.collect():
-        check_at_least_1(arguments, "threads")
     with arguments.mistakes.collect():
         shard = parse_shard(arguments.shard, os.environ)
     words = run_flags(arguments.training, arguments.script, None)

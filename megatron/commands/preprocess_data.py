@@ -26,7 +26,7 @@ from functools import partial
 from tqdm import tqdm
 
 from megatron.config.mistakes import Mistakes
-from megatron.config.tool_parser import ToolParser, check_at_least_1, check_output_prefix, exit_on_interrupt
+from megatron.config.tool_parser import ToolParser, at_least_1, check_output_prefix, exit_on_interrupt
 from megatron.data.preprocessing import Progress, preprocess
 from megatron.data.text_files import files_of_shard, find_files, parse_shard, size_of
 from megatron.errors import UserError, exit_on_user_error
@@ -87,16 +87,16 @@ def build_parser() -> ToolParser:
     )
     group.add_argument("--dataset-impl", default="mmap", choices=["mmap"], help="format of the files")
     group = parser.add_argument_group("execution")
-    group.add_argument("--workers", type=int, default=1, help="number of processes that tokenize")
-    group.add_argument("--log-interval", type=int, default=10000, help="input lines between progress lines")
+    group.add_argument("--workers", type=at_least_1, default=1, help="number of processes that tokenize")
+    group.add_argument(
+        "--log-interval", type=at_least_1, default=10000, help="input lines between progress lines"
+    )
     return parser
 
 
 def check_arguments(arguments: argparse.Namespace, mistakes: Mistakes) -> None:
     """Finds the input files and makes the output folder. Raises ConfigError with all mistakes."""
     prefix, words, shard = arguments.output_prefix or "", arguments.input or (), None
-    with mistakes.collect():
-        check_at_least_1(arguments, "workers", "log_interval")
     if is_url(prefix):
         mistakes.add(
             f"--output-prefix {prefix}: expected a path, training maps token files into memory: copy them "

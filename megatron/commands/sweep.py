@@ -23,10 +23,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from megatron.cluster.exit_status import INTERRUPTED_EXIT_CODE
 from megatron.config import LoggingConfig
 from megatron.config.mistakes import Mistakes
-from megatron.config.tool_parser import ToolParser
+from megatron.config.tool_parser import ToolParser, exit_on_interrupt
 from megatron.errors import UserError, exit_on_user_error, printable
 from megatron.files import read_json, write_atomically, write_json
 from megatron.planner.page import write_page
@@ -176,7 +175,6 @@ def run(argv: Sequence[str] | None) -> None:
 
 
 def _run(folder: SweepFolder, options: argparse.Namespace) -> None:
-
     record = plan_sweep(options)
     if options.sbatch:
         record = folder.begin(record)
@@ -202,14 +200,10 @@ def _run(folder: SweepFolder, options: argparse.Namespace) -> None:
     )
 
 
+@exit_on_interrupt("interrupted: the same command continues the sweep")
+@exit_on_user_error()
 def main(argv: Sequence[str] | None = None) -> None:
-    """Runs the tool. Ctrl-C exits with code 130."""
-    with exit_on_user_error():
-        try:
-            run(argv)
-        except KeyboardInterrupt:
-            print("interrupted: the same command continues the sweep", file=sys.stderr)
-            sys.exit(INTERRUPTED_EXIT_CODE)
+    run(argv)
 
 
 if __name__ == "__main__":

@@ -18,7 +18,7 @@ from pathlib import Path
 
 from tokenizers import ByteLevelBPETokenizer
 
-from megatron.config.tool_parser import ToolParser, check_at_least_1
+from megatron.config.tool_parser import ToolParser, at_least_1
 from megatron.data.preprocessing import parse_line
 from megatron.data.text_files import MAX_LINE_BYTES, find_files, read_batches
 from megatron.errors import UserError, exit_on_user_error
@@ -43,7 +43,7 @@ def build_parser() -> ToolParser:
     parser.add_argument("--output-dir", required=True, help="folder for vocab.json and merges.txt")
     parser.add_argument(
         "--min-frequency",
-        type=int,
+        type=at_least_1,
         default=2,
         help="merge only pairs that occur at least N times",
         metavar="N",
@@ -57,7 +57,6 @@ def check_arguments(arguments: argparse.Namespace) -> None:
             f"--vocab-size is {arguments.vocab_size}, expected at least {MIN_VOCAB_SIZE} "
             f"for the {BYTE_SYMBOLS} bytes and {END_OF_TEXT}"
         )
-    check_at_least_1(arguments, "min_frequency")
     arguments.input = find_files(arguments.input)
 
 

@@ -40,14 +40,15 @@ class Flag:
 
     Rules between this field and other settings name conditions: 'section.field', 'section.field=value', or
     several with '|' between them. 'section.field' holds if the setting is not at its default (see
-    `config.rules`). needs: conditions without which the flag is rejected -> end of the error. excludes:
-    conditions with which the flag is rejected -> end of the error. used_with: the flag has an effect only if
-    one of these conditions holds. unused_with: the flag has no effect if one of these conditions holds.
+    `config.rules`). needs: conditions without which the flag is rejected -> reason, or "". excludes:
+    conditions with which the flag is rejected -> reason. The error ends with a remedy, unless the reason has
+    one. used_with: the flag has an effect only if one of these conditions holds. unused_with: the flag has no
+    effect if one of these conditions holds.
 
     changes_model: whether another value changes the function that the weights compute, or their shapes (None:
     the section's `changes_model`). Checkpoints with another value are then rejected. A value that Hugging
     Face's architecture cannot express is not exported. summary: text for one-line summaries of the model if
-    the value is not the default, with {} for the value.
+    the value is not the default, with {} for the value. summarizes_default: also the default is in them.
 
     For fields of ModelConfig: changes_layer_time, whether the time of a layer depends on the value (times in
     --partition-profile are then rejected for another value).
@@ -76,6 +77,7 @@ class Flag:
     unused_with: tuple[str, ...] = ()
     changes_model: bool | None = None
     summary: str | None = None
+    summarizes_default: bool = False
     changes_layer_time: bool = True
 
     def __post_init__(self) -> None:

@@ -15,7 +15,7 @@ def model_summary(model: ModelConfig) -> str:
         summary.format(value_text(value) if isinstance(value, tuple) else value)
         for setting in settings_of_section("model")
         if (summary := setting.flag.summary) and setting.field not in unused
-        if (value := getattr(model, setting.field)) != setting.default or setting.field == "moe_router_topk"
+        if (value := getattr(model, setting.field)) != setting.default or setting.flag.summarizes_default
     ]
     return (
         f"{model.num_layers} layers x {model.hidden_size} hidden, {model.num_attention_heads} heads, "

@@ -53,13 +53,11 @@ class LayerArrangement(Choice):
     """The order of norms, attention and MLP in a transformer layer. Its implementation is a function (layer,
     hidden, document_ids) -> hidden.
 
-    norms: names of the layer's norms. saved_states: number of hidden states that the backward pass needs,
-    besides the layer's input. ends_with_norm: the MLP's output is normalized, so that the backward pass needs
-    it.
+    norms: names of the layer's norms. ends_with_norm: the MLP's output is normalized, so that the backward
+    pass needs it.
     """
 
     norms: tuple[str, ...] = ()
-    saved_states: int = 3
     ends_with_norm: bool = False
 
 
@@ -91,16 +89,14 @@ LAYER_ARRANGEMENTS = Registry(
             "x + attention(norm(x)) + mlp(norm(x)) with two norms, as in GPT-NeoX (arXiv:2204.06745)",
             "parallel",
             norms=("input_layernorm", "post_attention_layernorm"),
-            saved_states=2,
         ),
         "parallel-one-norm": LayerArrangement(
             "x + attention(norm(x)) + mlp(norm(x)) with one norm, as in Falcon 7B (arXiv:2311.16867)",
             "parallel_one_norm",
             norms=("input_layernorm",),
-            saved_states=1,
         ),
     },
-    module="megatron.model.gpt_model",
+    module="megatron.model.residual",
 )
 
 # Functions LayerContext -> (norm of the queries, norm of the keys), modules that keep the
@@ -185,14 +181,14 @@ OPTIMIZERS = Registry(
         "adamw": OptimizerChoice("another name for adam", "make_adam", settings=_ADAM),
         "lion": OptimizerChoice(
             "Lion (arXiv:2302.06675): the sign of a momentum, with decoupled weight decay",
-            "megatron.optimizer.lion:make_lion",
+            "megatron.optimizer.adam:make_lion",
             settings=("lion_beta1", "lion_beta2"),
             moments=("exp_avg",),
         ),
         "muon": OptimizerChoice(
             "Muon (kellerjordan.github.io/posts/muon): the orthogonalized momentum of each matrix of the "
             "linear layers; Adam for embeddings, LM head, norms and biases",
-            "megatron.optimizer.muon:make_muon",
+            "megatron.optimizer.matrix_optimizer:make_muon",
             settings=(*_ADAM, *_MATRIX, *_MUON),
             matrix_moments=("momentum_buffer",),
         ),

@@ -15,12 +15,20 @@ def rule_mistakes(config: Config, sections: Collection[str] = SECTIONS) -> Itera
     for setting, entry in SETTINGS.items():
         if setting.partition(".")[0] not in sections or not _is_given(config, setting):
             continue
-        for other, end in entry.flag.needs.items():
+        for other, reason in entry.flag.needs.items():
             if not _is_given(config, other):
-                yield f"{_flag_text(config, setting)} without {_required(other)}: {end}"
-        for other, end in entry.flag.excludes.items():
+                verb = "add" if SETTINGS[_setting_of(other)].kind is bool else "set"
+                remedy = f"{verb} {_required(other)}, or remove {entry.option}"
+                yield f"{_flag_text(config, setting)} without {_required(other)}: {_ending(reason, remedy)}"
+        for other, reason in entry.flag.excludes.items():
             if _is_given(config, other):
-                yield f"{_flag_text(config, setting)} with {_flag_text(config, other)}: {end}"
+                flags = f"{_flag_text(config, setting)} with {_flag_text(config, other)}"
+                yield f"{flags}: {_ending(reason, 'remove one of the two')}"
+
+
+def _ending(reason: str, remedy: str) -> str:
+    """Returns the end of an error. A reason that says what to remove has its own remedy."""
+    return reason if "remove" in reason else "; ".join(filter(None, (reason, remedy)))
 
 
 def is_default(config: Config, setting: str) -> bool:
@@ -43,12 +51,17 @@ def _is_given(config: Config, condition: str) -> bool:
 
 def _flag_text(config: Config, condition: str) -> str:
     """Returns the flag and its value, for an error."""
-    setting = condition.partition("=")[0]
+    setting = _setting_of(condition)
     value = config.value(setting)
     if isinstance(value, bool):
         return setting_option(setting)
     text = f"{value:g}" if isinstance(value, float) else value_text(value)
     return f"{setting_option(setting)} {text}"
+
+
+def _setting_of(condition: str) -> str:
+    """Returns the 'section.field' of a condition, or of the first one."""
+    return condition.partition("|")[0].partition("=")[0]
 
 
 def _required(condition: str) -> str:

@@ -16,7 +16,7 @@ from types import FrameType
 from typing import NoReturn
 
 from megatron.config.mistakes import Mistakes, named_flags
-from megatron.errors import ConfigError
+from megatron.errors import ConfigError, one_line
 
 
 class _Rejected(ConfigError):
@@ -35,7 +35,10 @@ class CollectingParser(argparse.ArgumentParser):
     out."""
 
     def rejection(self, message: str) -> str:
-        """Returns the sentence for a message of argparse."""
+        """Returns the sentence for a message of argparse. That of `at_least_1` begins with "is "."""
+        name, _, complaint = message.removeprefix("argument ").partition(": ")
+        if complaint.startswith("is "):
+            return f"{name.split('/')[0]} {complaint}"
         return f"{message} (--help lists the flags)"
 
     def unknown_flag(self, name: str) -> str:
@@ -70,7 +73,10 @@ class CollectingParser(argparse.ArgumentParser):
         parsed, unknown, missing = self._parse(words, mistakes)
         self.check_values(parsed, mistakes)
         if unknown and not FLAG.match(unknown[0]):
-            before = [word.partition("=")[0] for word in words[: words.index(unknown[0])] if FLAG.match(word)]
+            place = len(words)
+            for word in reversed(unknown):  # an equal word may be the value of a flag before them
+                place = max(index for index in range(place) if words[index] == word)
+            before = [word.partition("=")[0] for word in words[:place] if FLAG.match(word)]
             sentence = f"unexpected value '{unknown[0]}': quote a value that contains spaces, or see --help"
             mistakes.add(sentence, before[-1:])  # the value of the flag before it may be incomplete
         given = {word.partition("=")[0].replace("_", "-") for word in words}
@@ -198,14 +204,13 @@ def _typed(command: re.Match[str]) -> str:
     return command[0] if name == command[1] else name
 
 
-def check_at_least_1(arguments: argparse.Namespace, *names: str) -> None:
-    """Raises ConfigError for the arguments of these names that are set and below 1."""
-    mistakes = Mistakes()
-    for name in names:
-        value = getattr(arguments, name)
-        if value is not None and value < 1:
-            mistakes.add(f"--{name.replace('_', '-')} is {value}: expected at least 1")
-    mistakes.raise_all()
+def at_least_1(word: str) -> int:
+    """Converts the value of a flag, as its `type`, to an integer above 0."""
+    if not re.fullmatch("[+-]?[0-9]{1,18}", word):
+        raise argparse.ArgumentTypeError(f"is '{one_line(word, 60)}': expected an integer")
+    if (number := int(word)) < 1:
+        raise argparse.ArgumentTypeError(f"is {number}: expected at least 1")
+    return number
 
 
 def check_folder(flag: str, path: str) -> None:
@@ -245,9 +250,9 @@ _SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
 
 @contextmanager
-def exit_on_interrupt() -> Iterator[None]:
+def exit_on_interrupt(message: str = "interrupted") -> Iterator[None]:
     """Ends the program with exit code 128 + signal on SIGTERM and Ctrl-C, after the block's cleanup. It is
-    for tools that write under temporary names, and works only in the main thread."""
+    for tools that write under temporary names or run other processes, and works only in the main thread."""
 
     def interrupt(number: int, frame: FrameType | None) -> None:
         for ignored in _SIGNALS:  # no second signal interrupts the cleanup
@@ -258,7 +263,7 @@ def exit_on_interrupt() -> Iterator[None]:
     try:
         yield
     except KeyboardInterrupt as error:
-        print("interrupted", file=sys.stderr)
+        print(message, file=sys.stderr)
         sys.exit(128 + (error.args[0] if error.args else signal.SIGINT))
     finally:
         for number, handler in before.items():

@@ -14,7 +14,7 @@ first n samples of a blend of J components, it differs from a_j n / A by at most
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 from functools import lru_cache
@@ -80,14 +80,7 @@ class Blend(Protocol):
     def table_paths(self, folder: str, num_samples: int) -> tuple[str, ...]:
         """Returns the files in which the order is stored."""
 
-    def prepare(
-        self,
-        folder: str,
-        num_samples: int,
-        available: Sequence[int],
-        other_files: Callable[[list[float]], Iterable[tuple[str, str]]],
-        is_verified: bool,
-    ) -> bool:
+    def prepare(self, folder: str, num_samples: int, available: Sequence[int], is_verified: bool) -> bool:
         """Builds the files of `table_paths`, unless they are valid. Returns whether it has written them. See
         `greedy_blend.GreedyBlend.prepare`. One process per file system calls it."""
 
@@ -146,7 +139,7 @@ class BlendOrder:
     def samples_of_components(self, num_samples: int) -> list[int]:
         """Returns the number of samples of each component among the first `num_samples` of the blend."""
         chunk, first = self._chunk_of(num_samples)
-        components, _ = self.chunk(chunk)
+        components, _ = _sorted_chunk(self.weights, chunk)
         counts = np.bincount(components[: num_samples - first], minlength=len(self.weights))
         before = self.samples_until(chunk * CHUNK)
         return [start + int(count) for start, count in zip(before, counts, strict=True)]
@@ -154,7 +147,7 @@ class BlendOrder:
     def find(self, sample: int) -> tuple[int, int]:
         """Returns (component, index of the sample in that component) for a sample of the blend."""
         chunk, first = self._chunk_of(sample)
-        components, numbers = self.chunk(chunk)
+        components, numbers = _sorted_chunk(self.weights, chunk)
         return int(components[sample - first]), int(numbers[sample - first])
 
     def _chunk_of(self, sample: int) -> tuple[int, int]:
@@ -167,10 +160,6 @@ class BlendOrder:
             chunk += 1
         return chunk, _first_sample(self.weights, chunk)
 
-    def chunk(self, chunk: int) -> tuple[npt.NDArray[np.int32], npt.NDArray[np.int64]]:
-        """Returns (components, indices in them) of the times in (chunk * CHUNK, (chunk + 1) * CHUNK]."""
-        return _sorted_chunk(self.weights, chunk)
-
 
 @lru_cache(maxsize=4 * CACHED_CHUNKS)
 def _first_sample(weights: tuple[int, ...], chunk: int) -> int:
@@ -181,6 +170,7 @@ def _first_sample(weights: tuple[int, ...], chunk: int) -> int:
 def _sorted_chunk(
     weights: tuple[int, ...], chunk: int
 ) -> tuple[npt.NDArray[np.int32], npt.NDArray[np.int64]]:
+    """Returns (components, indices in them) of the times in (chunk * CHUNK, (chunk + 1) * CHUNK]."""
     order, total = BlendOrder(weights), sum(weights)
     start, end = chunk * CHUNK, (chunk + 1) * CHUNK
     times, components, numbers = [], [], []

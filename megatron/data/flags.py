@@ -221,8 +221,9 @@ NO_EVALUATION_DATA = "no validation or test documents; change --split, or set --
 def available_eval_splits(data: DataConfig) -> tuple[bool, bool, str]:
     """Returns (has validation data, has test data, why validation settings have no effect without data)."""
     if given := splits_with_own_data(data):
-        circumstance = f"without {option_name(_words_field(data, 'valid'))}"
-        return "valid" in given, "test" in given, circumstance
+        per_split = data.train_data_path or data.per_split_data_args_path is not None
+        field = "valid_data_path" if per_split else "valid_weighted_split_paths"
+        return "valid" in given, "test" in given, f"without {option_name(field)}"
     _, valid, test = parse_split(data.split)
     return valid > 0, test > 0, f"with --split {data.split}"
 
@@ -249,12 +250,6 @@ def split_groups(data: DataConfig, split_name: str) -> tuple[PathGroup, ...]:
         return parse_groups(option, texts)
     words = getattr(data, f"{split_name}_data_path") if splits_with_own_data(data) else data.data_path
     return (PathGroup(split_name, parse_data_path(words, option)),) if words else ()
-
-
-def _words_field(data: DataConfig, split_name: str) -> str:
-    """Returns the field for the data of a split, in a run whose splits have their own data."""
-    per_split = data.train_data_path or data.per_split_data_args_path is not None
-    return f"{split_name}_data_path" if per_split else f"{split_name}_weighted_split_paths"
 
 
 def token_file_prefixes(data: DataConfig) -> list[tuple[str, str]]:

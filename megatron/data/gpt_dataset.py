@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
@@ -14,11 +15,9 @@ import numpy.typing as npt
 from tqdm import tqdm
 
 from megatron.config import DataConfig
-from megatron.config.registries import DataOrder
 from megatron.data.blended_dataset import BlendedDataset, SampleDataset
-from megatron.data.core_cache import CoreCache
 from megatron.data.flags import SPLIT_NAMES
-from megatron.data.index_files import no_other_files, remove_leftovers
+from megatron.data.index_files import remove_leftovers
 from megatron.data.index_stamp import IndexStamp, statuses
 from megatron.data.indexed_dataset import IndexedDataset
 from megatron.data.indices import (
@@ -168,20 +167,15 @@ def prepare_index_files(
         for request in requested.indices
         if request.dataset.prefix in of_shard
     }
-    core_cache = CoreCache(data.data_cache_path)
-    new = _prepare_indices(requests, stamp, core_cache, threads, reads_back)
+    new = _prepare_indices(requests, stamp, threads, reads_back)
     tables = [requested for requested in groups if requested.table_paths and stamp.shard[0] == 0]
-    new += sum([_prepare_table(requested, stamp, core_cache) for requested in tables])
+    new += sum([_prepare_table(requested, stamp) for requested in tables])
     stamp.write()
     return len(requests) + len({requested.table_paths for requested in tables}), new
 
 
 def _prepare_indices(
-    requests: dict[IndexPaths, IndexRequest],
-    stamp: IndexStamp,
-    core_cache: CoreCache,
-    threads: int,
-    reads_back: bool,
+    requests: dict[IndexPaths, IndexRequest], stamp: IndexStamp, threads: int, reads_back: bool
 ) -> int:
     """Builds the indices that are not valid, several at a time. Returns their number. Raises UserError if one
     is not valid after it was written."""
@@ -193,7 +187,7 @@ def _prepare_indices(
 
     def prepare(paths: IndexPaths) -> bool:
         request, found = requests[paths], statuses(paths)
-        is_new = prepare_sample_index(request, _other_files(request, core_cache))
+        is_new = prepare_sample_index(request)
         if is_new and reads_back and prepare_sample_index(request):
             raise UserError(
                 f"{paths[0]} is damaged after it was written: prepare the indices on a different machine, or "
@@ -211,23 +205,14 @@ def _prepare_indices(
             raise
 
 
-def _other_files(request: IndexRequest, core_cache: CoreCache) -> Iterable[IndexPaths]:
-    """Returns files of the program of --data-order that may hold the index."""
-    if request.order.is_core:
-        return core_cache.index_files(request)
-    is_bigscience = request.order.last_epoch_threshold == DataOrder.last_epoch_threshold
-    return request.bigscience_paths() if is_bigscience else ()
-
-
-def _prepare_table(requested: _Requested, stamp: IndexStamp, core_cache: CoreCache) -> bool:
+def _prepare_table(requested: _Requested, stamp: IndexStamp) -> bool:
     """Builds the table of a blend unless it is valid. Returns whether it has built it."""
     group, num_samples, indices = requested
     assert group.blend is not None
     paths = requested.table_paths
     is_verified, found = stamp.vouches(None, paths), statuses(paths)
     available = [request.plan().total_samples for request in indices]
-    others = core_cache.blend_files if group.order.is_core else no_other_files
-    is_new = group.blend.prepare(requested.folder, num_samples, available, others, is_verified)
+    is_new = group.blend.prepare(requested.folder, num_samples, available, is_verified)
     stamp.record(None, paths, statuses(paths) if is_new else found)
     return is_new
 
@@ -256,7 +241,8 @@ def list_index_files(
     for requested in _requested(groups, seq_length, seed, data.data_cache_path):
         for request in requested.indices:
             paths, prefix = request.paths(), request.dataset.prefix
-            found[paths] = IndexFiles(paths, 4 * sum(request.num_elements()), stamp.vouches(prefix, paths))
+            num_bytes = 4 * sum(map(math.prod, request.shapes()))
+            found[paths] = IndexFiles(paths, num_bytes, stamp.vouches(prefix, paths))
         if table := requested.table_paths:
             num_bytes = _TABLE_BYTES_PER_SAMPLE * requested.num_samples
             found[table] = IndexFiles(table, num_bytes, stamp.vouches(None, table))
@@ -296,15 +282,14 @@ def find_sample(
 ) -> FoundSample:
     """Returns the data set and the number of sample i of a group, from the index files of the run. Builds
     missing files of only this data set. group, num_samples: of `requested_groups`."""
-    core_cache = CoreCache(data.data_cache_path)
     (requested,) = _requested([(group, num_samples)], seq_length, seed, data.data_cache_path)
     component, number = 0, i
     if group.blend is not None:
         if requested.table_paths:
-            _prepare_table(requested, IndexStamp(data), core_cache)
+            _prepare_table(requested, IndexStamp(data))
         component, number = group.blend.load(requested.folder, num_samples).find(i)
     request = requested.indices[component]
-    prepare_sample_index(request, _other_files(request, core_cache))
+    prepare_sample_index(request)
     dataset = GPTDataset.from_files(request)
     return FoundSample(dataset, number, request.plan())
 

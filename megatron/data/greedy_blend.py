@@ -3,7 +3,7 @@
 Sample i of the blend is taken from the component that lacks most: the largest weight_j * max(i, 1) - count_j,
 where count_j is the number of its samples among the first i; at equal values the component with the lower
 index. Sums and ties depend on double precision, so the table is built from its beginning. It depends only
-on the weights: a longer run extends it.
+on the weights: the table of a longer run begins with it.
 
 The order of each component is planned over slightly more samples than its share, 0.5 %, so that the greedy
 choice finds enough.
@@ -15,7 +15,7 @@ import hashlib
 import logging
 import math
 import os
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 from typing import Any, ClassVar, NamedTuple
@@ -24,7 +24,7 @@ import numpy as np
 import numpy.typing as npt
 
 from megatron.data.helpers import address, compiled, count
-from megatron.data.index_files import IndexFileError, no_other_files, read_array, write_array
+from megatron.data.index_files import IndexFileError, read_array, write_array
 from megatron.errors import UserError, stop_at_access_error
 
 logger = logging.getLogger(__name__)
@@ -70,16 +70,10 @@ class GreedyBlend:
 
     @stop_at_access_error()
     def prepare(
-        self,
-        folder: str,
-        num_samples: int,
-        available: Sequence[int],
-        other_files: Callable[[list[float]], Iterable[TablePaths]] = no_other_files,
-        is_verified: bool = False,
+        self, folder: str, num_samples: int, available: Sequence[int], is_verified: bool = False
     ) -> bool:
         """Builds the table unless its files are valid. Returns whether it has written them. available: the
-        samples that each component has. other_files: returns files of another program with the beginning of
-        the table with these weights. is_verified: whether the files were verified before.
+        samples that each component has. is_verified: whether the files were verified before.
 
         Raises UserError if the blend needs more samples than are available.
         """
@@ -87,10 +81,7 @@ class GreedyBlend:
         table = self._valid_table(paths, length, is_verified)
         is_new = table is None
         if table is None:
-            others = [*other_files(self._table_weights().tolist()), *self._shorter_tables(folder, length)]
-            valid = filter(None, (self._valid_table(other, None) for other in others))
-            longest = max(valid, key=lambda table: len(table.components), default=None)
-            table = self.table(length, longest)
+            table = self.table(length)
             for path, array in zip(paths, table, strict=True):
                 write_array(path, array)
         used = _counts(table.components[:num_samples], len(self.weights))
@@ -113,14 +104,24 @@ class GreedyBlend:
                 "process needs access to its folder"
             ) from problem
 
-    def table(self, length: int, beginning: BlendTable | None = None) -> BlendTable:
-        """Returns the table with `length` samples. beginning: a valid table with fewer or more."""
-        known = 0 if beginning is None else min(length, len(beginning.components))
+    def table(self, length: int) -> BlendTable:
+        """Returns the table with `length` samples."""
+        weights = self._table_weights()
         table = BlendTable(np.empty(length, np.int16), np.empty(length, np.int64))
-        if beginning is not None:
-            for array, part in zip(table, beginning, strict=True):
-                array[:known] = part[:known]
-        continue_blend(self._table_weights(), table, known)
+        if length >= _COMPILED_FROM and (helpers := compiled()) is not None:
+            counts = np.zeros(len(weights), np.int64)
+            helpers.build_blend.restype = None
+            helpers.build_blend(
+                count(len(weights)), address(weights), address(counts), count(length), *map(address, table)
+            )
+            return table
+        # Whole numbers are exact in double precision.
+        counts_so_far, lacking = np.zeros(len(weights)), np.empty(len(weights))
+        for sample in range(length):
+            np.multiply(weights, max(sample, 1), out=lacking)
+            chosen = np.subtract(lacking, counts_so_far, out=lacking).argmax()
+            table.components[sample], table.numbers[sample] = chosen, counts_so_far[chosen]
+            counts_so_far[chosen] += 1
         return table
 
     def _table_weights(self) -> npt.NDArray[np.float64]:
@@ -128,14 +129,7 @@ class GreedyBlend:
         weights = np.array(self.weights)
         return weights / np.sum(weights)
 
-    def _shorter_tables(self, folder: str, length: int) -> Iterator[TablePaths]:
-        """Yields the files of tables of shorter runs."""
-        while (length := length // 2) >= _SHORTEST_TABLE:
-            yield self.table_paths(folder, length)
-
-    def _valid_table(
-        self, paths: TablePaths, length: int | None, is_verified: bool = False
-    ) -> BlendTable | None:
+    def _valid_table(self, paths: TablePaths, length: int, is_verified: bool) -> BlendTable | None:
         """Returns the table in the files, or None if a file is missing or damaged."""
         if not os.path.lexists(paths[0]):
             return None
@@ -196,36 +190,12 @@ class CoreEpochBlend(GreedyBlend):
         return [int(weight) for weight in self.weights]
 
 
-def continue_blend(weights: npt.NDArray[np.float64], table: BlendTable, first: int) -> None:
-    """Computes the samples of a table from number `first` on. Those before it are known."""
-    end, components, numbers = len(table.components), table.components, table.numbers
-    if end - first >= _COMPILED_FROM and (helpers := compiled()) is not None:
-        counts = _counts(components[:first], len(weights))
-        helpers.continue_blend.restype = None
-        helpers.continue_blend(
-            count(len(weights)), address(weights), address(counts), count(first), count(end),
-            address(components), address(numbers),
-        )  # fmt: skip
-        return
-    # Whole numbers are exact in double precision.
-    counts_so_far = _counts(components[:first], len(weights)).astype(np.float64)
-    lacking = np.empty(len(weights))
-    for sample in range(first, end):
-        np.multiply(weights, max(sample, 1), out=lacking)
-        chosen = np.subtract(lacking, counts_so_far, out=lacking).argmax()
-        components[sample], numbers[sample] = chosen, counts_so_far[chosen]
-        counts_so_far[chosen] += 1
-
-
 def _table_length(num_samples: int) -> int:
     return max(_SHORTEST_TABLE, 1 << (num_samples - 1).bit_length())
 
 
-def _read_table(paths: TablePaths, length: int | None) -> BlendTable:
-    table = BlendTable(*(read_array(path, (length,)) for path in paths))
-    if len(table.components) != len(table.numbers):
-        raise IndexFileError(f"{paths[0]} and {paths[1]} have different lengths")
-    return table
+def _read_table(paths: TablePaths, length: int) -> BlendTable:
+    return BlendTable(*(read_array(path, (length,)) for path in paths))
 
 
 def _check_table(table: BlendTable, num_components: int, paths: TablePaths) -> None:

@@ -2,11 +2,11 @@
 
 #include <stdint.h>
 
-/* See `data.greedy_blend.continue_blend`. Each product and difference is rounded to a double: without
+/* See `data.greedy_blend.GreedyBlend.table`. Each product and difference is rounded to a double: without
    contraction to one fused operation, as on the processors where Megatron's tables are built. */
-void continue_blend(int64_t num_components, const double *weights, int64_t *counts, int64_t first, int64_t end,
-                    int16_t *components, int64_t *numbers) {
-    for (int64_t sample = first; sample < end; ++sample) {
+void build_blend(int64_t num_components, const double *weights, int64_t *counts, int64_t length,
+                 int16_t *components, int64_t *numbers) {
+    for (int64_t sample = 0; sample < length; ++sample) {
         const double time = sample > 1 ? (double)sample : 1.0;
         int64_t chosen = 0;
         double most = weights[0] * time - (double)counts[0];

@@ -13,7 +13,7 @@ from typing import Any, BinaryIO
 import numpy as np
 import numpy.typing as npt
 
-from megatron.errors import UserError, is_access_error
+from megatron.errors import UserError, is_access_error, one_line
 from megatron.files import create_locked, locked_leftover, open_regular
 from megatron.mapped_file import map_open_file
 
@@ -22,11 +22,6 @@ _LEFTOVER = re.compile(r"\.(npy|json)\.[0-9a-f]{32}\.tmp$")
 
 class IndexFileError(Exception):
     """An index file is missing, damaged or was built from other data."""
-
-
-def no_other_files(wanted: object) -> tuple[()]:
-    """Returns no files: no other program has built what is wanted."""
-    return ()
 
 
 def read_array(path: str, shape: tuple[int | None, ...]) -> npt.NDArray[Any]:
@@ -38,8 +33,7 @@ def read_array(path: str, shape: tuple[int | None, ...]) -> npt.NDArray[Any]:
     except Exception as error:  # numpy parses the header as a Python literal, with errors of any type
         if is_access_error(error):
             raise
-        reason = str(error).strip().splitlines()[0][:200] if str(error).strip() else type(error).__name__
-        raise IndexFileError(f"{path} is damaged ({reason})") from error
+        raise IndexFileError(f"{path} is damaged ({one_line(error)})") from error
     if array.dtype.kind not in "iu":
         raise IndexFileError(f"{path} does not hold an array of integers")
     if array.ndim != len(shape) or any(

@@ -23,7 +23,6 @@ import ctypes
 import hashlib
 import logging
 import os
-from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -206,24 +205,14 @@ class IndexRequest:
         contents. A longer run with equal epochs finds them; groups with equal documents share them."""
         plan = self.plan()
         length = f"{plan.num_epochs}epochs{'-last-apart' if plan.separate_last_epoch else ''}"
-        return self._named(
-            f"{self._data_name()}_documents{self.documents.start}-{self.documents.stop}", length
-        )
-
-    def bigscience_paths(self) -> Iterator[IndexPaths]:
-        """Yields the files with the names of BigScience's Megatron-DeepSpeed, which contain the number of
-        samples. Earlier versions of this program wrote such files, also into --data-cache-path."""
-        for data_name in dict.fromkeys((self.dataset.prefix, self._data_name())):
-            yield self._named(f"{data_name}_{self.split_name}", f"{self.num_samples}ns")
-
-    def num_elements(self) -> tuple[int, int, int]:
-        """Returns the numbers of integers in the document, sample and shuffle index."""
-        plan = self.plan()
-        return plan.num_epochs * len(self.documents), 2 * (plan.total_samples + 1), plan.total_samples
-
-    def _named(self, data_name: str, length: str) -> IndexPaths:
-        stem = f"{data_name}_indexmap_{length}_{self.seq_length}sl_{self.seed}s"
+        stem = f"{self._data_name()}_documents{self.documents.start}-{self.documents.stop}"
+        stem += f"_indexmap_{length}_{self.seq_length}sl_{self.seed}s"
         return f"{stem}_doc_idx.npy", f"{stem}_sample_idx.npy", f"{stem}_shuffle_idx.npy"
+
+    def shapes(self) -> tuple[tuple[int, ...], ...]:
+        """Returns the shapes of the document, sample and shuffle index."""
+        plan = self.plan()
+        return (plan.num_epochs * len(self.documents),), (plan.total_samples + 1, 2), (plan.total_samples,)
 
     def _data_name(self) -> str:
         """Returns the prefix of the data; with a cache folder, a path in it that is unique to the prefix."""
@@ -235,48 +224,37 @@ class IndexRequest:
 
 
 @stop_at_access_error()
-def prepare_sample_index(request: IndexRequest, other_files: Iterable[IndexPaths] = ()) -> bool:
+def prepare_sample_index(request: IndexRequest) -> bool:
     """Builds the index files unless valid ones exist. Returns whether it has written them. Raises UserError
-    if the folder is not writable.
-
-    other_files: of another program that may hold the arrays. They are copied if they are valid.
-    """
-    plan = request.plan()
-    if _valid_index(request, plan, request.paths()) is not None:
+    if the folder is not writable."""
+    if _is_valid(request):
         return False
-    for paths in other_files:
-        index = _valid_index(request, plan, paths)
-        if index is not None:
-            logger.info("the %s index of %s is in %s", request.split_name, request.dataset.prefix, paths[0])
-            break
-    else:
-        index = build_sample_order(
-            request.dataset.sizes, request.documents, request.seq_length, request.seed, plan
-        )
+    index = build_sample_order(
+        request.dataset.sizes, request.documents, request.seq_length, request.seed, request.plan()
+    )
     arrays = (index.documents, index.samples, index.shuffle)
     for path, array in zip(request.paths(), arrays, strict=True):
         write_array(path, array)
     return True
 
 
-def _valid_index(request: IndexRequest, plan: EpochPlan, paths: IndexPaths) -> SampleIndex | None:
-    """Returns the index in the files, or None if a file is missing, damaged or was built from other data."""
-    if not os.path.lexists(paths[0]):
-        return None
+def _is_valid(request: IndexRequest) -> bool:
+    """Returns whether the index files exist, are not damaged and were built from these data."""
+    if not os.path.lexists(request.paths()[0]):
+        return False
     try:
-        index = _read_index(request, plan, paths)
-        _check_contents(request, plan, index, paths)
+        _check_contents(request, _read_index(request))
     except IndexFileError as problem:
         logger.info("the %s index files of %s: %s", request.split_name, request.dataset.prefix, problem)
-        return None
-    return index
+        return False
+    return True
 
 
 @stop_at_access_error()
 def load_sample_index(request: IndexRequest) -> SampleIndex:
     """Memory-maps the index files. Raises UserError, naming the file, if one is missing or damaged."""
     try:
-        return _read_index(request, request.plan(), request.paths())
+        return _read_index(request)
     except IndexFileError as problem:
         raise UserError(
             f"{problem}: one process per node builds the index files of {request.dataset.source} before "
@@ -284,15 +262,14 @@ def load_sample_index(request: IndexRequest) -> SampleIndex:
         ) from problem
 
 
-def _read_index(request: IndexRequest, plan: EpochPlan, paths: IndexPaths) -> SampleIndex:
-    shapes = ((plan.num_epochs * len(request.documents),), (plan.total_samples + 1, 2), (plan.total_samples,))
-    arrays = [read_array(path, shape) for path, shape in zip(paths, shapes, strict=True)]
+def _read_index(request: IndexRequest) -> SampleIndex:
+    arrays = [read_array(path, shape) for path, shape in zip(request.paths(), request.shapes(), strict=True)]
     return SampleIndex(*arrays)
 
 
-def _check_contents(request: IndexRequest, plan: EpochPlan, index: SampleIndex, paths: IndexPaths) -> None:
+def _check_contents(request: IndexRequest, index: SampleIndex) -> None:
     """Raises IndexFileError if files of the expected shape are damaged or were built from other data."""
-    doc_path, sample_path, shuffle_path = paths
+    plan, (doc_path, sample_path, shuffle_path) = request.plan(), request.paths()
     documents, samples, shuffle = index.documents, index.samples, index.shuffle
     if documents.min() < request.documents.start or documents.max() >= request.documents.stop:
         raise IndexFileError(f"{doc_path} names documents outside {request.documents}")

@@ -83,7 +83,11 @@ class MicroBatchGraph:
         with self._rng.use_samples(fixed):
             # Its own keys are at addresses that other micro-batches do not use.
             self._dropout_keys = self._rng.copy_keys(self._inputs[0].device)
-        with _MemoryOutside() as outside, get_accelerator().capture_to_graph(self._graph):
+        capture = get_accelerator().capture_to_graph(self._graph)
+        # In torch's default mode 'global' a CUDA call of any thread can end the capture, for example when the
+        # data loader's thread pins memory, or the checkpoint writer's waits for a copy.
+        capture.capture_error_mode = "thread_local"
+        with _MemoryOutside() as outside, capture:
             self._results = self._pass(self._inputs, fixed, loss_scale, micro_batches)
         self._read = list(outside.storages.values())
         _LOG.info("cuda graph: captured the forward and backward pass of a micro-batch")
@@ -106,7 +110,7 @@ def _log_no_graphs(device: str) -> None:
 
 
 class _MemoryOutside(TorchDispatchMode):
-    """Keeps the storages that operations read or write, except those that they have made themselves."""
+    """Keeps the storages that operations read or write, without the operations' own outputs."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -27,8 +27,8 @@ from megatron.config.sections.parallel import ParallelConfig
 from megatron.data.loader import MicroBatch
 from megatron.engine.instructions import InstructionSchedule, WeightGradPass, pipeline_schedule
 from megatron.engine.workarounds import PatchedPipelineEngine
-from megatron.mpu.deferred_gradients import accumulate
 from megatron.mpu.mesh import Axis, chunks_of_rank
+from megatron.mpu.weight_gradient import accumulate
 from megatron.torch_versions import all_gather_single
 
 Tensors = tuple[Tensor, ...]

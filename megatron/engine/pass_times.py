@@ -7,10 +7,10 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
-import torch.distributed as dist
 from deepspeed.accelerator import get_accelerator
 
 from megatron.mpu.mesh import Mesh
+from megatron.mpu.world import gather_from_all_ranks
 
 
 class PassTimes:
@@ -47,8 +47,7 @@ def bubble_line(times: PassTimes, mesh: Mesh) -> str:
     As in the planner's simulation, the step lasts from its start to the end of the last pass of any rank,
     without gradient reduction and optimizer. A stage's share is the mean over its ranks.
     """
-    found: list[tuple[int, float, float]] = [(0, 0.0, 0.0)] * dist.get_world_size()
-    dist.all_gather_object(found, (mesh.pp.rank, *times.busy_and_span()))
+    found = gather_from_all_ranks((mesh.pp.rank, *times.busy_and_span()))
     makespan = max(span for _, _, span in found)
     shares = []
     for stage in range(mesh.pp_size):

@@ -26,9 +26,8 @@ from megatron.model.pipeline_module import GPTModelPipe
 from megatron.mpu.mesh import Mesh
 from megatron.optimizer.loss_scale import LossScaler
 from megatron.optimizer.mixed_precision import MixedPrecisionOptimizer
-from megatron.optimizer.overlap import divide_into_buckets
+from megatron.optimizer.overlap import ZeroConfig, divide_into_buckets
 from megatron.optimizer.parameter_groups import make_optimizer, parameter_groups
-from megatron.optimizer.zero import ZeroConfig
 from megatron.run import Run
 from megatron.shares import share_out
 

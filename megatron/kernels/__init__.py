@@ -2,14 +2,16 @@
 
 Each operator is one kernel launch, so the simulated accelerator counts it as one operation with its bytes.
 The operators' files import without triton, which is optional and takes 0.4 s. The kernels themselves are in
-`triton_kernels`, `norm_triton`, `attention_triton`, `fp8_triton` and `grouped_triton`. Each has a reference
-implementation in PyTorch, which also serves CPUs and GPUs without triton:
+`triton_kernels`, `norm_triton`, `rotary_triton`, `attention_triton`, `fp8_triton` and `grouped_triton`. Each
+has a reference implementation in PyTorch, which also serves CPUs and GPUs without triton:
 
     dropout        dropout, bias and residual addition  `mpu.random.dropout_add`
     layer_norm     these, and the norm of the sum       `model.norm`
-    activation     activation, gradient of its bias     `model.activations.Activation`
-    norms          norms of many tensors                `optimizer.gradient_norm.accurate_norm`
+    activation     plain or gated activation,           `model.activations`
+                   gradient of the bias before it
+    optimizer      norms of many tensors                `optimizer.gradient_norm.accurate_norm`
                    copy that finds non-finite elements  `optimizer.flat_group.move_grad`
+                   AdamW                                `torch.optim.AdamW`
     attention      flash attention with hash dropout    `model.core_attention.CoreAttention`
     windowed_attention
                    PyTorch's flash kernel with a window `model.core_attention.CoreAttention`
@@ -17,7 +19,6 @@ implementation in PyTorch, which also serves CPUs and GPUs without triton:
     embedding      gradient of an embedding             `mpu.embedding._add_rows`
     rotary         split projection, norms of heads,    `model.qk_norm.head_norms`,
                    rotary positions                     `model.position.RotaryEmbedding.rotate`
-    gated          activation of a gated MLP            `model.activations.gated_by`
     fp8            FP8 matrices and their products      in `fp8` itself
     grouped_linear products of groups with experts      loops in `grouped_linear` itself
 

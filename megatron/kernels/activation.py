@@ -1,9 +1,11 @@
-"""Operators of the activation of an MLP that is not gated, and of the gradient of the bias before it.
+"""Operators of an MLP's activation: plain, or gated, value * activation(gate) with both in one tensor.
 
-The bias of the linear layer before the activation is added within its matrix product. Its gradient is the sum
-of the rows of the activation's gradient, which the kernel of the backward pass has in registers. So no pass
-over memory is needed for it. The backward pass writes in place, as in `gated`. The reference implementation
-is in `model.activations`.
+Each element is read once and written once. The backward pass writes in place, which saves the largest tensor
+of a layer's backward pass. The reference implementation is in `model.activations`.
+
+The bias of the linear layer before a plain activation is added within its matrix product. Its gradient is the
+sum of the rows of the activation's gradient, which the kernel of the backward pass has in registers. So no
+pass over memory is needed for it.
 """
 
 from __future__ import annotations
@@ -20,7 +22,9 @@ from megatron.kernels.operators import Launch, first_order, operator
 
 ACTIVATIONS = {"gelu": "geglu_tanh", "gelu_exact": "geglu"}
 """The values of --activation that the kernels compute, and their names in `triton_kernels`."""
-BLOCK, BLOCK_COLUMNS = 4096, 256
+GATED_ACTIVATIONS = ("swiglu", "geglu", "geglu_tanh", "reglu", "liglu")
+"""The values of --glu-activation that the kernels compute."""
+BLOCK, GATED_BLOCK, BLOCK_COLUMNS = 4096, 1024, 256
 OPTIONS = {"num_warps": 4, "enable_fp_fusion": False}
 
 
@@ -28,93 +32,99 @@ def fused_activation(x: Tensor, bias: Tensor | None, activation: str) -> Tensor:
     """Returns activation(x), [..., n]. bias: [n], a parameter that was added to `x` without autograd: it gets
     the sum of the gradient of `x` over the rows. activation: one of `ACTIVATIONS`.
 
-    The backward pass writes the gradient of a contiguous `x` over its elements: see
-    `gated.gated_activation`.
+    The backward pass writes the gradient of a contiguous `x` over its elements, so nothing else may need them
+    afterwards. Autograd raises an error in a second backward pass, and in the backward pass of another
+    function that has saved `x`.
     """
-    return _Activation.apply(x, bias, activation)
+    return _Activation.apply(x, bias, ACTIVATIONS[activation], False)
+
+
+def gated_activation(wide: Tensor, activation: str) -> Tensor:
+    """[..., 2n], first the values, then the gates -> [..., n]. activation: one of `GATED_ACTIVATIONS`. The
+    backward pass overwrites `wide`: see `fused_activation`."""
+    return _Activation.apply(wide, None, activation, True)
 
 
 @first_order
 class _Activation(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, bias: Tensor | None, activation: str) -> Tensor:
+    def forward(ctx: Any, x: Tensor, bias: Tensor | None, activation: str, is_gated: bool) -> Tensor:
         x = x.contiguous()
         ctx.save_for_backward(x)
-        ctx.activation, ctx.dtype = activation, None if bias is None else bias.dtype
-        return activation_op(x, activation)
+        ctx.activation, ctx.is_gated = activation, is_gated
+        ctx.dtype = None if bias is None else bias.dtype
+        return activation_op(x, activation, is_gated)
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor | None, None]:
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor | None, None, None]:
         x = ctx.saved_tensors[0].detach()
         grad, sums = grad.contiguous(), None
         if ctx.needs_input_grad[1]:
             sums = sum_blocks(activation_and_bias_backward_op(grad, x, ctx.activation), ctx.dtype)
         else:
-            activation_backward_op(grad, x, ctx.activation)
+            activation_backward_op(grad, x, ctx.activation, ctx.is_gated)
         increment_version(x)
-        return x, sums, None
+        return x, sums, None, None
 
 
 @operator("activation")
-def activation_op(x: Tensor, activation: str) -> Tensor:
+def activation_op(x: Tensor, activation: str, is_gated: bool) -> Tensor:
     """Launches the kernel of the forward pass; `x` is contiguous."""
-    out = torch.empty_like(x)
-    _forward_launch(x.numel(), activation)(x, out)
+    columns = x.shape[-1] // 2 if is_gated else x.shape[-1]
+    out = x.new_empty((*x.shape[:-1], columns))
+    if is_gated:
+        _gated_launch("gated_activation_kernel", columns, activation)(x, out, grid=_gated_grid(out))
+    else:
+        grid = (-(-x.numel() // BLOCK), 1)
+        _launch("activation_kernel", columns, activation, BLOCK=BLOCK)(x, out, _num_rows(x), grid=grid)
     return out
 
 
-@activation_op.register_fake
-def _(x: Tensor, activation: str) -> Tensor:
-    return torch.empty_like(x)
-
-
 @operator("activation_backward", mutates_args=("x",))
-def activation_backward_op(grad: Tensor, x: Tensor, activation: str) -> None:
+def activation_backward_op(grad: Tensor, x: Tensor, activation: str, is_gated: bool) -> None:
     """Overwrites `x` with its gradient, from the contiguous gradient of the output."""
-    _backward_launch(x.numel() // x.shape[-1], x.shape[-1], activation, TILE_ROWS)(grad, x, None)
-
-
-@activation_backward_op.register_fake
-def _(grad: Tensor, x: Tensor, activation: str) -> None:
-    return None
+    if is_gated:
+        launch = _gated_launch("gated_activation_backward_kernel", grad.shape[-1], activation)
+        launch(grad, x, grid=_gated_grid(grad))
+    else:
+        _launch_backward(grad, x, None, activation, TILE_ROWS)
 
 
 @operator("activation_and_bias_backward", mutates_args=("x",))
 def activation_and_bias_backward_op(grad: Tensor, x: Tensor, activation: str) -> Tensor:
     """`activation_backward_op`, which also returns the sums of the gradient over blocks of rows."""
-    sums, rows = _partial_sums(x), x.numel() // x.shape[-1]
-    _backward_launch(rows, x.shape[-1], activation, rows_per_block(rows))(grad, x, sums)
+    sums = x.new_empty((num_blocks(_num_rows(x)), x.shape[-1]), dtype=torch.float32)
+    _launch_backward(grad, x, sums, activation, rows_per_block(_num_rows(x)))
     return sums
 
 
-@activation_and_bias_backward_op.register_fake
-def _(grad: Tensor, x: Tensor, activation: str) -> Tensor:
-    return _partial_sums(x)
+def _num_rows(x: Tensor) -> int:
+    return x.numel() // x.shape[-1]
 
 
-def _partial_sums(x: Tensor) -> Tensor:
-    rows, columns = x.numel() // x.shape[-1], x.shape[-1]
-    return x.new_empty((num_blocks(rows), columns), dtype=torch.float32)
+def _launch_backward(grad: Tensor, x: Tensor, sums: Tensor | None, activation: str, block_rows: int) -> None:
+    """block_rows: rows of a program, a constant of the kernel."""
+    rows, columns = _num_rows(x), x.shape[-1]
+    constants = {"BLOCK_ROWS": block_rows, "TILE_ROWS": TILE_ROWS, "BLOCK_COLUMNS": BLOCK_COLUMNS}
+    grid = (-(-rows // block_rows), -(-columns // BLOCK_COLUMNS))
+    _launch("activation_backward_kernel", columns, activation, **constants)(grad, x, sums, rows, grid=grid)
+
+
+# A call gives the number of rows and the grid: experts have another number of rows in each step.
 
 
 @lru_cache(maxsize=1024)
-def _forward_launch(length: int, activation: str) -> Launch:
-    kernel, grid = "triton_kernels.activation_kernel", (-(-length // BLOCK), 1)
-    return Launch(kernel, grid, OPTIONS, length=length, ACTIVATION=ACTIVATIONS[activation], BLOCK=BLOCK)
-
-
-@lru_cache(maxsize=1024)
-def _backward_launch(rows: int, columns: int, activation: str, block_rows: int) -> Launch:
-    """block_rows: rows of a program. A constant without sums: experts have another number of rows each time,
-    and Triton compiles a kernel for each value."""
+def _launch(kernel: str, columns: int, activation: str, **constants: int) -> Launch:
     return Launch(
-        "triton_kernels.activation_backward_kernel",
-        (-(-rows // block_rows), -(-columns // BLOCK_COLUMNS)),
-        OPTIONS,
-        rows=rows,
-        columns=columns,
-        ACTIVATION=ACTIVATIONS[activation],
-        BLOCK_ROWS=block_rows,
-        TILE_ROWS=TILE_ROWS,
-        BLOCK_COLUMNS=BLOCK_COLUMNS,
+        f"triton_kernels.{kernel}", None, OPTIONS, columns=columns, ACTIVATION=activation, **constants
     )
+
+
+@lru_cache(maxsize=1024)
+def _gated_launch(kernel: str, width: int, activation: str) -> Launch:
+    kernel = f"triton_kernels.{kernel}"
+    return Launch(kernel, None, OPTIONS, width=width, ACTIVATION=activation, BLOCK=GATED_BLOCK)
+
+
+def _gated_grid(out: Tensor) -> tuple[int, int]:
+    return _num_rows(out), -(-out.shape[-1] // GATED_BLOCK)

@@ -9,6 +9,7 @@ a fixed order, without atomics.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any, NamedTuple
@@ -101,6 +102,26 @@ class _FlashAttention(torch.autograd.Function):
         return grad_query, grad_key, grad_value, None, None
 
 
+class Sizes(NamedTuple):
+    """Sizes of the sequence and of the heads. group: query heads that share a key head."""
+
+    queries: int
+    keys: int
+    seq: int
+    batch: int
+    heads: int
+    group: int
+    first_head: int
+
+
+class Strides(NamedTuple):
+    """The first strides of a tensor [seq, batch, heads, head_dim], in elements."""
+
+    seq: int
+    batch: int
+    head: int
+
+
 @dataclass(frozen=True)
 class Tiles:
     """Sizes of the tiles of queries and of keys, and compile options."""
@@ -175,16 +196,10 @@ def attention_forward_op(
     window: int | None,
 ) -> tuple[Tensor, Tensor]:
     """Returns the output, and the base-2 log of each query's sum of exponentials, fp32."""
-    out, log_sums = _like(query), _per_row(query, torch.float32)
-    numbers = (scale, p, seq, first_head)
-    launch = _launch("forward", *_layout(query, key, value, slopes, first_keys), *numbers)
+    out, log_sums = query.new_empty(query.shape), _per_row(query, torch.float32)
+    launch = _launch("forward", *_layout(query, key, value), scale, p, seq, first_head)
     launch(query, key, value, out, log_sums, slopes, first_keys, sample_keys)
     return out, log_sums
-
-
-@attention_forward_op.register_fake
-def _(query: Tensor, *_others: Any) -> tuple[Tensor, Tensor]:
-    return _like(query), _per_row(query, torch.float32)
 
 
 @operator("attention_backward_query")
@@ -205,18 +220,12 @@ def attention_backward_query_op(
     window: int | None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Returns the gradient of the queries, each row's sum(out * grad) (fp32), and each row's hash (int64)."""
-    grad_query, row_sums, row_keys = _like(query), _per_row(query, torch.float32), _row_keys(query, p)
-    numbers = (scale, p, seq, first_head)
-    launch = _launch("query", *_layout(query, key, value, slopes, first_keys), *numbers)
+    grad_query, row_sums = query.new_empty(query.shape), _per_row(query, torch.float32)
+    row_keys = _per_row(query[:0] if sample_keys is None else query, torch.int64)
+    launch = _launch("query", *_layout(query, key, value), scale, p, seq, first_head)
     tensors = (query, key, value, out, grad, log_sums, grad_query, row_sums, row_keys)
     launch(*tensors, slopes, first_keys, sample_keys)
     return grad_query, row_sums, row_keys
-
-
-@attention_backward_query_op.register_fake
-def _(query: Tensor, *others: Any) -> tuple[Tensor, Tensor, Tensor]:
-    *_, p, _first_head, _seq, _window = others
-    return _like(query), _per_row(query, torch.float32), _row_keys(query, p)
 
 
 @operator("attention_backward_key")
@@ -236,25 +245,17 @@ def attention_backward_key_op(
     window: int | None,
 ) -> tuple[Tensor, Tensor]:
     """Returns the gradients of keys and values."""
-    grad_key, grad_value = _like(key), _like(value)
-    launch = _launch("key", *_layout(query, key, value, slopes, end_queries), scale, p, seq)
+    grad_key, grad_value = key.new_empty(key.shape), value.new_empty(value.shape)
+    launch = _launch("key", *_layout(query, key, value), scale, p, seq)
     tensors = (query, key, value, grad, log_sums, row_sums, grad_key, grad_value)
-    launch(*tensors, slopes, end_queries, row_keys)
+    launch(*tensors, slopes, end_queries, row_keys if row_keys.numel() else None)
     return grad_key, grad_value
 
 
-@attention_backward_key_op.register_fake
-def _(query: Tensor, key: Tensor, value: Tensor, *_others: Any) -> tuple[Tensor, Tensor]:
-    return _like(key), _like(value)
-
-
-def _layout(
-    query: Tensor, key: Tensor, value: Tensor, slopes: Tensor | None, ranges: Tensor | None
-) -> tuple[Any, ...]:
+def _layout(query: Tensor, key: Tensor, value: Tensor) -> tuple[Any, ...]:
     """Returns the arguments of `_launch` that describe the tensors."""
-    kind = (compute_capability(query.device), query.dtype)
-    layout = (query.shape, query.stride(), key.shape, key.stride(), value.stride())
-    return (*kind, *layout, slopes is not None, ranges is not None)
+    strides = (Strides(*x.stride()[:3]) for x in (query, key, value))
+    return compute_capability(query.device), query.dtype, query.shape, key.shape, *strides
 
 
 @lru_cache(maxsize=1024)
@@ -263,53 +264,35 @@ def _launch(
     capability: int,
     dtype: torch.dtype,
     query_shape: torch.Size,
-    query_strides: tuple[int, ...],
     key_shape: torch.Size,
-    key_strides: tuple[int, ...],
-    value_strides: tuple[int, ...],
-    has_slopes: bool,
-    has_ranges: bool,
+    query_strides: Strides,
+    key_strides: Strides,
+    value_strides: Strides,
     scale: float,
     p: float,
     seq: int,
-    first_head: int | None = None,
+    first_head: int = 0,
 ) -> Launch:
-    """kernel: 'forward', 'query' or 'key'. first_head: None for the kernel of the keys, which gets hashes."""
+    """kernel: 'forward', 'query' or 'key'. The kernel of the keys gets hashes instead of `first_head`."""
     queries, batch, heads, head_dim = query_shape
     keys, _, groups, _ = key_shape
-    sizes = tiles(kernel, dtype, head_dim, capability)
-    blocks = -(-keys // sizes.keys) if kernel == "key" else -(-queries // sizes.queries)
-    strides = {
-        f"{name}_{dim}": stride
-        for name, of_tensor in (("query", query_strides), ("key", key_strides), ("value", value_strides))
-        for dim, stride in zip(("seq", "batch", "head"), of_tensor, strict=False)
-    }
+    tile = tiles(kernel, dtype, head_dim, capability)
+    blocks = -(-keys // tile.keys) if kernel == "key" else -(-queries // tile.queries)
     return Launch(
         f"attention_triton.attention_{'forward' if kernel == 'forward' else f'backward_{kernel}'}_kernel",
         (blocks, batch * (groups if kernel == "key" else heads)),
-        sizes.options,
-        queries=queries,
-        keys=keys,
-        seq=seq,
-        batch=batch,
-        heads=heads,
-        group=heads // groups,
-        **({} if first_head is None else {"first_head": first_head}),
-        **strides,
+        tile.options,
+        sizes=Sizes(queries, keys, seq, batch, heads, heads // groups, first_head),
+        query_strides=query_strides,
+        key_strides=key_strides,
+        value_strides=value_strides,
         scale=scale,
         dropped_below=drop_threshold(p),
         keep_scale=1.0 / (1.0 - p),
         HEAD_DIM=head_dim,
-        HAS_SLOPES=has_slopes,
-        HAS_RANGES=has_ranges,
-        HAS_DROPOUT=p > 0,
         BLOCK_DIM=max(1 << (head_dim - 1).bit_length(), 16),
-        **sizes.constants,
+        **tile.constants,
     )
-
-
-def _like(x: Tensor) -> Tensor:
-    return x.new_empty(x.shape)
 
 
 def _per_row(query: Tensor, dtype: torch.dtype) -> Tensor:
@@ -318,30 +301,24 @@ def _per_row(query: Tensor, dtype: torch.dtype) -> Tensor:
     return query.new_empty((batch, heads, queries), dtype=dtype)
 
 
-def _row_keys(query: Tensor, p: float) -> Tensor:
-    return _per_row(query if p else query[:0], torch.int64)
-
-
 # FLOPs of products [queries, keys, head_dim]. As in PyTorch's formulas, the causal mask does not halve them.
 # The kernels compute no scores outside of a window.
+PRODUCTS = {"attention_forward": 2, "attention_backward_query": 3, "attention_backward_key": 4}
+"""Operator -> its products: the scores; weights times values, or the gradients of weights and of queries, or
+those of weights, keys and values."""
 
 
-@register_flop_formula(torch.ops.megatron.attention_forward)
-def _forward_flops(query_shape: torch.Size, key_shape: torch.Size, *others: Any, **_: Any) -> int:
-    """Counts the scores, and weights times values."""
-    return 2 * product_flops(query_shape, key_shape, others[-1])
+def count_products(operators: Mapping[str, int]) -> None:
+    """Registers the FLOPs of operators whose first arguments are query and key, and whose last is a window.
+    operators: name -> number of products."""
+    for name, number in operators.items():
 
+        def flops(
+            query_shape: torch.Size, key_shape: torch.Size, *others: Any, number: int = number, **_: Any
+        ) -> int:
+            return number * product_flops(query_shape, key_shape, others[-1])
 
-@register_flop_formula(torch.ops.megatron.attention_backward_query)
-def _backward_query_flops(query_shape: torch.Size, key_shape: torch.Size, *others: Any, **_: Any) -> int:
-    """Counts the scores, and the gradients of weights and queries."""
-    return 3 * product_flops(query_shape, key_shape, others[-1])
-
-
-@register_flop_formula(torch.ops.megatron.attention_backward_key)
-def _backward_key_flops(query_shape: torch.Size, key_shape: torch.Size, *others: Any, **_: Any) -> int:
-    """Counts the scores, and the gradients of weights, keys and values."""
-    return 4 * product_flops(query_shape, key_shape, others[-1])
+        register_flop_formula(getattr(torch.ops.megatron, name))(flops)
 
 
 def product_flops(query_shape: torch.Size, key_shape: torch.Size, window: int | None) -> int:
@@ -361,3 +338,6 @@ def scores_within(window: int | None, queries: int, keys: int) -> int:
 
     product = queries * keys
     return product if window is None or not product else product * below_mask(window) // below_mask(keys)
+
+
+count_products(PRODUCTS)

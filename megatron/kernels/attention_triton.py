@@ -26,34 +26,21 @@ def attention_forward_kernel(
     slopes,
     first_keys,
     sample_keys,
-    queries,
-    keys,
-    seq,
-    batch,
-    heads,
-    group,
-    first_head,
-    query_seq,
-    query_batch,
-    query_head,
-    key_seq,
-    key_batch,
-    key_head,
-    value_seq,
-    value_batch,
-    value_head,
+    sizes,
+    query_strides,
+    key_strides,
+    value_strides,
     scale,
     dropped_below,
     keep_scale,
     HEAD_DIM: tl.constexpr,
-    HAS_SLOPES: tl.constexpr,
-    HAS_RANGES: tl.constexpr,
-    HAS_DROPOUT: tl.constexpr,
     BLOCK_QUERIES: tl.constexpr,
     BLOCK_KEYS: tl.constexpr,
     BLOCK_DIM: tl.constexpr,
 ):
-    """Each program computes a block of queries of one head of one sample. The longest rows start first."""
+    """Each program computes a block of queries of one head of one sample. The longest rows start first.
+    sizes: see `megatron.kernels.attention.Sizes`."""
+    queries, keys, seq, batch, heads, group, first_head = sizes
     first_row = (tl.num_programs(0) - 1 - tl.program_id(0)) * BLOCK_QUERIES
     sample, head = tl.program_id(1) // heads, tl.program_id(1) % heads
     rows = first_row + tl.arange(0, BLOCK_QUERIES)
@@ -61,15 +48,15 @@ def attention_forward_kernel(
     positions = keys - queries + rows
     columns = tl.arange(0, BLOCK_KEYS)
 
-    query += sample.to(tl.int64) * query_batch + head * query_head
-    key += sample.to(tl.int64) * key_batch + head // group * key_head
-    value += sample.to(tl.int64) * value_batch + head // group * value_head
-    q = _load_rows(query, first_row, query_seq, queries, HEAD_DIM, BLOCK_QUERIES, BLOCK_DIM)
-    slope = tl.load(slopes + head) if HAS_SLOPES else 0.0
+    query += sample.to(tl.int64) * query_strides.batch + head * query_strides.head
+    key += sample.to(tl.int64) * key_strides.batch + head // group * key_strides.head
+    value += sample.to(tl.int64) * value_strides.batch + head // group * value_strides.head
+    q = _load_rows(query, first_row, query_strides.seq, queries, HEAD_DIM, BLOCK_QUERIES, BLOCK_DIM)
+    slope = tl.load(slopes + head) if slopes is not None else 0.0
     firsts, first_block, last_first = _first_keys(
-        first_keys, sample, positions, first_position, keys, seq, HAS_RANGES, BLOCK_QUERIES, BLOCK_KEYS
+        first_keys, sample, positions, first_position, keys, seq, BLOCK_QUERIES, BLOCK_KEYS
     )
-    if HAS_DROPOUT:
+    if sample_keys is not None:
         row_keys = _hash_rows(sample_keys, sample, first_head + head, positions, seq)
 
     # Finite, so that a block without an allowed key gives exp2(-inf - largest) = 0 and not NaN.
@@ -77,7 +64,7 @@ def attention_forward_kernel(
     total = tl.zeros([BLOCK_QUERIES], tl.float32)
     acc = tl.zeros([BLOCK_QUERIES, BLOCK_DIM], tl.float32)
     for start in range(first_block, tl.minimum(first_position + BLOCK_QUERIES, keys), BLOCK_KEYS):
-        k = _load_rows(key, start, key_seq, keys, HEAD_DIM, BLOCK_KEYS, BLOCK_DIM)
+        k = _load_rows(key, start, key_strides.seq, keys, HEAD_DIM, BLOCK_KEYS, BLOCK_DIM)
         scores = tl.dot(q, tl.trans(k), input_precision=FP32_PRODUCT)
         scores = _masked_scores(
             scores,
@@ -87,17 +74,17 @@ def attention_forward_kernel(
             scale,
             slope,
             (start + BLOCK_KEYS > first_position + 1) | (start < last_first),
-            HAS_SLOPES,
-            HAS_RANGES,
+            slopes is not None,
+            first_keys is not None,
         )
         new_largest = tl.maximum(largest, tl.max(scores, 1))
         weights = tl.exp2(scores - new_largest[:, None])
         shrink = tl.exp2(largest - new_largest)
         total = total * shrink + tl.sum(weights, 1)
-        if HAS_DROPOUT:
+        if sample_keys is not None:
             keep = _keep(row_keys[:, None], (start + columns)[None, :], dropped_below)
             weights = tl.where(keep, weights, 0.0)
-        v = _load_rows(value, start, value_seq, keys, HEAD_DIM, BLOCK_KEYS, BLOCK_DIM)
+        v = _load_rows(value, start, value_strides.seq, keys, HEAD_DIM, BLOCK_KEYS, BLOCK_DIM)
         acc = tl.dot(weights.to(v.dtype), v, acc * shrink[:, None], input_precision=FP32_PRODUCT)
         largest = new_largest
 
@@ -122,35 +109,21 @@ def attention_backward_query_kernel(
     slopes,
     first_keys,
     sample_keys,
-    queries,
-    keys,
-    seq,
-    batch,
-    heads,
-    group,
-    first_head,
-    query_seq,
-    query_batch,
-    query_head,
-    key_seq,
-    key_batch,
-    key_head,
-    value_seq,
-    value_batch,
-    value_head,
+    sizes,
+    query_strides,
+    key_strides,
+    value_strides,
     scale,
     dropped_below,
     keep_scale,
     HEAD_DIM: tl.constexpr,
-    HAS_SLOPES: tl.constexpr,
-    HAS_RANGES: tl.constexpr,
-    HAS_DROPOUT: tl.constexpr,
     BLOCK_QUERIES: tl.constexpr,
     BLOCK_KEYS: tl.constexpr,
     BLOCK_DIM: tl.constexpr,
 ):
     """Takes the inputs of the forward kernel. Also writes row_sums, sum(out * grad), and row_keys for the
     kernel of the keys."""
+    queries, keys, seq, batch, heads, group, first_head = sizes
     first_row = (tl.num_programs(0) - 1 - tl.program_id(0)) * BLOCK_QUERIES
     sample, head = tl.program_id(1) // heads, tl.program_id(1) % heads
     rows = first_row + tl.arange(0, BLOCK_QUERIES)
@@ -162,26 +135,26 @@ def attention_backward_query_kernel(
     in_heads = (sample * heads + head).to(tl.int64) * HEAD_DIM
     width = batch * heads * HEAD_DIM
 
-    query += sample.to(tl.int64) * query_batch + head * query_head
-    key += sample.to(tl.int64) * key_batch + head // group * key_head
-    value += sample.to(tl.int64) * value_batch + head // group * value_head
+    query += sample.to(tl.int64) * query_strides.batch + head * query_strides.head
+    key += sample.to(tl.int64) * key_strides.batch + head // group * key_strides.head
+    value += sample.to(tl.int64) * value_strides.batch + head // group * value_strides.head
     o = _load_rows(out + in_heads, first_row, width, queries, HEAD_DIM, BLOCK_QUERIES, BLOCK_DIM)
     do = _load_rows(grad + in_heads, first_row, width, queries, HEAD_DIM, BLOCK_QUERIES, BLOCK_DIM)
     row_sum = tl.sum(o.to(tl.float32) * do.to(tl.float32), 1)
     tl.store(row_sums + in_rows, row_sum, mask=inside)
-    q = _load_rows(query, first_row, query_seq, queries, HEAD_DIM, BLOCK_QUERIES, BLOCK_DIM)
+    q = _load_rows(query, first_row, query_strides.seq, queries, HEAD_DIM, BLOCK_QUERIES, BLOCK_DIM)
     log_sum = tl.load(log_sums + in_rows, mask=inside, other=float("inf"))
-    slope = tl.load(slopes + head) if HAS_SLOPES else 0.0
+    slope = tl.load(slopes + head) if slopes is not None else 0.0
     firsts, first_block, last_first = _first_keys(
-        first_keys, sample, positions, first_position, keys, seq, HAS_RANGES, BLOCK_QUERIES, BLOCK_KEYS
+        first_keys, sample, positions, first_position, keys, seq, BLOCK_QUERIES, BLOCK_KEYS
     )
-    if HAS_DROPOUT:
+    if sample_keys is not None:
         hashes = _hash_rows(sample_keys, sample, first_head + head, positions, seq)
         tl.store(row_keys + in_rows, hashes.to(tl.int64, bitcast=True), mask=inside)
 
     acc = tl.zeros([BLOCK_QUERIES, BLOCK_DIM], tl.float32)
     for start in range(first_block, tl.minimum(first_position + BLOCK_QUERIES, keys), BLOCK_KEYS):
-        k = _load_rows(key, start, key_seq, keys, HEAD_DIM, BLOCK_KEYS, BLOCK_DIM)
+        k = _load_rows(key, start, key_strides.seq, keys, HEAD_DIM, BLOCK_KEYS, BLOCK_DIM)
         scores = tl.dot(q, tl.trans(k), input_precision=FP32_PRODUCT)
         scores = _masked_scores(
             scores,
@@ -191,19 +164,18 @@ def attention_backward_query_kernel(
             scale,
             slope,
             (start + BLOCK_KEYS > first_position + 1) | (start < last_first),
-            HAS_SLOPES,
-            HAS_RANGES,
+            slopes is not None,
+            first_keys is not None,
         )
-        v = _load_rows(value, start, value_seq, keys, HEAD_DIM, BLOCK_KEYS, BLOCK_DIM)
+        v = _load_rows(value, start, value_strides.seq, keys, HEAD_DIM, BLOCK_KEYS, BLOCK_DIM)
         grad_weights = tl.dot(do, tl.trans(v), input_precision=FP32_PRODUCT)
-        if HAS_DROPOUT:
+        if sample_keys is not None:
             keep = _keep(hashes[:, None], (start + columns)[None, :], dropped_below)
             grad_weights = tl.where(keep, grad_weights * keep_scale, 0.0)
         grad_scores = tl.exp2(scores - log_sum[:, None]) * (grad_weights - row_sum[:, None])
         acc = tl.dot(grad_scores.to(k.dtype), k, acc, input_precision=FP32_PRODUCT)
-    _store_rows(
-        grad_query + in_heads, acc * scale, first_row, width, queries, HEAD_DIM, BLOCK_QUERIES, BLOCK_DIM
-    )
+    grad_query += in_heads
+    _store_rows(grad_query, acc * scale, first_row, width, queries, HEAD_DIM, BLOCK_QUERIES, BLOCK_DIM)
 
 
 @triton.jit
@@ -219,49 +191,36 @@ def attention_backward_key_kernel(
     slopes,
     end_queries,
     row_keys,
-    queries,
-    keys,
-    seq,
-    batch,
-    heads,
-    group,
-    query_seq,
-    query_batch,
-    query_head,
-    key_seq,
-    key_batch,
-    key_head,
-    value_seq,
-    value_batch,
-    value_head,
+    sizes,
+    query_strides,
+    key_strides,
+    value_strides,
     scale,
     dropped_below,
     keep_scale,
     HEAD_DIM: tl.constexpr,
-    HAS_SLOPES: tl.constexpr,
-    HAS_RANGES: tl.constexpr,
-    HAS_DROPOUT: tl.constexpr,
     BLOCK_QUERIES: tl.constexpr,
     BLOCK_KEYS: tl.constexpr,
     BLOCK_DIM: tl.constexpr,
 ):
     """Each program sums a block of keys of one key head of one sample over the queries of its query heads."""
+    queries, keys, seq, batch, heads, group, first_head = sizes
     first_column = tl.program_id(0) * BLOCK_KEYS
     groups = heads // group
     sample, key_index = tl.program_id(1) // groups, tl.program_id(1) % groups
     columns = first_column + tl.arange(0, BLOCK_KEYS)
     width = batch * heads * HEAD_DIM
 
-    query += sample.to(tl.int64) * query_batch
-    key += sample.to(tl.int64) * key_batch + key_index * key_head
-    value += sample.to(tl.int64) * value_batch + key_index * value_head
-    k = _load_rows(key, first_column, key_seq, keys, HEAD_DIM, BLOCK_KEYS, BLOCK_DIM)
-    v = _load_rows(value, first_column, value_seq, keys, HEAD_DIM, BLOCK_KEYS, BLOCK_DIM)
+    query += sample.to(tl.int64) * query_strides.batch
+    key += sample.to(tl.int64) * key_strides.batch + key_index * key_strides.head
+    value += sample.to(tl.int64) * value_strides.batch + key_index * value_strides.head
+    k = _load_rows(key, first_column, key_strides.seq, keys, HEAD_DIM, BLOCK_KEYS, BLOCK_DIM)
+    v = _load_rows(value, first_column, value_strides.seq, keys, HEAD_DIM, BLOCK_KEYS, BLOCK_DIM)
     # The first query is at position `past`. Rows from `begin` to `end` attend to some of the keys.
     past = keys - queries
     # Rows before `full_end` attend to all of them, if these precede the rows.
     begin, end, full_end = tl.maximum(first_column - past, 0), queries, queries
-    if HAS_RANGES:
+    if end_queries is not None:
         last = tl.minimum(first_column + BLOCK_KEYS, keys) - 1
         end = tl.minimum(tl.load(end_queries + sample.to(tl.int64) * seq + last) - past, queries)
         full_end = tl.load(end_queries + sample.to(tl.int64) * seq + first_column) - past
@@ -274,19 +233,20 @@ def attention_backward_key_kernel(
     begin = begin // BLOCK_QUERIES * BLOCK_QUERIES
     head, start = key_index * group, begin
     for _ in range(group * tl.cdiv(end - begin, BLOCK_QUERIES)):
-        slope = tl.load(slopes + head) if HAS_SLOPES else 0.0
+        slope = tl.load(slopes + head) if slopes is not None else 0.0
         in_heads = (sample * heads + head).to(tl.int64)
         rows = start + tl.arange(0, BLOCK_QUERIES)
         inside = rows < queries
         in_rows = in_heads * queries + rows
-        q = _load_rows(
-            query + head * query_head, start, query_seq, queries, HEAD_DIM, BLOCK_QUERIES, BLOCK_DIM
-        )
+        of_head = query + head * query_strides.head
+        q = _load_rows(of_head, start, query_strides.seq, queries, HEAD_DIM, BLOCK_QUERIES, BLOCK_DIM)
         scores = tl.dot(k, tl.trans(q), input_precision=FP32_PRODUCT)
-        scores = _scaled_scores(scores, (past + rows)[None, :], columns[:, None], scale, slope, HAS_SLOPES)
+        scores = _scaled_scores(
+            scores, (past + rows)[None, :], columns[:, None], scale, slope, slopes is not None
+        )
         if (first_column + BLOCK_KEYS > past + start + 1) | (start + BLOCK_QUERIES > full_end):
             allowed = columns[:, None] <= (past + rows)[None, :]
-            if HAS_RANGES:
+            if end_queries is not None:
                 allowed &= (past + rows)[None, :] < ends[:, None]
             scores = tl.where(allowed, scores, -float("inf"))
         log_sum = tl.load(log_sums + in_rows, mask=inside, other=float("inf"))
@@ -294,7 +254,7 @@ def attention_backward_key_kernel(
         do = _load_rows(grad + in_heads * HEAD_DIM, start, width, queries, HEAD_DIM, BLOCK_QUERIES, BLOCK_DIM)
         grad_weights = tl.dot(v, tl.trans(do), input_precision=FP32_PRODUCT)
         dropped = weights
-        if HAS_DROPOUT:
+        if row_keys is not None:
             hashes = tl.load(row_keys + in_rows, mask=inside, other=0).to(tl.uint64, bitcast=True)
             keep = _keep(hashes[None, :], columns[:, None], dropped_below)
             dropped = tl.where(keep, weights, 0.0)
@@ -308,12 +268,10 @@ def attention_backward_key_kernel(
         start = tl.where(start >= end, begin, start)
 
     in_groups, width = tl.program_id(1).to(tl.int64) * HEAD_DIM, tl.num_programs(1) * HEAD_DIM
-    _store_rows(
-        grad_key + in_groups, acc_k * scale, first_column, width, keys, HEAD_DIM, BLOCK_KEYS, BLOCK_DIM
-    )
-    _store_rows(
-        grad_value + in_groups, acc_v * keep_scale, first_column, width, keys, HEAD_DIM, BLOCK_KEYS, BLOCK_DIM
-    )
+    grad_key += in_groups
+    grad_value += in_groups
+    _store_rows(grad_key, acc_k * scale, first_column, width, keys, HEAD_DIM, BLOCK_KEYS, BLOCK_DIM)
+    _store_rows(grad_value, acc_v * keep_scale, first_column, width, keys, HEAD_DIM, BLOCK_KEYS, BLOCK_DIM)
 
 
 @triton.jit
@@ -351,7 +309,6 @@ def _first_keys(
     first_position,
     keys,
     seq,
-    HAS_RANGES: tl.constexpr,
     BLOCK_QUERIES: tl.constexpr,
     BLOCK_KEYS: tl.constexpr,
 ):
@@ -359,7 +316,7 @@ def _first_keys(
     first key of the tile's last query. A block of keys from this one on, and not after the tile's first
     query, has no masked score."""
     firsts, first_block, last_first = positions, 0, 0
-    if HAS_RANGES:
+    if first_keys is not None:
         first_keys += sample.to(tl.int64) * seq
         firsts = tl.load(first_keys + positions, mask=positions < keys, other=0)
         first_block = tl.load(first_keys + first_position) // BLOCK_KEYS * BLOCK_KEYS

@@ -41,11 +41,6 @@ def sum_blocks(partial_sums: Tensor, dtype: torch.dtype) -> Tensor:
     return sums
 
 
-@sum_blocks.register_fake
-def _(partial_sums: Tensor, dtype: torch.dtype) -> Tensor:
-    return torch.empty_like(partial_sums[0], dtype=dtype)
-
-
 @lru_cache(maxsize=1024)
 def _launch(rows: int, columns: int) -> Launch:
     return Launch(

@@ -8,7 +8,6 @@ ranks, the ranks exchange three numbers per row between two launches.
 from __future__ import annotations
 
 from functools import lru_cache
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -29,11 +28,6 @@ def logit_statistics_op(logits: Tensor, targets: Tensor, num_valid_columns: int)
     return _statistics(logits, targets, num_valid_columns, 0.0, 0.0, with_gradient=False)
 
 
-@logit_statistics_op.register_fake
-def _(logits: Tensor, *_others: Any) -> Tensor:
-    return _per_row(logits)
-
-
 @operator("logit_statistics_and_gradient", mutates_args=("logits",))
 def logit_statistics_and_gradient_op(
     logits: Tensor, targets: Tensor, num_valid_columns: int, gradient_scale: float, z_loss_weight: float
@@ -42,22 +36,10 @@ def logit_statistics_and_gradient_op(
     return _statistics(logits, targets, num_valid_columns, gradient_scale, z_loss_weight, with_gradient=True)
 
 
-@logit_statistics_and_gradient_op.register_fake
-def _(logits: Tensor, *_others: Any) -> Tensor:
-    return _per_row(logits)
-
-
-def _statistics(
-    logits: Tensor,
-    targets: Tensor,
-    num_valid_columns: int,
-    gradient_scale: float,
-    z_loss_weight: float,
-    with_gradient: bool,
-) -> Tensor:
-    found = _per_row(logits)
-    kernel, numbers = "logit_statistics_kernel", (num_valid_columns, gradient_scale, z_loss_weight)
-    _launch(kernel, logits.shape, *numbers, WITH_GRADIENT=with_gradient)(logits, targets, found)
+def _statistics(logits: Tensor, targets: Tensor, *settings: float, with_gradient: bool) -> Tensor:
+    found = logits.new_empty(3, len(logits), dtype=torch.float32)
+    launch = _launch("logit_statistics_kernel", logits.shape, settings, WITH_GRADIENT=with_gradient)
+    launch(logits, targets, found)
     return found
 
 
@@ -65,28 +47,21 @@ def _statistics(
 def _launch(
     kernel: str,
     shape: torch.Size,
-    num_valid_columns: int,
-    gradient_scale: float,
-    z_loss_weight: float,
+    settings: tuple[float, ...],
     **constants: bool,
 ) -> Launch:
-    """shape: of the logits. constants: the kernel's constants besides the size of its blocks."""
+    """shape: of the logits. settings: see `triton_kernels._write_gradient`. constants: the kernel's constants
+    besides the size of its blocks."""
     rows, columns = shape
     return Launch(
         f"triton_kernels.{kernel}",
         (rows, 1),
         OPTIONS,
         columns=columns,
-        num_valid_columns=num_valid_columns,
-        gradient_scale=gradient_scale,
-        z_loss_weight=z_loss_weight,
+        settings=settings,
         BLOCK=BLOCK,
         **constants,
     )
-
-
-def _per_row(logits: Tensor) -> Tensor:
-    return torch.empty(3, logits.shape[0], dtype=torch.float32, device=logits.device)
 
 
 @operator("write_logit_gradient", mutates_args=("logits",))
@@ -105,10 +80,5 @@ def write_logit_gradient_op(
     largest, exp_sums: fp32 [rows] over the full vocabulary; log(Z) = largest + log(exp_sums). Other
     arguments: see `logit_statistics_op`.
     """
-    kernel, numbers = "write_gradient_kernel", (num_valid_columns, gradient_scale, z_loss_weight)
-    _launch(kernel, logits.shape, *numbers)(logits, targets, largest, exp_sums)
-
-
-@write_logit_gradient_op.register_fake
-def _(*_others: Any) -> None:
-    return None
+    settings = (num_valid_columns, gradient_scale, z_loss_weight)
+    _launch("write_gradient_kernel", logits.shape, settings)(logits, targets, largest, exp_sums)

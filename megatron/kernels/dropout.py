@@ -116,42 +116,26 @@ def dropout_add_op(
     """Launches the kernel. offsets: the fields of `ShardOffsets`. dtype: of the output. The product has x's
     dtype, or without a residual `dtype`."""
     out = torch.empty_like(x, dtype=dtype)
-    launch = _launch(x.shape, ShardOffsets(*offsets), p, bias is not None, residual is not None)
-    launch(x, bias, residual, out, sample_keys)
+    _launch(x.shape, ShardOffsets(*offsets), p)(x, bias, residual, out, sample_keys)
     return out
 
 
 @lru_cache(maxsize=1024)
-def _launch(shape: torch.Size, offsets: ShardOffsets, p: float, has_bias: bool, has_residual: bool) -> Launch:
+def _launch(shape: torch.Size, offsets: ShardOffsets, p: float, backward: bool = False) -> Launch:
     columns, rows = shape[-1], math.prod(shape[:-1])
-    return Launch(
-        "triton_kernels.dropout_add_kernel",
-        (-(-rows // BLOCK_ROWS), -(-columns // BLOCK_COLUMNS)),
-        OPTIONS,
-        rows=rows,
-        columns=columns,
-        **offsets._asdict(),
-        dropped_below=drop_threshold(p),
-        scale=1.0 / (1.0 - p),
-        HAS_BIAS=has_bias,
-        HAS_RESIDUAL=has_residual,
-        HAS_DROPOUT=p > 0.0,
-        BLOCK_ROWS=BLOCK_ROWS,
-        BLOCK_COLUMNS=BLOCK_COLUMNS,
-    )
-
-
-@dropout_add_op.register_fake
-def _(
-    x: torch.Tensor,
-    bias: torch.Tensor | None,
-    residual: torch.Tensor | None,
-    sample_keys: torch.Tensor | None,
-    p: float,
-    offsets: Sequence[int],
-    dtype: torch.dtype,
-) -> torch.Tensor:
-    return torch.empty(x.shape, dtype=dtype, device=x.device)
+    numbers: dict[str, Any] = {
+        "rows": rows,
+        "columns": columns,
+        "offsets": offsets,
+        "dropped_below": drop_threshold(p),
+        "scale": 1.0 / (1.0 - p),
+        "BLOCK_ROWS": rows_per_block(rows) if backward else BLOCK_ROWS,
+        "BLOCK_COLUMNS": SUM_COLUMNS if backward else BLOCK_COLUMNS,
+    }
+    grid = (-(-rows // numbers["BLOCK_ROWS"]), -(-columns // numbers["BLOCK_COLUMNS"]))
+    if backward:
+        return Launch("triton_kernels.dropout_backward_kernel", grid, OPTIONS, TILE_ROWS=TILE_ROWS, **numbers)
+    return Launch("triton_kernels.dropout_add_kernel", grid, OPTIONS, **numbers)
 
 
 @operator("dropout_backward")
@@ -163,43 +147,11 @@ def dropout_backward_op(
     dtype: torch.dtype,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Returns dropout(grad) in `dtype`, and its sums over blocks of rows: see `column_sums`."""
-    grad_x, sums = _gradients(grad, dtype)
-    _backward_launch(grad.shape, ShardOffsets(*offsets), p)(grad, grad_x, sums, sample_keys)
-    return grad_x, sums
-
-
-@dropout_backward_op.register_fake
-def _(
-    grad: torch.Tensor,
-    sample_keys: torch.Tensor,
-    p: float,
-    offsets: Sequence[int],
-    dtype: torch.dtype,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    return _gradients(grad, dtype)
-
-
-def _gradients(grad: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
     blocks, columns = num_blocks(grad.shape[:-1].numel()), grad.shape[-1]
-    return torch.empty_like(grad, dtype=dtype), grad.new_empty((blocks, columns), dtype=torch.float32)
-
-
-@lru_cache(maxsize=1024)
-def _backward_launch(shape: torch.Size, offsets: ShardOffsets, p: float) -> Launch:
-    columns, rows = shape[-1], shape[:-1].numel()
-    return Launch(
-        "triton_kernels.dropout_backward_kernel",
-        (num_blocks(rows), -(-columns // SUM_COLUMNS)),
-        OPTIONS,
-        rows=rows,
-        columns=columns,
-        **offsets._asdict(),
-        dropped_below=drop_threshold(p),
-        scale=1.0 / (1.0 - p),
-        BLOCK_ROWS=rows_per_block(rows),
-        TILE_ROWS=TILE_ROWS,
-        BLOCK_COLUMNS=SUM_COLUMNS,
-    )
+    grad_x = torch.empty_like(grad, dtype=dtype)
+    sums = grad.new_empty((blocks, columns), dtype=torch.float32)
+    _launch(grad.shape, ShardOffsets(*offsets), p, backward=True)(grad, grad_x, sums, sample_keys)
+    return grad_x, sums
 
 
 @first_order

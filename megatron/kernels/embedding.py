@@ -35,8 +35,3 @@ def add_rows_op(total: torch.Tensor, ids: torch.Tensor, order: torch.Tensor, row
 def _launch(tokens: int, width: int) -> Launch:
     grid = (tokens, -(-width // BLOCK))
     return Launch("triton_kernels.add_rows_kernel", grid, OPTIONS, tokens=tokens, width=width, BLOCK=BLOCK)
-
-
-@add_rows_op.register_fake
-def _(total: torch.Tensor, ids: torch.Tensor, order: torch.Tensor, rows: torch.Tensor) -> None:
-    return None

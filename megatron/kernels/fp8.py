@@ -32,12 +32,12 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.utils.flop_counter import register_flop_formula
 
+from megatron.config.sections.fp8_layers import BLOCK
 from megatron.kernels.grouped_linear import Groups
 from megatron.kernels.operators import Launch, operator
 from megatron.kernels.selection import uses_kernels
 
 _LOG = logging.getLogger(__name__)
-BLOCK = 128
 _LARGEST_EXPONENT = {torch.float8_e4m3fn: 8, torch.float8_e5m2: 15}
 """Format -> n; its largest value is 1.75 * 2 ** n (448 and 57,344)."""
 _OPTIONS = {"num_warps": 8, "num_stages": 3}
@@ -55,11 +55,15 @@ class Quantized(NamedTuple):
     scales: Tensor
 
 
-def empty_matrices(
-    shape: torch.Size, dtype: torch.dtype, whole: bool, **options: Any
-) -> tuple[Quantized, Quantized]:
-    """Returns memory for matrices [..., rows, k] and for the transposed matrices, on torch's default device.
-    whole: they have one scale."""
+class Matrices(NamedTuple):
+    """FP8 matrices [..., rows, k], and the transposed matrices [..., k, rows], of equal values."""
+
+    rows: Quantized
+    transposed: Quantized
+
+
+def empty_matrices(shape: torch.Size, dtype: torch.dtype, whole: bool, **options: Any) -> Matrices:
+    """Returns memory for matrices [..., rows, k], on torch's default device. whole: they have one scale."""
 
     *leading, rows, inner = shape
     scale = torch.empty(1, dtype=torch.float32, **options)
@@ -69,7 +73,7 @@ def empty_matrices(
         scales = scale if whole else torch.zeros(size, dtype=torch.float32, **options)
         return Quantized(torch.empty(*leading, rows, inner, dtype=dtype, **options), scales)
 
-    return empty(rows, inner), empty(inner, rows)
+    return Matrices(empty(rows, inner), empty(inner, rows))
 
 
 def quantize_rows(x: Tensor, dtype: torch.dtype, amax: Tensor | None = None) -> Quantized:
@@ -82,17 +86,17 @@ def quantize_rows(x: Tensor, dtype: torch.dtype, amax: Tensor | None = None) -> 
     return quantized
 
 
-def quantize_matrices(
-    matrices: Tensor, into: tuple[Quantized, Quantized], amax: Tensor | None = None
-) -> None:
+def quantize_matrices(matrices: Tensor, into: Matrices, amax: Tensor | None = None) -> None:
     """Quantizes contiguous matrices [..., rows, k] into the memory of `empty_matrices`. amax: as above."""
     _quantize(matrices, *into, amax)
 
 
-def _quantize(x: Tensor, rows: Quantized, columns: Quantized | None, amax: Tensor | None) -> None:
-    run = quantize_fp8_op if uses_kernels(x) else _quantize_reference
-    codes, scales = (None, None) if columns is None else columns
-    run(x, rows.codes, rows.scales, codes, scales, amax)
+def _quantize(x: Tensor, rows: Quantized, transposed: Quantized | None, amax: Tensor | None) -> None:
+    if uses_kernels(x):
+        codes, scales = (None, None) if transposed is None else transposed
+        quantize_fp8_op(x, rows.codes, rows.scales, codes, scales, amax)
+    else:
+        _quantize_reference(x, rows, transposed, amax)
 
 
 def multiply(
@@ -114,31 +118,27 @@ def multiply(
 
 
 def _quantize_reference(
-    x: Tensor,
-    codes: Tensor,
-    scales: Tensor,
-    transposed: Tensor | None,
-    transposed_scales: Tensor | None,
-    amax: Tensor | None,
+    x: Tensor, rows: Quantized, transposed: Quantized | None, amax: Tensor | None
 ) -> None:
+    codes, scales = rows
     blocks = x.float().unflatten(-1, (-1, BLOCK))  # [..., rows, k / 128, 128]
     if amax is not None:
         scale, inverse = _scale_of(amax, codes.dtype)
         scales.copy_(scale)
         values = blocks * inverse
-    elif transposed_scales is None:
+    elif transposed is None:
         scale, inverse = _scale_of(blocks.abs().amax(-1), codes.dtype)
         scales.copy_(scale.t())
         values = blocks * inverse.unsqueeze(-1)
     else:
         tiles = blocks.unflatten(-3, (-1, BLOCK))  # [..., rows / 128, 128, k / 128, 128]
         scale, inverse = _scale_of(tiles.abs().amax((-1, -3)), codes.dtype)
-        for target, source in ((scales, scale), (transposed_scales, scale.transpose(-1, -2))):
+        for target, source in ((scales, scale), (transposed.scales, scale.transpose(-1, -2))):
             target[..., : source.shape[-1]] = source
         values = tiles * inverse[..., :, None, :, None]
     codes.copy_(values.reshape(x.shape))
     if transposed is not None:
-        transposed.copy_(codes.transpose(-1, -2))
+        transposed.codes.copy_(codes.transpose(-1, -2))
 
 
 def _scale_of(amax: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
@@ -190,13 +190,14 @@ def quantize_fp8_op(
     amax: Tensor | None,
 ) -> None:
     """Quantizes `x` into the other tensors, see `Quantized`."""
-    pitches = [1 if each is None else each.shape[-1] for each in (scales, transposed_scales)]
     columns = x.shape[-1]
     group_rows = x.shape[-2] if transposed is not None else BLOCK
-    launch = _quantize_launch(x.numel() // columns, columns, group_rows, *pitches, codes.dtype)
-    # The launch has the dtypes of its tensors in the key of its variants.
+    transposed_pitch = 1 if transposed_scales is None else transposed_scales.shape[-1]
+    launch = _quantize_launch(columns, group_rows, transposed_pitch, codes.dtype)
     by_tile = None if amax is not None else transposed_scales
-    launch(x, codes, transposed, scales, by_tile, amax)
+    rows = x.numel() // columns
+    grid = -(-rows // BLOCK), columns // BLOCK
+    launch(x, codes, transposed, scales, by_tile, amax, rows, scales.shape[-1], grid=grid)
 
 
 @quantize_fp8_op.register_fake
@@ -205,17 +206,13 @@ def _(x: Tensor, *others: Any) -> None:
 
 
 @lru_cache(maxsize=1024)
-def _quantize_launch(
-    rows: int, columns: int, group_rows: int, pitch: int, transposed_pitch: int, dtype: torch.dtype
-) -> Launch:
+def _quantize_launch(columns: int, group_rows: int, transposed_pitch: int, dtype: torch.dtype) -> Launch:
     return Launch(
         "fp8_triton.quantize_kernel",
-        (-(-rows // BLOCK), columns // BLOCK),
+        None,
         {"num_warps": 8},
-        rows=rows,
         columns=columns,
         group_rows=group_rows,
-        scale_pitch=pitch,
         transposed_pitch=transposed_pitch,
         EXPONENT=_LARGEST_EXPONENT[dtype],
         BLOCK=BLOCK,
@@ -234,14 +231,15 @@ def multiply_fp8_op(
     dtype: torch.dtype,
 ) -> Tensor:
     """Runs `multiply`. offsets, row_tiles: see `Groups`."""
-    fits = offsets is None and dtype == torch.bfloat16 and len(x) > 0 and len(x) % 4 == 0
-    if fits and _has_scaled_mm(x.device, x.dtype, scales.numel() == 1):
-        return _scaled_mm(x, x_scales, matrices, scales, bias)
+    rows, (columns, inner), whole = len(x), matrices.shape[-2:], scales.numel() == 1
+    fits = offsets is None and dtype == torch.bfloat16 and rows > 0 and rows % 4 == 0
+    if fits and _has_scaled_mm(x.device, x.dtype, whole, bias is not None):
+        return _scaled_mm(Quantized(x, x_scales), Quantized(matrices, scales), bias)
     out = _product(x, matrices, dtype)
-    _multiply_launch(
-        len(x), x.shape[1], *matrices.shape[-2:-1], 1 if offsets is None else len(offsets), row_tiles,
-        x_scales.numel() == 1, scales.numel() == 1,
-    )(x, x_scales, matrices, scales, bias, out, offsets)  # fmt: skip
+    launch = _multiply_launch(inner, columns, 1 if offsets is None else len(offsets), whole)
+    block = 0 if whole else rows
+    grid = row_tiles * (columns // BLOCK), 1
+    launch(x, x_scales, matrices, scales, bias, out, offsets, rows, block, grid=grid)
     return out
 
 
@@ -262,23 +260,19 @@ def _flops(
 
 
 @lru_cache(maxsize=1024)
-def _multiply_launch(
-    rows: int, inner: int, columns: int, experts: int, row_tiles: int, whole_x: bool, whole_matrices: bool
-) -> Launch:
+def _multiply_launch(inner: int, columns: int, experts: int, whole: bool) -> Launch:
     pitch = -(-inner // BLOCK // 4) * 4
     return Launch(
         "fp8_triton.multiply_fp8_kernel",
-        (row_tiles * (columns // BLOCK), 1),
+        None,
         _OPTIONS,
-        rows=rows,
         columns=columns,
         inner=inner,
         experts=experts,
-        x_scale_row=0 if whole_x else 1,
-        x_scale_block=0 if whole_x else rows,
-        scale_expert=0 if whole_matrices else columns // BLOCK * pitch,
-        scale_column=0 if whole_matrices else pitch,
-        scale_block=0 if whole_matrices else 1,
+        x_scale_row=0 if whole else 1,
+        scale_expert=0 if whole else columns // BLOCK * pitch,
+        scale_column=0 if whole else pitch,
+        scale_block=0 if whole else 1,
         BLOCK_EXPERTS=max(1 << (experts - 1).bit_length(), 16),
         BLOCK=BLOCK,
     )
@@ -287,19 +281,18 @@ def _multiply_launch(
 # --- torch's product ---
 
 
-def _scaled_mm(x: Tensor, x_scales: Tensor, matrix: Tensor, scales: Tensor, bias: Tensor | None) -> Tensor:
-    """Runs `multiply` for one matrix with F.scaled_mm, in bf16."""
-    if scales.numel() == 1:
-        kinds = F.ScalingType.TensorWise, F.ScalingType.TensorWise
-    else:
+def _scaled_mm(x: Quantized, matrix: Quantized, bias: Tensor | None) -> Tensor:
+    """Runs `multiply` for one matrix with F.scaled_mm, in bf16. It adds the bias to the fp32 sum."""
+    kinds, scales = (F.ScalingType.TensorWise, F.ScalingType.TensorWise), (x.scales, matrix.scales)
+    if matrix.scales.numel() > 1:
         kinds = F.ScalingType.BlockWise1x128, F.ScalingType.BlockWise128x128
-        x_scales, scales = x_scales.t(), scales.t()
-    out: Tensor = F.scaled_mm(x, matrix.t(), x_scales, kinds[0], scales, kinds[1])
-    return out if bias is None else out.add_(bias)
+        scales = x.scales.t(), matrix.scales.t()
+    out: Tensor = F.scaled_mm(x.codes, matrix.codes.t(), scales[0], kinds[0], scales[1], kinds[1], bias=bias)
+    return out
 
 
 @lru_cache
-def _has_scaled_mm(device: torch.device, dtype: torch.dtype, whole: bool) -> bool:
+def _has_scaled_mm(device: torch.device, dtype: torch.dtype, whole: bool, has_bias: bool) -> bool:
     """Returns whether F.scaled_mm runs on the device and gives the numbers of the reference. A wrong layout
     of the scales would multiply the wrong ones."""
     generator = torch.Generator().manual_seed(0)
@@ -311,13 +304,17 @@ def _has_scaled_mm(device: torch.device, dtype: torch.dtype, whole: bool) -> boo
     rows = quantize_rows(x, dtype, amaxes[0])
     into = empty_matrices(matrix.shape, torch.float8_e4m3fn, whole, device=device)
     quantize_matrices(matrix, into, amaxes[1])
-    expected = _multiply_reference(rows, into[0], None, None, torch.float32)
+    expected, bias = _multiply_reference(rows, into.rows, None, None, torch.float32), None
+    if has_bias:
+        bias = expected.amax(0).bfloat16()
+        expected += bias
     try:
-        error = (_scaled_mm(*rows, *into[0], None).float() - expected).abs().max() / expected.abs().max()
+        error = (_scaled_mm(rows, into.rows, bias).float() - expected).abs().max() / expected.abs().max()
         problem = None if float(error) < 0.01 else f"a relative error of {float(error):.2g}"
     except torch.OutOfMemoryError:
         raise
     except (AttributeError, RuntimeError, ValueError, NotImplementedError) as failure:
         problem = str(failure).partition("\n")[0]
-    _LOG.info("FP8 products: %s", "torch's scaled_mm" if problem is None else f"Triton ({problem})")
+    what = "FP8 products with a bias" if has_bias else "FP8 products"
+    _LOG.info("%s: %s", what, "torch's scaled_mm" if problem is None else f"Triton ({problem})")
     return problem is None

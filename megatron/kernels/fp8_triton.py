@@ -8,7 +8,8 @@ import triton.language as tl
 from megatron.kernels.grouped_triton import find_tile
 
 
-@triton.jit
+# Kernels are not compiled again for other numbers of rows, which change from step to step for experts.
+@triton.jit(do_not_specialize=["rows", "scale_pitch"])
 def quantize_kernel(
     x,
     codes,
@@ -17,9 +18,9 @@ def quantize_kernel(
     transposed_scales,
     amax,
     rows,
+    scale_pitch,
     columns,
     group_rows,
-    scale_pitch,
     transposed_pitch,
     EXPONENT: tl.constexpr,
     BLOCK: tl.constexpr,
@@ -77,7 +78,7 @@ def _scale_of(bits, EXPONENT: tl.constexpr):
     return scale, inverse
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["rows", "x_scale_block"])
 def multiply_fp8_kernel(
     x,
     x_scales,
@@ -87,11 +88,11 @@ def multiply_fp8_kernel(
     out,
     offsets,
     rows,
+    x_scale_block,
     columns,
     inner,
     experts,
     x_scale_row,
-    x_scale_block,
     scale_expert,
     scale_column,
     scale_block,
@@ -100,7 +101,8 @@ def multiply_fp8_kernel(
 ):
     """out_e = x_e @ matrices[e].T + bias[e], a tile per program, in the order of
     `grouped_triton.multiply_groups_kernel`. Without `offsets` there is one matrix. Each block of the inner
-    length is summed on its own, then added in fp32. x_scale_row to scale_block: strides of the scales."""
+    length is summed on its own, then added in fp32. x_scale_block, x_scale_row, scale_expert, scale_column,
+    scale_block: strides of the scales."""
     column_tiles = columns // BLOCK
     tile, column_tile = tl.program_id(0) // column_tiles, tl.program_id(0) % column_tiles
     if offsets is not None:

@@ -170,15 +170,10 @@ def multiply_groups_op(
 ) -> Tensor:
     """Runs `multiply_groups`. row_tiles: see `Groups`."""
     out = _product(x, matrices, transposed)
-    _multiply_launch(len(offsets), row_tiles, out.shape[1], x.shape[1], transposed)(
-        x, matrices, bias, out, offsets
-    )
+    launch = _multiply_launch(len(offsets), out.shape[1], x.shape[1], transposed)
+    grid = (row_tiles * -(-out.shape[1] // launch.numbers["BLOCK_COLUMNS"]), 1)
+    launch(x, matrices, bias, out, offsets, grid=grid)
     return out
-
-
-@multiply_groups_op.register_fake
-def _(x: Tensor, matrices: Tensor, *others: Any) -> Tensor:
-    return _product(x, matrices, others[-1])
 
 
 def _product(x: Tensor, matrices: Tensor, transposed: bool) -> Tensor:
@@ -188,18 +183,9 @@ def _product(x: Tensor, matrices: Tensor, transposed: bool) -> Tensor:
 @operator("multiply_within_groups")
 def multiply_within_groups_op(a: Tensor, b: Tensor, offsets: Tensor) -> Tensor:
     """Runs `multiply_within_groups`."""
-    out = _square(a, b, offsets)
+    out = a.new_empty(len(offsets), a.shape[1], b.shape[1])
     _within_launch(len(offsets), *out.shape[1:], ADD=False)(a, b, out, offsets)
     return out
-
-
-@multiply_within_groups_op.register_fake
-def _(a: Tensor, b: Tensor, offsets: Tensor) -> Tensor:
-    return _square(a, b, offsets)
-
-
-def _square(a: Tensor, b: Tensor, offsets: Tensor) -> Tensor:
-    return a.new_empty(len(offsets), a.shape[1], b.shape[1])
 
 
 @operator("add_products_within_groups", mutates_args=("total",))
@@ -210,11 +196,6 @@ def add_products_within_groups_op(
     _within_launch(*total.shape, ADD=beta != 0.0)(a, b, total, offsets)
 
 
-@add_products_within_groups_op.register_fake
-def _(total: Tensor, a: Tensor, b: Tensor, offsets: Tensor, *, beta: float) -> None:
-    return None
-
-
 @operator("sum_groups")
 def sum_groups_op(x: Tensor, offsets: Tensor) -> Tensor:
     """Runs `sum_groups`."""
@@ -223,17 +204,13 @@ def sum_groups_op(x: Tensor, offsets: Tensor) -> Tensor:
     return out
 
 
-@sum_groups_op.register_fake
-def _(x: Tensor, offsets: Tensor) -> Tensor:
-    return x.new_empty(len(offsets), x.shape[1])
-
-
 @lru_cache(maxsize=1024)
-def _multiply_launch(experts: int, row_tiles: int, columns: int, inner: int, transposed: bool) -> Launch:
+def _multiply_launch(experts: int, columns: int, inner: int, transposed: bool) -> Launch:
+    """Without a grid: the number of tiles of rows differs from step to step."""
     tiles = _tiles(columns, inner)
     return Launch(
         "grouped_triton.multiply_groups_kernel",
-        (row_tiles * -(-columns // tiles["BLOCK_COLUMNS"]), 1),
+        None,
         OPTIONS,
         experts=experts,
         columns=columns,

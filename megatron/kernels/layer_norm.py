@@ -129,36 +129,14 @@ def add_norm_op(
 ) -> list[Tensor]:
     """Returns the norm, its statistics, fp32 [1 or 2, rows] (reciprocal deviation, and mean of a layer norm),
     and with `x` the sum. sample_keys: None without dropout. offsets: the fields of `ShardOffsets`."""
-    found = _outputs(weight, beta, x, residual)
-    launch = _launch(residual.shape, ShardOffsets(*offsets), p, beta is None, zero_centered, epsilon)
-    total = found[2] if x is not None else None
-    launch(weight, beta, x, bias, residual, total, found[0], found[1], sample_keys)
-    return found
-
-
-@add_norm_op.register_fake
-def _(
-    weight: Tensor,
-    beta: Tensor | None,
-    x: Tensor | None,
-    bias: Tensor | None,
-    residual: Tensor,
-    sample_keys: Tensor | None,
-    p: float,
-    offsets: Sequence[int],
-    epsilon: float,
-    zero_centered: bool,
-) -> list[Tensor]:
-    return _outputs(weight, beta, x, residual)
-
-
-def _outputs(weight: Tensor, beta: Tensor | None, x: Tensor | None, residual: Tensor) -> list[Tensor]:
+    normed, total = torch.empty_like(residual, dtype=weight.dtype), None
     rows = residual.numel() // residual.shape[-1]
-    normed = torch.empty_like(residual, dtype=weight.dtype)
     statistics = residual.new_empty((1 if beta is None else 2, rows), dtype=torch.float32)
-    if x is None:
-        return [normed, statistics]
-    return [normed, statistics, torch.empty_like(x, dtype=torch.promote_types(x.dtype, residual.dtype))]
+    if x is not None:
+        total = torch.empty_like(x, dtype=torch.promote_types(x.dtype, residual.dtype))
+    launch = _launch(residual.shape, ShardOffsets(*offsets), p, beta is None, zero_centered, epsilon)
+    launch(weight, beta, x, bias, residual, total, normed, statistics, sample_keys)
+    return [normed, statistics] if total is None else [normed, statistics, total]
 
 
 @operator("add_norm_backward")
@@ -178,38 +156,15 @@ def add_norm_backward_op(
 ) -> list[Tensor]:
     """Returns the gradient of the residual, the partial sums of the gradients of weight, beta and bias, fp32
     [blocks, 1 to 3, width], and with `x_dtype` the gradient of `x`; without, it equals the residual's."""
-    found = _gradients(total, beta, x_dtype, has_bias)
-    launch = _launch(total.shape, ShardOffsets(*offsets), p, beta is None, zero_centered, None, has_bias)
-    grad_x = found[2] if x_dtype is not None else None
-    launch(weight, beta, total, statistics, grad_normed, grad_total, found[0], grad_x, found[1], sample_keys)
-    return found
-
-
-@add_norm_backward_op.register_fake
-def _(
-    weight: Tensor,
-    beta: Tensor | None,
-    total: Tensor,
-    statistics: Tensor,
-    grad_normed: Tensor,
-    grad_total: Tensor | None,
-    x_dtype: torch.dtype | None,
-    has_bias: bool,
-    sample_keys: Tensor | None,
-    p: float,
-    offsets: Sequence[int],
-    zero_centered: bool,
-) -> list[Tensor]:
-    return _gradients(total, beta, x_dtype, has_bias)
-
-
-def _gradients(
-    total: Tensor, beta: Tensor | None, x_dtype: torch.dtype | None, has_bias: bool
-) -> list[Tensor]:
     width = total.shape[-1]
-    blocks, sums = num_blocks(total.numel() // width), 1 + (beta is not None) + has_bias
-    found = [torch.empty_like(total), total.new_empty((blocks, sums, width), dtype=torch.float32)]
-    return found if x_dtype is None else [*found, torch.empty_like(total, dtype=x_dtype)]
+    blocks, num_sums = num_blocks(total.numel() // width), 1 + (beta is not None) + has_bias
+    grad_residual, grad_x = torch.empty_like(total), None
+    sums = total.new_empty((blocks, num_sums, width), dtype=torch.float32)
+    if x_dtype is not None:
+        grad_x = torch.empty_like(total, dtype=x_dtype)
+    launch = _launch(total.shape, ShardOffsets(*offsets), p, beta is None, zero_centered, None, has_bias)
+    launch(weight, beta, total, statistics, grad_normed, grad_total, grad_residual, grad_x, sums, sample_keys)
+    return [grad_residual, sums] if grad_x is None else [grad_residual, sums, grad_x]
 
 
 @lru_cache(maxsize=1024)
@@ -228,12 +183,11 @@ def _launch(
     numbers: dict[str, Any] = {
         "rows": rows,
         "width": width,
-        **offsets._asdict(),
+        "offsets": offsets,
         "dropped_below": drop_threshold(p),
         "scale": 1.0 / (1.0 - p),
         "IS_RMS": is_rms,
         "ZERO_CENTERED": zero_centered,
-        "HAS_DROPOUT": p > 0.0,
         "BLOCK": block,
     }
     options = {**OPTIONS, "num_warps": min(max(block // 256, 1), 16)}

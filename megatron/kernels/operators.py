@@ -10,6 +10,7 @@ from typing import Any, Generic, ParamSpec, TypeVar
 
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils import _python_dispatch
 
 from megatron.torch_versions import launches_directly
@@ -29,11 +30,15 @@ class Operator(Generic[Arguments, Result]):
     A call through PyTorch's dispatcher takes 40 us of host time (measured 2026-11-26). Only dispatch modes,
     such as the simulated accelerator and FLOP counters, and compiled functions need it. All other calls go
     directly to the function.
+
+    For tensors without memory, which modes and the compiler pass, the function only allocates its results:
+    `Launch` launches nothing. A function that does more needs `register_fake`.
     """
 
     def __init__(self, launch: Callable[Arguments, Result], name: str, mutates_args: Iterable[str]) -> None:
         self._launch = launch
         self._registered = torch.library.custom_op(f"megatron::{name}", launch, mutates_args=mutates_args)
+        self._registered.register_fake(launch)
         self.register_fake = self._registered.register_fake
         self.register_autograd = self._registered.register_autograd
         update_wrapper(self, launch)
@@ -52,8 +57,9 @@ def operator(
 
 
 class Launch:
-    """A launch of a Triton kernel with fixed grid and numbers; a call passes the tensors, and after them
-    numbers that change: floats, which Triton does not specialize a kernel for.
+    """A launch of a Triton kernel with fixed numbers. A call passes the tensors, after them numbers that
+    change, and the grid unless it is fixed too. Triton must not specialize the kernel for numbers that
+    change: they are floats, and integers that the kernel lists in `do_not_specialize`.
 
     At each launch Triton examines all arguments and options to find the compiled variant of the kernel, which
     takes 13 to 24 us of host time (measured 2026-11-26). With fixed numbers the variant depends only on the
@@ -63,14 +69,14 @@ class Launch:
     """
 
     def __init__(
-        self, kernel: str, grid: tuple[int, int], options: Mapping[str, Any], **numbers: float | str
+        self, kernel: str, grid: tuple[int, int] | None, options: Mapping[str, Any], **numbers: Any
     ) -> None:
-        """kernel: 'module.name' in this package; the arguments of a call are its first parameters. options:
-        of Triton's compiler. numbers: the kernel's other arguments. A grid without programs launches
-        nothing."""
-        self.name, self.grid, self.options, self.numbers = kernel, (*grid, 1), options, numbers
-        self._arguments: list[float | str] = []
-        self._variants: dict[tuple, Callable[..., None]] = {}
+        """kernel: 'module.name' in this package; the arguments of a call are its first parameters. grid: None
+        if calls pass it. options: of Triton's compiler. numbers: the kernel's other arguments, numbers,
+        texts, or tuples of numbers. A grid without programs launches nothing."""
+        self.name, self.grid, self.options, self.numbers = kernel, grid, options, numbers
+        self._arguments: list[Any] = []
+        self._variants: dict[tuple, Any] = {}
 
     @cached_property
     def kernel(self) -> Any:
@@ -78,9 +84,11 @@ class Launch:
         module, _, name = self.name.partition(".")
         return getattr(import_module(f"megatron.kernels.{module}"), name)
 
-    def __call__(self, *arguments: Tensor | float | None) -> None:
+    def __call__(self, *arguments: Tensor | float | None, grid: tuple[int, int] | None = None) -> None:
         first = arguments[0]
-        assert first is not None and not isinstance(first, float)
+        assert first is not None and not isinstance(first, float | int)
+        if isinstance(first, FakeTensor):
+            return
         kinds: list[Any] = [first.device]
         addresses = 0
         for argument in arguments:
@@ -88,20 +96,28 @@ class Launch:
                 kinds.append(None)
             elif isinstance(argument, float):
                 kinds.append(float)
+            elif isinstance(argument, int):
+                kinds.append(argument.bit_length() > 31)  # Triton passes it in 64 bits
             else:
                 kinds.append(argument.dtype)
                 addresses |= argument.data_ptr()
         variant = None if addresses % 16 else self._variants.get(tuple(kinds))
-        if variant is not None:
+        if variant is not None and grid is None:
             variant(*arguments, *self._arguments)
-        elif 0 not in self.grid:
-            is_current = not first.is_cuda or first.device.index == torch.cuda.current_device()
-            assert is_current, f"Triton launches on the current device, which is not {first.device}"
-            variant = self.kernel[self.grid](*arguments, **self.numbers, **self.options)
-            # Triton's interpreter returns None.
-            if variant is not None and not addresses % 16 and launches_directly():
-                self._arguments = [self.numbers[name] for name in self.kernel.arg_names[len(arguments) :]]
-                self._variants[tuple(kinds)] = variant[self.grid]
+            return
+        programs = (*(grid or self.grid or ()), 1)
+        if 0 in programs:
+            return
+        if variant is not None:
+            variant[programs](*arguments, *self._arguments)
+            return
+        is_current = not first.is_cuda or first.device.index == torch.cuda.current_device()
+        assert is_current, f"Triton launches on the current device, which is not {first.device}"
+        variant = self.kernel[programs](*arguments, **self.numbers, **self.options)
+        # Triton's interpreter returns None.
+        if variant is not None and not addresses % 16 and launches_directly():
+            self._arguments = [self.numbers[name] for name in self.kernel.arg_names[len(arguments) :]]
+            self._variants[tuple(kinds)] = variant[programs] if grid is None else variant
 
 
 def first_order(function: Function) -> Function:

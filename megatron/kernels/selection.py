@@ -16,7 +16,7 @@ import torch
 from deepspeed.accelerator import get_accelerator
 
 from megatron.errors import one_line
-from megatron.kernels.norms import fused_norms
+from megatron.kernels.optimizer import fused_norms
 from megatron.torch_versions import interpreter_problem
 
 _LOG = logging.getLogger(__name__)

@@ -1,5 +1,5 @@
-"""The Triton kernels of dropout, norms of gradients, AdamW, cross entropy, the embedding's gradient, rotary
-positions and activations.
+"""The Triton kernels of dropout, norms of gradients, AdamW, cross entropy, the embedding's gradient and
+activations.
 
 Their operators are in other files, because importing triton takes 0.4 s and the package is optional.
 """
@@ -19,18 +19,9 @@ def dropout_add_kernel(
     sample_keys,
     rows,
     columns,
-    batch,
-    inner,
-    outer_stride,
-    first_row,
-    first_column,
-    split,
-    second_first_row,
+    offsets,
     dropped_below,
     scale,
-    HAS_BIAS: tl.constexpr,
-    HAS_RESIDUAL: tl.constexpr,
-    HAS_DROPOUT: tl.constexpr,
     BLOCK_ROWS: tl.constexpr,
     BLOCK_COLUMNS: tl.constexpr,
 ):
@@ -39,20 +30,18 @@ def dropout_add_kernel(
     column = tl.program_id(1) * BLOCK_COLUMNS + tl.arange(0, BLOCK_COLUMNS)
     inside = (row < rows)[:, None] & (column < columns)[None, :]
     element = row[:, None] * columns + column[None, :]
-    dtype = x.dtype.element_ty if HAS_RESIDUAL else out.dtype.element_ty
+    dtype = x.dtype.element_ty if residual is not None else out.dtype.element_ty
     value = tl.load(x + element, mask=inside, other=0.0).to(dtype).to(tl.float32)
-    if HAS_BIAS:
+    if bias is not None:
         value += tl.load(bias + column, mask=column < columns, other=0.0).to(tl.float32)[None, :]
         value = value.to(dtype).to(tl.float32)
-    if HAS_DROPOUT:
-        row_keys = _row_keys_of_mask(
-            sample_keys, row, rows, batch, inner, outer_stride, first_row, split, second_first_row
-        )
-        keep = _keep(row_keys[:, None], (column + first_column)[None, :], dropped_below)
+    if sample_keys is not None:
+        row_keys = _row_keys_of_mask(sample_keys, row, rows, offsets)
+        keep = _keep(row_keys[:, None], (column + offsets.first_column)[None, :], dropped_below)
         # A product, not a selection: a dropped NaN stays NaN, as in the reference implementation.
         value = value * keep.to(tl.float32) * scale
     value = value.to(dtype)
-    if HAS_RESIDUAL:
+    if residual is not None:
         value = tl.load(residual + element, mask=inside, other=0.0).to(tl.float32) + value.to(tl.float32)
     tl.store(out + element, value.to(out.dtype.element_ty), mask=inside)
 
@@ -65,13 +54,7 @@ def dropout_backward_kernel(
     sample_keys,
     rows,
     columns,
-    batch,
-    inner,
-    outer_stride,
-    first_row,
-    first_column,
-    split,
-    second_first_row,
+    offsets,
     dropped_below,
     scale,
     BLOCK_ROWS: tl.constexpr,
@@ -84,10 +67,8 @@ def dropout_backward_kernel(
     total = tl.zeros([TILE_ROWS, BLOCK_COLUMNS], tl.float32)
     for first in range(0, BLOCK_ROWS, TILE_ROWS):
         row = tl.program_id(0).to(tl.int64) * BLOCK_ROWS + first + tl.arange(0, TILE_ROWS)
-        row_keys = _row_keys_of_mask(
-            sample_keys, row, rows, batch, inner, outer_stride, first_row, split, second_first_row
-        )
-        keep = _keep(row_keys[:, None], (column + first_column)[None, :], dropped_below)
+        row_keys = _row_keys_of_mask(sample_keys, row, rows, offsets)
+        keep = _keep(row_keys[:, None], (column + offsets.first_column)[None, :], dropped_below)
         inside = (row < rows)[:, None] & (column < columns)[None, :]
         element = row[:, None] * columns + column[None, :]
         value = tl.load(grad + element, mask=inside, other=0.0).to(grad_x.dtype.element_ty).to(tl.float32)
@@ -99,11 +80,13 @@ def dropout_backward_kernel(
 
 
 @triton.jit
-def _row_keys_of_mask(sample_keys, row, rows, batch, inner, outer_stride, first_row, split, second_first_row):
-    """Returns the keys of rows of a shard of the mask: see `megatron.kernels.dropout.ShardOffsets`."""
+def _row_keys_of_mask(sample_keys, row, rows, offsets):
+    """Returns the keys of rows of a shard of the mask. offsets: `megatron.kernels.dropout.ShardOffsets`."""
+    inner, batch = offsets.inner, offsets.batch
     outer_row, inner_row = row // inner // batch, row % inner
-    first_row = tl.where(outer_row * inner + inner_row < split, first_row, second_first_row)
-    full_row = outer_row * outer_stride + inner_row + first_row
+    is_first = outer_row * inner + inner_row < offsets.split
+    first_row = tl.where(is_first, offsets.first_row, offsets.second_first_row)
+    full_row = outer_row * offsets.outer_stride + inner_row + first_row
     return _row_keys(tl.load(sample_keys + row // inner % batch, mask=row < rows, other=0), full_row)
 
 
@@ -212,13 +195,13 @@ def logit_statistics_kernel(
     targets,
     found,
     columns,
-    num_valid_columns,
-    gradient_scale,
-    z_loss_weight,
+    settings,
     WITH_GRADIENT: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """found[:, row] = largest logit, sum(exp(logit - largest)), logit of the target; then the gradient."""
+    """found[:, row] = largest logit, sum(exp(logit - largest)), logit of the target; then the gradient.
+    settings: see `_write_gradient`."""
+    num_valid_columns = settings[0]
     row, rows = tl.program_id(0), tl.num_programs(0)
     logits += row.to(tl.int64) * columns
     # Each lane has its own largest value and sum, combined at the end. Finite, so that no lane gives NaN.
@@ -244,9 +227,7 @@ def logit_statistics_kernel(
             row_largest,
             exp_sum,
             columns,
-            num_valid_columns,
-            gradient_scale,
-            z_loss_weight,
+            settings,
             BLOCK,
         )
 
@@ -258,9 +239,7 @@ def write_gradient_kernel(
     largest,
     exp_sums,
     columns,
-    num_valid_columns,
-    gradient_scale,
-    z_loss_weight,
+    settings,
     BLOCK: tl.constexpr,
 ):
     """Writes the gradient of a row from the statistics over the full vocabulary."""
@@ -271,9 +250,7 @@ def write_gradient_kernel(
         tl.load(largest + row),
         tl.load(exp_sums + row),
         columns,
-        num_valid_columns,
-        gradient_scale,
-        z_loss_weight,
+        settings,
         BLOCK,
     )
 
@@ -285,11 +262,11 @@ def _write_gradient(
     largest,
     exp_sum,
     columns,
-    num_valid_columns,
-    gradient_scale,
-    z_loss_weight,
+    settings,
     BLOCK: tl.constexpr,
 ):
+    """settings: number of valid columns, scale of the gradient, weight of the z-loss."""
+    num_valid_columns, gradient_scale, z_loss_weight = settings
     factor = gradient_scale / exp_sum * (1.0 + 2.0 * z_loss_weight * (largest + tl.log(exp_sum)))
     # No thread may overwrite the target's logit before all have read it.
     tl.debug_barrier()
@@ -318,90 +295,6 @@ def add_rows_kernel(total, ids, order, rows, tokens, width, BLOCK: tl.constexpr)
             following = tl.load(ids + token, mask=token < tokens, other=-1)
         place = total + row * width + column
         tl.store(place, tl.load(place, mask=inside, other=0.0) + added, mask=inside)
-
-
-@triton.jit
-def rotary_kernel(
-    projected,
-    query,
-    key,
-    value,
-    cosine,
-    sine,
-    batch,
-    groups,
-    group,
-    table_batch,
-    BACKWARD: tl.constexpr,
-    HEAD_DIM: tl.constexpr,
-    ROTARY_DIM: tl.constexpr,
-    INTERLEAVED: tl.constexpr,
-    BLOCK_HEADS: tl.constexpr,
-    BLOCK_PAIRS: tl.constexpr,
-    BLOCK_REST: tl.constexpr,
-):
-    """A program has some heads of a token. Forward: moves them from `projected` to query, key and value, and
-    rotates queries and keys. Backward: moves gradients in the other direction, and rotates them back."""
-    token = tl.program_id(0).to(tl.int64)
-    head = tl.program_id(1) * BLOCK_HEADS + tl.arange(0, BLOCK_HEADS)
-    index, place = head // (group + 2), head % (group + 2)
-    inside = head < groups * (group + 2)
-    is_query, is_key, is_value = inside & (place < group), inside & (place == group), inside & (place > group)
-    fused = (token * groups * (group + 2) + head) * HEAD_DIM
-    of_query = (token * groups * group + index * group + place) * HEAD_DIM
-    of_group = (token * groups + index) * HEAD_DIM
-
-    pair = tl.arange(0, BLOCK_PAIRS)
-    in_pairs = pair < ROTARY_DIM // 2
-    first, second = pair, pair + ROTARY_DIM // 2
-    if INTERLEAVED:
-        first, second = 2 * pair, 2 * pair + 1
-    table = (token // batch * table_batch + token % batch % table_batch) * ROTARY_DIM + first
-    cos = tl.load(cosine + table, mask=in_pairs, other=0.0)[None, :]
-    sin = tl.load(sine + table, mask=in_pairs, other=0.0)[None, :]
-    if BACKWARD:
-        sin = -sin
-        x = _load_head(query, key, value, of_query, of_group, is_query, is_key, is_value, first, in_pairs)
-        y = _load_head(query, key, value, of_query, of_group, is_query, is_key, is_value, second, in_pairs)
-    else:
-        x = tl.load(projected + fused[:, None] + first, mask=inside[:, None] & in_pairs, other=0.0)
-        y = tl.load(projected + fused[:, None] + second, mask=inside[:, None] & in_pairs, other=0.0)
-    dtype = projected.dtype.element_ty
-    turned_x = x.to(tl.float32) * cos - y.to(tl.float32) * sin
-    turned_y = y.to(tl.float32) * cos + x.to(tl.float32) * sin
-    x = tl.where(is_value[:, None], x, turned_x.to(dtype))
-    y = tl.where(is_value[:, None], y, turned_y.to(dtype))
-    if BACKWARD:
-        tl.store(projected + fused[:, None] + first, x, mask=inside[:, None] & in_pairs)
-        tl.store(projected + fused[:, None] + second, y, mask=inside[:, None] & in_pairs)
-    else:
-        _store_head(query, key, value, of_query, of_group, is_query, is_key, is_value, first, in_pairs, x)
-        _store_head(query, key, value, of_query, of_group, is_query, is_key, is_value, second, in_pairs, y)
-    if ROTARY_DIM < HEAD_DIM:
-        rest = ROTARY_DIM + tl.arange(0, BLOCK_REST)
-        in_rest = rest < HEAD_DIM
-        if BACKWARD:
-            z = _load_head(query, key, value, of_query, of_group, is_query, is_key, is_value, rest, in_rest)
-            tl.store(projected + fused[:, None] + rest, z, mask=inside[:, None] & in_rest)
-        else:
-            z = tl.load(projected + fused[:, None] + rest, mask=inside[:, None] & in_rest, other=0.0)
-            _store_head(query, key, value, of_query, of_group, is_query, is_key, is_value, rest, in_rest, z)
-
-
-@triton.jit
-def _load_head(query, key, value, of_query, of_group, is_query, is_key, is_value, column, in_columns):
-    """Loads columns of query heads, key heads and value heads: [heads, columns]."""
-    x = tl.load(query + of_query[:, None] + column, mask=is_query[:, None] & in_columns, other=0.0)
-    k = tl.load(key + of_group[:, None] + column, mask=is_key[:, None] & in_columns, other=0.0)
-    v = tl.load(value + of_group[:, None] + column, mask=is_value[:, None] & in_columns, other=0.0)
-    return tl.where(is_query[:, None], x, tl.where(is_key[:, None], k, v))
-
-
-@triton.jit
-def _store_head(query, key, value, of_query, of_group, is_query, is_key, is_value, column, in_columns, x):
-    tl.store(query + of_query[:, None] + column, x, mask=is_query[:, None] & in_columns)
-    tl.store(key + of_group[:, None] + column, x, mask=is_key[:, None] & in_columns)
-    tl.store(value + of_group[:, None] + column, x, mask=is_value[:, None] & in_columns)
 
 
 @triton.jit
@@ -434,16 +327,18 @@ def gated_activation_backward_kernel(grad, wide, width, ACTIVATION: tl.constexpr
     tl.store(wide + of_value + width, grad_gate.to(dtype), mask=inside)
 
 
-@triton.jit
-def activation_kernel(x, out, length, ACTIVATION: tl.constexpr, BLOCK: tl.constexpr):
+@triton.jit(do_not_specialize=["rows"])
+def activation_kernel(x, out, rows, columns, ACTIVATION: tl.constexpr, BLOCK: tl.constexpr):
     """out = activation(x), a block per program."""
     place = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
-    value = tl.load(x + place, mask=place < length, other=0.0).to(tl.float32)
+    # The compiler knows divisors of `columns`, and so loads several elements at once in spite of the mask.
+    inside = place < rows.to(tl.int64) * columns
+    value = tl.load(x + place, mask=inside, other=0.0).to(tl.float32)
     activated, _ = _activation(value, ACTIVATION)
-    tl.store(out + place, activated.to(out.dtype.element_ty), mask=place < length)
+    tl.store(out + place, activated.to(out.dtype.element_ty), mask=inside)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["rows"])
 def activation_backward_kernel(
     grad,
     x,

@@ -11,9 +11,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils.flop_counter import register_flop_formula
 
-from megatron.kernels.attention import product_flops
+from megatron.kernels.attention import count_products
 from megatron.kernels.operators import first_order, operator
 
 MAX_HEAD_DIM = 256
@@ -104,13 +103,6 @@ def _options(scale: float, window: int) -> dict[str, Any]:
     return {"scale": scale, "window_size_left": window - 1, "window_size_right": 0}
 
 
-@register_flop_formula(torch.ops.megatron.windowed_flash_attention)
-def _forward_flops(query_shape: torch.Size, key_shape: torch.Size, *others: Any, **_: Any) -> int:
-    """Counts the scores, and weights times values."""
-    return 2 * product_flops(query_shape, key_shape, others[2])
-
-
-@register_flop_formula(torch.ops.megatron.windowed_flash_attention_backward)
-def _backward_flops(query_shape: torch.Size, key_shape: torch.Size, *others: Any, **_: Any) -> int:
-    """Counts the scores, and the gradients of weights, values, queries and keys."""
-    return 5 * product_flops(query_shape, key_shape, others[-1])
+# The scores, and weights times values; backward the scores, and the gradients of weights, values, queries and
+# keys.
+count_products({"windowed_flash_attention": 2, "windowed_flash_attention_backward": 5})

@@ -8,8 +8,7 @@ from torch import Tensor
 
 from megatron.config import ModelConfig
 from megatron.config.registries import ACTIVATIONS, GLU_ACTIVATIONS
-from megatron.kernels import activation as plain
-from megatron.kernels import gated
+from megatron.kernels import activation as kernels
 from megatron.kernels.selection import uses_kernels
 from megatron.mpu.layers import ColumnParallelLinear
 
@@ -39,12 +38,12 @@ class Activation:
 
     def in_kernel(self, x: Tensor) -> bool:
         """Returns whether a kernel computes with tensors like `x`."""
-        return self.name in plain.ACTIVATIONS and not torch.compiler.is_compiling() and uses_kernels(x)
+        return self.name in kernels.ACTIVATIONS and not torch.compiler.is_compiling() and uses_kernels(x)
 
     def __call__(self, x: Tensor, bias: Tensor | None = None) -> Tensor:
         """Returns activation(x). bias: only with `in_kernel`; it was added to `x` without autograd, and the
         backward pass of the kernel also computes its gradient."""
-        return plain.fused_activation(x, bias, self.name) if self.in_kernel(x) else self.function(x)
+        return kernels.fused_activation(x, bias, self.name) if self.in_kernel(x) else self.function(x)
 
 
 def linear_and_activation(
@@ -66,8 +65,8 @@ def gated_by(name: str) -> Callable[[Tensor], Tensor]:
     activation: Callable[[Tensor], Tensor] = GLU_ACTIVATIONS.load(name)
 
     def gate(wide: Tensor) -> Tensor:
-        if name in gated.ACTIVATIONS and not torch.compiler.is_compiling() and uses_kernels(wide):
-            return gated.gated_activation(wide, name)
+        if name in kernels.GATED_ACTIVATIONS and not torch.compiler.is_compiling() and uses_kernels(wide):
+            return kernels.gated_activation(wide, name)
         value, gate = wide.chunk(2, dim=-1)
         return value * activation(gate)
 

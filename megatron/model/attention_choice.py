@@ -13,10 +13,15 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn.attention import activate_flash_attention_impl, list_flash_attention_impls
+from torch.nn.attention import (
+    activate_flash_attention_impl,
+    current_flash_attention_impl,
+    list_flash_attention_impls,
+)
 
 from megatron.config import Config
 from megatron.config.registries import POSITION_EMBEDDINGS
+from megatron.errors import UserError, one_line
 from megatron.kernels import windowed_attention
 from megatron.kernels.attention import MAX_HEAD_DIM
 from megatron.kernels.selection import reason_against_kernels, uses_kernels
@@ -164,17 +169,35 @@ def use_flash_attention_3() -> list[str]:
     if not all(gather_from_all_ranks(_has_flash_attention_3())):
         return []
     activate_flash_attention_impl("FA3")
-    return ["PyTorch's flash attention is FlashAttention 3, of the package flash_attn_interface"]
+    return [
+        "PyTorch's flash attention is FlashAttention 3, of the package flash_attn_interface "
+        "(MEGATRON_FLASH_ATTENTION=2 keeps FlashAttention 2)"
+    ]
+
+
+def flash_attention_remedy() -> str:
+    """Returns what a user can do about wrong results of PyTorch's flash kernels."""
+    if current_flash_attention_impl() == "FA3":
+        return "set MEGATRON_FLASH_ATTENTION=2 to keep FlashAttention 2"
+    return "install another version of torch"
 
 
 def _has_flash_attention_3() -> bool:
+    if setting := os.environ.get("MEGATRON_FLASH_ATTENTION"):
+        if setting != "2":
+            raise UserError(f"MEGATRON_FLASH_ATTENTION is {setting!r} in the environment: set 2 or unset it")
+        return False
     is_hopper = torch.cuda.get_device_capability()[0] == 9
     if not is_hopper or "FA3" not in list_flash_attention_impls() or not find_spec("flash_attn_interface"):
         return False
     try:
         import_module("flash_attn_interface")
-    except (ImportError, OSError) as error:
-        _LOG.warning("FlashAttention 3 is not used: flash_attn_interface cannot be imported: %s", error)
+    except Exception as error:  # a package that was built for another torch raises any kind
+        _LOG.warning(
+            "FlashAttention 3 is not used: flash_attn_interface cannot be imported: %s "
+            "(MEGATRON_FLASH_ATTENTION=2 keeps FlashAttention 2)",
+            one_line(str(error)),
+        )
         return False
     return all(hasattr(torch.ops.flash_attn_3, name) for name in ("fwd", "bwd"))
 

@@ -191,11 +191,6 @@ class DistributedGPT:
         assert isinstance(layer_io, Tensor)
         return gather_sequence(layer_io, self.mesh.cp, dim=1)
 
-    def _global_rank(self, stage: int) -> int:
-        """Returns the rank that holds `stage` and has this rank's TP and DP coordinates."""
-        per_stage = self.mesh.ranks_per_stage
-        return self._rank_of_stage[stage] * per_stage + self.mesh.rank % per_stage
-
     def _send(self, layer_io: LayerIO, stage: int, rows: int, length: int) -> None:
         tensors = [layer_io] if isinstance(layer_io, Tensor) else list(layer_io)
         self.module.check_stage_output(stage, tensors, rows, length)
@@ -210,7 +205,9 @@ class DistributedGPT:
     def _exchange(self, operation: Callable, tensors: list[Tensor], stage: int) -> None:
         """Sends tensors to the rank of a stage, or receives them. A batch uses the communicator of the
         pipeline's group; a single message would need a communicator of the two ranks."""
-        rank = self._global_rank(stage)
+        per_stage = self.mesh.ranks_per_stage
+        # The rank with this rank's tensor- and data-parallel coordinates.
+        rank = self._rank_of_stage[stage] * per_stage + self.mesh.rank % per_stage
         messages = [dist.P2POp(operation, tensor, rank, self._pipeline) for tensor in tensors]
         for work in dist.batch_isend_irecv(messages):
             work.wait()

@@ -32,11 +32,12 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from megatron.config import ModelConfig
+from megatron.kernels.grouped_linear import Groups
 from megatron.kernels.operators import first_order, keep_input, take_input
 from megatron.model.layer_context import LayerContext
 from megatron.model.layer_list import FIRST_TRANSFORMER_LAYER
 from megatron.mpu.compilation import not_compiled
-from megatron.mpu.grouped_linear import Groups, grouped_linear
+from megatron.mpu.grouped_linear import grouped_linear
 from megatron.mpu.mesh import Mesh
 from megatron.mpu.parameter_spec import ParameterSpec, Shard
 from megatron.mpu.parameters import new_parameter

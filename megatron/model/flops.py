@@ -85,11 +85,15 @@ def layer_flops(config: Config, layer: LayerDescription, padded_vocab_size: int)
     """Returns the FLOPs of an entry of the layer list on one rank for one micro-batch, recomputation
     included."""
     if layer.kind is not None:
-        return transformer_layer_flops(config, layer.kind)
-    return head_flops(config, padded_vocab_size) if layer.role is Role.HEAD else 0.0
+        return _transformer_layer_flops(config, layer.kind)
+    if layer.role is not Role.HEAD:
+        return 0.0
+    tokens = config.batch.micro_batch_size * config.seq_length_per_rank
+    forward = 2 * tokens * config.model.hidden_size * padded_vocab_size
+    return _FORWARD_AND_BACKWARD * forward / config.parallel.tensor_model_parallel_size
 
 
-def transformer_layer_flops(config: Config, kind: LayerKind) -> float:
+def _transformer_layer_flops(config: Config, kind: LayerKind) -> float:
     """Returns the FLOPs of a transformer layer on one rank for one micro-batch, recomputation included. The
     Triton kernels compute no scores outside of the kind's window. All experts have equal numbers of tokens.
 
@@ -149,13 +153,6 @@ def recomputes_scores(config: Config, window: int | None = None, on_cpu: bool = 
     if not config.training.recomputes("core_attn"):
         return False
     return training_attention(config, window, on_cpu) == Implementation.UNFUSED
-
-
-def head_flops(config: Config, padded_vocab_size: int) -> float:
-    """Returns the FLOPs of the LM head on one rank for one micro-batch, forward and backward."""
-    tokens = config.batch.micro_batch_size * config.seq_length_per_rank
-    forward = 2 * tokens * config.model.hidden_size * padded_vocab_size
-    return _FORWARD_AND_BACKWARD * forward / config.parallel.tensor_model_parallel_size
 
 
 def tflops_per_device(flops: float, seconds: float, world_size: int) -> float:

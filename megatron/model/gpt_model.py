@@ -11,7 +11,7 @@ layers. `pipeline_layers` is the model as an ordered list of layers:
     3 .. L+2     ParallelTransformerLayerPipe                           [s, b, h]
                      x = x + dropout(attention(norm(x)))                ParallelSelfAttention
                      x = x + dropout(mlp(norm(x)))                      ParallelMLP
-                     or another of the arrangements below the class (--layer-arrangement);
+                     or another of the arrangements in residual.py (--layer-arrangement);
                      with --num-experts, mlp is an ExpertMLP (experts.py)
     L+3          to_batch_first (function)                              [b, s, h]
     L+4          MixedFusedLayerNorm or RMSNorm, the final norm         [b, s, h]
@@ -58,7 +58,7 @@ from megatron.model.experts import ExpertMLP
 from megatron.model.layer_context import LayerContext, LayerIO, join_layer_io, split_layer_io
 from megatron.model.layer_kinds import LayerDescription, Role, layer_kind
 from megatron.model.layer_list import FIRST_TRANSFORMER_LAYER, TIED_EMBEDDING
-from megatron.model.norm import norm_arguments, norm_class, norm_with_input
+from megatron.model.norm import norm_arguments, norm_class
 from megatron.model.position import document_ids_of, positions_within_documents
 from megatron.model.qk_norm import head_norm_vectors
 from megatron.model.residual import ResidualAddition
@@ -71,7 +71,6 @@ from megatron.mpu.layers import (
 )
 from megatron.mpu.mappings import gather_from_rank_block, gather_from_tensor_region
 from megatron.mpu.parameters import mark_sequence_parallel_grads
-from megatron.mpu.random import dropout
 from megatron.mpu.recompute import recomputed
 from megatron.mpu.vector_math import initialize_vector_math
 
@@ -145,18 +144,15 @@ class EmbeddingPipe(nn.Module):
         if model.embed_layernorm:
             self.word_embeddings.norm = norm_class(context.config)(*norm_arguments(context.config))
         table = context.positions.table
-        self.absolute = table is not None
-        if table is not None:
-            self.position_embeddings = table(model)
+        self.position_embeddings: Any = None if table is None else table(model)
         self.eod = eod
         self.reset_position_ids = context.config.data.reset_position_ids
         self.passes_document_ids = context.layers_need_document_ids
         self.fp32_residual = context.config.precision.fp32_residual_connection
-        self.dropout_rate = model.hidden_dropout
         self.embed_norm = model.embed_layernorm
         self.multiplier = context.embedding_multiplier
-        self.dropout_rng, self.dropout_part = context.dropout_rng, context.dropout_part
         self.sequence_parallel = context.sequence_parallel
+        self.dropout = ResidualAddition(context, "embedding.dropout", batch_dim=int(self.sequence_parallel))
         if self.sequence_parallel:
             mark_sequence_parallel_grads(self)
 
@@ -167,7 +163,7 @@ class EmbeddingPipe(nn.Module):
         hidden = self.word_embeddings(shard_sequence(tokens, self.cp_group, dim=1))
         if self.embed_norm:
             hidden = self.word_embeddings.norm(hidden)
-        if self.absolute:
+        if self.position_embeddings is not None:
             if self.reset_position_ids:
                 positions = positions_within_documents(document_ids)
             else:
@@ -177,11 +173,7 @@ class EmbeddingPipe(nn.Module):
             hidden = hidden * self.multiplier
         if self.fp32_residual:
             hidden = hidden.float()
-        if self.training and self.dropout_rate > 0:
-            rate, rng, salt = self.dropout_rate, self.dropout_rng, "embedding.dropout"
-            batch_dim = 1 if self.sequence_parallel else 0
-            part = self.dropout_part(hidden, 1 - batch_dim)
-            hidden = dropout(hidden, rate, rng, salt, batch_dim=batch_dim, part=part, tp_group=self.tp_group)
+        hidden = self.dropout(hidden, None, None)
         return join_layer_io(hidden, document_ids if self.passes_document_ids else None)
 
     def _position_vectors(self, positions: Tensor, batch: int) -> Tensor:
@@ -229,12 +221,13 @@ class ParallelTransformerLayerPipe(nn.Module):
     """Transformer layer: hidden [seq, batch, hidden] -> [seq, batch, hidden].
 
     With --sequence-parallel hidden is this rank's shard [seq / TP, batch, hidden]. document_ids, if any, are
-    returned unchanged. The functions below this class arrange norms, attention and MLP.
+    returned unchanged. The functions of residual.py arrange norms, attention and MLP.
     """
 
     def __init__(self, context: LayerContext, layer_index: int) -> None:
         """`layer_index`: this layer's index in `pipeline_layers`. It is also part of its dropout's salt."""
         super().__init__()
+        context = context.of_layer(layer_index)
         model = context.config.model
         self.arrange = LAYER_ARRANGEMENTS.load(model.layer_arrangement)
 
@@ -249,10 +242,12 @@ class ParallelTransformerLayerPipe(nn.Module):
         self.pre_mlp_layernorm = norm("pre_mlp_layernorm")
         self.mlp = new_mlp(context, layer_index)
         self.post_mlp_layernorm = norm("post_mlp_layernorm")
+        self.metrics = context.metrics  # a metric of the layer is one line more (CONTRIBUTING.md)
         self.recomputes_norms = context.config.training.recomputes("layernorm")
         self.residual_after_norm = model.apply_residual_connection_post_layernorm
-        self.attention_addition = ResidualAddition(context, f"{layer_index}.self_attention.hidden_dropout")
-        self.mlp_addition = ResidualAddition(context, f"{layer_index}.mlp.hidden_dropout")
+        self.additions: Any = nn.ModuleDict()
+        for block in ("self_attention", "mlp"):
+            self.additions[block] = ResidualAddition(context, f"{layer_index}.{block}.hidden_dropout")
         if context.sequence_parallel:
             mark_sequence_parallel_grads(self)
 
@@ -262,20 +257,13 @@ class ParallelTransformerLayerPipe(nn.Module):
 
     def dropout_add(self, output: Tensor, residual: Tensor, block: str) -> Tensor:
         """Returns residual + dropout(output + skipped bias, if any). block: 'self_attention' or 'mlp'."""
-        addition, bias = self._addition(block)
-        return addition(output, residual, bias)
+        return self.additions[block](output, residual, getattr(self, block).skipped_bias)
 
     def add_and_norm(
         self, output: Tensor, residual: Tensor, block: str, norm: nn.Module
     ) -> tuple[Tensor, Tensor]:
         """Returns the sum of `dropout_add` and its norm."""
-        addition, bias = self._addition(block)
-        return addition.and_norm(norm, output, residual, bias)
-
-    def _addition(self, block: str) -> tuple[ResidualAddition, Tensor | None]:
-        if block == "mlp":
-            return self.mlp_addition, self.mlp.skipped_bias
-        return self.attention_addition, self.self_attention.dense.skipped_bias
+        return self.additions[block].and_norm(norm, output, residual, getattr(self, block).skipped_bias)
 
     def recomputed(self, norm: nn.Module, x: Tensor, normed: Tensor) -> AbstractContextManager[None]:
         """Returns a context in which no layer stores normed = norm(x), with --recompute-modules layernorm."""
@@ -284,64 +272,13 @@ class ParallelTransformerLayerPipe(nn.Module):
     def before_compiled(self, layer_io: LayerIO) -> None:
         """Fetches the keys of the layer's dropouts, before a compiled forward pass."""
         hidden, _ = split_layer_io(layer_io)
-        self.attention_addition.fetch_keys(hidden)
-        self.mlp_addition.fetch_keys(hidden)
+        for addition in self.additions.values():
+            addition.fetch_keys(hidden)
 
     @classmethod
     def describe(cls, context: LayerContext, layer_index: int) -> LayerDescription:
         kind = layer_kind(context.config.model, layer_index - FIRST_TRANSFORMER_LAYER)
         return LayerDescription(cls.__name__, Role.TRANSFORMER, kind)
-
-
-def pre_norm(layer: ParallelTransformerLayerPipe, x: Tensor, document_ids: Tensor | None) -> Tensor:
-    """x = x + dropout(attention(norm(x))), then x = x + dropout(mlp(norm(x))).
-
-    With --apply-residual-connection-post-layernorm the residual is norm(x) instead of x.
-    """
-    x, normed = norm_with_input(layer.input_layernorm, x)
-    with layer.recomputed(layer.input_layernorm, x, normed):
-        output = layer.self_attention(normed, document_ids)
-    residual = normed if layer.residual_after_norm else x
-    x, normed = layer.add_and_norm(output, residual, "self_attention", layer.post_attention_layernorm)
-    with layer.recomputed(layer.post_attention_layernorm, x, normed):
-        output = layer.mlp(normed)
-    return layer.dropout_add(output, normed if layer.residual_after_norm else x, "mlp")
-
-
-def post_norm(layer: ParallelTransformerLayerPipe, x: Tensor, document_ids: Tensor | None) -> Tensor:
-    """x = x + dropout(norm(attention(y))), then x = x + dropout(norm(mlp(y))), where y is x or norm(x).
-
-    OLMo 2 has y = x (arXiv 2501.00656, section 3.2), Gemma 3 has y = norm(x) (pre-post-norm, arXiv
-    2503.19786). The original Transformer normalizes the sum.
-    """
-    x, normed = norm_with_input(layer.input_layernorm, x)
-    with layer.recomputed(layer.input_layernorm, x, normed):
-        output = layer.self_attention(normed, document_ids)
-    output = layer.post_attention_layernorm(output)
-    x, normed = layer.add_and_norm(output, x, "self_attention", layer.pre_mlp_layernorm)
-    with layer.recomputed(layer.pre_mlp_layernorm, x, normed):
-        output = layer.mlp(normed)
-    return layer.dropout_add(layer.post_mlp_layernorm(output), x, "mlp")
-
-
-def parallel(layer: ParallelTransformerLayerPipe, x: Tensor, document_ids: Tensor | None) -> Tensor:
-    """x + dropout(attention(norm1(x))) + dropout(mlp(norm2(x))): GPT-NeoX (arXiv 2204.06745)."""
-    x, normed = norm_with_input(layer.input_layernorm, x)
-    with layer.recomputed(layer.input_layernorm, x, normed):
-        attended = layer.self_attention(normed, document_ids)
-    x, normed = norm_with_input(layer.post_attention_layernorm, x)
-    with layer.recomputed(layer.post_attention_layernorm, x, normed):
-        output = layer.mlp(normed)
-    return layer.dropout_add(output, layer.dropout_add(attended, x, "self_attention"), "mlp")
-
-
-def parallel_one_norm(layer: ParallelTransformerLayerPipe, x: Tensor, document_ids: Tensor | None) -> Tensor:
-    """x + dropout(attention(y)) + dropout(mlp(y)) with y = norm(x): GPT-J, Falcon 7B (arXiv 2311.16867)."""
-    x, normed = norm_with_input(layer.input_layernorm, x)
-    with layer.recomputed(layer.input_layernorm, x, normed):
-        attended = layer.self_attention(normed, document_ids)
-        output = layer.mlp(normed)
-    return layer.dropout_add(output, layer.dropout_add(attended, x, "self_attention"), "mlp")
 
 
 class ParallelSelfAttention(nn.Module):
@@ -370,14 +307,20 @@ class ParallelSelfAttention(nn.Module):
         rows = (model.query_width // model.query_groups, self.head_dim, self.head_dim)
         projection = {**first, "bias": model.qkv_bias, "matrix_rows": rows}
         self.query_key_value = ColumnParallelLinear(model.hidden_size, width, context.tp_group, **projection)
-        self.has_qk_norms = model.qk_layernorm
-        if self.has_qk_norms:
+        self.q_layernorm: Any = None
+        self.k_layernorm: Any = None
+        if model.qk_layernorm:
             self.q_layernorm, self.k_layernorm = QK_NORMS.load(model.qk_layernorm_scope)(context)
-        self.norms_in_kernel = not self.has_qk_norms or model.qk_layernorm_scope == "head"
+        self.norms_in_kernel = not model.qk_layernorm or model.qk_layernorm_scope == "head"
         self.rotary = context.rotary(layer_index)
         self.reset_position_ids = context.resets_rotary_positions
         self.core_attention = CoreAttention(context, layer_index)
         self.dense = RowParallelLinear(model.query_width, model.hidden_size, context.tp_group, **second)
+
+    @property
+    def skipped_bias(self) -> Tensor | None:
+        """See `RowParallelLinear`."""
+        return self.dense.skipped_bias
 
     def forward(self, hidden: Tensor, document_ids: Tensor | None) -> Tensor:
         """hidden [seq / CP, batch, hidden], document_ids [batch, seq] or None -> the shape of hidden."""
@@ -395,12 +338,12 @@ class ParallelSelfAttention(nn.Module):
         group = self.heads // self.groups
         positions = positions_within_documents(document_ids) if self.reset_position_ids else None
         if self.rotary is not None and self.norms_in_kernel and self.rotary.in_kernel(projected):
-            norms = head_norm_vectors(self.q_layernorm, self.k_layernorm) if self.has_qk_norms else None
+            norms = head_norm_vectors(self.q_layernorm, self.k_layernorm)
             return self.rotary.split_and_rotate(projected, self.groups, group, positions, norms)
         shape = (*projected.shape[:2], self.groups, group + 2, self.head_dim)
         query, key, value = projected.view(shape).split((group, 1, 1), dim=3)
         query, key, value = query.flatten(2, 3), key.squeeze(3), value.squeeze(3)
-        if self.has_qk_norms:
+        if self.q_layernorm is not None:
             query, key = self.q_layernorm(query), self.k_layernorm(key)
         if self.rotary is not None:
             query, key = self.rotary.rotate(query, key, positions)

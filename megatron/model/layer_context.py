@@ -11,11 +11,11 @@ from megatron.config.registries import POSITION_EMBEDDINGS
 from megatron.model.layer_list import FIRST_TRANSFORMER_LAYER, PARAMETER_DTYPES, final_norm_of
 from megatron.model.position import AttentionMasks, PositionScheme, RotaryEmbedding
 from megatron.mpu.context_parallel import sequence_chunks, tensor_shard
-from megatron.mpu.deferred_gradients import DeferredGradients
 from megatron.mpu.mesh import Axis, Mesh
 from megatron.mpu.products import Fp8
 from megatron.mpu.random import DropoutRNG, Part
 from megatron.mpu.step_metrics import StepMetrics
+from megatron.mpu.weight_gradient import DeferredGradients
 
 # What a layer receives and returns, and what a stage sends to the next: hidden, or (hidden, document_ids).
 LayerIO = Tensor | tuple[Tensor, Tensor]
@@ -36,7 +36,7 @@ def join_layer_io(hidden: Tensor, document_ids: Tensor | None) -> LayerIO:
 class LayerContext:
     """What all layers of a stage share: the configuration, the mesh, the dropout RNG, and with
     --pipeline-schedule zero-bubble the queue of deferred weight gradients. metrics: records values to log.
-    fp8: of the linear layers of transformer layers, with --fp8-format."""
+    fp8: of the linear layers, with --fp8-format; None in a layer in bf16."""
 
     config: Config
     mesh: Mesh
@@ -44,6 +44,16 @@ class LayerContext:
     deferred: DeferredGradients | None = None
     metrics: StepMetrics = field(default_factory=StepMetrics)
     fp8: Fp8 | None = None
+
+    def of_layer(self, layer_index: int) -> "LayerContext":
+        """Returns the context of a layer of the layer list: without FP8 if the layer is in bf16. All layers
+        share masks and rotary tables."""
+        layer = layer_index - FIRST_TRANSFORMER_LAYER
+        if self.fp8 is None or not self.config.model.is_bf16_layer(layer):
+            return self
+        context = replace(self, fp8=None)
+        vars(context).update(_masks=self._masks, _rotary=self._rotary)  # the cached properties
+        return context
 
     @property
     def tp_group(self) -> Axis:

@@ -13,7 +13,7 @@ from enum import Enum
 from typing import Any
 
 from megatron.config import ModelConfig
-from megatron.config.sections.layer_pattern import DENSE, EXPERTS, FULL, WINDOW
+from megatron.config.sections.layer_pattern import BF16, DENSE, EXPERTS, FP8, FULL, WINDOW
 
 
 @dataclass(frozen=True)
@@ -22,9 +22,10 @@ class LayerKind:
 
     window: see --window-size. matrix_elements: number of elements in the layer's weight matrices.
     unused_elements: number of those that a token does not use, because they belong to other experts than its
-    own. window_letter, expert_letter: stand for the kind in --window-pattern and --moe-layer-freq; '' without
-    a pattern, and without experts. suffix: follows the class name in the names that --partition-method
-    type:REGEX matches; '' if all layers are of one kind.
+    own. window_letter, expert_letter, fp8_letter: stand for the kind in --window-pattern, --moe-layer-freq
+    and --fp8-layer-pattern; '' without a pattern, without experts, and if all layers have one precision.
+    suffix: follows the class name in the names that --partition-method type:REGEX matches; '' if all layers
+    are of one kind.
     """
 
     window: int | None
@@ -32,6 +33,7 @@ class LayerKind:
     unused_elements: int = 0
     window_letter: str = ""
     expert_letter: str = ""
+    fp8_letter: str = ""
     suffix: str = field(default="", compare=False)
 
     @property
@@ -58,7 +60,7 @@ def layer_kind(model: ModelConfig, layer: int) -> LayerKind:
     """Returns the kind of a transformer layer, counted from 0."""
     hidden, matrices = model.hidden_size, 3 if model.glu_activation else 2
     elements, unused = (2 * model.query_width + 2 * model.key_width) * hidden, 0
-    window_letter = expert_letter = suffix = ""
+    window_letter = expert_letter = fp8_letter = suffix = ""
     if model.window_pattern is not None:
         window_letter = WINDOW if model.has_window(layer) else FULL
         suffix += "@window" if model.has_window(layer) else "@full"
@@ -73,8 +75,11 @@ def layer_kind(model: ModelConfig, layer: int) -> LayerKind:
         expert_letter = EXPERTS if model.has_experts(layer) else DENSE
         if len(model.moe_layer_freq) > 1:
             suffix += "@experts" if model.has_experts(layer) else "@dense"
+    if model.first_last_layers_bf16 or model.fp8_layer_pattern:
+        fp8_letter = BF16 if model.is_bf16_layer(layer) else FP8
+        suffix += "@bf16" if fp8_letter == BF16 else "@fp8"
     window = model.window_size if model.has_window(layer) else None
-    return LayerKind(window, elements, unused, window_letter, expert_letter, suffix)
+    return LayerKind(window, elements, unused, window_letter, expert_letter, fp8_letter, suffix)
 
 
 def layer_kinds(model: ModelConfig) -> list[LayerKind]:
@@ -86,16 +91,19 @@ def settings_for_kinds(kinds: Sequence[LayerKind]) -> dict[str, Any]:
     """Returns the settings of a model with transformer layers of these kinds: 'section.field' -> value."""
     windows = tuple(letter for kind in kinds if (letter := kind.window_letter))
     experts = tuple(letter for kind in kinds if (letter := kind.expert_letter))
+    precisions = tuple(letter for kind in kinds if (letter := kind.fp8_letter))
     return {
         "model.num_layers": len(kinds),
         "model.window_pattern": windows or None,
         "model.moe_layer_freq": experts or (EXPERTS,),
+        "model.fp8_layer_pattern": precisions or None,
     }
 
 
 def period(kinds: Sequence[LayerKind]) -> int:
-    """Returns the number of layers after which the kinds repeat."""
-    return next(n for n in range(1, len(kinds) + 1) if kinds[n:] == kinds[: len(kinds) - n])
+    """Returns the number of layers after which the kinds repeat; all of them if they do not occur twice."""
+    halves = range(1, len(kinds) // 2 + 1)
+    return next((n for n in halves if kinds[n:] == kinds[: len(kinds) - n]), len(kinds))
 
 
 class Role(Enum):

@@ -5,6 +5,7 @@ In a transformer layer a norm's input is also the residual of the next addition,
 one. `norm_with_input` and `add_and_norm` compute both with the norm, in one Triton kernel per pass.
 """
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -37,17 +38,11 @@ def norm_arguments(
     return arguments
 
 
-def _factor(weight: Tensor, zero_centered: bool) -> Tensor:
-    """Returns the factor of a normalized input, in fp32: the weight, or 1 + weight (--apply-layernorm-1p)."""
-    return weight.float() + 1.0 if zero_centered else weight.float()
+class _Norm(nn.Module):
+    """A norm over the last dimension; statistics in fp32, output in the parameters' dtype."""
 
-
-class MixedFusedLayerNorm(nn.Module):
-    """Layer norm over the last dimension; statistics in fp32, output in the parameters' dtype.
-
-    Megatron-DeepSpeed checkpoints use this class name for the final norm. With `use_apex` the kernel is
-    apex's (NVIDIA's apex must be installed), otherwise Triton's or PyTorch's.
-    """
+    normalize: Callable[..., Tensor]
+    """(input, shape, [weight, bias or weight], epsilon) -> output, of one dtype."""
 
     def __init__(
         self, hidden_size: int, epsilon: float, use_apex: bool = False, zero_centered: bool = False
@@ -56,56 +51,49 @@ class MixedFusedLayerNorm(nn.Module):
         self.normalized_shape = (hidden_size,)
         self.epsilon, self.zero_centered = epsilon, zero_centered
         start = ParameterSpec((hidden_size,), init_value=1.0 - zero_centered, weight_decay=False)
-        zeros = ParameterSpec((hidden_size,), init_value=0.0, weight_decay=False)
         # Replicated over the tensor-parallel ranks: every rank holds the full vector.
         self.weight = new_parameter(start)
-        self.bias = new_parameter(zeros)
-        self.normalize = _apex_layer_norm if use_apex else F.layer_norm
+        self.bias: nn.Parameter | None = None
 
     def forward(self, hidden: Tensor) -> Tensor:
         """[..., hidden] in any float dtype -> [..., hidden] in the dtype of the parameters."""
-        weight, bias = self.weight, self.bias
+        weight, bias = self.weight, [] if self.bias is None else [self.bias]
         if in_kernel(self, hidden):
             return norm_with_input(self, hidden)[1]
         if hidden.dtype == weight.dtype and not self.zero_centered:
-            return self.normalize(hidden, self.normalized_shape, weight, bias, self.epsilon)
-        factor = _factor(weight, self.zero_centered)
-        wide = self.normalize(hidden.float(), self.normalized_shape, factor, bias.float(), self.epsilon)
+            return self.normalize(hidden, self.normalized_shape, weight, *bias, self.epsilon)
+        # The factor is the weight, or 1 + weight (--apply-layernorm-1p).
+        factor = weight.float() + 1.0 if self.zero_centered else weight.float()
+        vectors = (factor, *(vector.float() for vector in bias))
+        wide = self.normalize(hidden.float(), self.normalized_shape, *vectors, self.epsilon)
         return wide.to(weight.dtype)
 
 
-class RMSNorm(nn.Module):
-    """RMS norm over the last dimension (arXiv 1910.07467): x / sqrt(mean(x^2) + epsilon) * weight.
+class MixedFusedLayerNorm(_Norm):
+    """Layer norm. Megatron-DeepSpeed checkpoints use this class name for the final norm.
 
-    Statistics in fp32, output in the parameter's dtype. `use_apex` has no effect.
+    With `use_apex` the kernel is apex's (NVIDIA's apex must be installed), otherwise Triton's or PyTorch's.
     """
 
     def __init__(
         self, hidden_size: int, epsilon: float, use_apex: bool = False, zero_centered: bool = False
     ) -> None:
-        super().__init__()
-        self.normalized_shape = (hidden_size,)
-        self.epsilon, self.zero_centered = epsilon, zero_centered
-        start = ParameterSpec((hidden_size,), init_value=1.0 - zero_centered, weight_decay=False)
-        self.weight = new_parameter(start)
-        self.bias, self.normalize = None, F.rms_norm
+        super().__init__(hidden_size, epsilon, use_apex, zero_centered)
+        self.bias = new_parameter(ParameterSpec((hidden_size,), init_value=0.0, weight_decay=False))
+        self.normalize = _apex_layer_norm if use_apex else F.layer_norm
 
-    def forward(self, hidden: Tensor) -> Tensor:
-        """[..., hidden] in any float dtype -> [..., hidden] in the dtype of the parameter."""
-        weight = self.weight
-        if in_kernel(self, hidden):
-            return norm_with_input(self, hidden)[1]
-        if hidden.dtype == weight.dtype and not self.zero_centered:
-            return F.rms_norm(hidden, self.normalized_shape, weight, self.epsilon)
-        factor = _factor(weight, self.zero_centered)
-        wide = F.rms_norm(hidden.float(), self.normalized_shape, factor, self.epsilon)
-        return wide.to(weight.dtype)
+
+class RMSNorm(_Norm):
+    """RMS norm (arXiv 1910.07467): x / sqrt(mean(x^2) + epsilon) * weight. `use_apex` has no effect."""
+
+    def normalize(self, *arguments: Any) -> Tensor:
+        return F.rms_norm(*arguments)
 
 
 def in_kernel(norm: nn.Module, hidden: Tensor) -> bool:
     """Returns whether a Triton kernel computes this norm of tensors like `hidden`."""
     return (
-        isinstance(norm, (MixedFusedLayerNorm, RMSNorm))
+        isinstance(norm, _Norm)
         and norm.normalize is not _apex_layer_norm
         and norm.normalized_shape[0] <= layer_norm.MAX_WIDTH
         and not torch.compiler.is_compiling()

@@ -34,7 +34,6 @@ from megatron.model.layer_kinds import LayerDescription, Role, embedding_and_hea
 from megatron.model.layer_list import PARAMETER_DTYPES, TIED_EMBEDDING
 from megatron.model.loss import CrossEntropy
 from megatron.mpu.compilation import compile_in_place
-from megatron.mpu.deferred_gradients import DeferredGradients
 from megatron.mpu.mesh import Axis, Mesh, chunks_of_rank
 from megatron.mpu.parameter_spec import ParameterSpec
 from megatron.mpu.parameters import (
@@ -47,6 +46,7 @@ from megatron.mpu.parameters import (
 from megatron.mpu.products import Fp8
 from megatron.mpu.random import DropoutRNG
 from megatron.mpu.step_metrics import StepMetrics
+from megatron.mpu.weight_gradient import DeferredGradients
 
 
 def describe(layer: LayerSpec | Callable) -> LayerDescription:

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from megatron.config import ModelConfig
 from megatron.config.registries import ROPE_SCALINGS
-from megatron.kernels.rotary import HeadNorms, Heads, split_and_rotate
+from megatron.kernels.rotary import NO_NORMS, HeadNorms, Heads, split_and_rotate
 from megatron.kernels.selection import uses_kernels
 from megatron.mpu.compilation import not_compiled
 from megatron.mpu.context_parallel import positions_of, shard_sequence
@@ -253,7 +253,7 @@ class RotaryEmbedding:
         groups: int,
         group: int,
         positions: Tensor | None,
-        norms: HeadNorms | None = None,
+        norms: HeadNorms = NO_NORMS,
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Splits a projection [seq, batch, groups x (group + 2) x head_dim] into query, key and value, and
         rotates query and key, in one launch of a Triton kernel. norms: of query and key before that."""

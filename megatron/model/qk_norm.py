@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from megatron.kernels.operators import first_order
-from megatron.kernels.rotary import HeadNorms
+from megatron.kernels.rotary import NO_NORMS, HeadNorms
 from megatron.model.layer_context import LayerContext
 from megatron.model.norm import norm_arguments, norm_class
 from megatron.mpu.compilation import not_compiled
@@ -29,7 +29,9 @@ def head_norms(context: LayerContext) -> tuple[nn.Module, nn.Module]:
 
 
 def head_norm_vectors(queries: Any, keys: Any) -> HeadNorms:
-    """Returns the parameters of the modules of `head_norms`, for the kernel that also rotates."""
+    """Returns the parameters of the modules of `head_norms`, or of none, for the kernel that also rotates."""
+    if queries is None:
+        return NO_NORMS
     vectors = queries.weight, keys.weight, queries.bias, keys.bias
     return HeadNorms(*vectors, queries.epsilon, queries.zero_centered)
 

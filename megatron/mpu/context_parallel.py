@@ -80,18 +80,14 @@ class _GatherKeysAndValues(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, key: Tensor, value: Tensor, cp_group: Axis) -> tuple[Tensor, Tensor]:
         ctx.cp_group = cp_group
-        return gather_both(key, value, cp_group)
+        # In one collective; the results are views of one tensor.
+        key, value = _all_gather(torch.stack((key, value), dim=1), cp_group).unbind(1)
+        return key, value
 
     @staticmethod
     def backward(ctx: Any, grad_key: Tensor, grad_value: Tensor) -> tuple[Tensor, Tensor, None]:
         key, value = _reduce_scatter((grad_key, grad_value), ctx.cp_group)
         return key, value, None
-
-
-def gather_both(key: Tensor, value: Tensor, cp_group: Axis) -> tuple[Tensor, Tensor]:
-    """Returns the all-gathered keys and values, views of one tensor. No autograd."""
-    whole_key, whole_value = _all_gather(torch.stack((key, value), dim=1), cp_group).unbind(1)
-    return whole_key, whole_value
 
 
 def _all_gather(x: Tensor, cp_group: Axis) -> Tensor:

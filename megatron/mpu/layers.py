@@ -28,11 +28,11 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from megatron.kernels.grouped_linear import Groups, sum_groups
 from megatron.kernels.operators import first_order, keep_input, take_input
 from megatron.kernels.selection import uses_kernels
 from megatron.mpu.compilation import not_compiled
 from megatron.mpu.compiled_operators import compiled_linear
-from megatron.mpu.deferred_gradients import DeferredGradients, ensure_requires_grad
 from megatron.mpu.embedding import embedding
 from megatron.mpu.mappings import (
     all_gather_sequence,
@@ -44,7 +44,13 @@ from megatron.mpu.mesh import Axis
 from megatron.mpu.parameter_spec import ParameterSpec, Shard
 from megatron.mpu.parameters import new_parameter, spec_of
 from megatron.mpu.products import PLAIN, Fp8, Products, products_of
-from megatron.mpu.weight_gradient import Gradient, fuses_accumulation, weight_gradient
+from megatron.mpu.weight_gradient import (
+    DeferredGradients,
+    Gradient,
+    ensure_requires_grad,
+    fuses_accumulation,
+    weight_gradient,
+)
 from megatron.torch_versions import all_gather_single, reduce_scatter_single
 
 _ONE_RANK = Axis("tp")
@@ -154,9 +160,11 @@ class ColumnParallelLinear(_ParallelLinear):
         """bias_gradient: False if the next operation computes the gradient of the bias."""
         bias = self.bias if bias_gradient or self.bias is None else self.bias.detach()
         if self.overlap_chunks > 1:
-            arguments = (x, self.weight, bias, self.tp_group, self.overlap_chunks)
-            return _overlapped(_OverlappedColumnLinear, *arguments)
-        function = _SequenceColumnLinear if self.sequence_parallel and self.tp_group.size > 1 else _Linear
+            arguments = (x, self.weight, bias, self.tp_group, None, PLAIN, self.overlap_chunks)
+            return _overlapped(_SequenceColumnLinear, *arguments)
+        function = (
+            _SequenceColumnLinear if self.sequence_parallel and self.tp_group.size > 1 else LinearFunction
+        )
         return linear(x, self.weight, bias, self.deferred, self.tp_group, function, products=self.products)
 
 
@@ -214,7 +222,7 @@ def linear(
 ) -> torch.Tensor:
     """Runs F.linear, with these products. The gradient of `x` is summed over the ranks of `tp_group`. The
     backward pass computes `weight_gradient`, or queues that computation in `deferred`. If autograd's own
-    gradients do, it is a PyTorch operation. function: `_Linear` if None."""
+    gradients do, it is a PyTorch operation. function: `LinearFunction` if None."""
     if tp_group.size == 1 and products is PLAIN:
         if not torch.is_grad_enabled():
             return products.output(x, weight, bias)
@@ -223,14 +231,14 @@ def linear(
                 return compiled_linear(x, weight, bias)
             if not fuses_accumulation(weight):
                 return F.linear(x, weight, bias)
-            return _Linear.apply(x, weight, bias, tp_group, None, products)
-    return _apply_linear(function or _Linear, x, weight, bias, deferred, tp_group, products)
+            return LinearFunction.apply(x, weight, bias, tp_group, None, products)
+    return apply_linear(function or LinearFunction, x, weight, bias, deferred, tp_group, products)
 
 
 # Not compiled: keeps the overlap of collectives with matrix products as it is written. The graph of a
 # compiled function would also compute deferred gradients at once.
 @not_compiled
-def _apply_linear(
+def apply_linear(
     function: type[torch.autograd.Function],
     x: torch.Tensor,
     weight: torch.Tensor,
@@ -238,11 +246,13 @@ def _apply_linear(
     deferred: DeferredGradients | None,
     tp_group: Axis,
     products: Products,
+    *groups: Groups,
 ) -> torch.Tensor:
+    """Runs `function`, a linear layer. groups: the rows of each expert, only with `LinearFunction`."""
     if deferred is None:
-        return function.apply(x, weight, bias, tp_group, None, products)
+        return function.apply(x, weight, bias, tp_group, None, products, *groups)
     defer = partial(deferred.add, weight)
-    return function.apply(ensure_requires_grad(x), weight.detach(), bias, tp_group, defer, products)
+    return function.apply(ensure_requires_grad(x), weight.detach(), bias, tp_group, defer, products, *groups)
 
 
 @not_compiled
@@ -261,9 +271,9 @@ def _reduce_output(y: torch.Tensor, tp_group: Axis, sequence_parallel: bool) -> 
 
 
 @first_order
-class _Linear(torch.autograd.Function):
-    """F.linear. The input's gradient is all-reduced while the backward pass computes the weight's gradient,
-    or passes that computation to `defer`."""
+class LinearFunction(torch.autograd.Function):
+    """F.linear, or with `groups` the linear layer of experts. The input's gradient is all-reduced while the
+    backward pass computes the weight's gradient, or passes that computation to `defer`."""
 
     @staticmethod
     def forward(
@@ -274,24 +284,28 @@ class _Linear(torch.autograd.Function):
         tp_group: Axis,
         defer: Callable[[Gradient], None] | None,
         products: Products,
+        groups: Groups | None = None,
     ) -> torch.Tensor:
         keep_input(ctx, x)
         ctx.tp_group, ctx.weight, ctx.defer, ctx.products = tp_group, weight, defer, products
-        return products.output(x, weight, bias)
+        ctx.groups = groups
+        return products.output(x, weight, bias, groups)
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        x, rows = take_input(ctx), grad.reshape(-1, grad.shape[-1])
+        x, rows, groups = take_input(ctx), grad.reshape(-1, grad.shape[-1]), ctx.groups
+        if groups is not None:
+            rows = rows.contiguous()  # not an expanded tensor, whose strides products of groups do not take
         grad_x = pending = None
         if ctx.needs_input_grad[0]:
-            grad_x = ctx.products.input_gradient(rows, ctx.weight).view(x.shape)
+            grad_x = ctx.products.input_gradient(rows, ctx.weight, groups).view(x.shape)
             if ctx.tp_group.size > 1:
                 pending = dist.all_reduce(grad_x, group=ctx.tp_group.group, async_op=True)
-        compute = partial(weight_gradient, x=x.detach() if ctx.defer else x)
-        others = _weight_and_bias_gradients(ctx, rows, compute)
+        compute = partial(weight_gradient, x=x.detach() if ctx.defer else x, groups=groups)
+        others = _weight_and_bias_gradients(ctx, rows, compute, groups)
         if pending is not None:
             pending.wait()
-        return grad_x, *others, None, None, None
+        return grad_x, *others, None, None, None, None
 
 
 @first_order
@@ -300,7 +314,8 @@ class _SequenceColumnLinear(torch.autograd.Function):
 
     Only this rank's shard of the input is kept. The backward pass all-gathers the input while it computes the
     input's gradient, and reduce-scatters that gradient while it computes the weight's gradient. With `defer`
-    the all-gather and the weight's gradient come later, in the weight-gradient pass.
+    the all-gather and the weight's gradient come later, in the weight-gradient pass. max_chunks: above 1 the
+    all-gather of the forward pass overlaps with the product.
     """
 
     @staticmethod
@@ -312,9 +327,12 @@ class _SequenceColumnLinear(torch.autograd.Function):
         tp_group: Axis,
         defer: Callable[[Gradient], None] | None,
         products: Products,
+        max_chunks: int = 1,
     ) -> torch.Tensor:
         ctx.save_for_backward(x, weight)
         ctx.tp_group, ctx.weight, ctx.defer, ctx.products = tp_group, weight, defer, products
+        if max_chunks > 1:
+            return gather_and_multiply(x, weight.t(), bias, tp_group, max_chunks)[0]
         full, pending = all_gather_sequence(x, tp_group)
         pending.wait()
         return products.output(full, weight, bias)
@@ -332,21 +350,23 @@ class _SequenceColumnLinear(torch.autograd.Function):
         grad_x, summed = reduce_scatter_sequence(grad_full, ctx.tp_group)
         others = _weight_and_bias_gradients(ctx, grad.reshape(-1, grad.shape[-1]), compute)
         summed.wait()
-        return grad_x, *others, None, None, None
+        return grad_x, *others, None, None, None, None
 
 
 def _weight_and_bias_gradients(
-    ctx: Any, rows: torch.Tensor, compute: Callable[..., torch.Tensor | None]
+    ctx: Any, rows: torch.Tensor, compute: Callable[..., torch.Tensor | None], groups: Groups | None = None
 ) -> tuple[torch.Tensor | None, torch.Tensor | None]:
     """Returns the gradients of weight and bias. rows: the gradient of the output, [rows, n_out]. compute:
     returns the weight's gradient from the weight and the rows. With `ctx.defer` it is passed to `defer`, and
-    the weight's gradient is None."""
+    the weight's gradient is None. groups: the rows of each expert."""
     grad_weight = None
     if ctx.defer is not None:
         ctx.defer(partial(compute, grad=rows))
     elif ctx.needs_input_grad[1]:
         grad_weight = compute(ctx.weight, grad=rows)
-    return grad_weight, rows.sum(0) if ctx.needs_input_grad[2] else None
+    if not ctx.needs_input_grad[2]:
+        return grad_weight, None
+    return grad_weight, rows.sum(0) if groups is None else sum_groups(rows, groups)
 
 
 def _gathered_weight_gradient(
@@ -356,28 +376,6 @@ def _gathered_weight_gradient(
     full, pending = all_gather_sequence(x, tp_group)
     pending.wait()
     return weight_gradient(weight, grad, full)
-
-
-@first_order
-class _OverlappedColumnLinear(torch.autograd.Function):
-    """`_SequenceColumnLinear` with an all-gather that overlaps with the product."""
-
-    @staticmethod
-    def forward(
-        ctx: Any,
-        x: torch.Tensor,
-        weight: torch.Tensor,
-        bias: torch.Tensor | None,
-        tp_group: Axis,
-        max_chunks: int,
-    ) -> torch.Tensor:
-        ctx.save_for_backward(x, weight)
-        ctx.tp_group, ctx.weight, ctx.defer, ctx.products = tp_group, weight, None, PLAIN
-        return gather_and_multiply(x, weight.t(), bias, tp_group, max_chunks)[0]
-
-    @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        return _SequenceColumnLinear.backward(ctx, grad)[:-1]
 
 
 @first_order

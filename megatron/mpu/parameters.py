@@ -162,8 +162,8 @@ def has_memory(parameter: torch.Tensor) -> bool:
 
 def set_main_grad(parameter: torch.Tensor, total: torch.Tensor) -> None:
     """Makes `total`, fp32, the sum of the parameter's gradients over micro-batches. It always has memory."""
-    # `data` is no view of the flat buffer for autograd. A graph may keep the sum for its backward pass, which
-    # autograd would reject after a change of any other sum.
+    # Autograd does not know that `data` is a view of the flat buffer. A graph may keep the sum for its
+    # backward pass, which autograd would reject after a change of any other sum.
     parameter.main_grad = total.data  # type: ignore[attr-defined]
     mark_main_grad(parameter, is_defined=True)
 

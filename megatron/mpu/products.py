@@ -9,13 +9,15 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from deepspeed.accelerator import get_accelerator
-from torch import Tensor
+from torch import Tensor, nn
 
 from megatron.config import Config
+from megatron.config.sections.fp8_layers import is_small
 from megatron.errors import UserError
-from megatron.kernels.fp8 import Quantized, empty_matrices, multiply, quantize_matrices, quantize_rows
+from megatron.kernels import fp8 as kernels
 from megatron.kernels.grouped_linear import Groups, multiply_groups
 from megatron.mpu.mesh import Mesh
+from megatron.mpu.parameters import spec_of
 
 _CAPABILITY = (8, 9)
 """Compute capability of the first GPUs that multiply FP8 matrices."""
@@ -68,6 +70,7 @@ class Fp8:
         self.whole = config.precision.fp8_recipe == "tensorwise"
         """Whether a tensor has one scale."""
         self.keeps_weights = not config.parallel.shards_weights
+        self.min_size = config.precision.fp8_min_size
         self.version = 0
         """Number of changes of the weights."""
         self.copies: list[Tensor] = []
@@ -103,42 +106,54 @@ class Fp8Products(Products):
     def __init__(self, fp8: Fp8, weight: Tensor) -> None:
         """weight: determines the size of the FP8 copies, which are kept."""
         self._fp8, self._version = fp8, -1
-        self._kept = self._empty(weight) if fp8.keeps_weights else None
-        fp8.copies += [tensor for copy in self._kept or () for tensor in copy]
+        self.kept = self._empty(weight) if fp8.keeps_weights else None
+        fp8.copies += [tensor for copy in self.kept or () for tensor in copy]
 
-    def _empty(self, weight: Tensor) -> tuple[Quantized, Quantized]:
-        return empty_matrices(weight.shape, torch.float8_e4m3fn, self._fp8.whole, device=weight.device)
+    def _empty(self, weight: Tensor) -> kernels.Matrices:
+        return kernels.empty_matrices(
+            weight.shape, torch.float8_e4m3fn, self._fp8.whole, device=weight.device
+        )
 
-    def _quantized(self, weight: Tensor) -> tuple[Quantized, Quantized]:
-        """Returns the FP8 copy of the weight, and of the transposed weight."""
-        copies = self._kept or self._empty(weight)
-        if self._kept is None or self._version != self._fp8.version:
+    def quantized(self, weight: Tensor) -> kernels.Matrices:
+        """Returns the FP8 copies of the weight. Quantizes it if it has changed, or if no copy is kept."""
+        copies = self.kept or self._empty(weight)
+        if self.kept is None or self._version != self._fp8.version:
             weight = weight.detach()
-            quantize_matrices(weight, copies, self._fp8.amax(weight))
+            kernels.quantize_matrices(weight, copies, self._fp8.amax(weight))
             self._version = self._fp8.version
         return copies
 
     def _multiply(
         self,
         x: Tensor,
-        matrices: Quantized,
+        matrices: kernels.Quantized,
         dtype: torch.dtype,
         bias: Tensor | None,
         groups: Groups | None,
     ) -> Tensor:
         rows = x.detach().reshape(-1, x.shape[-1]).contiguous()
-        quantized = quantize_rows(rows, dtype, self._fp8.amax(rows))
-        product = multiply(quantized, matrices, bias, groups, x.dtype)
+        quantized = kernels.quantize_rows(rows, dtype, self._fp8.amax(rows))
+        product = kernels.multiply(quantized, matrices, bias, groups, x.dtype)
         # Not a view: the caller may change the output of its autograd function in place.
         return product.resize_(*x.shape[:-1], product.shape[-1])
 
     def output(self, x: Tensor, weight: Tensor, bias: Tensor | None, groups: Groups | None = None) -> Tensor:
-        return self._multiply(x, self._quantized(weight)[0], torch.float8_e4m3fn, bias, groups)
+        return self._multiply(x, self.quantized(weight).rows, torch.float8_e4m3fn, bias, groups)
 
     def input_gradient(self, grad: Tensor, weight: Tensor, groups: Groups | None = None) -> Tensor:
-        return self._multiply(grad, self._quantized(weight)[1], self._fp8.gradient_format, None, groups)
+        matrices = self.quantized(weight).transposed
+        return self._multiply(grad, matrices, self._fp8.gradient_format, None, groups)
 
 
 def products_of(fp8: Fp8 | None, weight: Tensor) -> Products:
-    """Returns the products of a layer with this weight."""
-    return PLAIN if fp8 is None else Fp8Products(fp8, weight)
+    """Returns the products of a layer with this weight: plain ones if the matrix is small."""
+    n_out, n_in = spec_of(weight).global_shape[-2:]
+    return PLAIN if fp8 is None or is_small(n_out, n_in, fp8.min_size) else Fp8Products(fp8, weight)
+
+
+def quantize_weights(module: nn.Module) -> None:
+    """Quantizes the changed weights of layers that keep FP8 copies, which their next passes would do."""
+    for layer in module.modules():
+        products = getattr(layer, "products", None)
+        if isinstance(products, Fp8Products) and products.kept is not None:
+            products.quantized(layer.get_parameter("weight"))

@@ -175,9 +175,7 @@ def dropout(
         raise ValueError(f"dropout probability {p} is outside [0, 1)")
     if p == 0.0:
         return x
-    mask = DropoutMask(p, dropout_rng, salt, batch_dim, shard_dim, tp_group, part)
-    fused = _fused_dropout(x, None, None, mask)
-    return _Dropout.apply(x, keep_mask(x, mask), 1.0 / (1.0 - p)) if fused is None else fused
+    return dropout_add(x, None, DropoutMask(p, dropout_rng, salt, batch_dim, shard_dim, tp_group, part))
 
 
 def dropout_add(
@@ -189,22 +187,14 @@ def dropout_add(
     """Returns residual + dropout(x + bias), with Triton in one kernel. bias: [size of the last dimension].
     A `residual` of None is not added. mask: None without dropout."""
     if mask is not None:
-        fused = _fused_dropout(x, bias, residual, mask)
-        if fused is not None:
-            return fused
+        of_kernel = kernel_mask(x, mask) if uses_kernels(x) else None
+        if of_kernel is not None:
+            return fused_dropout_add(x, bias, residual, of_kernel)
     elif bias is not None and not torch.compiler.is_compiling() and uses_kernels(x):
         return fused_dropout_add(x, bias, residual, NO_DROPOUT)
     x = x if bias is None else x + bias
     x = x if mask is None else _Dropout.apply(x, keep_mask(x, mask), 1.0 / (1.0 - mask.p))
     return x if residual is None else residual + x
-
-
-def _fused_dropout(
-    x: torch.Tensor, bias: torch.Tensor | None, residual: torch.Tensor | None, mask: DropoutMask
-) -> torch.Tensor | None:
-    """Returns dropout(x + bias) + residual from one kernel; None if PyTorch has to compute it."""
-    of_kernel = kernel_mask(x, mask) if uses_kernels(x) else None
-    return None if of_kernel is None else fused_dropout_add(x, bias, residual, of_kernel)
 
 
 def kernel_mask(x: torch.Tensor, mask: DropoutMask) -> KernelMask | None:

@@ -11,6 +11,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megatron.mpu.compilation import not_compiled
+from megatron.mpu.world import gather_from_all_ranks
 
 Reduction = Literal["mean", "max", "min"]
 
@@ -94,11 +95,7 @@ class StepMetrics:
     def _agree_on_names(self) -> None:
         """Makes all ranks use the same names. Collective. Raises ValueError on every rank if two ranks reduce
         a name differently."""
-        everywhere: list[dict[str, Reduction]] = [self._reductions]
-        if dist.is_initialized():
-            everywhere = [{} for _ in range(dist.get_world_size())]
-            dist.all_gather_object(everywhere, self._reductions)
-        for reductions in everywhere:
+        for reductions in gather_from_all_ranks(self._reductions):
             for name, reduce in reductions.items():
                 if self._reductions.setdefault(name, reduce) != reduce:
                     raise ValueError(f"metric '{name}' is recorded with two reductions, one is {reduce}")

@@ -28,8 +28,8 @@ import torch.distributed as dist
 from deepspeed.accelerator import get_accelerator
 from torch import Tensor
 
+from megatron.kernels.grouped_linear import Groups
 from megatron.kernels.operators import first_order
-from megatron.mpu.grouped_linear import Groups
 from megatron.mpu.mappings import (
     all_gather_sequence,
     reduce_scatter_sequence,

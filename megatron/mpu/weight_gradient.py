@@ -1,15 +1,24 @@
-"""Fused gradient accumulation: matrix products that add a weight's gradient directly to its fp32 sum.
+"""The gradients of weights: fused accumulation, and the split backward pass of zero-bubble schedules.
 
-The gradient of W in y = x W^T is dy^T x, a product of 16-bit matrices. Autograd rounds it to 16 bits, and a
-second kernel adds it to `main_grad`, the fp32 sum over all micro-batches. Where the device supports it, one
-product adds to the fp32 sum (Megatron-LM: gradient accumulation fusion). The product is
-`aten::addmm.dtype_out`, which torch has on CUDA since 2.11 or earlier. `fuses_accumulation` decides for
-linear layers. `supports_fused_accumulation` decides for the LM head, which adds to a sum of the fused loss
-(`logit_chunks`).
+Fused accumulation: matrix products add a weight's gradient directly to its fp32 sum. The gradient of W in y =
+x W^T is dy^T x, a product of 16-bit matrices. Autograd rounds it to 16 bits, and a second kernel adds it to
+`main_grad`, the fp32 sum over all micro-batches. Where the device supports it, one product adds to the fp32
+sum (Megatron-LM: gradient accumulation fusion). The product is `aten::addmm.dtype_out`, which torch has on
+CUDA since 2.11 or earlier. `fuses_accumulation` decides for linear layers. `supports_fused_accumulation`
+decides for the LM head, which adds to a sum of the fused loss (`logit_chunks`).
 
 The first product of a step overwrites the sum (`parameters.next_main_grad`): nothing sets it to zero before.
 
 Autograd then gets None for the weight. The weight's hooks still run, because buckets count gradients.
+
+Split backward pass (arXiv 2401.10241): the backward pass of a linear layer y = x W^T has two matrix products:
+the input's gradient dy W, which the previous stage waits for, and the weight's gradient dy^T x, which is
+needed only at the end of the step. With `DeferredGradients` the backward pass (B) computes only the first
+product, and keeps x and dy for the second.
+
+`DeferredGradients.take` and `accumulate` compute the weight gradients later (W). Autograd accumulates them as
+it does without the split: the sums have the same bits if the micro-batches come in the same order, and hooks
+that wait for a gradient are called.
 """
 
 from __future__ import annotations
@@ -18,10 +27,18 @@ import logging
 from collections.abc import Callable
 from functools import lru_cache
 from math import nan
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from megatron.kernels.grouped_linear import (
+    Groups,
+    add_products_within_groups,
+    adds_products,
+    multiply_within_groups,
+)
+from megatron.kernels.operators import first_order
 from megatron.kernels.selection import uses_kernels
 from megatron.mpu.parameters import has_main_grad, next_main_grad
 
@@ -69,12 +86,68 @@ def add_product(total: Tensor, a: Tensor, b: Tensor, factor: float = 1.0, beta: 
     torch.addmm(total, a, b, beta=beta, alpha=factor, out_dtype=torch.float32, out=total)
 
 
-def weight_gradient(weight: Tensor, grad: Tensor, x: Tensor) -> Tensor | None:
+def weight_gradient(weight: Tensor, grad: Tensor, x: Tensor, groups: Groups | None = None) -> Tensor | None:
     """Returns the gradient of `weight` [n_out, n_in] from grad [n, n_out] and x [..., n_in]; None if it was
-    added to `main_grad`."""
+    added to `main_grad`. groups: the rows of each expert, whose matrix is weight[expert]."""
+    if groups is not None:
+        if not (has_main_grad(weight) and adds_products(grad, x)):
+            return multiply_within_groups(grad, x, groups)
+        total, beta = next_main_grad(weight)
+        add_products_within_groups(total, grad, x, groups, beta)
+        return None
     transposed, x = grad.t(), x.reshape(-1, x.shape[-1])
     if not fuses_accumulation(weight):
         return transposed.matmul(x)
     total, beta = next_main_grad(weight)
     add_product(total, transposed, x, beta=beta)
     return None
+
+
+Deferred = list[tuple[Tensor, Gradient]]
+
+
+class DeferredGradients:
+    """A queue of the weight gradients that a backward pass has deferred."""
+
+    def __init__(self) -> None:
+        self._deferred: Deferred = []
+
+    def add(self, weight: Tensor, gradient: Gradient) -> None:
+        """Queues the gradient of a weight, to be computed later. The tensors of `gradient` must have no
+        graph, which would keep the stage's input in memory."""
+        self._deferred.append((weight, gradient))
+
+    def take(self) -> Deferred:
+        """Returns and clears the queue, in the order of the calls of `add`."""
+        taken, self._deferred = self._deferred, []
+        return taken
+
+
+def accumulate(deferred: Deferred) -> None:
+    """Computes the gradients in order and accumulates them in their weights. Empties the list, to free each
+    gradient's inputs as soon as they are used."""
+    while deferred:
+        output = _Accumulate.apply(*deferred.pop(0))
+        output.backward(output.detach())  # the gradient's values are not read
+
+
+def ensure_requires_grad(x: Tensor) -> Tensor:
+    """Returns `x`, detached if necessary so that it requires a gradient. A function that defers a weight's
+    gradient gets the weight detached: autograd would call the weight's hooks in the backward pass, even
+    without a gradient. So the input must require a gradient, or no backward pass runs."""
+    return x if x.requires_grad else x.detach().requires_grad_()
+
+
+@first_order
+class _Accumulate(torch.autograd.Function):
+    """A function whose backward pass gives `weight` the gradient that `gradient` computes."""
+
+    @staticmethod
+    def forward(ctx: Any, weight: Tensor, gradient: Gradient) -> Tensor:
+        ctx.weight, ctx.gradient = weight, gradient
+        return weight.new_empty(())
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, None]:
+        gradient, ctx.gradient = ctx.gradient, None
+        return gradient(ctx.weight), None

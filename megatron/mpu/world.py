@@ -11,7 +11,10 @@ _Value = TypeVar("_Value")
 
 
 def gather_from_all_ranks(value: _Value) -> list[_Value]:
-    """Returns the values of all ranks, in rank order, on every rank. value: any Python object. Collective."""
+    """Returns the values of all ranks, in rank order, on every rank; [value] in a single process. value: any
+    Python object. Collective."""
+    if not dist.is_initialized():
+        return [value]
     everywhere: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(everywhere, value)
     return everywhere

@@ -60,10 +60,7 @@ class ObjectTree:
 
     def is_folder(self, key: str) -> bool:
         """Returns whether an object is in this folder."""
-        folder, _, inside = f"{key}/".partition("/")
-        if not inside:
-            return folder in self.folders if folder else bool(self.folders)
-        return any(path.startswith(inside) for path in self.folders.get(folder, ()))
+        return bool(self.names(key) if key else self.folders)
 
     def info(self, key: str) -> ObjectInfo | None:
         """Returns what is known about an object; None if it does not exist."""

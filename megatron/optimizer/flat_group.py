@@ -36,7 +36,7 @@ import torch.distributed as dist
 from deepspeed.accelerator import get_accelerator
 from torch import Tensor, nn
 
-from megatron.kernels.norms import copy_gradient_op
+from megatron.kernels.optimizer import copy_gradient_op
 from megatron.kernels.selection import uses_kernels
 from megatron.mpu.mesh import Axis
 from megatron.mpu.parameters import (

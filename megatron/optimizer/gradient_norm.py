@@ -9,12 +9,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
-from megatron.kernels.norms import fused_norms
+from megatron.kernels.optimizer import fused_norms
 from megatron.kernels.selection import uses_kernels
 from megatron.mpu.mesh import Mesh
+from megatron.mpu.world import gather_from_all_ranks
 from megatron.optimizer.flat_group import FlatGroup
 from megatron.text_table import first_few
 
@@ -66,11 +66,7 @@ def where_not_finite(bad: Sequence[str], mesh: Mesh, loss: Tensor | None) -> str
     report = f"rank {mesh.rank} ({mesh.place}): {first_few(bad, limit=1)}" if bad else None
     if report and loss is not None and not loss.isfinite():
         report += f", with a loss of {loss.item()}"
-    reports = [report]
-    if dist.is_initialized() and dist.get_world_size() > 1:
-        reports = [None] * dist.get_world_size()
-        dist.all_gather_object(reports, report)
-    culprits = [r for r in reports if r]
+    culprits = [r for r in gather_from_all_ranks(report) if r]
     hidden = len(culprits) - _SHOWN_RANKS
     where = "; ".join(culprits[:_SHOWN_RANKS]) or "only in the sum over ranks, which overflowed fp32"
     return where + (f"; and on {hidden} more ranks" if hidden > 0 else "")

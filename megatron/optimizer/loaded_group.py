@@ -111,12 +111,9 @@ class LoadedGroup:
                     self._moment(key)
             buffers = [self._flat.master.data, *(self._moment(key) for key in sorted(self._moments))]
             for buffer in buffers:
-                self._broadcast_shares(buffer)
+                for rank, share in enumerate(buffer.split(self._share_size)):
+                    dist.broadcast(share, group=self._axis.group, group_src=rank)
         self._store_others()
-
-    def _broadcast_shares(self, buffer: Tensor) -> None:
-        for rank, share in enumerate(buffer.split(self._share_size)):
-            dist.broadcast(share, group=self._axis.group, group_src=rank)
 
     def _store_others(self) -> None:
         """Restores the state that is not a moment, where the optimizer reads it."""

@@ -41,11 +41,9 @@ from megatron.optimizer.gradient_norm import gradient_norms, where_not_finite
 from megatron.optimizer.gradient_reduction import GradientReduction
 from megatron.optimizer.loaded_group import LoadedGroup, in_host_memory
 from megatron.optimizer.loss_scale import LossScaler
-from megatron.optimizer.master_update import MasterUpdate
-from megatron.optimizer.overlap import Bucket, ShardedUnit, UnitOverlap
+from megatron.optimizer.master_update import MasterUpdate, StateRule, change_state
+from megatron.optimizer.overlap import Bucket, ShardedUnit, UnitOverlap, ZeroConfig
 from megatron.optimizer.quantized import QuantizedMoment, read_moment
-from megatron.optimizer.state_rule import StateRule, change_state
-from megatron.optimizer.zero import ZeroConfig
 
 # Reads the saved state of a piece. Arguments: the piece without values, and a tensor in host memory that gets
 # the master weights, or None. Result: master weights (flat, fp32), a function for each moment that reads it
@@ -168,16 +166,8 @@ class MixedPrecisionOptimizer:
     def zero_grad(self) -> None:
         """Starts new sums of gradients. Unless `overwrites_gradients`, they are set to zero; otherwise each
         parameter's first gradient overwrites its sum."""
-        if not self.overwrites_gradients:
-            self.zero_gradients()
-            return
         for flat in self.flat:
-            flat.forget_gradients()
-
-    def zero_gradients(self) -> None:
-        """Sets the accumulated gradients to zero: every gradient of the next step is added."""
-        for flat in self.flat:
-            flat.zero_gradients()
+            flat.forget_gradients() if self.overwrites_gradients else flat.zero_gradients()
 
     # --- the step ---
 

@@ -1,6 +1,7 @@
 """Collectives of the optimizer that run while layers compute: buckets (ZeRO-1) and units (ZeRO-2, ZeRO-3).
 
-Both consist of transformer layers, and their flat groups hold only the parameters of these layers.
+`ZeroConfig` says which run. Both consist of transformer layers, and their flat groups hold only the
+parameters of these layers.
 
 A bucket is a number of consecutive layers. Gradients are final in the backward pass of the step's last
 micro-batch. As soon as a bucket's gradients are final, its reduce-scatter starts, while the backward pass
@@ -35,14 +36,42 @@ autograd, and the fused loss reads the head's weight outside of any module's for
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import Any
 
 from torch import Tensor, nn
 
 from megatron.optimizer.flat_group import FlatGroup, Pending, move_grad
+
+
+@dataclass(frozen=True)
+class ZeroConfig:
+    """What is sharded over the data-parallel ranks, and where the optimizer state is kept."""
+
+    zero_stage: int
+    units: Mapping[str, nn.Module] = field(default_factory=dict)
+    """Modules whose gradients (ZeRO-2) and weights (ZeRO-3) are sharded. The key is the 'unit' of their
+    parameter groups. Empty below ZeRO-2, and if the data-parallel size is 1."""
+    initial_values: Callable[[str, range], Tensor] | None = None
+    """With ZeRO-3: returns the initial values of some elements of a parameter by name (fp32, on the host).
+    Parameters of units have no memory before the optimizer is made."""
+    buckets: Mapping[str, Sequence[nn.Module]] = field(default_factory=dict)
+    """Layers whose gradients are reduced, and weights gathered, together (ZeRO-1). The key is the 'unit' of
+    their parameter groups. Empty if nothing overlaps, and if the data-parallel size is 1."""
+    overlap_grad_reduce: bool = True
+    """Whether the gradients of a bucket are reduced during the last backward pass, and the gradients of a
+    unit while the next unit computes."""
+    overlap_param_gather: bool = True
+    """Whether the weights of a bucket may arrive during the next forward pass, and the weights of a unit
+    while the previous unit computes."""
+    chains_param_gathers: bool = False
+    """Whether the all-gather of a bucket's weights starts only when the previous bucket's first layer runs.
+    Otherwise the all-gathers of all buckets start after the update."""
+    cpu_offload: bool = False
+    """Whether master weights and moments are kept and updated in host memory."""
 
 
 def divide_into_buckets(layer_sizes: Sequence[int], bucket_size: int) -> list[range]:

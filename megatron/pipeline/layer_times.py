@@ -12,11 +12,11 @@ import math
 import statistics
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from deepspeed.accelerator import get_accelerator
 from deepspeed.pipe import LayerSpec, TiedLayerSpec
 from torch import Tensor
@@ -38,6 +38,7 @@ from megatron.mpu.compilation import compile_in_place
 from megatron.mpu.mesh import Mesh
 from megatron.mpu.products import Fp8
 from megatron.mpu.random import DropoutRNG
+from megatron.mpu.world import broadcast_from_rank_0
 from megatron.pipeline.partition_method import parse_partition_method
 
 WARM_UP, REPEATS = 2, 7
@@ -53,19 +54,17 @@ def find_layer_times(config: Config, mesh: Mesh, vocab_size: int, eod: int | Non
 
     Reads --partition-profile if the file exists on rank 0. Otherwise measures, and writes the file.
     """
-    found = [read_layer_times(config, vocab_size) if mesh.rank == 0 else None]
-    dist.broadcast_object_list(found, src=0)
-    if found[0] is not None:
-        return found[0]
-    measured: list[dict[str, float]] = [{}]
+    found = broadcast_from_rank_0(read_layer_times(config, vocab_size) if mesh.rank == 0 else None)
+    if found is not None:
+        return found
+    seconds: dict[str, float] = {}
     if mesh.pp.rank == 0 and (mesh.dp.rank == 0 or mesh.ep.size > 1):
-        measured = [_measure(config, mesh, vocab_size, eod)]
-    dist.broadcast_object_list(measured, src=0)
+        seconds = _measure(config, mesh, vocab_size, eod)
+    seconds = broadcast_from_rank_0(seconds)
     path = config.parallel.partition_profile
     if path is not None and mesh.rank == 0:
-        profile = {"measured_for": _shapes(config, vocab_size), "seconds": measured[0]}
-        write_json(Path(path), profile)
-    return measured[0]
+        write_json(Path(path), {"measured_for": _shapes(config, vocab_size), "seconds": seconds})
+    return seconds
 
 
 def read_layer_times(config: Config, vocab_size: int) -> dict[str, float] | None:
@@ -80,7 +79,7 @@ def read_layer_times(config: Config, vocab_size: int) -> dict[str, float] | None
         profile = read_json(Path(path))
         # Without what did not exist when the file was written.
         new = {"context_parallel_size": 1, "num_experts": None, "fp8_format": None, "fp8_recipe": None}
-        measured_for = {**new, "recompute_modules": [], **profile["measured_for"]}
+        measured_for = {**new, "fp8_min_size": 0, "recompute_modules": [], **profile["measured_for"]}
         seconds = dict(profile["seconds"])
         if not all(type(value) in (int, float) and 0 <= value < math.inf for value in seconds.values()):
             raise ValueError("expected times of 0 seconds or more")
@@ -134,6 +133,7 @@ def _shapes(config: Config, vocab_size: int) -> dict[str, Any]:
         "precision": config.precision.name,
         "fp8_format": config.precision.fp8_format,
         "fp8_recipe": config.precision.fp8_recipe,
+        "fp8_min_size": config.precision.fp8_min_size if config.precision.fp8_recipe else 0,
         "fp32_residual_connection": config.precision.fp32_residual_connection,
         "sequence_parallel": config.parallel.sequence_parallel,
         "compile": config.training.compile,
@@ -171,7 +171,7 @@ def _measure(config: Config, mesh: Mesh, vocab_size: int, eod: int | None) -> di
         else:
             function = _build(layer, config, device)
         if description.role is Role.TRANSFORMER and config.training.recomputes_layers:
-            function = _recomputed(function)
+            function = partial(checkpoint, function, use_reentrant=False, preserve_rng_state=False)
         seconds[name], layer_io = _time(function, layer_io)
     if not fused:
         seconds[head] += _time(lambda logits: loss(logits, labels), layer_io)[0]
@@ -187,7 +187,7 @@ def _build(
     """
     if not isinstance(layer, LayerSpec):
         return layer
-    with device:  # also memory that is no parameter, such as FP8 copies of weights
+    with device:  # FP8 copies of weights, which are not parameters, too
         module = layer.build().to(dtype=PARAMETER_DTYPES[config.precision.name])
     with torch.no_grad():
         for parameter in module.parameters():
@@ -197,10 +197,6 @@ def _build(
     if forward is None and isinstance(layer, TiedLayerSpec):
         forward = layer.forward_fn
     return (lambda layer_io: forward(module, layer_io)) if forward else module
-
-
-def _recomputed(function: Callable) -> Callable:
-    return lambda layer_io: checkpoint(function, layer_io, use_reentrant=False, preserve_rng_state=False)
 
 
 def _time(function: Callable, layer_io: Any) -> tuple[float, Any]:

@@ -142,7 +142,7 @@ def _balanced_costs(
     scale: float,
 ) -> Partition:
     """Balances the costs of the stages. costs: row s has the cost of each layer on stage s."""
-    merged = {id(row): _merge_end_functions(row, table.layers) for row in costs}
+    merged = {id(row): _merge_functions(row, table.layers) for row in costs}
     costs = [merged[id(row)] for row in costs]
     _check_enough(method, table.layers, costs[-1], shape)
     try:
@@ -203,17 +203,20 @@ def _check_enough(
     )
 
 
-def _merge_end_functions(weights: Sequence[Weight], layers: Sequence[LayerDescription]) -> list[Weight]:
-    """Adds the weights of the functions before the embedding and after the head to embedding and head.
+def _merge_functions(weights: Sequence[Weight], layers: Sequence[LayerDescription]) -> list[Weight]:
+    """Adds the weight of each function, which has no parameters, to the next layer, or to the head.
 
-    The partition then keeps them on the same stage. So stages exchange only hidden states, never token ids or
-    logits (logits are sharded over the tensor-parallel ranks).
+    The partition then keeps them on one stage. So each stage has parameters, and stages exchange only hidden
+    states, never token ids or logits (logits are sharded over the tensor-parallel ranks).
     """
-    first, head = embedding_and_head(layers)
-    inner = list(weights[first : head + 1])
-    inner[0] += sum(weights[:first])
-    inner[-1] += sum(weights[head + 1 :])
-    return [0] * first + inner + [0] * (len(layers) - 1 - head)
+    merged: list[Weight] = [0] * len(layers)
+    before: Weight = 0
+    for index, (weight, layer) in enumerate(zip(weights, layers, strict=True)):
+        before += weight
+        if layer.role is not Role.FUNCTION:
+            merged[index], before = before, 0
+    merged[embedding_and_head(layers)[1]] += before
+    return merged
 
 
 def by_memory(method: PartitionMethod, table: LayerTable, shape: PipelineShape) -> Partition:

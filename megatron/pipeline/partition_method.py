@@ -71,7 +71,8 @@ def parse_partition_method(text: str) -> PartitionMethod:
     if not colon and kind in WORDS:
         return PartitionMethod(text, kind)
     if colon and kind in ("type", "weighted_type"):
-        return PartitionMethod(text, "type", alternatives=_alternatives(text, rest))
+        alternatives = tuple(_alternative(text, part) for part in _split_outside_brackets(rest, "|"))
+        return PartitionMethod(text, "type", alternatives=alternatives)
     if colon and kind == "layout":
         return PartitionMethod(text, "layout", stages=_with_ends(text, _layout(text, rest), "layout"))
     if colon and kind == "stages":
@@ -87,10 +88,6 @@ def _error(text: str, problem: str, example: str) -> ConfigError:
 
 
 # --- type: ---
-
-
-def _alternatives(text: str, rest: str) -> tuple[Alternative, ...]:
-    return tuple(_alternative(text, part) for part in _split_outside_brackets(rest, "|"))
 
 
 def _alternative(text: str, part: str) -> Alternative:

@@ -16,14 +16,7 @@ from math import isfinite
 from typing import NamedTuple
 
 from megatron.config.registries import PIPELINE_SCHEDULES
-from megatron.config.registry import load_object
 from megatron.pipeline.schedule_actions import FLOW, Kind, PipelineAction, ScheduleActions, Step
-
-# Schedules that can be simulated: --pipeline-schedule's, and GPipe for comparison.
-SCHEDULES = {
-    **{name: schedule.implementation for name, schedule in PIPELINE_SCHEDULES.items()},
-    "gpipe": "megatron.pipeline.schedule_actions:gpipe",
-}
 
 
 class Span(NamedTuple):
@@ -70,7 +63,7 @@ def simulate_schedule(
     chunks_per_rank: int | None = None,
     weight: Sequence[float] | None = None,
 ) -> Timeline:
-    """Simulates the schedule `name`: '1f1b', 'gpipe', 'dualpipev', 'interleaved' or 'zero-bubble'.
+    """Simulates the schedule `name` of --pipeline-schedule.
 
     forward, backward: seconds of a micro-batch's pass, one number per chunk.
     transfer: seconds of a message between chunks c and c + 1, in either direction; one fewer than chunks.
@@ -81,8 +74,9 @@ def simulate_schedule(
     Times may be integers or Fractions; the results are then exact. Raises ValueError for an unknown schedule,
     and for times or a number of micro-batches that the schedule does not support.
     """
-    if name not in SCHEDULES:
-        raise ValueError(f"unknown pipeline schedule {name}: expected one of {', '.join(SCHEDULES)}")
+    if name not in PIPELINE_SCHEDULES:
+        expected = ", ".join(PIPELINE_SCHEDULES)
+        raise ValueError(f"unknown pipeline schedule {name}: expected one of {expected}")
     num_chunks = len(forward)
     _check_times(forward, backward, transfer)
     if num_micro_batches < 1:
@@ -93,7 +87,7 @@ def simulate_schedule(
             f"{name} has {per_rank} chunks per rank, and times were given for {num_chunks} chunks"
         )
     actions = actions_of(name, num_chunks // per_rank, num_micro_batches, chunks_per_rank)
-    if not splits_backward(name):
+    if not PIPELINE_SCHEDULES[name].splits_backward:
         return simulate(actions, forward, backward, transfer)
     weight = [seconds / 2 for seconds in backward] if weight is None else weight
     rest = [both - part for both, part in zip(backward, weight, strict=True)]
@@ -102,33 +96,23 @@ def simulate_schedule(
     return simulate(actions, forward, rest, transfer, weight)
 
 
-def splits_backward(name: str) -> bool:
-    """Returns whether the schedule computes weight gradients in separate passes."""
-    return name in PIPELINE_SCHEDULES and PIPELINE_SCHEDULES[name].splits_backward
-
-
 @lru_cache(maxsize=16)  # a plan calls it once per rank
 def actions_of(
     name: str, num_ranks: int, num_micro_batches: int, chunks_per_rank: int | None = None
 ) -> ScheduleActions:
     """Returns the actions of the schedule `name`. Raises ValueError if the sizes do not fit. chunks_per_rank:
     see `simulate_schedule`."""
-    of_schedule = () if _is_fixed(name) else (_chunks_per_rank(name, chunks_per_rank),)
-    actions: ScheduleActions = load_object(SCHEDULES[name])(num_ranks, num_micro_batches, *of_schedule)
+    is_fixed = PIPELINE_SCHEDULES[name].stages_per_rank > 0
+    of_schedule = () if is_fixed else (_chunks_per_rank(name, chunks_per_rank),)
+    actions: ScheduleActions = PIPELINE_SCHEDULES.load(name)(num_ranks, num_micro_batches, *of_schedule)
     return actions
 
 
-def _is_fixed(name: str) -> bool:
-    """Returns whether the schedule fixes the number of chunks per rank."""
-    return name not in PIPELINE_SCHEDULES or PIPELINE_SCHEDULES[name].stages_per_rank > 0
-
-
 def _chunks_per_rank(name: str, given: int | None) -> int:
-    if not _is_fixed(name):
+    if not (fixed := PIPELINE_SCHEDULES[name].stages_per_rank):
         if given is None or given < 1:
             raise ValueError(f"{name} needs a number of chunks per rank, at least 1: {given} was given")
         return given
-    fixed = PIPELINE_SCHEDULES[name].stages_per_rank if name in PIPELINE_SCHEDULES else 1
     if given not in (None, fixed):
         raise ValueError(f"{name} has {fixed} chunks per rank, and {given} was given")
     return fixed

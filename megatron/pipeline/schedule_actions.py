@@ -4,14 +4,13 @@ The model's layers are divided into model chunks. Chunk c is stage c of the flag
 `megatron.engine`. Its index among the chunks of its rank is called model_chunk_id, as in Megatron-LM. The
 actions of a rank are a list of steps. Each step exchanges messages and then computes. Schedule -> chunks:
 
-    'gpipe' (arXiv 1811.06965)                                 one per rank
     '1f1b' (arXiv 2104.04473, PipeDream-flush)                 one per rank
     'zero-bubble' (arXiv 2401.10241)                           one per rank
     'dualpipev' (https://github.com/deepseek-ai/DualPipe)      rank r of p holds chunks r and 2p - 1 - r
     'interleaved' (arXiv 2104.04473, section 2.2)              rank r holds chunks r, p + r, 2p + r, ...
 
 '1f1b' and 'dualpipev' exchange exactly the messages of DeepSpeed 0.19.8's `TrainSchedule` and
-`DualPipeVSchedule`; DeepSpeed has no GPipe. In particular:
+`DualPipeVSchedule`. In particular:
 
 - `TrainSchedule` receives a gradient before it sends the activation that it has just computed. So in its
   steady state each micro-batch waits for one transfer in each direction, even if the activation is ready;
@@ -28,7 +27,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from itertools import chain
 from typing import Literal, NamedTuple
 
 from megatron.mpu.mesh import chunks_of_rank
@@ -70,15 +68,6 @@ class ScheduleActions:
 
     steps: list[list[Step]]
     rank_of_chunk: Sequence[int]
-
-
-def gpipe(num_stages: int, num_micro_batches: int) -> ScheduleActions:
-    """Schedules all forward passes, then all backward passes, both in the order of the micro-batches."""
-
-    def add_steps(stage: int, steps: _Steps) -> None:
-        steps.add_each(chain(*_passes(stage, num_micro_batches)))
-
-    return _schedule(range(num_stages), add_steps)
 
 
 def one_f_one_b(num_stages: int, num_micro_batches: int) -> ScheduleActions:

@@ -110,9 +110,10 @@ def _first_pipeline_size(words: Sequence[str]) -> int:
     sizes += [size for size in settings.get("batch.rampup_batch_size", ())[:2] if size]
     if min(world_size, micro_batch) < 1:
         return 1  # the checks of the flags name the mistake
-    divisors = (size for size in range(1, world_size + 1) if world_size % size == 0)
-    fitting = (p for p in divisors if all(size % (micro_batch * world_size // p) == 0 for size in sizes))
-    return next(fitting, 1)
+    replicas = range(min(world_size, min(sizes) // micro_batch), 0, -1)
+    divisors = (count for count in replicas if world_size % count == 0)
+    fitting = (count for count in divisors if all(size % (micro_batch * count) == 0 for size in sizes))
+    return world_size // next(fitting, world_size)
 
 
 def _parsed(words: Sequence[str]) -> dict[str, Any]:

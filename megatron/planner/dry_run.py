@@ -34,9 +34,7 @@ def dry_run(config: Config, notes: list[str]) -> ExitStatus:
     if processes.is_main_process():
         print(printable(_report(plan, notes)))
         if plan.verdict:
-            print(f"\nmemory     {plan.verdict}")
-        if plan.fits and (saving := free_saving(plan)):
-            print(f"note       {saving}")
+            print(f"\n{verdict_lines(plan)}")
     return ExitStatus.FINISHED if plan.fits is not False else ExitStatus.USER_ERROR
 
 
@@ -47,20 +45,24 @@ def _report(plan: Plan, notes: list[str]) -> str:
     data = planned_data_report(run)
     learning_rate = run.lr_schedule.describe()
     notes += found + start_notes(checkpoint, run)
-    text = planned_run_report(replace(plan, run=run, step=planned_step(run)), notes, learning_rate, True)
+    text = planned_run_report(replace(plan, run=run, step=planned_step(run)), notes, learning_rate)
     return f"{text}\n\n{data}"
 
 
-def planned_run_report(
-    plan: Plan, notes: Sequence[str] = (), learning_rate: str = "", shows_time: bool = False
-) -> str:
-    """Returns the report that a run prints at its start, followed by the planned memory and, with
-    `shows_time`, the predicted time."""
+def verdict_lines(plan: Plan) -> str:
+    """Returns the lines on whether the plan fits, and on memory that --zero-stage 1 saves at no cost."""
+    saving = free_saving(plan) if plan.fits else ""
+    return f"memory     {plan.verdict}" + (f"\nnote       {saving}" if saving else "")
+
+
+def planned_run_report(plan: Plan, notes: Sequence[str] = (), learning_rate: str = "") -> str:
+    """Returns the report that a run prints at its start, followed by the planned memory and the predicted
+    time."""
     parts = [
         run_report(plan.run, notes, learning_rate, _network_lines(plan.config)),
         f"planned memory of a device in GiB{plan.assumption and f' ({plan.assumption})'}\n"
         + memory_table(plan),
-        *([time_lines(plan.step)] if shows_time and plan.step is not None else []),
+        *([time_lines(plan.step)] if plan.step is not None else []),
     ]
     return "\n\n".join(parts)
 

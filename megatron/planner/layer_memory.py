@@ -1,15 +1,11 @@
-"""Memory of single layers, from recordings. The search and --partition-method memory use it."""
+"""Memory of single layers, from recordings, for --partition-method memory."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 from megatron.config import Config
-from megatron.config.sections.parallel import ParallelConfig
 from megatron.data.vocabulary import Vocabulary
-from megatron.model.layer_kinds import transformer_layers
+from megatron.model.layer_kinds import layer_kinds, settings_for_kinds, transformer_layers
 from megatron.model.pipeline_module import describe, layer_parameter_counts
-from megatron.mpu.parameter_spec import ParameterSpec
 from megatron.pipeline.methods import MemoryCosts
 from megatron.pipeline.stages import held_parameters, layer_list
 from megatron.planner.in_flight import in_flight_by_stage
@@ -17,36 +13,22 @@ from megatron.planner.simulation.stage_costs import ONE_STAGE, rank_update, whol
 from megatron.run import Run
 
 
-@dataclass(frozen=True)
-class StateBytes:
-    """Bytes per parameter without ZeRO: (weights, gradients, optimizer state)."""
+def bytes_per_parameter(config: Config, vocab_size: int) -> tuple[float, float, float]:
+    """Returns the bytes of weight, gradient and optimizer state of a parameter on this layout: in transformer
+    layers, in their experts, and elsewhere.
 
-    layers: tuple[float, float, float]
-    """Bytes per parameter of transformer layers."""
-    others: tuple[float, float, float]
-    """Bytes per parameter of embedding, norm and head."""
-
-    def in_layers(self, parallel: ParallelConfig, of_experts: bool = False) -> float:
-        """Returns the bytes per parameter of a transformer layer with ZeRO. ZeRO-1 shards optimizer states,
-        ZeRO-2 adds gradients, ZeRO-3 adds weights. of_experts: of parameters of experts."""
-        replicas = parallel.expert_replicas if of_experts else parallel.dp_cp_size
-        stages = zip(self.layers, (3, 2, 1), strict=True)
-        return sum(size / (replicas if parallel.zero_stage >= stage else 1) for size, stage in stages)
-
-    def in_others(self, parallel: ParallelConfig) -> float:
-        """Returns the bytes per parameter of embedding, norm and head with ZeRO, which shards only their
-        optimizer states, at every ZeRO stage."""
-        weights, gradients, optimizer = self.others
-        return weights + gradients + optimizer / parallel.optimizer_partitions
-
-
-def bytes_per_parameter(config: Config, vocab_size: int) -> StateBytes:
-    """Returns the bytes per parameter, computed from the state of a model with one layer and one with two."""
+    They are computed from the state of a model with one layer and one with two, without ZeRO, of the kind of
+    the middle layer: the first and the last layers may have no FP8 copies. ZeRO-1 shards optimizer states,
+    ZeRO-2 also gradients and ZeRO-3 also weights, but both only of transformer layers.
+    """
+    parallel = config.parallel
     sizes, counts = [], []
+    kinds = layer_kinds(config.model)
+    middle = kinds[len(kinds) // 2]
     for num_layers in (1, 2):
         alone = config.with_settings(
             {
-                "model.num_layers": num_layers,
+                **settings_for_kinds([middle] * num_layers),
                 "parallel.tensor_model_parallel_size": 1,
                 "parallel.context_parallel_size": 1,
                 "parallel.expert_model_parallel_size": 1,
@@ -62,16 +44,17 @@ def bytes_per_parameter(config: Config, vocab_size: int) -> StateBytes:
         update = rank_update(run, 0)
         sizes.append((update.parameters, update.gradients, update.optimizer))
         counts.append(run.stages.stage_parameters(0))
-    layer_sizes = tuple(two - one for one, two in zip(*sizes, strict=True))
+    layer_sizes = [two - one for one, two in zip(*sizes, strict=True)]
+    by_stage = list(zip(layer_sizes, (3, 2, 1), strict=True))
     in_layer, outside = counts[1] - counts[0], 2 * counts[0] - counts[1]
-    weights, gradients, optimizer = (size / in_layer for size in layer_sizes)
-    others = [(one - layer) / outside for one, layer in zip(sizes[0], layer_sizes, strict=True)]
-    return StateBytes((weights, gradients, optimizer), (others[0], others[1], others[2]))
-
-
-def is_of_expert(spec: ParameterSpec) -> bool:
-    """Returns whether a parameter belongs to experts."""
-    return "ep" in spec.axis_names
+    in_layers, in_experts = (
+        sum(size / (replicas if parallel.zero_stage >= stage else 1) / in_layer for size, stage in by_stage)
+        for replicas in (parallel.dp_cp_size, parallel.expert_replicas)
+    )
+    weights, gradients, optimizer = (
+        (one - layer) / outside for one, layer in zip(sizes[0], layer_sizes, strict=True)
+    )
+    return in_layers, in_experts, weights + gradients + optimizer / parallel.optimizer_partitions
 
 
 def planned_run(config: Config, vocab_size: int | None = None) -> Run:
@@ -86,10 +69,8 @@ def memory_costs(config: Config, vocab_size: int) -> MemoryCosts:
     entries = layer_list(config, vocab_size)
     layers = list(map(describe, entries))
     held = held_parameters(config, layers, layer_parameter_counts(entries))
-    of_experts = layer_parameter_counts(entries, counts_parameter=is_of_expert)
-    state = bytes_per_parameter(config, vocab_size)
-    in_layers, in_others = state.in_layers(config.parallel), state.in_others(config.parallel)
-    in_experts = state.in_layers(config.parallel, of_experts=True)
+    of_experts = layer_parameter_counts(entries, counts_parameter=lambda spec: "ep" in spec.axis_names)
+    in_layers, in_experts, in_others = bytes_per_parameter(config, vocab_size)
     costs = whole_model_costs(config, layers, vocab_size)
     kept = [0.0] * len(layers)
     for layer in costs.layers:

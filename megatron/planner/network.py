@@ -22,12 +22,14 @@ modeled: congestion, rings over a part of the links, trees, and SHARP.
 from __future__ import annotations
 
 import math
+from collections import Counter
 from dataclasses import dataclass
+from functools import cache
 
 from megatron.cluster.preflight import read_network_figures
 from megatron.config import Config
 from megatron.mpu.mesh import Mesh
-from megatron.planner.simulation.passes import Collective, Group
+from megatron.planner.simulation.passes import GROUP_AXES, Collective, Group
 
 ALL_REDUCE = "allreduce_"
 ALL_TO_ALL = "alltoall_base_"
@@ -41,6 +43,17 @@ _BITS = 8e-9
 
 def _reached(gbps: float) -> float:
     return ACHIEVED * gbps / _BITS
+
+
+@cache
+def _members(group: Group, mesh: Mesh, node_size: int) -> tuple[int, int]:
+    """Returns the number of ranks in a process group of the rank of `mesh`, and the largest number of them in
+    one node."""
+    if isinstance(group, str):
+        ranks = mesh.ranks_along(GROUP_AXES[group], mesh.rank)
+    else:  # some pipeline ranks
+        ranks = tuple(stage * mesh.ranks_per_stage for stage in group)
+    return len(ranks), max(Counter(rank // node_size for rank in ranks).values())
 
 
 @dataclass(frozen=True)
@@ -64,29 +77,11 @@ class Network:
     def seconds(self, call: Collective, mesh: Mesh) -> float:
         """Returns the seconds of a collective of the rank of `layout`, if all ranks of the run call it in
         their own groups at the same time."""
-        ranks, in_node = self._members(call.group, mesh)
+        ranks, in_node = _members(call.group, mesh, self.node_size)
         if call.operation == ALL_TO_ALL:
             return self.all_to_all_seconds(call.bytes, ranks, in_node)
         all_reduce = call.operation == ALL_REDUCE
         return self.collective_seconds(all_reduce, call.bytes, ranks, in_node, mesh.world_size)
-
-    def _members(self, group: Group, mesh: Mesh) -> tuple[int, int]:
-        """Returns the number of ranks in a group, and how many of them are in one node. See `Mesh`
-        for the order of the ranks, and `passes.group_name` for the groups."""
-        tensor = mesh.tp_size
-        sizes = {"tensor": tensor, "context": mesh.cp_size, "data": mesh.dp_cp.size}
-        sizes |= {"pipeline": mesh.pp_size, "expert": mesh.ep_size, "expert data": mesh.sizes["edp"]}
-        strides = {"tensor": 1, "context": tensor, "data": tensor, "pipeline": mesh.ranks_per_stage}
-        strides |= {"expert": 1, "expert data": mesh.ep_size}
-        if not isinstance(group, str):  # some pipeline ranks
-            near = strides["pipeline"] * (max(group) - min(group)) < self.node_size
-            return len(group), len(group) if near else 1
-        stage = ("tensor", "data")
-        several = {"model": ("tensor", "pipeline"), "stage": stage, "world": (*stage, "pipeline")}
-        several["sequence"] = ("tensor", "context")
-        axes = several.get(group, (group,))
-        fitting = [min(sizes[axis], max(self.node_size // strides[axis], 1)) for axis in axes]
-        return math.prod(sizes[axis] for axis in axes), min(math.prod(fitting), self.node_size)
 
     def collective_seconds(
         self, all_reduce: bool, size: float, ranks: int, in_node: int, world_size: int

@@ -20,15 +20,14 @@ from megatron.config.sections.training import recomputation
 from megatron.data.vocabulary import find_vocabulary
 from megatron.errors import UserError
 from megatron.planner.command import PROGRAM, replaced
-from megatron.planner.dry_run import planned_run_report
-from megatron.planner.fit import free_saving, with_verdict
+from megatron.planner.dry_run import planned_run_report, verdict_lines
+from megatron.planner.fit import with_verdict
 from megatron.planner.layer_memory import planned_run
 from megatron.planner.network import find_network
 from megatron.planner.plan import NO_GPU, Plan, WhatIf, plan_of, recomputation_of
-from megatron.planner.search import PARTITION_METHODS, Change, SearchResult, evaluate, schedules, search
+from megatron.planner.search import Change, SearchResult, evaluate, search, tensor_parallel_change, variations
 from megatron.planner.step_time import time_lines
 from megatron.text_table import counted, format_table
-from megatron.training.out_of_memory import cheap_modules
 from megatron.units import GIB
 
 _IN_JSON = 20
@@ -47,17 +46,14 @@ class Report:
 def plan_report(config: Config) -> Report:
     """Returns the plan of a run, and the effect of changing one setting at a time."""
     plan = with_verdict(plan_of(planned_run(config)))
-    # The predicted step is printed below the line on the memory instead.
-    parts = [planned_run_report(plan)]
-    lines = f"memory     {plan.verdict or 'set --gpu to check whether the plan fits'}"
-    if plan.step is not None:
-        plan = replace(plan, what_if=what_if(plan))
-        saving = free_saving(plan) if plan.fits else ""
-        lines += f"\n{time_lines(plan.prediction)}{saving and f'{chr(10)}note       {saving}'}"
-        parts += [lines, what_if_table(plan)]
+    parts = [planned_run_report(plan).strip("\n")]
+    if plan.step is None:
+        hint = plan.verdict or "set --gpu to check whether the plan fits"
+        parts.append(f"memory     {hint}\ntime       {NO_GPU}")
     else:
-        parts.append(f"{lines}\ntime       {NO_GPU}")
-    return Report("\n\n".join(part.strip("\n") for part in parts), plan.as_dict(), plan)
+        plan = replace(plan, what_if=what_if(plan))
+        parts += [verdict_lines(plan), what_if_table(plan)]
+    return Report("\n\n".join(parts), plan.as_dict(), plan)
 
 
 def search_report(config: Config, words: Sequence[str], top: int) -> Report:
@@ -69,8 +65,8 @@ def search_report(config: Config, words: Sequence[str], top: int) -> Report:
         raise ConfigError(_nothing_fits(config, result.too_large))
     best = list(map(with_verdict, result.candidates[:_IN_JSON]))
     text = [
-        f"{result.combinations:,} combinations for {counted(config.parallel.world_size, 'device')}, "
-        f"{result.planned} planned in full, {len(result.candidates)} fit"
+        f"{counted(result.planned, 'layout')} for {counted(config.parallel.world_size, 'device')} planned in "
+        f"full, {len(result.candidates)} fit"
         f"{best[0].assumption and f'; {best[0].assumption}'}",
         search_table(best[: max(top, 10)]),
         *(explain(number, plan, result, words) for number, plan in enumerate(best[:top], 1)),
@@ -79,7 +75,6 @@ def search_report(config: Config, words: Sequence[str], top: int) -> Report:
     text.append(f"layout 1: {what_if_table(best[0])}")
     data = {
         "title": best[0].title,
-        "combinations": result.combinations,
         "planned": result.planned,
         "candidates": [{**plan.as_dict(), "flags": replaced(words, plan.change)} for plan in best],
     }
@@ -112,11 +107,12 @@ def _figures(plan: Plan) -> str:
 
 
 def _nothing_fits(config: Config, planned: Sequence[Plan]) -> str:
-    text = f"no layout of {counted(config.parallel.world_size, 'device')} of kind {config.training.gpu} fits"
-    if planned:
-        least = min(planned, key=lambda plan: plan.peak_bytes)
-        text += f": the smallest one needs {least.peak_bytes / GIB:.1f} GiB ({layout_words(least.config)})"
-    return f"{text}. Add devices, or set --checkpoint-activations, --sequence-parallel or --cpu-offload."
+    least = min(planned, key=lambda plan: plan.peak_bytes)
+    return (
+        f"no layout of {counted(config.parallel.world_size, 'device')} of kind {config.training.gpu} fits. "
+        f"The smallest needs {least.peak_bytes / GIB:.1f} GiB ({layout_words(least.config)}). Add devices, "
+        "or set --checkpoint-activations, --sequence-parallel or --cpu-offload."
+    )
 
 
 def layout_words(config: Config) -> str:
@@ -168,7 +164,7 @@ def _tensor_parallel_line(plan: Plan, result: SearchResult) -> str:
             large = [c for c in result.too_large if c.config.parallel.tensor_model_parallel_size == size]
             least = min(c.peak_bytes for c in large) / GIB
             parts.append(f"no planned layout of TP {size} fits (the smallest needs {least:.0f} GiB)")
-    alone = "no other TP size is among the fastest estimates"
+    alone = "no layout of another TP size was planned"
     return f"TP {own}       {'; '.join(parts) or alone}"
 
 
@@ -176,49 +172,9 @@ def what_if(plan: Plan) -> tuple[WhatIf, ...]:
     """Plans the run with one change at a time: sizes doubled and halved, other choices of settings. The
     fastest changes that fit come first, then the fastest ones that do not, then the rejected ones. Partition
     methods that give the stages of `plan` are omitted."""
-    config = plan.config
-    parallel, batch, model = config.parallel, config.batch, config.model
-    changes: list[tuple[str, dict[str, object]]] = []
-    tp_size, pp_size = parallel.tensor_model_parallel_size, parallel.pipeline_model_parallel_size
-    for size in (2 * tp_size, tp_size // 2) if tp_size % 2 == 0 else (2 * tp_size,):
-        changes.append((f"tensor-parallel size {size}", _tensor_parallel(config, size)))
-    for name, field, value in (
-        ("pipeline-parallel size", "parallel.pipeline_model_parallel_size", pp_size),
-        ("micro-batch size", "batch.micro_batch_size", batch.micro_batch_size),
-    ):
-        changes += [(f"{name} {2 * value}", {field: 2 * value})]
-        changes += [(f"{name} {value // 2}", {field: value // 2})] if value % 2 == 0 else []
-    cp_size = parallel.context_parallel_size
-    cp_sizes = [2 * cp_size] if config.is_long_enough_for(2 * cp_size) else []
-    for size in cp_sizes + ([cp_size // 2] if cp_size % 2 == 0 else []):
-        changes.append((f"context-parallel size {size}", {"parallel.context_parallel_size": size}))
-    ep_size = parallel.expert_model_parallel_size
-    for size in {2 * ep_size, max(ep_size // 2, 1)} - {ep_size} if model.num_experts is not None else ():
-        changes.append((f"expert-parallel size {size}", {"parallel.expert_model_parallel_size": size}))
-    modules = cheap_modules(config)
-    for title, recomputed in (
-        ("none", recomputation()),
-        (" ".join(modules), recomputation(modules)),
-        ("full", recomputation(layers=True)),
-    ):
-        if title != recomputation_of(config):
-            changes.append((f"recompute {title}", recomputed))
-    if parallel.dp_cp_size > 1:
-        changes += [(f"ZeRO {z}", {"parallel.zero_stage": z}) for z in range(4) if z != parallel.zero_stage]
-    own = (parallel.pipeline_schedule, parallel.virtual_pipeline_stages)
-    for schedule, virtual in schedules(pp_size, model.num_layers, config.micro_batches_per_step):
-        if (schedule, virtual) != own:
-            title = f"schedule {schedule}" + (f" x {virtual}" if virtual > 1 else "")
-            change = {"parallel.pipeline_schedule": schedule, "parallel.virtual_pipeline_stages": virtual}
-            changes.append((title, change))
-    for method in PARTITION_METHODS if pp_size > 1 else ():
-        if method != parallel.partition_method:
-            changes.append((f"partition {method}", {"parallel.partition_method": method}))
-    if tp_size > 1 and model.num_experts is None:
-        flag = not parallel.sequence_parallel
-        change = {"parallel.sequence_parallel": flag, "parallel.tp_comm_overlap": False}
-        changes.append((f"sequence parallel {'on' if flag else 'off'}", change))
-    if tp_size > 1 and parallel.sequence_parallel:
+    parallel, model = plan.config.parallel, plan.config.model
+    changes = list(variations(plan.config))
+    if parallel.tensor_model_parallel_size > 1 and parallel.sequence_parallel:
         flag = not parallel.tp_comm_overlap
         title = f"TP communication overlap {'on' if flag else 'off'}"
         changes.append((title, {"parallel.tp_comm_overlap": flag}))
@@ -231,13 +187,7 @@ def what_if(plan: Plan) -> tuple[WhatIf, ...]:
     )
 
 
-def _tensor_parallel(config: Config, size: int) -> dict[str, object]:
-    """Returns the change to a tensor-parallel size. Experts also need sequence parallelism."""
-    sequence = {"parallel.sequence_parallel": size > 1} if config.model.num_experts is not None else {}
-    return {"parallel.tensor_model_parallel_size": size, **sequence}
-
-
-def _what_if(plan: Plan, text: str, change: dict[str, object]) -> WhatIf | None:
+def _what_if(plan: Plan, text: str, change: Change) -> WhatIf | None:
     try:
         changed = evaluate(plan.config, change, plan.run.vocab.size)
     except UserError as error:
@@ -287,7 +237,7 @@ def nodes_recipe(config: Config, vocab_size: int) -> list[RecipeStep]:
     nodes = world // node
     ranks = max(n for n in range(1, nodes + 1) if nodes % n == 0 and n <= config.model.num_layers)
     change = {
-        **_tensor_parallel(config, node),
+        **tensor_parallel_change(config, node),
         "parallel.pipeline_model_parallel_size": ranks,
         "parallel.zero_stage": 1 if nodes > ranks else 0,
         "batch.micro_batch_size": 1,
@@ -334,13 +284,11 @@ def micro_batch_recipe(config: Config, vocab_size: int) -> list[RecipeStep]:
     """Returns the steps of --recipe micro-batch. Raises ConfigError if the whole model does not fit with any
     size of tensor parallelism within a node and pipeline parallelism."""
     few_layers = {
-        "parallel.tensor_model_parallel_size": 1,
+        **tensor_parallel_change(config, 1),
         "parallel.expert_model_parallel_size": 1,
         "parallel.pipeline_model_parallel_size": 1,
         "parallel.zero_stage": 0,
         "parallel.world_size": 1,
-        "parallel.sequence_parallel": False,
-        "parallel.tp_comm_overlap": False,
         "model.num_layers": min(_FEW_LAYERS, config.model.num_layers),
     }
     largest = _largest(config, vocab_size, few_layers, (64, 32, 16, 8, 4, 2, 1))
@@ -365,7 +313,7 @@ def micro_batch_recipe(config: Config, vocab_size: int) -> list[RecipeStep]:
     sizes = tuple(n for n in (64, 32, 16, 8, 4, 2, 1) if n <= max(size, 1))
     for devices, pp, tp in shapes:
         change = {
-            **_tensor_parallel(config, tp),
+            **tensor_parallel_change(config, tp),
             "parallel.pipeline_model_parallel_size": pp,
             "parallel.zero_stage": 1 if world > devices else 0,
         }

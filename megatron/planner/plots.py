@@ -119,7 +119,11 @@ def draw_summary(summary: Mapping[str, Any], output: Path) -> None:
             axis.set_xlabel(label)
             axis.grid(alpha=0.3, axis="x")
             axis.set_xlim(left=0)
-        time.set_yticks(range(len(rows)), [_label(row) for row in rows])
+        settings = (", ".join(value or "''" for value in row["settings"].values()) for row in rows)
+        labels = [
+            f"{row['row']}: {of_row or 'base command'}" for row, of_row in zip(rows, settings, strict=True)
+        ]
+        time.set_yticks(range(len(rows)), labels)
         time.invert_yaxis()
         patches = [Patch(color=_MEASURED, label="measured"), Patch(color=_PREDICTED, label="predicted")]
         figure.legend(handles=patches, loc="outside upper right", ncols=2)
@@ -141,8 +145,3 @@ def _draw_row(time: Any, memory: Any, bubble: Any, place: int, measured: Any, pr
             memory.barh(y - _WIDTH / 2 + (stage + 0.5) * height, size / GIB, 0.9 * height, color=color)
         if values["bubble"] is not None:
             bubble.barh(y, 100 * values["bubble"], _WIDTH, color=color)
-
-
-def _label(row: Mapping[str, Any]) -> str:
-    settings = ", ".join(value or "''" for value in row["settings"].values()) or "base command"
-    return f"{row['row']}: {settings}"

@@ -254,11 +254,6 @@ def _transfers(run: Run, costs: Sequence[StageCosts], cluster: Cluster) -> list[
     return times
 
 
-def _waits(actions: Sequence[Action]) -> list[Wait]:
-    """Returns the waits for all collectives among the actions."""
-    return [Wait(age) for age in range(sum(isinstance(action, Collective) for action in actions))]
-
-
 def _after_pipeline(
     rank: Rank, update: UpdateCosts, stages: Sequence[StageTime], pipeline: Timeline
 ) -> tuple[float, float, float]:
@@ -274,7 +269,8 @@ def _after_pipeline(
     last = min(time.weight or time.backward for time in own)
     share = 1 / (len(update.reductions) + 1)
     during = [action for part in update.reductions for action in (Busy(last * share), *part)]
-    in_last_pass = [*during, Busy(last * share), *_waits(during)]
+    waits = map(Wait, range(sum(isinstance(action, Collective) for action in during)))
+    in_last_pass = [*during, Busy(last * share), *waits]
     reduce = rank.time([*in_last_pass, *update.reduce])
     later = max(spans[-1].end + reduce.total - pipeline.makespan, 0.0)
     norms = min(reduce.products + reduce.others - rank.time(in_last_pass).others, later)

@@ -5,6 +5,8 @@ from __future__ import annotations
 import argparse
 
 from megatron.config.config import SETTINGS
+from megatron.config.fields import option_name
+from megatron.config.registries import TOKENIZERS
 from megatron.config.sections.data import TOKENIZER_FIELDS
 from megatron.errors import UserError
 from megatron.tokenizer.base import Tokenizer, TokenizerFlags
@@ -20,10 +22,8 @@ def add_tokenizer_flags(parser: argparse.ArgumentParser, title: str = "tokenizer
         choices=TOKENIZER_TYPES,
         help="default: the type that the given files fit",
     )
-    group.add_argument("--vocab-file", help="GPT-2's vocab.json")
-    group.add_argument("--merge-file", help="GPT-2's merges.txt")
-    group.add_argument("--tokenizer-name-or-path", help="folder with a Hugging Face tokenizer")
-    group.add_argument("--tokenizer-model", help="SentencePiece .model file")
+    for name in TOKENIZERS.settings():
+        group.add_argument(option_name(name), help=SETTINGS[f"data.{name}"].flag.help)
     return group
 
 

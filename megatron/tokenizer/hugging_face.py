@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from megatron.errors import UserError
+from megatron.errors import UserError, one_line
 from megatron.tokenizer.base import TokenizerFlags, require_setting
 
 
@@ -30,10 +30,9 @@ class HuggingFaceTokenizer:
                 name_or_path, local_files_only=True, trust_remote_code=False
             )
         except Exception as error:  # the type depends on what is missing
-            first_line = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
             raise UserError(
                 f"--tokenizer-name-or-path {name_or_path}: expected a folder with a tokenizer or a name in "
-                f"the local Hugging Face cache ({first_line})"
+                f"the local Hugging Face cache ({one_line(error)})"
             ) from error
         if tokenizer.eos_token_id is None:
             raise UserError(

@@ -19,7 +19,7 @@ from megatron.checkpoint.formats.registry import open_reader
 from megatron.checkpoint.huggingface.run_export import check_export
 from megatron.checkpoint.lineage.start import check_save_is_outside_checkpoints
 from megatron.checkpoint.manager import CheckpointManager
-from megatron.checkpoint.ranks import first_problem_of_ranks
+from megatron.checkpoint.ranks import errors_of_all_ranks, errors_of_rank_0
 from megatron.checkpoint.record import Checkpoint
 from megatron.cluster.exit_codes import SharedUserError
 from megatron.cluster.watchdog import Watchdog
@@ -40,7 +40,6 @@ from megatron.mpu.parameters import InitialValues, initial_values, spec_of
 from megatron.mpu.pieces import Piece
 from megatron.mpu.world import broadcast_from_rank_0
 from megatron.pipeline.layer_times import find_layer_times, needs_profiling
-from megatron.pipeline.methods import MemoryCosts
 from megatron.pipeline.stages import needs_memory_costs, plan_stages
 from megatron.run import PredictMemory, Run
 from megatron.training.data import RunData, open_data
@@ -70,25 +69,14 @@ def find_stages(run: Run, predict_memory: PredictMemory) -> Run:
     config, vocab, times, memory = run.config, run.vocab, None, None
     if needs_profiling(config):
         times = find_layer_times(config, run.mesh, vocab.size, vocab.eod)
-    if needs_memory_costs(config):
-        memory = _memory_costs_of_rank_0(run, predict_memory)
     try:
+        if needs_memory_costs(config):
+            with errors_of_rank_0():
+                memory = predict_memory(config, vocab.size) if run.mesh.rank == 0 else None
+            memory = broadcast_from_rank_0(memory)
         return replace(run, plan=plan_stages(config, vocab.size, times, memory))
     except UserError as error:
         raise SharedUserError(str(error)) from error
-
-
-def _memory_costs_of_rank_0(run: Run, predict_memory: PredictMemory) -> MemoryCosts:
-    found: MemoryCosts | str = ""
-    if run.mesh.rank == 0:
-        try:
-            found = predict_memory(run.config, run.vocab.size)
-        except UserError as error:
-            found = str(error)
-    found = broadcast_from_rank_0(found)
-    if isinstance(found, str):
-        raise SharedUserError(found)
-    return found
 
 
 def build_model(run: Run, values: InitialValues = initial_values) -> GPTModelPipe:
@@ -155,14 +143,8 @@ def load_distributed_model(checkpoint: Checkpoint, run: Run, micro_batch_size: i
     """Returns this rank's part of the model, in evaluation mode. Collective: each rank reads its own shards.
     Raises UserError on all ranks if one of them cannot read a file."""
     mesh, module = run.mesh, build_model(run, zeros)
-    problem = None
-    try:
+    with errors_of_all_ranks():
         _load_weights(module, checkpoint, mesh.axes)
-    except UserError as error:
-        problem = str(error)
-    # All ranks raise, because they would wait for a rank that raises alone.
-    if (found := first_problem_of_ranks(problem)) is not None:
-        raise SharedUserError(found[1])
     return DistributedGPT(module.eval(), mesh, micro_batch_size)
 
 

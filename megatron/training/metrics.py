@@ -212,7 +212,7 @@ class MetricsLogger:
             return
         self._pending.append((time.time(), record))
         if self._logging.is_logged(record.state.iteration, record.total_iterations):
-            self._flush()
+            self.flush()
         self._move_bar(record)
 
     def log_validation(
@@ -249,11 +249,6 @@ class MetricsLogger:
         above_bar = None if self._bar is None else partial(self._bar.write, file=self._console)
         self._outputs.print(text, above_bar)
 
-    def flush(self) -> None:
-        """Prints and writes the steps since the last line."""
-        if self._pending:
-            self._flush()
-
     def close(self) -> None:
         """Prints and writes the remaining steps, closes the bar and the writers. May be called twice."""
         self.flush()
@@ -262,7 +257,10 @@ class MetricsLogger:
             self._bar = None
         self._outputs.close()
 
-    def _flush(self) -> None:
+    def flush(self) -> None:
+        """Prints and writes the steps since the last line."""
+        if not self._pending:
+            return
         records = [record for _, record in self._pending]
         losses = _read([record.loss for record in records])
         summary = self._summarize(records, losses)

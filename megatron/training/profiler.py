@@ -30,21 +30,19 @@ from megatron.text_table import format_table
 from megatron.training.stability import range_to_skip
 
 _LONGEST, _LONGEST_GAPS = 10, 3
-_NAME_LENGTH = 72
+_NAME_LENGTH = 120
 
 
 class StepProfiler:
     """Starts and stops the profile of a rank. A context manager, whose end stops a profile that runs."""
 
     def __init__(self, run: Run, print_fn: Callable[[str], None]) -> None:
-        """print_fn: prints on rank 0. Raises SharedUserError if no iteration can be profiled."""
+        """print_fn: prints on rank 0."""
         logging, self._rank, self._run = run.config.logging, run.mesh.rank, run
         self._first, self._last = logging.profile_step_start + 1, logging.profile_step_end
         self._folder = logging.tensorboard_dir if logging.use_pytorch_profiler else None
         self._print_on_rank_0 = print_fn
         self._capture: _Trace | _NsysCapture | None = None
-        if logging.profile:
-            _check(run)
         self._is_due = logging.profile and self._rank in logging.profile_ranks
 
     def __enter__(self) -> StepProfiler:
@@ -115,8 +113,12 @@ class StepProfiler:
             print(f"rank {self._rank}: {text}", file=sys.stdout, flush=True)
 
 
-def _check(run: Run) -> None:
+def check_profile(run: Run) -> None:
+    """Raises SharedUserError if --profile is set and no iteration of the run, or not this device, can be
+    profiled."""
     logging, end = run.config.logging, run.length.iterations
+    if not logging.profile:
+        return
     if logging.profile_step_start >= end:
         raise SharedUserError(
             f"--profile-step-start {logging.profile_step_start}: the run ends with iteration {end}, so "
@@ -219,15 +221,19 @@ def _write_trace(export: Callable[[str], Any], path: Path) -> None:
         temporary.unlink(missing_ok=True)
 
 
-def summary(events: Iterable[Any], iterations: int, on_gpu: bool) -> str:
-    """Returns a table of the kernels with the most time, and a line on the gaps between kernels; on CPUs of
-    operators, whose time is the time outside of the operators that they call.
+def device_work(events: Iterable[Any], on_gpu: bool) -> list[Any]:
+    """Returns the events of a PyTorch profile that are kernels, or operators on a CPU."""
+    device = DeviceType.CUDA if on_gpu else DeviceType.CPU
+    return [event for event in events if event.device_type == device and not event.is_user_annotation]
+
+
+def summary(events: Iterable[Any], iterations: int, on_gpu: bool, most: int = _LONGEST) -> str:
+    """Returns a table of the `most` kernels with the most time, and a line on the gaps between kernels; on
+    CPUs of operators, whose time is the time outside of the operators that they call.
 
     events: of a PyTorch profile. iterations: number of iterations, by which all times are divided.
     """
-    device = DeviceType.CUDA if on_gpu else DeviceType.CPU
-    work = [event for event in events if event.device_type == device and not event.is_user_annotation]
-    what = "kernel" if on_gpu else "operator"
+    work, what = device_work(events, on_gpu), "kernel" if on_gpu else "operator"
     if not work:
         return f"no {what} ran"
     seconds, calls = defaultdict[str, float](float), defaultdict[str, int](int)
@@ -237,10 +243,10 @@ def summary(events: Iterable[Any], iterations: int, on_gpu: bool) -> str:
         calls[event.name] += 1
     total = sum(seconds.values()) or 1e-9  # if all times are 0
     rows = [[what, "calls", "ms", "%"]]
-    for name in sorted(seconds, key=lambda name: -seconds[name])[:_LONGEST]:
+    for name in sorted(seconds, key=lambda name: -seconds[name])[:most]:
         row = [f"{calls[name] / iterations:g}", f"{1e3 * seconds[name] / iterations:.3f}"]
         rows.append([one_line(name, _NAME_LENGTH), *row, f"{100 * seconds[name] / total:.1f}"])
-    gaps, window = _gaps([(event.time_range.start, event.time_range.end) for event in work])
+    gaps, window = gaps_between(work)
     share = sum(gaps) / window if window else 0.0
     longest = ", ".join(f"{gap / 1e3:.3f}" for gap in sorted(gaps, reverse=True)[:_LONGEST_GAPS])
     return (
@@ -250,9 +256,9 @@ def summary(events: Iterable[Any], iterations: int, on_gpu: bool) -> str:
     )
 
 
-def _gaps(intervals: Iterable[tuple[float, float]]) -> tuple[list[float], float]:
-    """Returns the lengths of the gaps between intervals that may overlap, and the length of all."""
-    ordered = sorted(intervals)
+def gaps_between(work: Iterable[Any]) -> tuple[list[float], float]:
+    """Returns the lengths of the gaps between events, which may overlap, and the length of all, in us."""
+    ordered = sorted((event.time_range.start, event.time_range.end) for event in work)
     first, end = ordered[0]
     gaps = []
     for start, stop in ordered:

@@ -43,6 +43,7 @@ from megatron.training.data import data_report, index_notes
 from megatron.training.free_space import check_free_space
 from megatron.training.harness.live import load_tasks
 from megatron.training.out_of_memory import explained_out_of_memory
+from megatron.training.profiler import check_profile
 from megatron.training.run_report import run_report, start_notes
 from megatron.training.trainer import make_metrics
 
@@ -82,6 +83,7 @@ def run(
             notes += local.notes()
         checkpoint = select_checkpoint(found.checkpoint, local, run, watchdog.heartbeat, folders)
         run = starting_from(checkpoint, run)
+        check_profile(run)
         with errors_of_rank_0():
             if rank == 0:
                 found.plan_data(run)  # again, if it is an older or a local checkpoint

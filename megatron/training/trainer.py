@@ -6,6 +6,7 @@ import math
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -121,8 +122,7 @@ class Trainer:
         saved = None if self.checkpoints.started_from_local else state
         self.resumable_iteration = state.iteration
         self.watchdog.set_handled_signals(self.exits.install_handlers())
-        self.exit_reason = self.exits.request(state.iteration, self.engine.device)
-        if state.pending_evaluations and self.exit_reason is None:
+        if not self._stop_requested(state) and state.pending_evaluations:
             state = self._evaluate_interval(state, state.pending_evaluations)
         with collections_after_steps() as collect_garbage, self.profiler:
             while state.iteration < self.run.length.iterations and self.exit_reason is None:
@@ -378,17 +378,22 @@ class Trainer:
         remain after a request to stop, so that a resumed run begins with them."""
         return replace(state, pending_evaluations=self.evaluate(state, "validation", count=count))
 
+    def _stop_requested(self, state: TrainingState) -> bool:
+        """Returns whether the run must stop in an evaluation, and sets `exit_reason`. Collective."""
+        reason = self.exits.request(state.iteration, self.engine.device)
+        self.exit_reason = reason or self.exit_reason
+        return reason is not None
+
     def _evaluate_tasks(self, state: TrainingState) -> None:
         """Runs --eval-harness-tasks. A request to stop ends them; the resumed run does not repeat them."""
         self.exit_code = None
-
-        def stop_requested() -> bool:
-            self.exit_reason = self.exits.request(state.iteration, self.engine.device)
-            return self.exit_reason is not None
-
         with self.watchdog.phase(Phase.EVALUATION):
             results = run_tasks(
-                self.engine, self.tasks, stop_requested, self.watchdog.heartbeat, self.metrics.print
+                self.engine,
+                self.tasks,
+                partial(self._stop_requested, state),
+                self.watchdog.heartbeat,
+                self.metrics.print,
             )
         gc.collect()  # the harness leaves cycles, and automatic collections are off
         if results is None:
@@ -410,27 +415,19 @@ class Trainer:
         if count is not None:  # due at a multiple of the interval, perhaps inside of a range that was skipped
             iteration -= iteration % self.run.config.training.eval_interval
         first = validation_start(self.run.config, iteration) if split == "validation" else 0
-        stop: list[ExitReason] = []
-
-        def stop_requested() -> bool:
-            reason = self.exits.request(state.iteration, self.engine.device)
-            stop.extend([reason] if reason else [])
-            return reason is not None
-
         for index, (name, loader) in enumerate(loaders):
             with self.watchdog.phase(Phase.EVALUATION):
                 loss = evaluate(
                     self.engine,
                     loader,
                     first,
-                    stop_requested=stop_requested,
+                    stop_requested=partial(self._stop_requested, state),
                     heartbeat=self.watchdog.heartbeat,
                 )
             if loss is None:
                 self.metrics.print(
                     f"the evaluation on {name} data at iteration {state.iteration} was stopped"
                 )
-                self.exit_reason = stop[0]
                 return len(loaders) - index
             self.metrics.log_validation(state, loss, name, at)
         return 0

@@ -12,7 +12,7 @@ from megatron.checkpoint.discovery import open_checkpoint
 from megatron.checkpoint.manager import SaveError
 from megatron.checkpoint.ranks import first_problem
 from megatron.checkpoint.saving import publishing
-from megatron.checkpoint.saving.files import DirectFiles
+from megatron.checkpoint.saving.background import DirectFiles
 from megatron.checkpoint.selection import select_valid_checkpoint
 from megatron.errors import UserError
 from megatron.files import HostileFileError

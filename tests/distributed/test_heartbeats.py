@@ -25,7 +25,7 @@ def test_every_stage_has_a_heartbeat_per_micro_batch():
 
 def files_verified(folder: Path):
     from megatron.checkpoint.formats.writing import Content
-    from megatron.checkpoint.saving.files import DirectFiles
+    from megatron.checkpoint.saving.background import DirectFiles
 
     saved: list[str] = []
     loaded: list[str] = []

@@ -11,7 +11,7 @@ import pytest
 from safetensors.torch import load_file
 
 from megatron.checkpoint.discovery import open_checkpoint
-from megatron.checkpoint.huggingface.file_digests import check_digests
+from megatron.checkpoint.huggingface.exporter import check_digests
 from megatron.errors import UserError
 from tests.distributed.parity import Changes
 from tests.distributed.test_experts import GLM, MIXTRAL
@@ -100,7 +100,7 @@ def fail_on_one_rank(row: Row, folder: Path, victim: int) -> str:
         raise OSError(28, "No space left on device", str(path))
 
     is_victim = engine.global_rank == victim
-    with patch.object(exporter, "digest_of", full) if is_victim else nullcontext():
+    with patch.object(exporter, "describe_file", full) if is_victim else nullcontext():
         try:
             export_model(engine, folder / "model", lambda: None)
         except UserError as error:

@@ -12,7 +12,7 @@ from megatron.checkpoint.discovery import find_latest
 from megatron.checkpoint.lineage import start
 from megatron.checkpoint.lineage.owner import ClaimFolder, Owner, acquire
 from megatron.checkpoint.manager import FolderTakenError, SaveError
-from megatron.checkpoint.saving.files import DirectFiles
+from megatron.checkpoint.saving.background import DirectFiles
 from megatron.checkpoint.selection import find_checkpoint
 from megatron.errors import UserError
 from tests.distributed.test_integrity_record import make_copies_unequal

@@ -13,7 +13,7 @@ import torch.distributed.checkpoint as torch_dcp
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
 from megatron.checkpoint.discovery import find_latest, open_checkpoint
-from megatron.checkpoint.formats.dcp_storage import DcpFolder
+from megatron.checkpoint.formats.dcp import DcpFolder
 from megatron.checkpoint.formats.registry import open_reader
 from megatron.checkpoint.inspect import inspect_folder
 from megatron.checkpoint.manager import load_checkpoint

@@ -13,7 +13,7 @@ import torch
 from transformers import LlamaForCausalLM
 
 from megatron.checkpoint.discovery import open_checkpoint
-from megatron.checkpoint.formats.dcp_storage import DcpFolder
+from megatron.checkpoint.formats.dcp import DcpFolder
 from megatron.checkpoint.manager import load_checkpoint
 from megatron.checkpoint.record import TrainingState
 from megatron.checkpoint.selection import find_checkpoint

@@ -77,6 +77,7 @@ def test_a_profile_without_effect_is_an_error(
     folder = ["--profile-step-start", "2", "--tensorboard-dir", str(tmp_path)]
     run = pretrain([*MODEL, *ABSOLUTE, *SHORT, *NO_DROPOUT, *folder, *flags, *data])
     assert run.exit_code == 2 and sentence in run.stderr
+    assert "heaviest" not in run.stdout  # no model was built
 
 
 def test_a_trace_that_cannot_be_written_is_one_warning(data: list[str], tmp_path: Path) -> None:

@@ -8,8 +8,8 @@ import torch
 
 from megatron.arguments import parse_args
 from megatron.config.registries import ACTIVATIONS, LAYER_ARRANGEMENTS
-from megatron.kernels import selection
-from megatron.kernels.activation import BLOCK, fused_activation
+from megatron.kernels import activation, selection
+from megatron.kernels.activation import BLOCK, fused_activation, gated_activation
 from megatron.model.gpt_model import ParallelTransformerLayerPipe
 from megatron.model.layer_context import LayerContext
 from megatron.mpu.mesh import ONE_RANK
@@ -41,6 +41,18 @@ def test_output_and_gradients_are_those_of_the_reference(activation, dtype, shap
     sums = found[0].double().flatten(0, -2).sum(0)
     (of_bias,) = torch.autograd.grad(fused_activation(x.clone(), bias, activation), bias, upstream)
     torch.testing.assert_close(of_bias.double(), sums, rtol=TOLERANCE[dtype], atol=4e-6 * len(x))
+
+
+def test_another_number_of_rows_is_not_another_launch():
+    """Experts have another number of rows in each step."""
+    launches = (activation._launch, activation._gated_launch)
+    for each in launches:
+        each.cache_clear()
+    for rows in (3, 5, 70):
+        x, wide = torch.randn(rows, 8, requires_grad=True), torch.randn(rows, 16, requires_grad=True)
+        fused_activation(x * 1, None, "gelu").sum().backward()
+        gated_activation(wide * 1, "swiglu").sum().backward()
+    assert [each.cache_info().currsize for each in launches] == [2, 2]
 
 
 FLAGS = (

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from megatron.kernels.adam import BLOCK
+from megatron.kernels.optimizer import ADAMW_BLOCK as BLOCK
 from megatron.optimizer import adam
 from megatron.optimizer.adam import AdamW
 

@@ -31,7 +31,7 @@ with host_time.launches_without_device(lambda *arguments: calls.append(arguments
     for variant in variants():
         arguments = [torch.zeros(8, dtype=x) if isinstance(x, torch.dtype) else x for x in variant.dtypes]
         for _ in range(2):
-            variant.launch(*arguments)
+            variant.launch(*arguments, grid=variant.grid)
 # Grid and stream, and, after the kernel and the hooks of a launch, its arguments.
 kinds = [[id(x) if isinstance(x, torch.Tensor) else x for x in (*call[:4], *call[9:])] for call in calls]
 print(len(calls), kinds[::2] == kinds[1::2])
@@ -41,6 +41,7 @@ print(len(calls), kinds[::2] == kinds[1::2])
 def run_python(*arguments: str) -> str:
     """Runs in a separate process: kernels that were defined for the interpreter cannot be compiled."""
     environment = {key: value for key, value in os.environ.items() if key != "TRITON_INTERPRET"}
+    environment["DS_ACCELERATOR"] = "cpu"  # DeepSpeed may write to stdout when it selects one
     return subprocess.run(
         [sys.executable, *arguments], cwd=ROOT, env=environment, check=True, capture_output=True, text=True
     ).stdout

@@ -4,21 +4,27 @@ from __future__ import annotations
 
 import math
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
 
+from benchmarks.kernel_cases import Inputs, fp8_case
+from benchmarks.kernel_speed import SMALL, largest_error
 from megatron.config import Config
 from megatron.errors import UserError
 from megatron.kernels import fp8
 from megatron.kernels.grouped_linear import Groups
+from megatron.model.gpt_model import pipeline_layers
+from megatron.model.layer_context import LayerContext
 from megatron.mpu import products as products_module
-from megatron.mpu.deferred_gradients import DeferredGradients, accumulate
 from megatron.mpu.grouped_linear import grouped_linear
 from megatron.mpu.layers import linear
-from megatron.mpu.mesh import ONE_RANK
+from megatron.mpu.mesh import ONE_RANK, Mesh
 from megatron.mpu.products import Fp8, Fp8Products
+from megatron.mpu.random import DropoutRNG
+from megatron.mpu.weight_gradient import DeferredGradients, accumulate
 from tests.support.layouts import Row, config_of
 
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
@@ -116,23 +122,41 @@ def test_a_wrong_scaled_mm_is_not_used(monkeypatch, caplog):
     """The probe multiplies blocks of different magnitudes, so that exchanged scales are found."""
     right = fp8._multiply_reference
 
-    def wrong(x, x_scales, matrix, scales, bias):
-        return right(
-            fp8.Quantized(x, x_scales.flip(0)), fp8.Quantized(matrix, scales), bias, None, torch.bfloat16
-        )
+    def wrong(x, matrix, bias):
+        return right(x._replace(scales=x.scales.flip(0)), matrix, bias, None, torch.bfloat16)
 
-    def good(x, x_scales, matrix, scales, bias):
-        return right(fp8.Quantized(x, x_scales), fp8.Quantized(matrix, scales), bias, None, torch.bfloat16)
+    def good(x, matrix, bias):
+        return right(x, matrix, bias, None, torch.bfloat16)
 
-    for replacement, runs in ((wrong, False), (good, True), (fp8._scaled_mm, False)):
+    def without_bias(x, matrix, bias):
+        return right(x, matrix, None, None, torch.bfloat16)
+
+    torchs = fp8._scaled_mm
+    for replacement, runs in ((wrong, (False, False)), (good, (True, True)), (without_bias, (True, False))):
         monkeypatch.setattr(fp8, "_scaled_mm", replacement)
         fp8._has_scaled_mm.cache_clear()
-        assert fp8._has_scaled_mm(torch.device("cpu"), E4M3, False) is runs
+        assert (
+            tuple(fp8._has_scaled_mm(torch.device("cpu"), E4M3, False, bias) for bias in (False, True))
+            == runs
+        )
+    monkeypatch.setattr(fp8, "_scaled_mm", torchs)
+    fp8._has_scaled_mm.cache_clear()
+    assert not fp8._has_scaled_mm(torch.device("cpu"), E4M3, False, False)
     fp8._has_scaled_mm.cache_clear()
 
 
-def settings(**precision: str) -> Config:
-    return config_of(Row(precision="bf16"), precision={"bf16": True, **precision})
+@pytest.mark.parametrize("counts", [(), (7, 0)])
+def test_the_benchmark_compares_kernels_with_the_reference(counts, monkeypatch):
+    case = fp8_case(Inputs(SMALL, torch.bfloat16, torch.device("cpu"), torch.bfloat16), counts)
+    results = []
+    for uses_kernels in (True, False):
+        monkeypatch.setattr(fp8, "uses_kernels", lambda _, uses=uses_kernels: uses)
+        results.append(case.work())
+    assert largest_error(*results) < 1e-3
+
+
+def settings(**precision: Any) -> Config:
+    return config_of(Row(precision="bf16"), precision={"bf16": True, "fp8_min_size": 0, **precision})
 
 
 @pytest.mark.parametrize("recipe", ["blockwise", "tensorwise"])
@@ -170,6 +194,32 @@ def test_weights_are_quantized_once_until_they_change():
         layers_fp8.weights_changed()
         assert torch.equal(linear(x, weight, None, products=products), 2 * first)
     assert sum(copy.nbytes for copy in layers_fp8.copies) == 2 * weight.numel() + 2 * 4 * 4
+
+
+def test_layers_and_matrices_in_bf16_have_plain_products():
+    """Layers are chosen by their number in the model, matrices by their global sizes: on each
+    layout 192 for [768, 256], 171 for [512, 256], and 128 for [256, 256]."""
+    found: dict[int, list[list[str]]] = {}
+    sizes: dict[str, Any] = {"hidden_size": 256, "kv_channels": 64, "ffn_hidden_size": 512}
+    for size in (1, 2):
+        mesh = Mesh(size, 1, 1)
+        config = config_of(
+            Row(tp=size, precision="fp8"),
+            model={**sizes, "first_last_layers_bf16": True},
+            precision={"fp8_min_size": 170},
+        )
+        context = LayerContext(config, mesh, DropoutRNG(1), fp8=Fp8.of(config, mesh))
+        layers = [layer.build() for layer in pipeline_layers(context, 101, None)[3:7]]
+        found[size] = [
+            [
+                name
+                for name, part in layer.named_modules()
+                if isinstance(getattr(part, "products", 0), Fp8Products)
+            ]
+            for layer in layers
+        ]
+    with_fp8 = ["self_attention.query_key_value", "mlp.dense_h_to_4h", "mlp.dense_4h_to_h"]
+    assert found[1] == found[2] == [[], with_fp8, with_fp8, []]
 
 
 def test_a_gpu_without_fp8_is_rejected_at_the_start(monkeypatch):

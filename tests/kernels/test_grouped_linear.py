@@ -8,9 +8,10 @@ import torch.nn.functional as F
 from torch.utils.checkpoint import checkpoint
 
 from megatron.kernels import grouped_linear as kernels
-from megatron.mpu.deferred_gradients import DeferredGradients, accumulate
-from megatron.mpu.grouped_linear import Groups, grouped_linear
+from megatron.kernels.grouped_linear import Groups
+from megatron.mpu.grouped_linear import grouped_linear
 from megatron.mpu.parameters import mark_main_grad, set_main_grad
+from megatron.mpu.weight_gradient import DeferredGradients, accumulate
 
 IMPLEMENTATIONS = {"mm": torch.float32, "grouped_mm": torch.bfloat16, "triton": torch.bfloat16}
 """Implementation -> a dtype that it computes with."""

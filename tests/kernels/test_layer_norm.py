@@ -57,7 +57,7 @@ CASES = {
 @pytest.mark.gate(rows=5)
 @pytest.mark.parametrize("dtype", TOLERANCE)
 @pytest.mark.parametrize("kind,zero_centered,case", itertools.product(NORMS, (False, True), CASES))
-def test_sum_norm_and_gradients_are_those_of_the_reference(kind, zero_centered, case, dtype, monkeypatch):
+def test_a_fused_norm_has_the_gradients_of_the_reference(kind, zero_centered, case, dtype, monkeypatch):
     """Over two blocks of rows, with a padded width."""
     torch.manual_seed(3)
     shape = (5, 2, 45)

@@ -49,7 +49,7 @@ def test_heads_and_gradients_are_those_of_the_reference(layer, kind, documents, 
             attention.double()
             x = x.double()
         parts = attention._split(x, ids)
-        assert ("NormAndRotate" in parts[0].grad_fn.name()) == kernels
+        assert ("SplitAndRotate" in parts[0].grad_fn.name()) == kernels
         upstream = upstream or [torch.randn(part.shape).to(dtype) for part in parts]
         gradients = torch.autograd.grad(
             parts, [x, *norms], [grad.to(x.dtype) for grad in upstream], retain_graph=True

@@ -7,7 +7,7 @@ import math
 import pytest
 import torch
 
-from megatron.kernels.norms import CHUNK, COPY_BLOCK, copy_gradient_op, fused_norms
+from megatron.kernels.optimizer import CHUNK, COPY_BLOCK, copy_gradient_op, fused_norms
 from megatron.optimizer.gradient_norm import accurate_norm
 
 
@@ -29,7 +29,7 @@ def test_norms_of_ragged_tensors_are_exact_to_fp64_and_close_to_the_reference():
 
 @pytest.mark.full
 def test_a_tensor_with_more_chunks_than_a_block_of_the_second_kernel():
-    from megatron.kernels.norms import BLOCK
+    from megatron.kernels.optimizer import BLOCK
 
     (values,) = tensors((BLOCK + 3) * CHUNK + 5)
     assert fused_norms([values]).item() == pytest.approx(values.double().norm().item(), rel=1e-13)

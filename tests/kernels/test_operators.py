@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.autograd.graph import saved_tensors_hooks
 
 from megatron import torch_versions
@@ -28,9 +29,20 @@ class Recorded:
     def __getitem__(self, grid: tuple[int, ...]) -> Any:
         def launch(*tensors: torch.Tensor, **others: Any) -> Any:
             self.calls.append(("triton", tensors, others))
-            return {grid: lambda *arguments: self.calls.append(("variant", arguments[:2], arguments[2:]))}
+            return RecordedVariant(self.calls)
 
         return launch
+
+
+class RecordedVariant:
+    """Has the interface of a compiled kernel."""
+
+    def __init__(self, calls: list[tuple[str, tuple, Any]]) -> None:
+        self.calls = calls
+
+    def __getitem__(self, grid: tuple[int, ...]) -> Any:
+        assert len(grid) == 3
+        return lambda *arguments: self.calls.append(("variant", arguments[:2], arguments[2:]))
 
 
 @pytest.fixture
@@ -87,6 +99,32 @@ def test_a_first_launch_for_another_than_the_current_device_is_an_error(
         with nullcontext() if index == 0 else pytest.raises(AssertionError, match="current device.*cuda:1"):
             launch(on_gpu, on_gpu)
     assert len(recorded.calls) == 1
+
+
+def test_calls_with_other_numbers_and_grids_share_a_variant(recorded: Recorded) -> None:
+    """Triton passes a number of more than 31 bits with another type."""
+    launch, x = Launch("triton_kernels.add_rows_kernel", None, {}, BLOCK=64), torch.zeros(40)
+    for rows, grid in ((3, (1, 1)), (5, (2, 1)), (2**31, (3, 1)), (7, (0, 1)), (7, (1, 1))):
+        launch(x, x, rows, grid=grid)
+    assert [who for who, _, _ in recorded.calls] == ["triton", "variant", "triton", "variant"]
+    assert recorded.calls[1][2] == (5, 64)
+
+
+def test_tensors_without_memory_are_not_launched(recorded: Recorded) -> None:
+    with FakeTensorMode():
+        Launch("triton_kernels.add_rows_kernel", (2, 5), {}, **NUMBERS)(torch.zeros(3), torch.zeros(3))
+    assert not recorded.calls
+
+
+def test_kernels_of_fp8_are_not_specialized_for_numbers_of_rows() -> None:
+    """Rows of experts change in each step."""
+    pytest.importorskip("triton")
+    from megatron.kernels import fp8_triton
+
+    for kernel, names in (("quantize", ("rows", "scale_pitch")), ("multiply_fp8", ("rows", "x_scale_block"))):
+        parameters = getattr(getattr(fp8_triton, f"{kernel}_kernel"), "params", None)
+        if parameters is not None:  # Triton's interpreter has none
+            assert {each.name for each in parameters if each.do_not_specialize} == {*names}
 
 
 def test_a_grid_without_programs_launches_nothing(recorded: Recorded) -> None:

@@ -24,17 +24,28 @@ FLAGS = (
 ).split()
 
 
+# Name -> processes and flags.
+LAYOUTS = {
+    "one process": (1, ""),
+    "CP 2": (2, "--context-parallel-size 2 --zero-stage 2"),
+    "TP 2": (2, "--tensor-model-parallel-size 2"),
+    "TP 2, sequence parallel": (2, "--tensor-model-parallel-size 2 --sequence-parallel"),
+}
+
+
 @pytest.mark.full  # half a minute
-@pytest.mark.parametrize("context", [1, 2])
+@pytest.mark.parametrize("layout", LAYOUTS)
 def test_a_run_with_kernels_prints_the_losses_of_the_run_without(
-    context: int, data: list[str], monkeypatch: pytest.MonkeyPatch
+    layout: str, data: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Also with context parallelism, where each rank has two chunks of queries, and sharded gradients."""
+    """With context parallelism each rank has two chunks of queries, and sharded gradients. With tensor
+    parallelism the norms, activations and dropouts are of a rank's part of the sequence and of the columns.
+    """
     without = pretrain([*FLAGS, *data])
     monkeypatch.setenv("TRITON_INTERPRET", "1")
     monkeypatch.setenv("MEGATRON_KERNELS", "interpreter")
-    sharded = ["--context-parallel-size", "2", "--zero-stage", "2"] if context == 2 else []
-    run = pretrain([*FLAGS, *data, *sharded], processes=context)
+    processes, flags = LAYOUTS[layout]
+    run = pretrain([*FLAGS, *data, *flags.split()], processes=processes)
     assert run.exit_code == without.exit_code == 0, run.stderr
     assert "attention: flash, dropout 0.1, ALiBi, document boundaries by the triton kernel" in run.stderr
     assert "kernels: triton" in run.stderr and "kernels: triton" not in without.stderr
@@ -62,6 +73,8 @@ def test_the_benchmark_compares_every_kernel_with_its_reference(
         kinds = {re.split(r"[ ,']", row["kernel"])[0] for row in rows}
         assert kinds == {
             "dropout",
+            "add",
+            "activation",
             "attention",
             "weight",
             "cross",

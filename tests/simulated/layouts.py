@@ -156,11 +156,19 @@ LAYOUTS = {
     "--moe-router-enable-expert-bias",
     "experts-2-zero3-allgather-recompute": f"{WORLD_4} {EP_2} --bf16 {ZERO_3} {RECOMPUTE} {NO_DROPOUT} "
     "--moe-token-dispatcher-type allgather --moe-shared-expert-intermediate-size 128",
-    "fp8-alone-recompute": f"--bf16 --fp8-recipe blockwise {RECOMPUTE}",
-    "fp8-tensor-2-data-2-sequence": f"{WORLD_4} {TP_2} --bf16 {ZERO_1} {SEQUENCE} --fp8-format hybrid",
-    "fp8-data-4-zero3": f"{WORLD_4} {ZERO_3} --bf16 --fp8-recipe blockwise {NO_DROPOUT}",
-    "fp8-tensorwise-2-zero-bubble-2": f"{WORLD_4} {TP_2} {PP_2} {ZERO_BUBBLE} --bf16 --fp8-recipe tensorwise",
-    "fp8-experts-2-pipeline-2": f"{WORLD_4} {EP_2} {PP_2} --bf16 --fp8-recipe blockwise "
+    "fp8-alone-recompute": f"--bf16 --fp8-recipe blockwise --fp8-min-size 0 {RECOMPUTE}",
+    "fp8-tensor-2-data-2-sequence": f"{WORLD_4} {TP_2} --bf16 {ZERO_1} {SEQUENCE} --fp8-format hybrid "
+    "--fp8-min-size 0",
+    "fp8-data-4-zero3": f"{WORLD_4} {ZERO_3} --bf16 --fp8-recipe blockwise --fp8-min-size 0 {NO_DROPOUT}",
+    "fp8-tensorwise-2-zero-bubble-2": f"{WORLD_4} {TP_2} {PP_2} {ZERO_BUBBLE} --bf16 "
+    "--fp8-recipe tensorwise --fp8-min-size 0",
+    "fp8-first-last-uneven": f"{WORLD_2} {PP_2} --num-layers 9 --bf16 --fp8-recipe blockwise "
+    f"--fp8-min-size 0 --first-last-layers-bf16 --partition-method stages:E+6,3+L {LLAMA} "
+    "--ffn-hidden-size 768",
+    "fp8-first-last-interleaved-2": f"{WORLD_4} {PP_2} {TP_2} --num-layers 8 --bf16 "
+    "--fp8-recipe blockwise --fp8-min-size 192 --first-last-layers-bf16 --virtual-pipeline-stages 2 "
+    f"{SEQUENCE} {ZERO_1} {RECOMPUTE}",
+    "fp8-experts-2-pipeline-2": f"{WORLD_4} {EP_2} {PP_2} --bf16 --fp8-recipe blockwise --fp8-min-size 0 "
     "--moe-ffn-hidden-size 256",
     "all-three-spikes": f"{WORLD_8} {TP_2} {PP_2} --fp16 --spike-policy skip --sync-tp-duplicated-parameters",
 }
@@ -176,6 +184,12 @@ MORE = {
     "--moe-shared-expert-intermediate-size 128",
     "plain-loss": f"{WORLD_2} {TP_2} --bf16 --loss-implementation plain",
     "average-zero1": f"{WORLD_4} {TP_2} --bf16 {ZERO_1} --sync-tp-duplicated-parameters",
+    "fp8-first-last-zero3": f"{WORLD_2} --num-layers 10 --bf16 --fp8-recipe blockwise {ZERO_3} "
+    "--fp8-min-size 0 --first-last-layers-bf16 --num-layers-at-end-in-bf16 0",
+    "fp8-first-last-zero2": f"{WORLD_4} --bf16 --fp8-recipe blockwise --fp8-min-size 0 "
+    "--zero-stage 2 --first-last-layers-bf16",
+    "fp8-pattern-experts": f"{WORLD_4} {EP_2} {PP_2} {ZERO_1} --num-layers 12 --bf16 --fp8-recipe blockwise "
+    "--fp8-min-size 0 --moe-layer-freq D E --moe-ffn-hidden-size 256 --fp8-layer-pattern B F F",
     "zero3-tensor": f"{WORLD_4} {TP_2} --bf16 {ZERO_3} {SEQUENCE}",
     "zero3-groups": f"{WORLD_2} --bf16 {ZERO_3} {RECOMPUTE} --checkpoint-num-layers 3 {NO_DROPOUT}",
     "8-bit-tensor": f"{WORLD_4} {TP_2} --bf16 {ZERO_1} --use-bnb-optimizer",

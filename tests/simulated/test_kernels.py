@@ -13,12 +13,13 @@ from megatron.arguments import parse_args
 from megatron.config import OptimizerConfig, PrecisionConfig
 from megatron.kernels import grouped_linear as grouped
 from megatron.kernels import selection
+from megatron.kernels.activation import gated_activation
 from megatron.kernels.dropout import KernelMask, fused_dropout_add, shard_offsets
-from megatron.kernels.gated import gated_activation
-from megatron.kernels.norms import CHUNK, copy_gradient_op, fused_norms
+from megatron.kernels.grouped_linear import Groups
+from megatron.kernels.optimizer import CHUNK, copy_gradient_op, fused_norms
 from megatron.model.gpt_model import ParallelTransformerLayerPipe
 from megatron.model.layer_context import LayerContext
-from megatron.mpu.grouped_linear import Groups, grouped_linear
+from megatron.mpu.grouped_linear import grouped_linear
 from megatron.mpu.mesh import ONE_RANK, Axis
 from megatron.mpu.parameter_spec import ParameterSpec
 from megatron.mpu.parameters import new_parameter, next_main_grad
@@ -28,8 +29,8 @@ from megatron.optimizer.flat_group import FlatGroup
 from megatron.optimizer.gradient_norm import accurate_norm
 from megatron.optimizer.loss_scale import LossScaler
 from megatron.optimizer.mixed_precision import MixedPrecisionOptimizer
+from megatron.optimizer.overlap import ZeroConfig
 from megatron.optimizer.parameter_groups import make_optimizer, parameter_groups
-from megatron.optimizer.zero import ZeroConfig
 from tests.simulated.in_simulator import operation_sums, run_all, simulated_device
 
 # Of the 13B model: [seq, batch, hidden], bf16.

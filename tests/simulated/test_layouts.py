@@ -13,7 +13,8 @@ from megatron.pipeline.stages import stage_flops
 from megatron.planner.layer_memory import planned_run
 from megatron.planner.memory import communicators
 from megatron.planner.network import ALL_REDUCE
-from megatron.planner.simulation.passes import group_name
+from megatron.planner.simulation.passes import Kernel, group_name
+from megatron.planner.simulation.stage_costs import rank_update
 from tests.simulated.comparison import disagreements
 from tests.simulated.layouts import LAYOUTS, MORE, config_of
 from tests.support.simulation.matching import find_deadlock
@@ -93,6 +94,17 @@ def test_another_step_is_not_the_planned_one():
     found = disagreements(config_of(LAYOUTS["tensor-2"]), records_of("tensor-2-sequence"))
     for what in ("bytes", "peak memory", "allreduce_", "_reduce_scatter_base_", "launches"):
         assert any(what in text for text in found), what
+
+
+def test_each_fp8_weight_is_quantized_once_in_the_planned_step():
+    """It is read in bf16 and written twice. Layers in bf16 have no FP8 copies."""
+    run = planned_run(config_of(LAYOUTS["fp8-first-last-uneven"]))
+    found = [rank_update(run, rank) for rank in (0, 1)]
+    kinds = [layer.kind for layer in run.stages.layers if layer.kind]
+    assert [kind.fp8_letter for kind in kinds] == [*"BFFFFFFFB"]
+    for update, layers in zip(found, (5, 2), strict=True):
+        moved = sum(x.bytes for x in update.step if isinstance(x, Kernel) and x.name == "quantize_fp8")
+        assert moved == pytest.approx(4 * layers * kinds[0].matrix_elements, rel=0.01)
 
 
 def test_a_context_parallel_rank_with_a_different_sequence_length_is_found():

@@ -122,7 +122,7 @@ def _register() -> None:
     for name, (arrange, its_norms) in {
         "half-sandwich": half_sandwich,
         "two-mlps": half_sandwich,
-        "causal-mean": ("megatron.model.gpt_model:pre_norm", norms),
+        "causal-mean": ("megatron.model.residual:pre_norm", norms),
     }.items():
         LAYER_ARRANGEMENTS._choices[name] = LayerArrangement(
             name, arrange, norms=its_norms, ends_with_norm="post_mlp_layernorm" in its_norms

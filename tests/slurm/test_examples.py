@@ -20,8 +20,9 @@ from transformers import PreTrainedTokenizerFast
 
 from tests.end_to_end.command import ROOT
 from tests.end_to_end.flags import ABSOLUTE, MODEL, SHORT
-from tests.slurm.conftest import CLUSTER, EXAMPLES, Job
+from tests.slurm.conftest import EXAMPLES
 from tests.support import HANG_TIMEOUT_S
+from tests.support.slurm import CLUSTER, Job
 
 TINY = {
     **{"NNODES": 2, "GPUS_PER_NODE": 2, "TP_SIZE": 2, "PP_SIZE": 2},

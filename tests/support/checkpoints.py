@@ -54,12 +54,12 @@ def save_midway(row: Row, folder: Path, steps: int, **changes: dict[str, Any]) -
 def all_tensors_staged(piece_bytes: int) -> Iterator[None]:
     """Makes saves copy all tensors as they copy those of a device, through buffers of this size."""
     from megatron.checkpoint.formats import archive_writer
-    from megatron.checkpoint.saving import files
+    from megatron.checkpoint.saving import background
 
     buffers = archive_writer.StagingBuffers(piece_bytes)
     with (
         mock.patch.object(archive_writer, "is_staged", lambda device: True),
-        mock.patch.object(files, "is_staged", lambda device: True),
+        mock.patch.object(background, "is_staged", lambda device: True),
         mock.patch.object(archive_writer, "_buffers", lambda: buffers),
     ):
         yield

@@ -19,8 +19,8 @@ from unittest.mock import patch
 import torch
 from torch import Tensor
 
-from megatron.kernels import adam, attention, fp8, gated, grouped_linear
-from megatron.kernels.activation import fused_activation
+from megatron.kernels import attention, fp8, grouped_linear
+from megatron.kernels.activation import GATED_ACTIVATIONS, fused_activation, gated_activation
 from megatron.kernels.attention import AttentionMask, flash_attention
 from megatron.kernels.cross_entropy import (
     logit_statistics_and_gradient_op,
@@ -37,8 +37,8 @@ from megatron.kernels.dropout import (
 )
 from megatron.kernels.embedding import add_rows_op
 from megatron.kernels.layer_norm import add_norm
-from megatron.kernels.norms import copy_gradient_op, fused_norms
 from megatron.kernels.operators import Launch
+from megatron.kernels.optimizer import copy_gradient_op, fused_adamw, fused_norms
 from megatron.kernels.rotary import HeadNorms, Heads, split_and_rotate
 
 ARCHITECTURES = (80, 90)
@@ -53,6 +53,8 @@ class Variant:
     name: str
     launch: Launch
     dtypes: tuple[torch.dtype | float | None, ...]
+    grid: tuple[int, int] | None
+    """The grid of the call; None if the launch has one."""
 
     @property
     def least_architecture(self) -> int:
@@ -96,21 +98,22 @@ def variants(architecture: int = 80) -> Iterator[Variant]:
         *_grouped_cases(),
         *_fp8_cases(),
     ):
-        for launch, dtypes in launches_of(work, architecture):
+        for launch, *call in launches_of(work, architecture):
             kernel = launch.name.partition(".")[2].removesuffix("_kernel")
-            kernel += ", backward" if launch.numbers.get("BACKWARD") else ""
-            yield Variant(f"{label}: {kernel}", launch, dtypes)
+            yield Variant(f"{label}: {kernel}", launch, *call)
 
 
 def launches_of(
     work: Callable[[], Any], architecture: int
-) -> list[tuple[Launch, tuple[torch.dtype | float | None, ...]]]:
+) -> list[tuple[Launch, tuple[torch.dtype | float | None, ...], tuple[int, int] | None]]:
     """Returns the launches of `work` on a GPU of this architecture, which are not carried out, with the
-    dtypes of their tensors."""
+    dtypes of their tensors, and the grids of calls that have one."""
     launches = []
 
-    def record(launch: Launch, *arguments: Tensor | float | None) -> None:
-        launches.append((launch, tuple(x.dtype if isinstance(x, Tensor) else x for x in arguments)))
+    def record(
+        launch: Launch, *arguments: Tensor | float | None, grid: tuple[int, int] | None = None
+    ) -> None:
+        launches.append((launch, tuple(x.dtype if isinstance(x, Tensor) else x for x in arguments), grid))
 
     with (
         patch.object(Launch, "__call__", record),
@@ -178,7 +181,7 @@ def _adam_cases() -> Iterator[Case]:
         rounded = None if dtype is None else _tensor(dtype, SEQ * HIDDEN).detach()
         yield (
             f"optimizer {dtype}",
-            lambda state=state, rounded=rounded: adam.fused_adamw(*state, rounded, **settings),
+            lambda state=state, rounded=rounded: fused_adamw(*state, rounded, **settings),
         )
 
 
@@ -253,12 +256,12 @@ def _rotary_cases() -> Iterator[Case]:
 
 
 def _gated_cases() -> Iterator[Case]:
-    cases = [(activation, "bf16") for activation in gated.ACTIVATIONS]
+    cases = [(activation, "bf16") for activation in GATED_ACTIVATIONS]
     for activation, dtype in (*cases, ("swiglu", "fp16"), ("swiglu", "fp32")):
         wide = _tensor(dtype, SEQ, 1, 8 * HIDDEN)
         yield (
             f"gated {activation} {dtype}",
-            lambda wide=wide, activation=activation: gated.gated_activation(wide, activation),
+            lambda wide=wide, activation=activation: gated_activation(wide, activation),
         )
 
 
@@ -365,9 +368,9 @@ def _fp8_cases() -> Iterator[Case]:
             )
             into = fp8.empty_matrices(matrices.shape, e4m3, whole, device="meta")
             fp8.quantize_fp8_op(x, *rows, None, None, amax)
-            fp8.quantize_fp8_op(matrices, *into[0], *into[1], amax)
-            fp8.multiply_fp8_op(*rows, *into[0], bias, ends, 40, torch.bfloat16)
-            one = fp8.Quantized(into[0].codes[0], into[0].scales if whole else into[0].scales[0])
+            fp8.quantize_fp8_op(matrices, *into.rows, *into.transposed, amax)
+            fp8.multiply_fp8_op(*rows, *into.rows, bias, ends, 40, torch.bfloat16)
+            one = fp8.Quantized(into.rows.codes[0], into.rows.scales if whole else into.rows.scales[0])
             with patch.object(fp8, "_has_scaled_mm", lambda *_: False):
                 fp8.multiply_fp8_op(*rows, *one, bias[0], None, 32, torch.bfloat16)
 
@@ -424,7 +427,7 @@ def attention_work(
 
 
 # Kernel of attention -> products of queries, keys and elements of a head.
-ATTENTION_PRODUCTS = {"forward": 2, "backward_query": 3, "backward_key": 4}
+ATTENTION_PRODUCTS = {name.removeprefix("attention_"): n for name, n in attention.PRODUCTS.items()}
 
 
 def wasted_part(launch: Launch, found: Resources) -> float | None:
@@ -463,7 +466,7 @@ def compile_variant(variant: Variant, architecture: int, **options: int) -> Reso
     driver.set_active(device)
     launch = variant.launch
     compiled = launch.kernel.warmup(
-        *variant.dtypes, grid=launch.grid, **launch.numbers, **{**launch.options, **options}
+        *variant.dtypes, grid=variant.grid or launch.grid, **launch.numbers, **{**launch.options, **options}
     )
     folder = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:

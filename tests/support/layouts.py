@@ -49,12 +49,18 @@ RATE = 2e-3
 CLIP = 1.0
 """The tiny model's norms lie on both sides of it: some steps are clipped, some are not."""
 
+WIDE: dict[str, Any] = {"hidden_size": 512, "ffn_hidden_size": 512}
+"""Sizes for FP8: the shards of matrices on 4 tensor-parallel ranks are multiples of 128."""
+WIDE_RATE = 1e-4
+"""Its learning rate. At `RATE` it amplifies the rounding to FP8 to 5 % of the loss in 20 steps."""
 DROPOUT = {"hidden_dropout": 0.1, "attention_dropout": 0.1}
 
 FP32_BOUND = 1e-5
 """Of the relative error of loss and grad norm, at every step."""
 LOW_PRECISION_BOUND = 2e-3
 """Of the relative error of a bf16 or fp16 run's loss against the fp32 run's, at every step."""
+FP8_BOUND = 1e-2
+"""Of the relative error of an FP8 run's loss against the bf16 run's, at every step."""
 
 POSITIONS = ("absolute", "rotary", "alibi")
 PROCESS_LAYOUTS = tuple((tp, pp, dp) for tp, pp, dp in product((1, 2, 4), repeat=3) if tp * pp * dp <= 8)
@@ -69,7 +75,9 @@ OPTIONS: dict[str, tuple[Any, ...]] = {
 
 @dataclass(frozen=True)
 class Row:
-    """One combination of the matrix; the defaults are the single-process run that the others must equal."""
+    """One combination of the matrix; the defaults are the single-process run that the others must equal.
+
+    precision: also 'fp8', blockwise in bf16, and 'bf16-wide', bf16 with the sizes that FP8 needs."""
 
     tp: int = 1
     pp: int = 1
@@ -86,9 +94,14 @@ class Row:
         return self.tp * self.cp * self.pp * self.dp
 
     @property
+    def is_wide(self) -> bool:
+        """Whether the model has the sizes that FP8 needs."""
+        return self.precision in ("fp8", "bf16-wide")
+
+    @property
     def reference(self) -> Row:
-        """The fp32 run on one process, with which the row is compared."""
-        return Row(positions=self.positions)
+        """The run on one process with which the row is compared: in fp32, for FP8 in bf16."""
+        return Row(positions=self.positions, precision="bf16-wide" if self.precision == "fp8" else "fp32")
 
     def __str__(self) -> str:
         recompute = "recompute" if self.recompute else "keep"
@@ -166,7 +179,6 @@ def config_of(row: Row, **changes: dict[str, Any]) -> Config:
     sections = {
         "model": ModelConfig(
             num_layers=4,
-            hidden_size=32,
             num_attention_heads=4,
             seq_length=SEQ,
             max_position_embeddings=SEQ,
@@ -174,6 +186,7 @@ def config_of(row: Row, **changes: dict[str, Any]) -> Config:
             make_vocab_size_divisible_by=8,
             hidden_dropout=0.0,
             attention_dropout=0.0,
+            **(WIDE if row.is_wide else {"hidden_size": 32}),
         ),
         "batch": BatchConfig(micro_batch_size=row.micro_batch, global_batch_size=GLOBAL_BATCH),
         "schedule": ScheduleConfig(lr=RATE),
@@ -187,7 +200,11 @@ def config_of(row: Row, **changes: dict[str, Any]) -> Config:
         "training": TrainingConfig(train_iters=STEPS, checkpoint_activations=row.recompute),
         "optimizer": OptimizerConfig(clip_grad=CLIP),
         "precision": PrecisionConfig(
-            bf16=row.precision == "bf16", fp16=row.precision == "fp16", initial_loss_scale=2.0**12
+            bf16=row.precision in ("bf16", "bf16-wide", "fp8"),
+            fp16=row.precision == "fp16",
+            initial_loss_scale=2.0**12,
+            fp8_recipe="blockwise" if row.precision == "fp8" else None,
+            fp8_min_size=0,
         ),
         "data": DataConfig(),
         "checkpoint": CheckpointConfig(),
@@ -329,12 +346,15 @@ def micro_batches(engine: GPTEngine, step: int) -> Iterator[MicroBatch]:
         yield MicroBatch.from_rows(sample_tokens(first, size), first)
 
 
-def train(engine: GPTEngine, steps: Iterable[int], **options: Any) -> list[tuple[float, float]]:
-    """Trains on the numbered steps; returns (loss, grad norm) of each. options: of `GPTEngine.train_step`."""
+def train(
+    engine: GPTEngine, steps: Iterable[int], rate: float | None = None, **options: Any
+) -> list[tuple[float, float]]:
+    """Trains on the numbered steps; returns (loss, grad norm) of each. rate: learning rate; None is `RATE`.
+    options: of `GPTEngine.train_step`."""
     history = []
     for step in steps:
         batch = micro_batches(engine, step)
-        loss = engine.train_step(batch, GLOBAL_BATCH, RATE, **options)
+        loss = engine.train_step(batch, GLOBAL_BATCH, RATE if rate is None else rate, **options)
         history.append((loss.item(), engine.optimizer.grad_norm))
     return history
 
@@ -342,7 +362,8 @@ def train(engine: GPTEngine, steps: Iterable[int], **options: Any) -> list[tuple
 def train_layout(row: Row, steps: int = STEPS, **changes: dict[str, Any]) -> list[tuple[float, float]]:
     """Trains the tiny model on a row's layout, inside `run_world`; (loss, grad norm) of each step."""
     with no_messages_in_default_group():
-        return train(build_engine(config_of(row, **changes)), range(steps))
+        rate = WIDE_RATE if row.is_wide else None
+        return train(build_engine(config_of(row, **changes)), range(steps), rate)
 
 
 @contextmanager

@@ -26,8 +26,8 @@ from megatron.mpu.parameter_spec import ParameterSpec
 from megatron.mpu.parameters import new_parameter
 from megatron.optimizer.loss_scale import LossScaler
 from megatron.optimizer.mixed_precision import MixedPrecisionOptimizer
+from megatron.optimizer.overlap import ZeroConfig
 from megatron.optimizer.parameter_groups import make_optimizer, parameter_groups
-from megatron.optimizer.zero import ZeroConfig
 from megatron.pipeline.stages import plan_stages
 from tests.support.layouts import EOD, VOCAB
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks import cpu_steps, throughput
+from benchmarks import cpu_steps
 from tests.end_to_end.command import ROOT
 from tests.support import HANG_TIMEOUT_S
 
@@ -61,11 +61,6 @@ def test_every_benchmark_starts() -> None:
 def test_the_measured_configurations_are_accepted() -> None:
     for row in cpu_steps.ROWS:
         assert cpu_steps.make_config(row).parallel.world_size == row.processes
-    model = throughput.measured_model()
-    for row in throughput.CPU_ROWS:
-        config = throughput.make_config(model, row)
-        assert config.model.num_layers == model.layers
-        assert config.parallel.world_size == row.processes
 
 
 @pytest.mark.full
@@ -81,7 +76,6 @@ def test_the_measured_configurations_are_accepted() -> None:
         "kills.py --kills 2",
         "memory.py conversion --layers 1 --folder FOLDER",
         "parity.py --rows 2",
-        "throughput.py --rounds 1",
     ],
 )
 def test_a_benchmark_of_cpus_runs(command: str, tmp_path: Path) -> None:

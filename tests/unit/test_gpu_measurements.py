@@ -16,7 +16,7 @@ import torch
 from deepspeed.accelerator import get_accelerator
 
 from benchmarks import device_curves, device_throughput, gpu_table
-from benchmarks.device_throughput import MODELS, ROWS, TINY_ROWS, Row, busy_and_gaps
+from benchmarks.device_throughput import MODELS, ROWS, TINY_ROWS, Row
 from benchmarks.machine import add_row, read_rows
 from megatron.arguments import read_command_line
 from megatron.cluster import devices
@@ -183,11 +183,6 @@ def test_flops_of_the_gpu_script_by_palms_formula(monkeypatch: pytest.MonkeyPatc
         ("mfu_causal", 6 * weights + attention / 2),
     ):
         assert found[name] == pytest.approx(tokens_per_s * per_token / 989.4e12)
-
-
-def test_gaps_between_kernels_of_the_gpu_script() -> None:
-    busy, gaps = busy_and_gaps([(0, 10), (30, 40), (5, 12), (31, 33), (40, 45)])
-    assert (busy, gaps) == (12 + 15, [18])
 
 
 def test_rows_of_the_gpu_script_are_measured_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

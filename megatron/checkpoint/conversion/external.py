@@ -4,18 +4,16 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Mapping
-from dataclasses import asdict
-from importlib.metadata import version
+from dataclasses import asdict, replace
 from typing import Any
 
 from megatron.checkpoint.foreign_arguments import MEGATRON_CORE, TRAINING_ARGUMENTS
 from megatron.checkpoint.foreign_experts import expert_notes
 from megatron.checkpoint.formats.state import StateReader
-from megatron.checkpoint.formats.universal_info import spec_record
 from megatron.checkpoint.huggingface.importer import config_without_run, specs_without_padding
 from megatron.checkpoint.reading import lacks_configuration
 from megatron.checkpoint.record import IMPORTED_KEY
-from megatron.checkpoint.saving.run_record import layout_record
+from megatron.checkpoint.saving.run_record import model_record
 from megatron.config import Config, ConfigError, ModelConfig
 from megatron.config.config import SECTIONS
 from megatron.data.vocabulary import Vocabulary, find_vocabulary
@@ -85,22 +83,12 @@ def describe_run(reader: StateReader, config: Config, vocabulary: Vocabulary) ->
     parallel, specs = config.parallel, specs_without_padding(config, vocabulary.size, vocabulary.eod)
     # The load of experts (`ONLY_IN_TRAINING`) is not in the checkpoint: a run begins with its initial value.
     specs = {name: spec for name, spec in specs.items() if name in reader.stored_names}
-    run = {
-        **reader.recorded_optimizer(),
-        "state": asdict(reader.checkpoint.state),
-        "config": config.to_dict(),
-        "layout": layout_record(config),
-        "stages": {
-            "partition_method": parallel.partition_method,
-            "pipeline_schedule": parallel.pipeline_schedule,
-            "bounds": plan_stages(config, vocabulary.size).bounds,
-        },
-        "versions": {name: version(name) for name in ("torch", "transformers")},
-        "vocab_size": vocabulary.size,
-        "eod": vocabulary.eod,
-        "data": {},
-        IMPORTED_KEY: True,
-        "parameters": {name: spec_record(spec) for name, spec in specs.items()},
-        "files": {},
+    stages = {
+        "partition_method": parallel.partition_method,
+        "pipeline_schedule": parallel.pipeline_schedule,
+        "bounds": plan_stages(config, vocabulary.size).bounds,
     }
-    reader.describe(run, specs)
+    run = model_record(config, vocabulary, stages, specs, ("torch", "transformers"))
+    known = {"state": asdict(reader.checkpoint.state), "data": {}, IMPORTED_KEY: True, "files": {}}
+    reader.checkpoint = replace(reader.checkpoint, run={**reader.recorded_optimizer(), **run, **known})
+    reader.specs = specs

@@ -24,7 +24,6 @@ from typing import Any
 
 from megatron.checkpoint.conversion.shared_work import SharedWork
 from megatron.checkpoint.conversion.source import identity_of
-from megatron.checkpoint.formats.native import NativeReader
 from megatron.checkpoint.formats.state import StateReader, UnusableSourceError
 from megatron.checkpoint.formats.writing import CheckpointWriter, check_space, has_all_digests
 from megatron.checkpoint.names import shown
@@ -110,15 +109,12 @@ def convert(
 def _verify_files(
     reader: StateReader, writer_class: type[CheckpointWriter], workers: int, shared: SharedWork
 ) -> None:
-    """Compares the files of a checkpoint with their digests. If all states have digests, with which their
-    blocks are compared, only files that are copied. Raises UserError that names the damaged files."""
+    """Compares the files of a checkpoint with their digests; only files that are copied if all states have
+    digests, with which `StateReader.pieces` compares them. Raises UserError that names the damaged files."""
     files = reader.checkpoint.run.get("files", {})
-    compared = writer_class.copied_files(reader) if has_all_digests(reader) else files
-    names = largest_first({name: files[name]["bytes"] for name in compared})
-    check: Callable[[str], str | None] = reader.file_problem
-    if compared is files and not isinstance(reader, NativeReader):
-        names, check = ["all"], lambda _: "; ".join(reader.verify()[1][:3]) or None
-    found = shared.share("source files", names, check, workers, lambda problem: not problem)
+    compared = writer_class.copied_files(reader) if has_all_digests(reader) else reader.compared_files()
+    names = largest_first({name: files.get(name, {}).get("bytes", 0) for name in compared})
+    found = shared.share("source files", names, reader.file_problem, workers, lambda problem: not problem)
     if problems := list(filter(None, found)):
         raise UserError(f"checkpoint {reader.folder}: {'; '.join(problems[:3])}: convert an older checkpoint")
 

@@ -17,11 +17,11 @@ from megatron.checkpoint.formats.deepspeed_files import (
     model_files,
     why_unreadable,
 )
-from megatron.checkpoint.formats.external_universal import without_wrappers
 from megatron.checkpoint.formats.native import NativeReader
 from megatron.checkpoint.formats.registry import NATIVE, format_of, open_reader
 from megatron.checkpoint.formats.state import StateReader
 from megatron.checkpoint.formats.torch_archive import read_file
+from megatron.checkpoint.formats.universal import without_wrappers
 from megatron.checkpoint.formats.universal_info import (
     INFO_KEY,
     check_info,
@@ -41,8 +41,14 @@ from megatron.mpu.parameter_spec import ParameterSpec
 
 
 def identity_of(reader: StateReader) -> str:
-    """Identifies a source, so that an interrupted conversion resumes only with the same source."""
-    digest = reader.checkpoint.run.get("sha256") or _digest_of_names(reader)
+    """Identifies a source, so that an interrupted conversion resumes only with the same source. Another
+    framework's is known by the names, sizes and times of its files, and what is known of its run."""
+    digest = reader.checkpoint.run.get("sha256")
+    if not digest:
+        stats = ((path.name, path.stat()) for path in sorted(reader.folder.iterdir()) if path.is_file())
+        listing = [[name, stat.st_size, stat.st_mtime_ns] for name, stat in stats]
+        known = json.dumps([listing, reader.checkpoint.run], default=str)
+        digest = hashlib.sha256(known.encode()).hexdigest()
     return json.dumps([str(reader.folder.resolve()), digest])
 
 
@@ -202,12 +208,3 @@ def _check_spec(name: str, spec: ParameterSpec, tp_size: int, folder: Path) -> N
                 f"checkpoint {folder}: {name} of shape {shape} cannot have been sharded into {count} parts "
                 f"along dimension {dim}: it is damaged"
             )
-
-
-def _digest_of_names(reader: StateReader) -> str:
-    """Returns a digest of the names, sizes and modification times of the files of another framework, and of
-    what is known of its run."""
-    stats = ((path.name, path.stat()) for path in sorted(reader.folder.iterdir()) if path.is_file())
-    listing = [[name, stat.st_size, stat.st_mtime_ns] for name, stat in stats]
-    known = json.dumps([listing, reader.checkpoint.run], default=str)
-    return hashlib.sha256(known.encode()).hexdigest()

@@ -304,7 +304,6 @@ class ObjectFolder(Folder):
 
 
 def _run_file(folder: str) -> str:
-    """Returns the key of the `run.json` of a checkpoint."""
     return f"{folder}/{RUN_FILE}"
 
 

@@ -19,10 +19,10 @@ import torch.distributed as dist
 
 from megatron.checkpoint.files import MAY_BE_INTACT
 from megatron.checkpoint.folders.objects import FOLDER, ObjectFolder
-from megatron.checkpoint.formats.dcp_storage import METADATA_FILE
 from megatron.checkpoint.formats.registry import open_reader
 from megatron.checkpoint.local.nodes import Nodes
-from megatron.checkpoint.ranks import errors_of_all_ranks, files_of_this_rank
+from megatron.checkpoint.names import METADATA_FILE
+from megatron.checkpoint.ranks import errors_of_all_ranks
 from megatron.checkpoint.record import Checkpoint
 from megatron.checkpoint.saving.publishing import Folder
 from megatron.config import CheckpointConfig
@@ -123,7 +123,7 @@ class Folders:
         # Those that a rank of this node has verified. No rank downloads before all ranks have looked.
         present = {file for file in known if os.path.exists(checkpoint.folder / file)}
         with errors_of_all_ranks():
-            own = files_of_this_rank(open_reader(checkpoint), engine.optimizer)
+            own = open_reader(checkpoint).files_of_pieces(engine.optimizer.pieces(with_values=False))
         of_ranks = gather_from_all_ranks(own)
         needed = set().union(*(of_ranks[rank] for rank in ranks))
         shares = share_out({file: known[file].size for file in needed - present}, len(ranks))

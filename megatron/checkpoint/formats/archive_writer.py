@@ -90,7 +90,7 @@ class _ArchiveFile:
         self.offsets: dict[int, int] = {}
         """Where the bytes of each storage begin in the archive."""
         self._position = 0
-        self.flush: Callable[[], None] = file.flush
+        self.flush: Callable[[], None] = getattr(file, "flush", lambda: None)
         self.num_written = 0
         self.error: Exception | None = None
         """The first error of `write` or `seek`."""
@@ -111,7 +111,9 @@ class _ArchiveFile:
             if is_fake:
                 self._file.seek(num_bytes, os.SEEK_CUR)
             else:
-                self._write_storage(storage)
+                content = torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
+                for piece in _buffers().pieces(content) if is_staged(storage.device) else [content]:
+                    self._file.write(piece.numpy().data)
         self.num_written += 1
         self._position += num_bytes
 
@@ -122,12 +124,6 @@ class _ArchiveFile:
         except Exception as error:
             self.error = self.error or error
             raise
-
-    def _write_storage(self, storage: torch.UntypedStorage) -> None:
-        content = torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
-        pieces = _buffers().pieces(content) if is_staged(storage.device) else [content]
-        for piece in pieces:
-            self._file.write(piece.numpy().data)
 
 
 class StagingBuffers:
@@ -190,7 +186,6 @@ class _ValuePickler(pickle.Pickler):
     num_bytes = 0
 
     def reducer_override(self, value: Any) -> Any:
-        """See `pickle.Pickler`."""
         if not isinstance(value, Tensor) or value.device.type != "meta":
             return NotImplemented  # a tensor with values is pickled with them
         self.num_bytes = value.nbytes
@@ -199,7 +194,6 @@ class _ValuePickler(pickle.Pickler):
         return torch._utils._rebuild_tensor_v2, place
 
     def persistent_id(self, value: Any) -> Any:
-        """See `pickle.Pickler`."""
         if not isinstance(value, _Storage):
             return None
         return "storage", torch.FloatStorage, "0", "cpu", value.num_elements

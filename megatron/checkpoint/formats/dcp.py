@@ -10,24 +10,36 @@
 
 torch's `get_optimizer_state_dict` with `flatten_optimizer_state_dict` makes such names, and torchtitan saves
 them. `parameter` is a global name of this program.
+
+`.metadata` is a pickle: the shape of each tensor, the chunks into which it is divided, and where each chunk
+is. Its unpickler knows only the names of torch's metadata classes, and makes plain records of them: no code
+of the folder runs.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Iterator
+import pickle
+from collections.abc import Collection, Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from functools import cached_property, lru_cache, partial
 from math import prod
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from megatron.checkpoint.files import file_problems
-from megatron.checkpoint.formats.dcp_storage import METADATA_FILE, DcpFolder
+from megatron.checkpoint.files import read_with_retries
 from megatron.checkpoint.formats.deepspeed_files import VALUES
-from megatron.checkpoint.formats.state import ReplicaMismatch, StateReader, check_shape
+from megatron.checkpoint.formats.state import ReplicaMismatch, StateReader, check_shape, filled
+from megatron.checkpoint.formats.torch_archive import Stub, read_file
+from megatron.checkpoint.names import METADATA_FILE, check_plain, is_plain, shown
 from megatron.checkpoint.record import Checkpoint
-from megatron.files import expect_layout
+from megatron.errors import UserError
+from megatron.files import HostileFileError, expect_layout, open_regular
+from megatron.mapped_file import release_pages
 from megatron.mpu.parameter_spec import Box, ParameterSpec
+from megatron.mpu.parameters import narrowed
 from megatron.mpu.pieces import Piece
 
 # Prefix of what the optimizer holds.
@@ -35,6 +47,199 @@ OPTIMIZER = "optimizer."
 MOMENTS = ("exp_avg", "exp_avg_sq", "momentum_buffer")
 # Bytes that `read_blocks` copies at a time.
 _BLOCK_BYTES = 1 << 23
+# A checkpoint of thousands of ranks has a metadata file of some hundred megabytes.
+_MAX_METADATA_BYTES = 1 << 30
+# torch's classes of the metadata, by module. Before torch 2.3 the properties of a tensor were in another one.
+# Megatron-Core also stores the plan of the save.
+_DCP, _PATHS = "torch.distributed.checkpoint", ("Path", "PosixPath", "PurePosixPath")
+_CLASSES = {
+    f"{_DCP}.metadata": (
+        *("Metadata", "MetadataIndex", "TensorStorageMetadata", "BytesStorageMetadata", "TensorProperties"),
+        *("ChunkStorageMetadata", "StorageMeta", "_MEM_FORMAT_ENCODING"),
+    ),
+    f"{_DCP}.filesystem": ("_StorageInfo",),
+    f"{_DCP}.planner": ("SavePlan", "WriteItem", "WriteItemType", "TensorWriteData", "BytesIOWriteData"),
+    "torch.distributed._shard.sharded_tensor.metadata": ("TensorProperties", "MEM_FORMAT_ENCODING"),
+    "pathlib": _PATHS,
+    "pathlib._local": _PATHS,
+    "megatron.core.dist_checkpointing.strategies.torch": ("MCoreSavePlan", "MCoreMetadata"),
+    "torch.serialization": ("_get_layout",),
+}
+_RECORDS = {f"{module}.{name}" for module, names in _CLASSES.items() for name in names}
+# Chunks that stay mapped: consecutive blocks of a tensor are in one chunk.
+_OPEN_CHUNKS = 32
+
+
+@dataclass(frozen=True)
+class Chunk:
+    """A part of a tensor: where it begins, its shape, and the place of its archive."""
+
+    offsets: tuple[int, ...]
+    shape: tuple[int, ...]
+    file: str
+    start: int
+    length: int
+
+    @property
+    def box(self) -> Box:
+        """The chunk as a box of the tensor."""
+        return Box(0, self.offsets, self.shape)
+
+
+@dataclass(frozen=True)
+class StoredTensor:
+    """A tensor in the folder."""
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    chunks: tuple[Chunk, ...]
+
+
+class _MetadataUnpickler(pickle.Unpickler):
+    """Makes a `Stub` of every record, and calls nothing else."""
+
+    def __init__(self, file: Any, path: Path) -> None:
+        super().__init__(file)
+        self._path = path
+        # Classes of this file alone: a pickle can set attributes of the classes that it names.
+        self._classes: dict[str, type[Stub]] = {}
+
+    def find_class(self, module: str, name: str) -> Any:
+        full_name = f"{module}.{name}"
+        if full_name == "torch.Size":
+            return tuple
+        if full_name == "collections.OrderedDict":
+            return dict
+        if module == "torch" and isinstance(dtype := getattr(torch, name, None), torch.dtype):
+            return dtype
+        if full_name == "builtins.getattr":  # so Python 3.11.0 to 3.11.3 pickle a member of an enumeration
+            return lambda cls, member: cls(member)
+        if full_name in _RECORDS:
+            return self._classes.setdefault(full_name, type(name, (Stub,), {"__slots__": ()}))
+        raise HostileFileError(
+            f"checkpoint file {self._path} cannot be read: it names "
+            f"{full_name if is_plain(full_name) else shown(full_name)}, which no metadata of "
+            "torch.distributed.checkpoint uses. None of its code was run; it may be malicious: check where "
+            "it comes from"
+        )
+
+
+def read_metadata(folder: Path) -> dict[str, StoredTensor]:
+    """Returns the tensors of a DCP folder by name; objects that are not tensors are not returned.
+
+    Raises UserError if `.metadata` is damaged, HostileFileError if it names code, or a file outside the
+    folder, and OSError if it cannot be read now.
+    """
+    path = folder / METADATA_FILE
+
+    def load() -> Any:
+        with open_regular(path) as file:
+            if (size := file.seek(0, 2)) > _MAX_METADATA_BYTES:
+                raise HostileFileError(f"{path} has {size:,} bytes, expected {_MAX_METADATA_BYTES:,} at most")
+            file.seek(0)
+            with expect_layout(path, "the metadata of torch.distributed.checkpoint"):
+                try:
+                    return _MetadataUnpickler(file, path).load()
+                except (pickle.UnpicklingError, EOFError, ImportError, MemoryError, RecursionError) as error:
+                    raise ValueError(str(error)) from error
+
+    metadata = read_with_retries(path, load)
+    with expect_layout(path, "the metadata of torch.distributed.checkpoint"):
+        places: dict[tuple[str, tuple[int, ...]], Any] = {}
+        for index, info in metadata.storage_data.items():
+            places[index.fqn, tuple(getattr(index, "offset", None) or ())] = info
+        return {
+            str(name): _stored_tensor(str(name), entry, places, path)
+            for name, entry in metadata.state_dict_metadata.items()
+            if hasattr(entry, "chunks")
+        }
+
+
+def _stored_tensor(name: str, entry: Any, places: Mapping[Any, Any], path: Path) -> StoredTensor:
+    """Returns the record of a tensor. Raises ValueError for chunks that do not make the tensor."""
+    shape = _sizes(entry.size)
+    properties = entry.properties
+    dtype = properties.state[0] if hasattr(properties, "state") else properties.dtype
+    if not isinstance(dtype, torch.dtype):
+        raise TypeError(f"{shown(name)} has no dtype")
+    chunks = []
+    for record in entry.chunks:
+        offsets, sizes = _sizes(record.offsets), _sizes(record.sizes)
+        inside = len(offsets) == len(sizes) == len(shape) and all(
+            offset + size <= whole for offset, size, whole in zip(offsets, sizes, shape, strict=True)
+        )
+        info = places.get((name, offsets))
+        if not inside or info is None:
+            raise ValueError(f"a chunk of {shown(name)} is outside of the tensor, or in no file")
+        if getattr(info, "transform_descriptors", None):
+            raise ValueError(f"{shown(name)} is stored compressed, which this program does not read")
+        file = check_plain(info.relative_path, path)
+        chunks.append(Chunk(offsets, sizes, file, *_sizes((info.offset, info.length))))
+    if sum(prod(chunk.shape) for chunk in chunks) != prod(shape):
+        raise ValueError(f"the chunks of {shown(name)} do not make the whole tensor")
+    return StoredTensor(name, shape, dtype, tuple(chunks))
+
+
+def _sizes(values: Any) -> tuple[int, ...]:
+    if not all(type(value) is int and 0 <= value < 1 << 62 for value in values):
+        raise TypeError("a size is not a number")
+    return tuple(values)
+
+
+class DcpFolder:
+    """The tensors of a DCP folder. Chunks are memory-mapped: only what is asked for is read."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self._open = lru_cache(_OPEN_CHUNKS)(self._map_chunk)
+
+    @cached_property
+    def tensors(self) -> dict[str, StoredTensor]:
+        """All tensors by name. See `read_metadata` for errors."""
+        return read_metadata(self.folder)
+
+    def tensor(self, name: str) -> StoredTensor:
+        """Returns the record of a tensor. Raises UserError if there is none."""
+        if name not in self.tensors:
+            raise UserError(f"checkpoint {self.folder} holds no tensor {name}: is it of another model?")
+        return self.tensors[name]
+
+    def read(self, name: str, box: Box | None = None) -> Tensor:
+        """Returns a tensor, or a box of it, in the stored dtype. A whole tensor of one chunk shares memory
+        with the file."""
+        stored = self.tensor(name)
+        if box is None and len(stored.chunks) == 1:
+            whole = self._open(stored, stored.chunks[0])
+            return whole if whole.data_ptr() % whole.element_size() == 0 else whole.clone()
+        box = box or Box(0, (0,) * len(stored.shape), stored.shape)
+        result = torch.empty(box.sizes, dtype=stored.dtype)
+        for chunk in stored.chunks:
+            if (common := box.intersection(chunk.box)) is None:
+                continue
+            source = narrowed(self._open(stored, chunk), common, chunk.offsets)
+            narrowed(result, common, box.offsets).copy_(source)
+            if source.is_contiguous():
+                release_pages(source.data_ptr(), source.nbytes)
+        return result
+
+    def _map_chunk(self, stored: StoredTensor, chunk: Chunk) -> Tensor:
+        path = self.folder / chunk.file
+        tensor = read_file(path, (chunk.start, chunk.length))
+        if not isinstance(tensor, Tensor) or tuple(tensor.shape) != chunk.shape:
+            raise UserError(
+                f"checkpoint file {path} holds another tensor than {METADATA_FILE} says, at byte "
+                f"{chunk.start:,} for {stored.name}: it is damaged"
+            )
+        if tensor.dtype != stored.dtype:
+            raise UserError(
+                f"checkpoint file {path} holds {stored.name} in {tensor.dtype}, and {METADATA_FILE} says "
+                f"{stored.dtype}: it is damaged"
+            )
+        return tensor
+
+
+# --- checkpoints of this program ---
 
 
 def key_of(name: str, state_name: str) -> str:
@@ -92,13 +297,7 @@ class DcpReader(StateReader):
     def read_piece(self, piece: Piece, state_name: str, out: Tensor | None = None) -> Tensor:
         """See `StateReader`. Reads only the chunks that hold one of these elements."""
         self._checked_shape(piece.name, state_name, piece.spec)
-        target = (
-            torch.zeros(piece.stop - piece.start) if out is None else out.zero_()
-        )  # padded rows are zeros
-        for box in piece.boxes():
-            place = target[box.first - piece.start : box.first - piece.start + box.numel]
-            place.view(box.sizes).copy_(self.read_box(piece.name, state_name, box))
-        return target
+        return filled(piece, partial(self.read_box, piece.name, state_name), out)
 
     def files_of_pieces(self, pieces: Iterable[Piece]) -> set[str]:
         files = {METADATA_FILE}
@@ -115,21 +314,10 @@ class DcpReader(StateReader):
                 files |= {chunk.file for chunk in step.chunks}
         return files
 
-    def files_to_verify(self) -> list[str]:
-        """See `StateReader`. Returns all files with a SHA-256: so a damaged one is named."""
-        files = self.checkpoint.run.get("files", {})
+    def compared_files(self, weights_only: bool = False) -> list[str]:
+        """See `StateReader`. Returns all files with a SHA-256; they hold weights and moments."""
+        files = {} if weights_only else self.checkpoint.run.get("files", {})
         return sorted(name for name in files if "sha256" in files[name])
-
-    def verify(self, weights_only: bool = False) -> tuple[int, list[str]]:
-        """Compares all files with their SHA-256; all states if a file has none, or the weights."""
-        if weights_only:
-            return super().verify(weights_only)
-        files = {name: self.checkpoint.run["files"][name] for name in self.files_to_verify()}
-        problems = [problem for problem in file_problems(self.folder, files) if problem]
-        if files and len(files) == len(self.checkpoint.run["files"]):
-            return len(files), problems
-        count, others = super().verify()
-        return len(files) + count, problems + others
 
     def read_blocks(self, name: str, state_name: str, mismatch: ReplicaMismatch) -> Iterator[Tensor]:
         spec = self.specs.get(name)

@@ -36,8 +36,7 @@ from torch.distributed.checkpoint.metadata import (
 
 from megatron.checkpoint.files import Files, HashedFile
 from megatron.checkpoint.formats.archive_writer import ALIGNMENT, save_archive
-from megatron.checkpoint.formats.dcp import OPTIMIZER, key_of, path_of
-from megatron.checkpoint.formats.dcp_storage import METADATA_FILE, Chunk
+from megatron.checkpoint.formats.dcp import OPTIMIZER, Chunk, key_of, path_of
 from megatron.checkpoint.formats.deepspeed_files import VALUES
 from megatron.checkpoint.formats.state import StateReader
 from megatron.checkpoint.formats.universal_info import recorded_spec
@@ -48,6 +47,7 @@ from megatron.checkpoint.formats.writing import (
     has_all_digests,
     in_rows,
 )
+from megatron.checkpoint.names import METADATA_FILE
 from megatron.checkpoint.saving.run_record import within_limit
 from megatron.mpu.mesh import Mesh
 from megatron.mpu.parameter_spec import Box

@@ -69,40 +69,36 @@ class FileState(Mapping[str, "Tensor"]):
         return self.place[2]
 
     @property
-    def _master(self) -> Tensor:
-        return self.read_state()["single_partition_of_fp32_groups"][self.place[0]]
-
-    @property
     def _entries(self) -> dict[str, Any]:
-        """The optimizer's state of the group: moments as long as the partition, and the step."""
-        return self.read_state()["base_optimizer_state"]["state"].get(self.place[0], {})
-
-    def _is_moment(self, value: Any) -> bool:
-        """Returns whether an entry is a moment. On the last rank, DeepSpeed's ZeRO-1 and 2 save moments with
-        the padding of the partition, and fp32 values without it."""
-        paddings: Any = self.read_state().get("group_paddings")
-        group = self.place[0]
-        padding = paddings[group] if isinstance(paddings, (list, tuple)) and group < len(paddings) else 0
-        numel = self._master.numel()
-        lengths = [numel, *([numel + padding] if type(padding) is int else [])]
-        return is_tensor(value) and value.dim() == 1 and value.numel() in lengths
+        """The values, and the optimizer's state of the group: moments and the step."""
+        state, group = self.read_state(), self.place[0]
+        values = state["single_partition_of_fp32_groups"][group]
+        return {**state["base_optimizer_state"]["state"].get(group, {}), VALUES: values}
 
     @property
     def scalars(self) -> dict[str, Any]:
-        """The entries other than moments: the step."""
-        return {key: value for key, value in self._entries.items() if not self._is_moment(value)}
+        """The entries other than values and moments: the step."""
+        return {name: value for name, value in self._entries.items() if name not in set(self)}
 
     def __iter__(self) -> Iterator[str]:
         yield VALUES
-        yield from (key for key, value in self._entries.items() if self._is_moment(value))
+        # On the last rank, DeepSpeed's ZeRO-1 and 2 save moments with the padding of the partition, and fp32
+        # values without it.
+        paddings, (group, _, _) = self.read_state().get("group_paddings"), self.place
+        padding = paddings[group] if isinstance(paddings, (list, tuple)) and group < len(paddings) else 0
+        entries = self._entries
+        numel = entries.pop(VALUES).numel()
+        lengths = [numel, *([numel + padding] if type(padding) is int else [])]
+        for name, value in entries.items():
+            if is_tensor(value) and value.dim() == 1 and value.numel() in lengths:
+                yield name
 
     def __len__(self) -> int:
         return len(list(iter(self)))
 
     def __getitem__(self, state_name: str) -> Tensor:
-        if state_name != VALUES and state_name not in self._entries:
+        if (tensor := self._entries.get(state_name)) is None:
             raise lacks(self.path.parent, self.tp_rank, self.name, state_name)
-        tensor = self._master if state_name == VALUES else self._entries[state_name]
         if not is_tensor(tensor) or not tensor.is_contiguous():
             raise UserError(f"the optimizer's files hold no tensor {state_name}: the checkpoint is damaged")
         (_, start, length), total = self.place, tensor.numel()
@@ -204,7 +200,14 @@ class OptimizerFiles:
 
     def _read_state(self, path: Path, key: str) -> dict:
         if path not in self._states:
-            state = _optimizer_state(path, key)
+            content = read_file(path)
+            state = content.get(key) if isinstance(content, dict) else None
+            if not isinstance(state, dict) or "param_slice_mappings" not in state:
+                raise UserError(
+                    f"checkpoint file {path} holds no optimizer state by parameter ({key}, "
+                    "param_slice_mappings): expected the position of each parameter, as DeepSpeed writes it "
+                    "with ZeRO 0 and 1"
+                )
             if self._index is not None and places_in(state, path) != self._places(path, lambda: state):
                 raise UserError(
                     f"checkpoint file {path} holds other parameters than the index in run.json says: the "
@@ -279,13 +282,13 @@ def model_files(folder: Path) -> list[Path]:
 
 
 def layer_files(folder: Path) -> dict[int, list[Path]]:
-    """Returns layer number -> weight files, in the order of the TP ranks. Layer numbers do not depend on the
-    pipeline stages."""
+    """Returns layer number -> weight files, in the order of layers and TP ranks. Layer numbers do not depend
+    on the pipeline stages."""
     paths: dict[int, list[Path]] = {}
     for path in sorted(folder.glob("layer_*-model_states.pt")):
         if match := _LAYER_FILE.fullmatch(path.name):
             paths.setdefault(int(match["layer"]), []).append(path)
-    return paths
+    return dict(sorted(paths.items()))
 
 
 def missing_files(files: Collection[str], run: Mapping[str, Any]) -> list[str]:
@@ -307,7 +310,10 @@ def missing_files(files: Collection[str], run: Mapping[str, Any]) -> list[str]:
     # A malformed layout of a billion ranks is rejected before its file names are listed.
     if tensor * pipeline * max(replicas, 1) > len(plain):
         return [f"files for TP x PP x replicas = {tensor} x {pipeline} x {data}"]
-    expected = _expected_files(tensor, pipeline, replicas, run.get("parameters", {}))
+    layers = sorted({layer_of(name) for name in run.get("parameters", {})})
+    expected = [layer_file(*pair) for pair in product(layers, range(tensor))]
+    for rank in range(tensor * pipeline):
+        expected += [model_file(rank), *(optimizer_file(rank, replica) for replica in range(replicas))]
     return [name for name in expected if name not in plain]
 
 
@@ -320,16 +326,6 @@ def unneeded_files(run: Mapping[str, Any]) -> frozenset[str]:
     if int(run.get("layout", {}).get("zero_stage", 0)) < 1:
         return frozenset()
     return frozenset(name for name in run["files"] if _MODEL_FILE.fullmatch(name))
-
-
-def _expected_files(tensor: int, pipeline: int, replicas: int, parameters: Collection[str]) -> Iterator[str]:
-    """Yields the names of all files. replicas: number of data-parallel ranks that write files (ZeRO)."""
-    for layer, rank in product(sorted({layer_of(name) for name in parameters}), range(tensor)):
-        yield layer_file(layer, rank)
-    for rank in range(tensor * pipeline):
-        yield model_file(rank)
-        for replica in range(replicas):
-            yield optimizer_file(rank, replica)
 
 
 def layer_of(parameter: str) -> int:
@@ -402,14 +398,3 @@ def is_tensor(value: Any) -> bool:
     from torch import Tensor
 
     return isinstance(value, Tensor)
-
-
-def _optimizer_state(path: Path, key: str) -> dict:
-    content = read_file(path)
-    state = content.get(key) if isinstance(content, dict) else None
-    if not isinstance(state, dict) or "param_slice_mappings" not in state:
-        raise UserError(
-            f"checkpoint file {path} holds no optimizer state by parameter ({key}, param_slice_mappings): "
-            "expected the position of each parameter, as DeepSpeed writes it with ZeRO 0 and 1"
-        )
-    return state

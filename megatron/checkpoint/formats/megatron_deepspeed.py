@@ -52,9 +52,6 @@ _INDEXED = re.compile(r"(0|[1-9]\d{0,5})\.(.+)")
 # Names in a model without a pipeline.
 _PLAIN_MODEL = "language_model."
 _PLAIN_LAYER = re.compile(r"language_model\.encoder\.layers\.(0|[1-9]\d{0,5})\.(.+)")
-_PLAIN_EMBEDDING = "language_model.embedding."
-_PLAIN_FINAL_NORM = "language_model.encoder.final_layernorm."
-_PLAIN_HEAD = "language_model.output_layer."
 _UNTIED_EMBEDDING = "1."
 # An argument that exists only in versions in which queries, keys and values are blocks.
 NEWER_ARGUMENT = "ds_sequence_parallel_fpdt"
@@ -136,12 +133,15 @@ def _is_plain(names: Collection[str]) -> bool:
 
 def _translate_plain_name(name: str, last: int) -> str:
     """Translates a name without a pipeline. last: index of the last transformer layer in the source."""
-    if name.startswith(_PLAIN_EMBEDDING):
-        return EMBEDDING + name.removeprefix(_PLAIN_EMBEDDING)
-    if name.startswith(_PLAIN_FINAL_NORM):
-        return f"{final_norm_of(last + 1)}.{name.removeprefix(_PLAIN_FINAL_NORM)}"
-    if name.startswith(_PLAIN_HEAD):
-        return f"{final_norm_of(last + 1) + 1}.lm_head.{name.removeprefix(_PLAIN_HEAD)}"
+    final = final_norm_of(last + 1)
+    outer = {
+        "language_model.embedding.": EMBEDDING,
+        "language_model.encoder.final_layernorm.": f"{final}.",
+        "language_model.output_layer.": f"{final + 1}.lm_head.",
+    }
+    for prefix, own in outer.items():
+        if name.startswith(prefix):
+            return own + name.removeprefix(prefix)
     match = _PLAIN_LAYER.fullmatch(name)
     return name if match is None else f"{int(match[1]) + FIRST_TRANSFORMER_LAYER}.{match[2]}"
 

@@ -19,7 +19,6 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from megatron.checkpoint.files import file_problems
 from megatron.checkpoint.formats.deepspeed_files import (
     VALUES,
     OptimizerFiles,
@@ -57,8 +56,6 @@ VALUE_BYTES = 4
 
 class NativeReader(StateReader):
     """Reads a native checkpoint of any layout."""
-
-    verified_unit = "files"
 
     def __init__(
         self,
@@ -215,22 +212,14 @@ class NativeReader(StateReader):
     def weights_verification(self, master_weights: bool) -> str:
         return super().weights_verification(True) if master_weights else "the digests of the layer files"
 
-    def files_to_verify(self) -> list[str]:
-        """Returns the files in `run.json`, without missing ones that a resume does not need."""
+    def compared_files(self, weights_only: bool = False) -> list[str]:
+        """Returns all files, or the layer files, without missing ones that a resume does not need."""
         run = self.checkpoint.run
-        unneeded = unneeded_files(run)
-        return [
-            name for name in sorted(run["files"]) if name not in unneeded or (self.folder / name).exists()
+        chosen = [
+            name for name in sorted(run.get("files", ())) if name.startswith("layer_") or not weights_only
         ]
-
-    def has_digests(self) -> bool:
-        return True
-
-    def verify(self, weights_only: bool = False) -> tuple[int, list[str]]:
-        """Compares all files, or the layer files, with the digests in `run.json`."""
-        files = self.checkpoint.run["files"]
-        chosen = {name: files[name] for name in files if name.startswith("layer_") or not weights_only}
-        return len(chosen), [problem for problem in file_problems(self.folder, chosen) if problem]
+        unneeded = unneeded_files(run)
+        return [name for name in chosen if name not in unneeded or (self.folder / name).exists()]
 
     def inspect_parameters(self) -> tuple[list[ParameterRecord], list[str]]:
         """Returns the parameters in the layer files, and their problems."""
@@ -241,7 +230,7 @@ class NativeReader(StateReader):
         except UserError as error:
             return [], [str(error)]
         unreadable = False
-        for layer in files.layers:
+        for layer in files.paths:
             try:
                 global_tensors = files.global_tensors(layer, self.specs, meta=True)
                 shards = files.shards(layer)
@@ -297,21 +286,16 @@ class LayerFiles:
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
-        self._paths = layer_files(folder)
+        self.paths = layer_files(folder)
         self._last: tuple[int, dict[str, Tensor]] = -1, {}
-        if not self._paths:
+        if not self.paths:
             raise UserError(
                 f"{folder} holds no layer files (layer_XX-model_YY-model_states.pt): is it a checkpoint?"
             )
 
-    @property
-    def layers(self) -> list[int]:
-        """The layers that have files, in order."""
-        return sorted(self._paths)
-
     def shards(self, layer: int) -> dict[str, list[Tensor]]:
         """Returns global parameter name -> memory-mapped shards of all TP ranks in order."""
-        paths = self._paths[layer]
+        paths = self.paths[layer]
         states = [read_file(path) for path in paths]
         for path, state in zip(paths, states, strict=True):
             if not isinstance(state, dict) or not all(
@@ -335,7 +319,7 @@ class LayerFiles:
         global_tensors = {}
         for name, shards in self.shards(layer).items():
             if name not in specs:
-                raise UserError(f"{self._paths[layer][0]} holds {name}, which the model does not have")
+                raise UserError(f"{self.paths[layer][0]} holds {name}, which the model does not have")
             shards = shards if "tp" in specs[name].axis_names else shards[:1]
             shards = [shard.to("meta") for shard in shards] if meta else shards
             try:
@@ -350,7 +334,7 @@ class LayerFiles:
     def all_tensors(self, specs: Mapping[str, ParameterSpec]) -> Iterator[tuple[str, Tensor]]:
         """Yields (name, global tensor) of every parameter by layer. Raises UserError if one is missing."""
         missing = set(specs)
-        for layer in self.layers:
+        for layer in self.paths:
             global_tensors = self.global_tensors(layer, specs)
             missing -= global_tensors.keys()
             yield from global_tensors.items()
@@ -361,7 +345,7 @@ class LayerFiles:
         """Returns one parameter, see `global_tensors`. Keeps its layer for the next call."""
         layer = layer_of(name)
         if self._last[0] != layer:
-            self._last = layer, self.global_tensors(layer, specs) if layer in self._paths else {}
+            self._last = layer, self.global_tensors(layer, specs) if layer in self.paths else {}
         if name not in self._last[1]:
             raise UserError(f"{self.folder} lacks the parameter {name}")
         return self._last[1][name]

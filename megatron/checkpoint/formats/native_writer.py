@@ -254,7 +254,6 @@ class NativeWriter(CheckpointWriter):
                         self._write(target, first, values)
 
     def _write(self, target: _Target, first: int, values: Tensor) -> None:
-        """Writes consecutive elements of a shard, from index `first` on."""
         values = values.to(target.dtype).contiguous()
         content = memoryview(values.view(-1).view(torch.uint8).numpy().data)
         start = target.start + first * values.element_size()

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from itertools import chain
@@ -18,7 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from megatron.checkpoint.digests import fragment_digests, piece_digests
-from megatron.checkpoint.files import digest_differs, file_problem
+from megatron.checkpoint.files import READ_THREADS, digest_differs, file_problem
 from megatron.checkpoint.foreign_arguments import Program
 from megatron.checkpoint.formats.deepspeed_files import VALUES
 from megatron.checkpoint.record import RUN_FILE, Checkpoint
@@ -28,7 +29,7 @@ from megatron.errors import UserError
 from megatron.files import HostileFileError, expect_layout
 from megatron.model.layer_list import ONLY_IN_TRAINING
 from megatron.mpu.mesh import Axis
-from megatron.mpu.parameter_spec import ParameterSpec
+from megatron.mpu.parameter_spec import Box, ParameterSpec
 from megatron.mpu.parameters import spec_of
 from megatron.mpu.pieces import Piece
 from megatron.text_table import first_few
@@ -40,6 +41,14 @@ ParameterState = tuple[Tensor, Mapping[str, Callable[[Tensor | None], Tensor]], 
 
 class UnusableSourceError(UserError):
     """A checkpoint or model that no conversion can read to its end, so that no conversion of it continues."""
+
+
+def lacks_experts(checkpoint: Checkpoint, config: Config) -> UserError:
+    return UserError(
+        f"checkpoint {checkpoint.folder} has no experts, --num-experts is {config.model.num_experts}: add "
+        "--finetune --moe-use-upcycling, which copies the MLP of each layer to its experts, or remove "
+        "--num-experts"
+    )
 
 
 class ReplicaMismatch:
@@ -74,9 +83,6 @@ class StateReader(ABC):
     three. A format overrides a default if its files hold the information, or if it can read less. The
     constructor must not read files: if it failed on a single rank, the others would wait.
     """
-
-    verified_unit = "tensors"
-    """The unit in which `verify` counts."""
 
     @classmethod
     def open_external(cls, folder: Path) -> Checkpoint:
@@ -183,6 +189,8 @@ class StateReader(ABC):
         differences = self.external_differences(config, specs, vocab_size)
         writer = f", written by {self.program.title}," if self.program and self.checkpoint.run["args"] else ""
         held = set(self.stored_names)
+        if differences and config.model.num_experts and not any(".experts." in name for name in held):
+            raise lacks_experts(self.checkpoint, config)
         for difference, what in ((specs.keys() - held, "it lacks"), (held - specs.keys(), "it also has")):
             if names := [name for name in difference if not name.endswith(ONLY_IN_TRAINING)]:
                 differences.append(f"{what} {len(names)} parameters, among them {min(names)}")
@@ -209,11 +217,6 @@ class StateReader(ABC):
         """Returns entries of `run.json` with the optimizer's state of another framework that only the writer
         of its format needs."""
         return {}
-
-    def describe(self, run: dict[str, Any], specs: dict[str, ParameterSpec]) -> None:
-        """Gives a checkpoint of another framework a `run.json`, and the parameters of its model."""
-        self.checkpoint = replace(self.checkpoint, run=run)
-        self.specs = specs
 
     # --- for a run, on any layout ---
 
@@ -260,11 +263,7 @@ class StateReader(ABC):
         if not spec.sharding:
             flat = full.reshape(-1)
             return flat[span] if out is None else out.copy_(flat[span])
-        target = torch.zeros(piece.stop - piece.start) if out is None else out.zero_()  # padding: zeros
-        for box in piece.boxes():
-            first = box.first - piece.start
-            target[first : first + box.numel].view(box.sizes).copy_(full[box.slices])
-        return target
+        return filled(piece, lambda box: full[box.slices], out)
 
     def stored_shard(
         self, name: str, state_name: str, spec: ParameterSpec, axes: Sequence[Axis]
@@ -327,24 +326,38 @@ class StateReader(ABC):
         """Digests of global tensors in the integrity record, if any: state -> parameter -> digest."""
         return (self.checkpoint.run.get("certificate") or {}).get("digests", {})
 
+    @property
+    def files_have_digests(self) -> bool:
+        """Whether `run.json` has a digest of each file, so that `verify` compares no tensors."""
+        facts = self.checkpoint.run.get("files", {}).values()
+        return bool(facts) and all("sha256" in entry for entry in facts)
+
+    def compared_files(self, weights_only: bool = False) -> list[str]:
+        """Returns the files that have digests or checksums of their own, or those with the weights."""
+        return []
+
     def files_to_verify(self) -> list[str]:
-        """Returns the files that the ranks together read and compare before a run resumes. Returns none if
-        the checkpoint has digests of its tensors, which are compared after loading."""
-        files = self.checkpoint.run.get("files", {})
-        return [] if self.tensor_digests else [name for name in files if "sha256" in files[name]]
+        """Returns the files that the ranks together read and compare before a run resumes. Digests of tensors
+        are compared after loading."""
+        return self.compared_files()
 
     def files_of_pieces(self, pieces: Iterable[Piece]) -> set[str]:
         """Returns the names of the files that a rank reads for its pieces. The other files may be missing."""
         return {*self.checkpoint.run["files"]}
 
     def file_problem(self, name: str) -> str | None:
-        """Reads one of `files_to_verify` and returns what is wrong with it; None if it is intact."""
+        """Reads one of these files and returns what is wrong with it; None if it is intact."""
         return file_problem(self.folder, name, self.checkpoint.run["files"][name].get("sha256"))
 
     def verify(self, weights_only: bool = False) -> tuple[int, list[str]]:
-        """Compares all data that have digests, or the weights. Returns the number of digests, and
-        the problems."""
-        problems = []
+        """Compares all data that have digests, or the weights: tensors that are in files without digests by
+        their own. Returns the number of digests, and the problems."""
+        files = self.compared_files(weights_only)
+        with ThreadPoolExecutor(READ_THREADS) as pool:
+            problems = list(filter(None, pool.map(self.file_problem, files)))
+        count = len(files) - len(self.files_without_checksums)
+        if files and self.files_have_digests:
+            return count, problems
         compared = [
             (state_name, *entry)
             for state_name, by_parameter in self.tensor_digests.items()
@@ -356,11 +369,13 @@ class StateReader(ABC):
                 problems.append(f"{RUN_FILE} has a digest of {name}, which the model does not have")
                 continue
             try:
-                if not matches_digest(self.read_unpadded(name, state_name), self.specs[name], digest):
+                full = self.read_unpadded(name, state_name)
+                found = fragment_digests(self.specs[name], (), 0, {"": full.reshape(-1)})[""]
+                if f"{found:016x}" != digest:
                     problems.append(digest_differs(f"{state_name} of {name}"))
             except UserError as error:
                 problems.append(str(error))
-        return len(compared), problems
+        return len(compared) + count, problems
 
     def verify_weights(self) -> int:
         """Reads the weights and compares them with their digests. Returns the number of compared digests, 0
@@ -369,10 +384,6 @@ class StateReader(ABC):
         if problems:
             raise UserError(f"checkpoint {self.folder}: {'; '.join(problems[:3])}; use an older checkpoint")
         return count
-
-    def has_digests(self) -> bool:
-        """Returns whether `verify` has anything to compare."""
-        return bool(self.tensor_digests)
 
     def weights_verification(self, master_weights: bool) -> str:
         """Describes what `weight_pieces`, or the fp32 values, are compared with."""
@@ -410,6 +421,16 @@ class StateReader(ABC):
         return records, problems
 
 
+def filled(piece: Piece, read_box: Callable[[Box], Tensor], out: Tensor | None = None) -> Tensor:
+    """Returns the elements of a piece, flat, from boxes of the full parameter. Padding is 0. out: see
+    `StateReader.read_piece`."""
+    target = torch.zeros(piece.stop - piece.start) if out is None else out.zero_()
+    for box in piece.boxes():
+        first = box.first - piece.start
+        target[first : first + box.numel].view(box.sizes).copy_(read_box(box))
+    return target
+
+
 def padded_spec(spec: ParameterSpec, checkpoint: Checkpoint, tp_size: int) -> ParameterSpec:
     """Returns a parameter's spec with the rows of padding that a run of the checkpoint's model gives the
     vocabulary on `tp_size` tensor-parallel ranks."""
@@ -431,9 +452,3 @@ def check_shape(
         matches = shape[1:] == expected[1:] and shape[0] >= expected[0]
     if not matches:
         raise UserError(f"{source} a tensor of shape {shape}, expected {expected}: {cause}")
-
-
-def matches_digest(full: Tensor, spec: ParameterSpec, digest: str) -> bool:
-    """Returns whether a global fp32 tensor, with or without padding, has this digest."""
-    found = fragment_digests(spec, (), 0, {"": full.reshape(-1)})[""]
-    return f"{found:016x}" == digest

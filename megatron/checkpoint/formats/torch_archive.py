@@ -19,7 +19,6 @@ import warnings
 import zipfile
 from argparse import Namespace
 from collections.abc import Callable, Iterable
-from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO
 
@@ -73,15 +72,15 @@ def matches_checksums(path: Path) -> bool | None:
     """Reads the whole file and compares each member of the archive with its CRC-32. Returns None if the
     archive has no checksums. Raises UserError if torch.save did not write it."""
     read_file(path)
+
+    def compare() -> bool | None:
+        with open_regular(path) as file, zipfile.ZipFile(file) as archive:
+            return archive.testzip() is None if _has_checksums(archive) else None
+
     try:
-        return read_with_retries(path, lambda: _compared(path))
+        return read_with_retries(path, compare)
     except (zipfile.BadZipFile, EOFError, NotImplementedError):
         return False
-
-
-def _compared(path: Path) -> bool | None:
-    with open_regular(path) as file, zipfile.ZipFile(file) as archive:
-        return archive.testzip() is None if _has_checksums(archive) else None
 
 
 def _has_checksums(archive: zipfile.ZipFile) -> bool:
@@ -142,29 +141,21 @@ _STUBBED = {
 _STUBBED_MODULES = re.compile(r"(megatron\.(model\.|core\.|core\.transformer\.)?enums|numpy\.dtypes)\.\w+")
 
 
-@cache
-def _safe_global(name: str) -> Callable[..., Any] | None:
-    """Returns the replacement for a class or function in a pickle; None if it is not allowed."""
-    if name in _BUILTINS:
-        return _BUILTINS[name]
-    if name in _STUBBED or _STUBBED_MODULES.fullmatch(name):
-        return type(name, (Stub,), {"__slots__": ()})
-    return None
-
-
 def _safe_globals(names: Iterable[str], path: Path) -> list[_SafeGlobal]:
     """Returns the replacements for the names in a pickle, as torch expects them. Raises HostileFileError for
     a name that checkpoints do not use."""
     found: list[_SafeGlobal] = []
     for name in sorted(names):
-        stand_in = _safe_global(name)
-        if stand_in is None:
+        if name in _BUILTINS:
+            found.append((_BUILTINS[name], name))
+        elif name in _STUBBED or _STUBBED_MODULES.fullmatch(name):
+            found.append((type(name, (Stub,), {"__slots__": ()}), name))
+        else:
             raise HostileFileError(
                 f"checkpoint file {path} cannot be read: it names {name if is_plain(name) else shown(name)}, "
                 "which checkpoints do not use. None of its code was run; it may be malicious: check where it "
                 "comes from"
             )
-        found.append((stand_in, name))
     return found
 
 

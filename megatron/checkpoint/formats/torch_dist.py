@@ -31,8 +31,7 @@ import torch
 from torch import Tensor
 
 from megatron.checkpoint.foreign_arguments import MEGATRON_CORE, Program, plain_arguments
-from megatron.checkpoint.formats.dcp import DcpReader
-from megatron.checkpoint.formats.dcp_storage import DcpFolder
+from megatron.checkpoint.formats.dcp import DcpFolder, DcpReader
 from megatron.checkpoint.formats.deepspeed_files import VALUES
 from megatron.checkpoint.formats.torch_archive import read_file
 from megatron.checkpoint.names import shown
@@ -95,7 +94,6 @@ class TorchDistReader(DcpReader):
 
     @classmethod
     def open_external(cls, folder: Path) -> Checkpoint:
-        """See `StateReader`. Reads common.pt."""
         path = folder / COMMON_FILE
         common = read_common(folder)
         args = vars(common["args"]) if isinstance(common.get("args"), Namespace) else {}
@@ -137,7 +135,6 @@ class TorchDistReader(DcpReader):
         return differences
 
     def recorded_model(self) -> tuple[dict[str, Any], int]:
-        """See `StateReader`. Translates the arguments of Megatron-Core."""
         args = self.checkpoint.run["args"]
         lacking = [name for name in ("num_layers", "hidden_size", "num_attention_heads") if name not in args]
         if lacking:
@@ -164,7 +161,6 @@ class TorchDistReader(DcpReader):
 
     @property
     def program(self) -> Program:
-        """See `StateReader`."""
         return MEGATRON_CORE
 
     @property
@@ -253,7 +249,7 @@ class TorchDistReader(DcpReader):
         dim = gate_dim(name)
         rows = [(box.offsets[dim], box.offsets[dim] + box.sizes[dim])]
         if self._is_gated(name):
-            rows = _stored_halves(shape[dim], rows[0])
+            rows = stored_halves(shape[dim], rows[0])
         in_layer, one = ((), ()) if layer is None else ((layer,), (1,))
         before, after = slice(0, dim), slice(dim + 1, None)
         parts = [
@@ -372,8 +368,8 @@ def gate_dim(name: str) -> int:
     return 1 if ".experts." in name else 0
 
 
-def _stored_halves(rows: int, span: tuple[int, int]) -> list[tuple[int, int]]:
-    """Returns where rows of (value, gate) are in a tensor of (gate, value)."""
+def stored_halves(rows: int, span: tuple[int, int]) -> list[tuple[int, int]]:
+    """Returns where rows of (value, gate) are in a tensor of (gate, value), in their order."""
     half = rows // 2
     spans = (
         (max(span[0], start) + shift, min(span[1], stop) + shift)

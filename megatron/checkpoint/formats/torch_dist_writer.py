@@ -14,7 +14,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from megatron.checkpoint.files import Files, describe_file
 from megatron.checkpoint.foreign_arguments import MEGATRON_CORE, TRAINING_ARGUMENTS
@@ -29,6 +28,7 @@ from megatron.checkpoint.formats.torch_dist import (
     OPTIMIZER_KEY,
     gate_dim,
     has_stacked_layers,
+    stored_halves,
     stored_name,
 )
 from megatron.checkpoint.formats.writing import (
@@ -96,7 +96,9 @@ class TorchDistWriter(CheckpointWriter):
                 first, rows = piece.start // prod(shape[1:]), values.view(-1, *shape[1:])
                 parts = [(first, rows)]
                 if gated and gate_dim(name) == 0:
-                    parts = _gate_first(first, rows, shape[0] // 2)
+                    spans = stored_halves(shape[0], (first, first + len(rows)))
+                    halves = rows.split([stop - start for start, stop in spans])
+                    parts = [(start, half) for (start, _), half in zip(spans, halves, strict=True)]
                 elif gated:
                     parts = [(first, torch.cat(rows.chunk(2, 1)[::-1], 1))]
                 if first + len(rows) == num_valid < shape[0]:
@@ -174,21 +176,10 @@ class TorchDistWriter(CheckpointWriter):
     def _common(self) -> dict[str, Any]:
         checkpoint, optimizer = self.reader.checkpoint, self._config.optimizer
         words = next(spec for spec in self.reader.specs.values() if spec.num_valid_rows is not None)
-        group = {
-            "lr": self._config.schedule.lr,
-            "max_lr": self._config.schedule.lr,
-            "min_lr": self._config.schedule.min_lr,
-            "default_config": True,
-            "betas": (optimizer.adam_beta1, optimizer.adam_beta2),
-            "eps": optimizer.adam_eps,
-            "amsgrad": False,
-            "maximize": False,
-            "foreach": None,
-            "capturable": False,
-            "differentiable": False,
-            "fused": None,
-            "decoupled_weight_decay": True,
-        }
+        lr, min_lr = self._config.schedule.lr, self._config.schedule.min_lr
+        betas = (optimizer.adam_beta1, optimizer.adam_beta2)
+        adam = torch.optim.AdamW([torch.empty(1)], lr, betas, optimizer.adam_eps)
+        group = {**adam.defaults, "max_lr": lr, "min_lr": min_lr, "default_config": True}
         # Megatron-Core finds its groups by these entries. It applies no weight decay to norms and biases.
         facts = {"lr_mult": 1.0, "is_expert_parallel": False, "is_decoupled_lr": False}
         groups = [
@@ -262,7 +253,6 @@ class TorchDistWriter(CheckpointWriter):
 
 
 def _optimizer(state: dict[str, Any], groups: list[dict[str, Any]]) -> dict[str, Any]:
-    """Returns the entry of an optimizer."""
     inner = {"state": state, "param_groups": groups}
     # The fp32 optimizer has no entries beside torch's; all others nest them.
     return inner | {"param_state_sharding_type": FULLY_RESHARDABLE, "optimizer": inner}
@@ -271,14 +261,3 @@ def _optimizer(state: dict[str, Any], groups: list[dict[str, Any]]) -> dict[str,
 def _extra_state(module: str, offsets: Sequence[int], shape: Sequence[int]) -> str:
     place = "_".join(".".join(map(str, numbers)) for numbers in (offsets, shape))
     return f"{module}._extra_state/shard_{place}"
-
-
-def _gate_first(first: int, rows: Tensor, half: int) -> list[tuple[int, Tensor]]:
-    """Returns (first row, rows) in Megatron-Core's order (gate, value), of rows of a tensor that stacks
-    (value, gate). half: number of rows of each."""
-    parts = []
-    if first < half:
-        parts.append((first + half, rows[: half - first]))
-    if first + len(rows) > half:
-        parts.append((max(first, half) - half, rows[max(half - first, 0) :]))
-    return parts

@@ -5,38 +5,50 @@
   others. They have no `run.json`; `mp_rank_XX_model_states.pt` hold the iteration, the arguments with the
   consumed samples, and the learning-rate schedule. Versions 0.3 (`sub_param_shape`) and 0.4 (widths per rank)
   added entries for parameters made of unequal parts, which no model of this program has.
-- DeepSpeed's of an engine that runs without Megatron's arguments and patterns (see `external_universal`).
+- DeepSpeed's of an engine that runs without Megatron's arguments and patterns. Its files have only the last
+  two entries below. The flags of the run give everything else.
   From ZeRO-3 the converter writes flat tensors and no `step.pt`. Without patterns it concatenates the shards
   of tensor-parallel ranks along dimension 0.
 - BLOOM's of 2022 (0.1): like DeepSpeed's, but the word embedding keeps its padding, the replicas on TP ranks
   were averaged, and there is no `step.pt`: the optimizer's step is taken to be the iteration.
 
 Microsoft's Megatron-DeepSpeed names the layers differently. `UniversalReader` translates its names into this
-program's names (see `megatron_deepspeed`). No reader runs code from a file (see `torch_archive`).
+program's names (see `megatron_deepspeed`). The entries of the model-state files of another framework, which
+DeepSpeed's converter copies:
+
+    args, iteration, checkpoint_version     of Megatron programs
+    universal_checkpoint_info               of programs that describe how their parameters are sharded
+    global_steps, global_samples            of every DeepSpeed engine: iteration and consumed samples
+    param_shapes                            names and shapes of the parameters of a tensor-parallel rank
+
+No reader runs code from a file (see `torch_archive`).
 """
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Collection, Mapping
+from argparse import Namespace
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property
 from math import prod
 from pathlib import Path
+from threading import Lock
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from megatron.checkpoint.files import file_sizes
-from megatron.checkpoint.foreign_arguments import MICROSOFT, Program, program_of
-from megatron.checkpoint.formats import external_universal, megatron_deepspeed
-from megatron.checkpoint.formats.deepspeed_files import VALUES
-from megatron.checkpoint.formats.external_universal import first_int, parameter_folders, without_wrappers
+from megatron.checkpoint.foreign_arguments import MICROSOFT, Program, plain_arguments, program_of
+from megatron.checkpoint.formats import megatron_deepspeed
+from megatron.checkpoint.formats.deepspeed_files import VALUES, model_files, sharded_weight_files
 from megatron.checkpoint.formats.registry import PARAMETER_FOLDER
 from megatron.checkpoint.formats.state import StateReader, check_shape
 from megatron.checkpoint.formats.torch_archive import matches_checksums, read_file
-from megatron.checkpoint.record import Checkpoint
+from megatron.checkpoint.formats.universal_info import INFO_KEY, SHARDING, VOCAB_SIZE_KEY, check_info
+from megatron.checkpoint.names import check_parameter, shown
+from megatron.checkpoint.record import RUN_FILE, Checkpoint, TrainingState, step_of
 from megatron.config import Config
 from megatron.errors import UserError
 from megatron.files import expect_layout
@@ -57,22 +69,32 @@ STATE_FILES = {VALUES: VALUES_FILE, **MOMENT_FILES}
 LOSS_SCALE_KEY = "loss_scaler_state"
 # Maximum number of padded rows if the checkpoint does not say how it was padded. BLOOM has 200.
 _MOST_PADDING = 1024
+# Modules that wrap a model add this prefix, once each, to the names of all parameters.
+_WRAPPER = "module."
+_INPUT_NORM = "input_layernorm.weight"
+_NOT_COMPARED = (
+    "Another framework wrote it. Its data, dropout and schedule were not compared with this run's; its "
+    "model was compared only by the shapes of its tensors and the arguments that it holds"
+)
+_NO_ARGUMENTS = (
+    "It has no arguments of Megatron: query_key_value is taken to be laid out per head, as in Megatron's "
+    "checkpoint_version 3.0"
+)
 
 
 class UniversalReader(StateReader):
     """Reads a universal checkpoint."""
 
-    verified_unit = "tensors and files"
-
     def __init__(self, checkpoint: Checkpoint) -> None:
         super().__init__(checkpoint)
         self._parameters = checkpoint.folder / PARAMETER_FOLDER
-        # What the checkpoint of another framework says about itself: see `external_universal.open_external`.
+        self._lock = Lock()
+        # What the checkpoint of another framework says about itself: see `_open_external`.
         self._external = checkpoint.run if checkpoint.is_external else {}
 
     @classmethod
     def open_external(cls, folder: Path) -> Checkpoint:
-        checkpoint = external_universal.open_external(folder)
+        checkpoint = _open_external(folder)
         has_steps = any((folder / PARAMETER_FOLDER).glob(f"*/{STEP_FILE}"))
         if has_steps or cls(checkpoint)._common_step is not None:
             return checkpoint
@@ -91,7 +113,6 @@ class UniversalReader(StateReader):
         return differences + self._vocabulary_differences(specs, vocab_size)
 
     def recorded_model(self) -> tuple[dict[str, Any], int] | None:
-        """See `StateReader`. The arguments of Megatron programs describe the model."""
         args = self._external["args"]
         if any(args.get(name) is None for name in ("num_layers", "hidden_size", "num_attention_heads")):
             return None
@@ -118,8 +139,8 @@ class UniversalReader(StateReader):
             return [] if saved == vocab_size else [f"the vocabulary had {saved} tokens, has {vocab_size}"]
         name = next(name for name, spec in specs.items() if spec.num_valid_rows is not None)
         rows = self.read(name, VALUES).shape[0] if name in self._stored else vocab_size
-        unit = first_int(args.get("make_vocab_size_divisible_by"), 128)
-        unit *= first_int(args.get("tensor_model_parallel_size"), 1)
+        unit = _first_int(args.get("make_vocab_size_divisible_by"), 128)
+        unit *= _first_int(args.get("tensor_model_parallel_size"), 1)
         if vocab_size <= rows <= vocab_size + max(unit, _MOST_PADDING):
             return []
         return [f"the vocabulary had {rows} rows with padding, and has {vocab_size} tokens"]
@@ -127,7 +148,7 @@ class UniversalReader(StateReader):
     @cached_property
     def _stored(self) -> dict[str, str]:
         """Parameter -> its name in the files."""
-        bare = without_wrappers(parameter_folders(self.folder))
+        bare = without_wrappers(_parameter_folders(self.folder))
         translated = megatron_deepspeed.translate_names(bare.keys())
         return {name: bare[source] for name, source in translated.items()}
 
@@ -137,7 +158,6 @@ class UniversalReader(StateReader):
 
     @property
     def program(self) -> Program:
-        """See `StateReader`."""
         return program_of(without_wrappers(self._stored.values()).keys())
 
     @property
@@ -177,10 +197,8 @@ class UniversalReader(StateReader):
         return flat.reshape(shape) if fits else flat
 
     def files_to_verify(self) -> list[str]:
-        """See `StateReader`. Returns all files, unless the tensors have digests."""
-        if self.tensor_digests:
-            return []
-        return list(file_sizes(self.folder, "*.pt"))
+        """See `StateReader`. Returns none if the tensors have digests."""
+        return [] if self.tensor_digests else self.compared_files()
 
     def file_problem(self, name: str) -> str | None:
         """See `StateReader`. Compares a file with its checksums from torch.save."""
@@ -189,31 +207,24 @@ class UniversalReader(StateReader):
         except UserError as error:
             return f"{name} cannot be read ({error})"
         if matches is None:
-            if not self.files_without_checksums:
-                text = (
-                    "%s has no checksums (torch.serialization.set_crc32_options(False)): it is not verified"
-                )
-                _LOG.warning(text, self.folder / name)
-            self.files_without_checksums.add(name)
+            with self._lock:
+                if not self.files_without_checksums:
+                    flag = "torch.serialization.set_crc32_options(False)"
+                    _LOG.warning("%s has no checksums (%s): it is not verified", self.folder / name, flag)
+                self.files_without_checksums.add(name)
         return f"{name} is damaged: it does not match its checksum" if matches is False else None
 
-    def has_digests(self) -> bool:
-        """See `StateReader`. torch.save writes checksums into every file unless they are switched off."""
-        return True
-
-    def verify(self, weights_only: bool = False) -> tuple[int, list[str]]:
-        """Compares the tensors with their digests, and all other files with their checksums."""
-        count, problems = super().verify(weights_only)
+    def compared_files(self, weights_only: bool = False) -> list[str]:
+        """See `StateReader`. Returns the files without a tensor that has a digest. torch.save writes
+        checksums into every file unless they are switched off."""
         if weights_only:
-            return count, problems
-        compared = {
+            return []
+        have_digests = {
             f"{PARAMETER_FOLDER}/{self._stored.get(name, name)}/{MOMENT_FILES.get(state_name, VALUES_FILE)}"
             for state_name, by_parameter in self.tensor_digests.items()
             for name in by_parameter
         }
-        others = file_sizes(self.folder, "*.pt").keys() - compared
-        problems += [problem for name in sorted(others) if (problem := self.file_problem(name))]
-        return count + len(others) - len(self.files_without_checksums), problems
+        return sorted(file_sizes(self.folder, "*.pt").keys() - have_digests)
 
     @property
     def loss_scaler(self) -> dict[str, Any] | None:
@@ -263,3 +274,136 @@ def _merge_shards(tensor: Tensor, spec: ParameterSpec, ranks: int) -> Tensor:
     if tuple(shards[0].shape) != spec.local_shape([Axis("tp", 0, ranks)]):
         return tensor
     return merge_shards(spec, shards)
+
+
+# --- what the files of another framework say about the checkpoint ---
+
+
+def _open_external(folder: Path) -> Checkpoint:
+    """Opens a universal checkpoint without `run.json`. Raises UserError if it cannot.
+
+    Reads the first model-state file; the others differ from it only in rank and random state. `run` of the
+    result has:
+
+    args: the arguments of the source.
+    gated: whether Microsoft's Megatron-DeepSpeed wrote it, and the model has a gated MLP.
+    vocab_size: the size of the vocabulary without padding, or None.
+    shapes: parameter -> shape of a tensor-parallel rank's shard, by stored name.
+    unmerged_ranks: number of tensor-parallel ranks whose shards are concatenated along dimension 0, because
+    DeepSpeed's converter had no patterns; 1 if the parameters are merged.
+    """
+    paths = model_files(folder) or sorted(sharded_weight_files(folder))
+    if not paths:
+        raise UserError(
+            f"universal checkpoint {folder} has neither {RUN_FILE} nor mp_rank files, so its iteration is "
+            "not known"
+        )
+    content = read_file(paths[0])
+    names = without_wrappers(_parameter_folders(folder)).keys()
+    if not isinstance(content, Mapping):
+        raise UserError(f"checkpoint file {paths[0]} holds no dict: it is not of a universal checkpoint")
+    _check_attention_order(content.get("checkpoint_version"), paths[0])
+    args = vars(content["args"]) if isinstance(content.get("args"), Namespace) else {}
+    args = plain_arguments(args)
+    state = _training_state(content, args, folder, paths[0])
+    shapes = _shapes(content)
+    note, gated = _NOT_COMPARED, False
+    if megatron_deepspeed.has_megatron_deepspeed_names(names):
+        note += f". {megatron_deepspeed.describe_translation(names)}"
+        if not args:
+            note += f". {_NO_ARGUMENTS}"
+        gated = bool(args.get("swiglu")) if args else megatron_deepspeed.has_gated_mlp(shapes)
+    info = content.get(INFO_KEY)
+    info = check_info(info, paths[0]) if isinstance(info, Mapping) else {}
+    ranks = 1 if any(info.get(key) for key in SHARDING) else _tensor_parallel_size(content)
+    run = {
+        "args": args,
+        "gated": gated,
+        "vocab_size": info.get(VOCAB_SIZE_KEY),
+        "shapes": shapes,
+        "unmerged_ranks": ranks if ranks > 1 and _is_concatenated(folder, shapes, ranks) else 1,
+    }
+    return Checkpoint(folder, state, run, unverified_note=note)
+
+
+def _parameter_folders(folder: Path) -> list[str]:
+    """Returns the stored names of the parameters. Raises HostileFileError for an unsafe folder name."""
+    parent = folder / PARAMETER_FOLDER
+    return [check_parameter(path.name, parent) for path in parent.iterdir() if path.is_dir()]
+
+
+def without_wrappers(names: Collection[str]) -> dict[str, str]:
+    """Returns each name without the prefixes that all names have from wrapping modules -> the name."""
+    bare = {name: name for name in names}
+    while bare and all(name.startswith(_WRAPPER) for name in bare):
+        bare = {name.removeprefix(_WRAPPER): stored for name, stored in bare.items()}
+    return bare
+
+
+def _training_state(
+    content: Mapping[str, Any], args: Mapping[str, Any], folder: Path, path: Path
+) -> TrainingState:
+    """Returns the progress of the run. Raises UserError if it is not known. path: the file of `content`."""
+    iteration = _first_int(
+        content.get("iteration"), args.get("iteration"), content.get("global_steps"), step_of(folder.name)
+    )
+    batch = _first_int(args.get("global_batch_size"))
+    samples = _first_int(args.get("consumed_train_samples"), content.get("global_samples"), iteration * batch)
+    sequence = _first_int(args.get("seq_length"))
+    tokens = _first_int(args.get("consumed_train_tokens"), content.get("tokens"), samples * sequence)
+    if iteration < 0 or samples < 0:
+        raise UserError(
+            f"checkpoint file {path} has no iteration (it has {shown(content.get('iteration'))}) or no "
+            "number of consumed samples, so the position in the data is not known: expected global_steps "
+            "and global_samples, which DeepSpeed's engine saves"
+        )
+    return TrainingState(iteration, samples, max(tokens, 0))
+
+
+def _shapes(content: Mapping[str, Any]) -> dict[str, list[int]]:
+    """Returns the shapes in `param_shapes`, a list of dicts. Entries of any other kind are left out."""
+    groups = content.get("param_shapes")
+    groups = groups if isinstance(groups, (list, tuple)) else [groups]
+    found = (item for group in groups if isinstance(group, Mapping) for item in group.items())
+    return {
+        name: [int(size) for size in shape]
+        for name, shape in found
+        if isinstance(name, str)
+        and isinstance(shape, Sequence)
+        and all(type(size) is int and size > 0 for size in shape)
+    }
+
+
+def _tensor_parallel_size(content: Mapping[str, Any]) -> int:
+    """Returns the number of tensor-parallel ranks. Engines before DeepSpeed 0.19 record only the number of
+    model-parallel ranks, which is equal without a pipeline."""
+    sizes = content.get("checkpoint_parallel_dimensions")
+    size = sizes.get("tp_degree") if isinstance(sizes, Mapping) else None
+    return _first_int(size, content.get("mp_world_size"), 1)
+
+
+def _is_concatenated(folder: Path, shapes: Mapping[str, Sequence[int]], ranks: int) -> bool:
+    """Returns whether a norm, a replicated parameter, is stored once per rank."""
+    name = next((name for name in shapes if name.endswith(_INPUT_NORM)), None)
+    if name is None:
+        return False
+    entry = read_file(folder / PARAMETER_FOLDER / check_parameter(name, folder) / "fp32.pt")
+    stored = entry.get("param") if isinstance(entry, Mapping) else entry
+    return isinstance(stored, Tensor) and stored.numel() == ranks * prod(shapes[name])
+
+
+def _check_attention_order(version: Any, path: Path) -> None:
+    """Raises UserError for a file of an old Megatron, in which query_key_value is not laid out per head."""
+    if isinstance(version, (int, float)) and version < 2:
+        raise UserError(
+            f"checkpoint file {path} has checkpoint_version {version}, expected 2 or later: rows of its "
+            "query_key_value are in another order. Load and save it with the program that wrote it"
+        )
+
+
+def _first_int(*values: Any) -> int:
+    """Returns the first value that is a non-negative integer; -1 if none is."""
+    numbers = (
+        value for value in values if isinstance(value, int) and not isinstance(value, bool) and value >= 0
+    )
+    return next(numbers, -1)

@@ -198,28 +198,22 @@ def external_spec(
     return ParameterSpec(tuple(shape), SHARDING[key], num_valid_rows=rows)
 
 
-def megatron_args(config: Config, state: Mapping[str, Any]) -> Namespace:
-    """Returns the 'args' that Megatron programs read in an mp_rank file: the run's model and progress.
-
-    state: the fields of `TrainingState`.
-    """
+def client_state(info: dict[str, Any], config: Config, state: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns the entries that DeepSpeed adds to every mp_rank file, for its tools and Megatron programs.
+    state: the fields of `TrainingState`."""
     model, parallel = config.model, config.parallel
     unused = {"num_experts", *model.unused_fields()} if model.num_experts is None else ()
-    return Namespace(
+    args = Namespace(
         **{name: getattr(model, name) for name in MODEL_ARGUMENTS if name not in unused},
         tensor_model_parallel_size=parallel.tensor_model_parallel_size,
         pipeline_model_parallel_size=parallel.pipeline_model_parallel_size,
         consumed_train_samples=state["consumed_samples"],
         consumed_train_tokens=state["consumed_tokens"],
     )
-
-
-def client_state(info: dict[str, Any], config: Config, state: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns the entries that DeepSpeed adds to every mp_rank file, for its tools and Megatron programs."""
     return {
         INFO_KEY: info,
         "iteration": state["iteration"],
         "global_steps": state["iteration"],
         "global_samples": state["consumed_samples"],
-        "args": megatron_args(config, state),
+        "args": args,
     }

@@ -108,7 +108,6 @@ class UniversalWriter(CheckpointWriter):
         _mark(self.folder / AVERAGED_FOLDER, name, str(largest))
 
     def write_parameter(self, name: str, pieces: Iterator[Piece]) -> None:
-        """See `CheckpointWriter`. Writes each piece as it arrives."""
         spec = self.reader.specs[name]
         with self.placed(f"{PARAMETER_FOLDER}/{name}") as folder:
             folder.mkdir()

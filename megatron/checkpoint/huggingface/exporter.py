@@ -1,10 +1,15 @@
-"""Writes a checkpoint as a folder that Hugging Face's transformers reads."""
+"""Writes a checkpoint as a folder that Hugging Face's transformers reads.
+
+`megatron.sha256` has the digests of the files in the format of sha256sum: `sha256sum -c megatron.sha256`
+compares them. This program does not read SHA256SUMS, in which other programs may list other files.
+"""
 
 from __future__ import annotations
 
 import json
+import re
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from math import prod
@@ -14,21 +19,22 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megatron.checkpoint.files import Files
+from megatron.checkpoint.files import Files, describe_file, file_problem, file_sizes, read_with_retries
 from megatron.checkpoint.formats.deepspeed_files import VALUES
 from megatron.checkpoint.formats.state import ReplicaMismatch, StateReader
 from megatron.checkpoint.formats.writing import CheckpointWriter, full_state
 from megatron.checkpoint.huggingface.family import Parameter, count_non_finite, family_of
-from megatron.checkpoint.huggingface.file_digests import digest_of, write_digests
 from megatron.checkpoint.huggingface.rope import flat_settings, is_lost_in_flat_settings
+from megatron.checkpoint.names import check_file
 from megatron.checkpoint.record import TOKEN_IDS_KEY
 from megatron.config import Config
 from megatron.config.sections.data import fitting_tokenizer_types
 from megatron.errors import UserError
-from megatron.files import read_json
+from megatron.files import read_json, read_small
 from megatron.model.layer_list import ONLY_IN_TRAINING, PARAMETER_DTYPES
 from megatron.mpu.parameter_spec import ParameterSpec
 from megatron.mpu.pieces import Piece
+from megatron.text_table import first_few
 from megatron.tokenizer import TokenizerFlags, build_tokenizer
 
 CONTIGUOUS = torch.contiguous_format
@@ -37,6 +43,8 @@ MAX_FILE_BYTES = 5 * 10**9
 # Files with the ids of special tokens, and the ids that are the tokenizer's.
 _FILES_WITH_IDS = ("config.json", "generation_config.json")
 _TOKEN_IDS = ("bos_token_id", "eos_token_id", "pad_token_id")
+DIGEST_FILE = "megatron.sha256"
+_LINE = re.compile(r"([0-9a-f]{64}) [ *](.+)")
 
 
 def format_differences(config: Config) -> list[str]:
@@ -215,7 +223,6 @@ class HuggingFaceWriter(CheckpointWriter):
         }
 
     def source_pieces(self, name: str, mismatch: ReplicaMismatch, verify: bool) -> Iterator[Piece]:
-        """See `CheckpointWriter`. Yields the weights."""
         if takes_fp32_values(self._config, self._precision):
             return self.reader.pieces(name, mismatch, verify, [VALUES])
         return self.reader.weight_pieces(name, mismatch, verify)
@@ -233,7 +240,6 @@ class HuggingFaceWriter(CheckpointWriter):
             self._pending_bytes += part.nbytes
 
     def _converted(self, pieces: Iterator[Piece], parameter: Parameter) -> Iterator[Tensor]:
-        """Yields the Hugging Face tensors of one Megatron parameter."""
         values = full_state(pieces)
         converted = values.to(torch.float32 if parameter.is_fp32 else PARAMETER_DTYPES[self._precision])
         rounded = converted.dtype != values.dtype
@@ -253,7 +259,8 @@ class HuggingFaceWriter(CheckpointWriter):
         # safetensors writes files that only their owner can read: set the mode of the other files.
         path.chmod((self.folder / "config.json").stat().st_mode)
         # The digest is computed now, while the file is still in the page cache.
-        self.files.append(WeightFile(path, digest_of(path), tuple(self._pending), self._pending_bytes))
+        digest = describe_file(path)["sha256"]
+        self.files.append(WeightFile(path, digest, tuple(self._pending), self._pending_bytes))
         self._pending, self._pending_bytes = {}, 0
 
     def close(self) -> tuple[Files, list[WeightFile]]:
@@ -294,3 +301,34 @@ class HuggingFaceWriter(CheckpointWriter):
             (self.folder / "model.safetensors.index.json").write_text(json.dumps(index, indent=2) + "\n")
         write_digests(self.folder, digests)
         return run
+
+
+def write_digests(folder: Path, known: Mapping[str, str]) -> None:
+    """Writes the digests of all files below a folder. known: file name -> digest that is known already."""
+    digests = {name: known.get(name) or describe_file(folder / name)["sha256"] for name in file_sizes(folder)}
+    (folder / DIGEST_FILE).write_text("".join(f"{digest}  {name}\n" for name, digest in digests.items()))
+
+
+def read_digests(folder: Path) -> dict[str, str]:
+    """Returns the SHA-256 of each file that has one, by name; {} for a folder without digests.
+
+    Raises UserError if the digests are malformed, and OSError if they cannot be read now.
+    """
+    path = folder / DIGEST_FILE
+    if not path.exists():
+        return {}
+    text = read_with_retries(path, lambda: read_small(path)).decode(errors="replace")
+    found = [_LINE.fullmatch(line) for line in text.splitlines()]
+    if not all(found):
+        raise UserError(f"{path} is damaged: expected a digest and a file's name in each line")
+    return {check_file(match[2], path): match[1] for match in found if match}
+
+
+def check_digests(folder: Path) -> None:
+    """Raises UserError if files differ from their digests. The message names the files."""
+    problems = [file_problem(folder, *entry, DIGEST_FILE) for entry in read_digests(folder).items()]
+    if damaged := [problem for problem in problems if problem]:
+        raise UserError(
+            f"{folder}: {first_few(damaged)}: copy the folder again, or remove {DIGEST_FILE} if you have "
+            "changed the folder yourself"
+        )

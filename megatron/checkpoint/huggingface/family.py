@@ -92,7 +92,7 @@ def with_bias(
     )
 
 
-_LAYER_MODULES = (
+LAYER_MODULES = (
     *("input_layernorm", "self_attention.query_key_value", "self_attention.dense"),
     *("post_attention_layernorm", "mlp.dense_h_to_4h", "mlp.dense_4h_to_h"),
 )
@@ -101,7 +101,7 @@ _LAYER_MODULES = (
 def layers_of_megatron(layer: str, attention: str = "self_attention") -> tuple[Parameter, ...]:
     """Returns the parameters of the transformer layers of a family that has Megatron's names in them. layer:
     the layer's name, with `{block}`. attention: the name of the attention in it."""
-    names = {name: f"{layer}.{name.replace('self_attention', attention)}" for name in _LAYER_MODULES}
+    names = {name: f"{layer}.{name.replace('self_attention', attention)}" for name in LAYER_MODULES}
     pairs = [with_bias(f"{{layer}}.{name}", hf) for name, hf in names.items()]
     return tuple(parameter for pair in pairs for parameter in pair)
 
@@ -125,6 +125,20 @@ class Conversion:
     check_file: Callable[[Mapping[str, Any], PreTrainedConfig], None] = lambda _settings, _hf_config: None
 
 
+def inverted(field: str, setting: str) -> Conversion:
+    """Returns the conversion of a setting that is true if the field is false."""
+    return Conversion(
+        megatron=(field,),
+        hf=(setting,),
+        to_hf=lambda model: {setting: not getattr(model, field)},
+        to_megatron=lambda hf_config: {field: not getattr(hf_config, setting)},
+    )
+
+
+INITIALIZATION = (("init_method_std", "initializer_range"),)
+DROPOUT = (("hidden_dropout", "hidden_dropout"), ("attention_dropout", "attention_dropout"))
+
+
 @dataclass(frozen=True)
 class Family:
     """The mapping of one Hugging Face model type.
@@ -132,23 +146,26 @@ class Family:
     fields: pairs of (field of ModelConfig, Hugging Face setting). training_fields: such pairs for settings
     that affect only training; if two map to one field, the first is read. megatron_constants, hf_constants:
     values that every model of the family has. megatron_derived: fields of ModelConfig that other fields
-    determine. All other fields of ModelConfig that change the model must have their defaults. conversions:
-    see `Conversion`. megatron_training: training settings of a run that starts from the model.
-    default_seq_length: used if config.json has no length. head: the parameter of an untied LM head. prefix:
-    begins all Hugging Face names except the head's; files that were saved without the head lack it. buffers:
-    ignored names in Hugging Face files that are not weights. ignored: Hugging Face settings that do not
-    change the model. aliases: names of weights in files of other transformers versions -> names in the table.
+    determine, unless they are in `fields`. All other fields of ModelConfig that change the model must have
+    their defaults. conversions: see `Conversion`. megatron_training: training settings of a run that starts
+    from the model. default_seq_length: used if config.json has no length. head: the parameter of an untied LM
+    head. prefix: begins all Hugging Face names except the head's; files that were saved without the head lack
+    it. buffers: ignored names in Hugging Face files that are not weights. ignored: Hugging Face settings that
+    do not change the model. aliases: names of weights in files of other transformers versions -> names in the
+    table.
     """
 
     title: str
     architecture: str
     fields: tuple[tuple[str, str], ...]
-    training_fields: tuple[tuple[str, str], ...]
     megatron_constants: Mapping[str, Any]
     hf_constants: Mapping[str, Any]
     parameters: tuple[Parameter, ...]
     buffers: tuple[str, ...]
-    megatron_derived: Mapping[str, Callable[[ModelConfig], Any]] = dataclasses.field(default_factory=dict)
+    training_fields: tuple[tuple[str, str], ...] = (*INITIALIZATION, *DROPOUT)
+    megatron_derived: Mapping[str, Callable[[ModelConfig], Any]] = dataclasses.field(
+        default_factory=lambda: {"kv_channels": equal_heads}
+    )
     conversions: tuple[Conversion, ...] = ()
     megatron_training: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     default_seq_length: int | None = None
@@ -222,10 +239,6 @@ class Family:
                     ),
                 )
 
-    def buffer_names(self, num_layers: int) -> set[str]:
-        """Returns the names of the buffers of a model with `num_layers` layers."""
-        return {name.format(block=block) for name in self.buffers for block in range(num_layers)}
-
 
 # Fields and settings that several families have.
 SIZES = (
@@ -235,8 +248,6 @@ SIZES = (
     ("vocab_size", "vocab_size"),
     ("max_position_embeddings", "max_position_embeddings"),
 )
-INITIALIZATION = (("init_method_std", "initializer_range"),)
-DROPOUT = (("hidden_dropout", "hidden_dropout"), ("attention_dropout", "attention_dropout"))
 
 
 def checked_count(name: str, value: Any, at_least: int = 1) -> int:
@@ -274,7 +285,7 @@ FAMILIES = Registry(
         "qwen3": Choice("Qwen 3", f"{_FAMILIES}.llama:QWEN3"),
         "olmo2": Choice("OLMo 2", f"{_FAMILIES}.llama:OLMO2"),
         "olmo3": Choice("OLMo 3", f"{_FAMILIES}.llama:OLMO3"),
-        "gemma3_text": Choice("Gemma 3 (text)", f"{_FAMILIES}.gemma:GEMMA3"),
+        "gemma3_text": Choice("Gemma 3 (text)", f"{_FAMILIES}.llama:GEMMA3"),
         "gpt_neox": Choice("GPT-NeoX and Pythia", f"{_FAMILIES}.gpt_neox:GPT_NEOX"),
         "falcon": Choice("Falcon 7B", f"{_FAMILIES}.falcon:FALCON"),
         "mixtral": Choice("Mixtral", f"{_FAMILIES}.experts:MIXTRAL"),

@@ -19,8 +19,6 @@ from safetensors import safe_open
 from torch import Tensor
 
 from megatron.checkpoint.foreign_arguments import harmless_in_hugging_face
-from megatron.checkpoint.formats.registry import TORCHTITAN, format_of
-from megatron.checkpoint.formats.state import UnusableSourceError
 from megatron.checkpoint.formats.torch_archive import read_file as load_torch_file
 from megatron.checkpoint.huggingface.family import (
     FAMILIES,
@@ -28,10 +26,8 @@ from megatron.checkpoint.huggingface.family import (
     NEXT_TOKEN_LAYERS,
     Family,
     Parameter,
-    count_non_finite,
 )
 from megatron.checkpoint.huggingface.rope import check_numbers
-from megatron.checkpoint.huggingface.torchtitan_names import hugging_face_weights
 from megatron.checkpoint.names import check_plain, is_plain, shown
 from megatron.config import BatchConfig, Config, DataConfig, ModelConfig, ScheduleConfig
 from megatron.config.config import SETTINGS, settings_of_section
@@ -124,16 +120,20 @@ def read_flags(folder: Path) -> Config:
     return config_without_run(fields, None if tokenizer else rows, DataConfig(**tokenizer))
 
 
-def read_hugging_face(folder: str | Path) -> HuggingFaceModel:
+def read_hugging_face(
+    folder: str | Path, read_weights: Callable[[Path, ModelConfig], Mapping[str, StoredWeight]] | None = None
+) -> HuggingFaceModel:
     """Returns the model in `folder`, which must belong to one of the `FAMILIES`.
 
-    Raises UserError if the folder cannot be read, if the model cannot be converted, or if weights are
-    missing, unknown or have other shapes than config.json says.
+    read_weights: returns the weights by Hugging Face name; None for files of transformers. Raises UserError
+    if the folder cannot be read, if the model cannot be converted, or if weights are missing, unknown or have
+    other shapes than config.json says.
     """
     folder = Path(folder)
     family, fields = read_settings(folder)
     rows = fields.pop("vocab_size")
-    stored = _known_weights(folder, family, _all_weights(folder, fields), fields)
+    stored = (read_weights or _all_weights)(folder, ModelConfig(**fields))
+    stored = _known_weights(folder, family, stored, fields)
     precisions = {dtype: name for name, dtype in PARAMETER_DTYPES.items()}
     for name, tensor in stored.items():
         if tensor.dtype not in precisions:
@@ -251,11 +251,8 @@ def losses(folder: Path) -> list[str]:
     return [sentence for name, sentence in _NOT_CONVERTED.items() if settings.get(name)]
 
 
-def _all_weights(folder: Path, fields: Mapping[str, Any]) -> dict[str, StoredWeight]:
-    """Returns every weight in a folder by its stored name, but by its Hugging Face name for torchtitan."""
-    if format_of(folder) == TORCHTITAN:
-        head_dim = ModelConfig(**fields).kv_channels
-        return {name: StoredWeight(*facts) for name, *facts in hugging_face_weights(folder, head_dim)}
+def _all_weights(folder: Path, _: ModelConfig) -> Mapping[str, StoredWeight]:
+    """Returns every weight in a folder by its stored name."""
     return {name: tensor for file in _weight_files(folder) for name, tensor in _read(file).items()}
 
 
@@ -274,7 +271,7 @@ def _known_weights(
             f"{len(stored):,} weights in all"
         )
     expected = {name: parameter for parameter in family.names(model) for name in parameter.hf}
-    buffers = family.buffer_names(num_layers)
+    buffers = {name.format(block=block) for name in family.buffers for block in range(num_layers)}
     num_unread = _check_settings(folder).get(NEXT_TOKEN_LAYERS) or 0
     unread = tuple(f"{family.prefix}layers.{num_layers + n}." for n in range(min(num_unread, len(stored))))
     found: dict[str, StoredWeight] = {}
@@ -369,15 +366,6 @@ def specs_without_padding(config: Config, vocab_size: int, eod: int | None) -> d
         name: replace(spec, global_shape=spec.valid_shape)
         for name, spec in model_specs(config, vocab_size, eod).items()
     }
-
-
-def check_finite(values: Tensor, folder: Path, name: str) -> None:
-    """Raises UnusableSourceError if a value of the parameter `name` is NaN or infinite."""
-    if count := count_non_finite(values):
-        raise UnusableSourceError(
-            f"{folder} holds {count:,} values of {name} that are NaN or infinite: the folder is "
-            "damaged, or the training diverged. Use another model"
-        )
 
 
 def start_flags(config: Config, output: Path) -> list[str]:

@@ -12,12 +12,11 @@ from torch import Tensor
 
 from megatron.checkpoint.files import file_problem
 from megatron.checkpoint.formats.deepspeed_files import VALUES
-from megatron.checkpoint.formats.state import StateReader, check_shape
-from megatron.checkpoint.huggingface.family import IDENTITY
-from megatron.checkpoint.huggingface.file_digests import DIGEST_FILE, read_digests
+from megatron.checkpoint.formats.state import StateReader, UnusableSourceError, check_shape
+from megatron.checkpoint.huggingface.exporter import DIGEST_FILE, read_digests
+from megatron.checkpoint.huggingface.family import IDENTITY, count_non_finite
 from megatron.checkpoint.huggingface.importer import (
     HuggingFaceModel,
-    check_finite,
     losses,
     read_hugging_face,
     read_settings,
@@ -33,7 +32,6 @@ class HuggingFaceReader(StateReader):
 
     @classmethod
     def open_external(cls, folder: Path) -> Checkpoint:
-        """See `StateReader`. Reads config.json."""
         family, fields = read_settings(folder)
         run = {"vocab_size": fields["vocab_size"], "eod": None}
         has_digests = (folder / DIGEST_FILE).exists()
@@ -108,7 +106,11 @@ class HuggingFaceReader(StateReader):
         self, name: str, parts: list[Tensor], model: ModelConfig, num_rows: int | None = None
     ) -> Tensor:
         values = self.model.parameters[name].transform.to_megatron(parts, model).float()
-        check_finite(values[:num_rows], self.folder, name)
+        if count := count_non_finite(values[:num_rows]):
+            raise UnusableSourceError(
+                f"{self.folder} holds {count:,} values of {name} that are NaN or infinite: the folder is "
+                "damaged, or the training diverged. Use another model"
+            )
         return values
 
     def external_differences(

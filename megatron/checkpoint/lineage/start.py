@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,7 @@ from megatron.checkpoint.discovery import (
     find_latest,
     find_universal,
     open_checkpoint,
+    open_or_none,
     saved_names,
 )
 from megatron.checkpoint.files import MAY_BE_INTACT, RETRY_DELAYS_S, first_absent
@@ -27,11 +29,11 @@ from megatron.checkpoint.formats.registry import (
     format_of,
     is_run_format,
 )
-from megatron.checkpoint.latest import MissingCheckpointError
 from megatron.checkpoint.lineage.branch import find_branch_point, was_started_from
 from megatron.checkpoint.lineage.identity import (
     CHECKPOINT_NAME,
     LatestRecord,
+    MissingCheckpointError,
     RunIdentity,
     read_latest,
     read_latest_record,
@@ -105,7 +107,12 @@ def choose_checkpoint(
     if config.load is None:
         return None
     try:
-        given = _find_given(config, damaged, path_of)
+        if config.branch_at is not None:
+            given: Checkpoint | None = find_branch_point(config)
+        elif config.universal_checkpoint:
+            given = find_universal(path_of(config.load))
+        else:
+            given = _find_native(path_of(config.load), damaged)
         if given is not None and (problem := (damaged or {}).get(str(given.folder))):
             raise UserError(f"checkpoint {given.folder}: {problem}; pass another checkpoint to --load")
     except UserError as error:
@@ -159,16 +166,6 @@ def _continuation(
     if own is None or not _has_same_load_flags(own.origin, config):
         return None
     return own if was_started_from(own, config.load) else None
-
-
-def _find_given(
-    config: CheckpointConfig, damaged: Mapping[str, str] | None, path_of: PathOf
-) -> Checkpoint | None:
-    """Returns the checkpoint that --load and its flags name."""
-    load = path_of(config.load or "")
-    if config.branch_at is not None:
-        return find_branch_point(config)
-    return find_universal(load) if config.universal_checkpoint else _find_native(load, damaged)
 
 
 def _find_native(load: Path, damaged: Mapping[str, str] | None) -> Checkpoint | None:
@@ -289,11 +286,6 @@ def _checkpoints_without_run_id(
     return frozenset(found)
 
 
-def checkpoints_of_other_runs(save: Path, identity: RunIdentity) -> list[str]:
-    """Returns the checkpoints in --save that belong to other runs, by iteration."""
-    return [name for name, path in saved_names(save).items() if not identity.owns(name, _run_record(path))]
-
-
 def may_replace(save: Path, name: str, identity: RunIdentity) -> bool:
     """Returns whether no checkpoint of this name exists, or the existing one belongs to this run."""
     path = current_path(save, name)
@@ -302,10 +294,10 @@ def may_replace(save: Path, name: str, identity: RunIdentity) -> bool:
 
 def _run_record(path: Path) -> Mapping[str, Any] | None:
     """Returns the `run.json` of a checkpoint without retrying failed reads; None if it cannot be read."""
-    try:
-        return open_checkpoint(path, with_files=False, retry_delays_s=()).run
-    except (UserError, OSError):
-        return None
+    with suppress(OSError):
+        if (found := open_or_none(path, ())) is not None:
+            return found.run
+    return None
 
 
 def _lacks_run_file(path: Path) -> bool:
@@ -323,7 +315,8 @@ def check_save_folder(checkpoint: Checkpoint | None, config: Config, path_of: Pa
     if options.save is None or config.training.no_train or options.overwrite_checkpoints:
         return
     save = path_of(options.save)
-    found = checkpoints_of_other_runs(save, start_identity(checkpoint, options, path_of))
+    identity = start_identity(checkpoint, options, path_of)
+    found = [name for name, path in saved_names(save).items() if not identity.owns(name, _run_record(path))]
     if options.load is None:  # the first local save of a new run would delete them
         found += [f"local {entry.name}" for entry in read_local_entries(save)]
     remedy = (

@@ -7,7 +7,6 @@ process group of their own, because a thread sends them while training uses the 
 
 from __future__ import annotations
 
-import json
 import threading
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -115,18 +114,14 @@ class FileTransfer:
         return next(filter(None, [sent, *problems]), "")
 
     def _send_files(self, folder: Path, files: Files, rank: int, count_bytes: Callable[[int], object]) -> str:
-        content = bytearray(json.dumps(files).encode())
-        dist.send(torch.tensor([len(content)]), rank, self._group)
-        dist.send(torch.frombuffer(content, dtype=torch.uint8), rank, self._group)
+        dist.send_object_list([files], rank, self._group)
         problems = [self.send(folder / name, files[name], rank, count_bytes) for name in files]
         return next(filter(None, problems), "")
 
     def _receive_files(self, folder: Path, rank: int, count_bytes: Callable[[int], object]) -> str:
-        length = torch.zeros(1, dtype=torch.int64)
-        dist.recv(length, rank, self._group)
-        content = torch.empty(int(length), dtype=torch.uint8)
-        dist.recv(content, rank, self._group)
-        files: Files = json.loads(content.numpy().tobytes())
+        received: list[Any] = [None]
+        dist.recv_object_list(received, rank, self._group)
+        files: Files = received[0]
         problems = [self.receive(folder / name, files[name], rank, count_bytes) for name in files]
         return next(filter(None, problems), "")
 

@@ -16,7 +16,7 @@ from pathlib import Path
 
 import torch.distributed as dist
 
-from megatron.checkpoint.discovery import open_checkpoint
+from megatron.checkpoint.discovery import open_or_none
 from megatron.checkpoint.files import describe_file
 from megatron.checkpoint.folders.of_run import FILE_SYSTEM, Folders
 from megatron.checkpoint.formats.deepspeed_files import optimizer_files
@@ -24,12 +24,11 @@ from megatron.checkpoint.formats.native import NativeReader
 from megatron.checkpoint.lineage.identity import LineageEntry, read_latest, read_local_entries
 from megatron.checkpoint.lineage.start import is_same_path, origin_matches
 from megatron.checkpoint.local.saves import LocalCheckpoints
-from megatron.checkpoint.ranks import errors_of_rank_0, files_of_this_rank, first_problem_of_ranks
+from megatron.checkpoint.ranks import errors_of_rank_0, first_problem_of_ranks
 from megatron.checkpoint.record import RUN_FILE, Checkpoint
 from megatron.checkpoint.selection import check_fits, select_valid_checkpoint
 from megatron.config import CheckpointConfig
 from megatron.engine.pipeline_engine import GPTEngine
-from megatron.errors import UserError
 from megatron.files import sync_file, write_json
 from megatron.mpu.world import broadcast_from_rank_0, gather_from_all_ranks
 from megatron.run import Run
@@ -112,10 +111,8 @@ def _open_on_a_node(folder: Path, entry: LineageEntry) -> Checkpoint | None:
     """Returns the local checkpoint of an entry, from the first rank whose node has its `run.json`, with the
     folder of this rank's node. Collective."""
     own: Checkpoint | None = None
-    try:
-        own = open_checkpoint(folder, with_files=False, retry_delays_s=())
-    except (UserError, OSError):
-        pass
+    with suppress(OSError):
+        own = open_or_none(folder, ())
     has = own is not None and own.run["sha256"] == entry.sha256
     holder = next((rank for rank, found in enumerate(gather_from_all_ranks(has)) if found), None)
     if holder is None:
@@ -177,7 +174,8 @@ def fetch_files(
     Raises OSError on every rank if a file cannot be copied. The next start then does not use the checkpoint.
     """
     nodes = local.nodes
-    of_ranks = gather_from_all_ranks(files_of_this_rank(NativeReader(checkpoint), engine.optimizer))
+    own = NativeReader(checkpoint).files_of_pieces(engine.optimizer.pieces(with_values=False))
+    of_ranks = gather_from_all_ranks(own)
     copies: list[tuple[str, int, int]] = []
     for node, ranks in enumerate(nodes.ranks):
         needed = set().union(*(of_ranks[rank] for rank in (*ranks, *nodes.ranks[node - 1])))

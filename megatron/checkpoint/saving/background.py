@@ -2,7 +2,9 @@
 
 The state is copied while training waits. Then a thread of each rank waits for the rank's writer process and
 reports to rank 0 through the store; a thread of rank 0 collects the reports and completes the checkpoint.
-Training waits for neither.
+Training waits for neither. A `CheckpointWriter` makes the content of the files; `BackgroundFiles` hands it to
+the writer process. `DirectFiles`, of saves in the foreground, writes it while training waits. Both compute
+the SHA-256 of a file while they write it. The archives have no CRC-32 of their own.
 """
 
 from __future__ import annotations
@@ -10,7 +12,8 @@ from __future__ import annotations
 import pickle
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from queue import SimpleQueue
@@ -18,16 +21,17 @@ from typing import Any
 
 import torch.distributed as dist
 
-from megatron.checkpoint.digests import RankDigests, rank_digests
-from megatron.checkpoint.files import Files
-from megatron.checkpoint.formats.writing import CheckpointWriter
+from megatron.checkpoint.digests import RankDigests, piece_digests, rank_digests
+from megatron.checkpoint.files import Files, HashedFile
+from megatron.checkpoint.formats.archive_writer import is_staged
+from megatron.checkpoint.formats.writing import CheckpointWriter, Content, RankFiles
 from megatron.checkpoint.integrity import canary_loss
 from megatron.checkpoint.record import TrainingState
-from megatron.checkpoint.saving.files import BackgroundFiles
 from megatron.checkpoint.saving.publishing import with_final_names
 from megatron.checkpoint.saving.writer import BackgroundWriter, Written, ring_bytes
 from megatron.engine.pipeline_engine import GPTEngine
 from megatron.errors import one_line
+from megatron.mpu.pieces import Piece
 from megatron.mpu.world import broadcast_from_rank_0
 
 # How often a thread asks the store for the value of another rank.
@@ -80,6 +84,8 @@ class BackgroundSave:
     writer: CheckpointWriter
     folder: Path
     """The folder of the checkpoint, for messages."""
+    complete: Callable[[BackgroundSave, list[RankResult]], SaveOutcome]
+    """Called in a thread of rank 0 with the results of all ranks, by rank; makes the checkpoint visible."""
     is_local: bool = False
     """Whether it is a save to --save-local."""
     before_report: Callable[[BackgroundSave, Files, str], str] | None = None
@@ -141,14 +147,8 @@ class BackgroundSaves:
             return f"the checkpoint writer cannot be started ({error})"
         return ""
 
-    def start(
-        self, save: BackgroundSave, complete: Callable[[BackgroundSave, list[RankResult]], SaveOutcome]
-    ) -> None:
-        """Copies the state and returns. Collective.
-
-        complete: called in a thread of rank 0 with the results of all
-        ranks, by rank; it makes the checkpoint visible and returns the outcome.
-        """
+    def start(self, save: BackgroundSave) -> None:
+        """Copies the state and returns. Collective."""
         engine, optimizer = self._engine, self._engine.optimizer
         problem = self.start_writer()
         pieces = optimizer.pieces(with_values=False)
@@ -162,7 +162,7 @@ class BackgroundSaves:
         self._num_saves += 1
         self.in_flight = save
         result = RankResult({}, table, digests, problem)
-        work = (save, self._num_saves, None if problem else self.writer, result, complete)
+        work = (save, self._num_saves, None if problem else self.writer, result)
         threading.Thread(target=self._finish_files, args=work, name="save", daemon=True).start()
 
     def finish(self) -> SaveOutcome | None:
@@ -215,7 +215,6 @@ class BackgroundSaves:
         number: int,
         writer: BackgroundWriter | None,
         result: RankResult,
-        complete: Callable[[BackgroundSave, list[RankResult]], SaveOutcome],
     ) -> None:
         """Runs in a thread. Reports to rank 0 that this rank's files are on the disk, or why they are not;
         rank 0 then completes the checkpoint. number: the number of the save, equal on all ranks, so that
@@ -243,7 +242,7 @@ class BackgroundSaves:
             return
         try:
             results = self._results(number)
-            save.outcome = complete(save, results)
+            save.outcome = save.complete(save, results)
         except Exception as error:  # nobody would see it in a thread, and `finish` would wait for ever
             if isinstance(error, dist.DistError):  # a lost store may accept one more `set`
                 self._lost_store = one_line(error)
@@ -267,3 +266,78 @@ def wait_for_value(store: dist.Store, key: str) -> bytes:
     while not store.check([key]):
         time.sleep(_POLL_S)
     return store.get(key)
+
+
+class DirectFiles(RankFiles):
+    """Writes each file at once and syncs it to the disk. files: the files written so far, by name."""
+
+    def __init__(self, heartbeat: Callable[[], None]) -> None:
+        """heartbeat: called after each file."""
+        self.files: Files = {}
+        self._heartbeat = heartbeat
+
+    def make_folder(self, folder: Path) -> None:
+        folder.mkdir(parents=True, exist_ok=True)
+
+    def write(self, file: Path | None, contents: Iterable[Content]) -> None:
+        """See `RankFiles`. Without a file it does nothing: digests of the whole state are computed later."""
+        if file is None:
+            return
+        hashed = HashedFile(file)
+        for content in contents:
+            content.save(hashed)
+        self.files[file.name] = hashed.close()
+        self._heartbeat()
+
+
+class BackgroundFiles(RankFiles):
+    """Hands each file to the writer process. digests: digests of the tensors that are not in host memory,
+    which are computed at once, by parameter and state."""
+
+    def __init__(self, writer: BackgroundWriter | None, problem: str) -> None:
+        """problem: why there is no writer; "" if there is one."""
+        self.digests: dict[str, dict[str, int]] = {}
+        self._writer = writer
+        self._problem = problem
+
+    def make_folder(self, folder: Path) -> None:
+        """See `RankFiles`. A failure is a problem that `end` returns."""
+        with self._noting_problem():
+            folder.mkdir(parents=True, exist_ok=True)
+
+    def write(self, file: Path | None, contents: Iterable[Content]) -> None:
+        """See `RankFiles`. Returns once the content is copied. After a failure it does nothing: this rank
+        still takes part in the collectives of the save."""
+        with self._noting_problem():
+            if not self._problem and self._writer is not None:
+                self._writer.write_file(file, self._in_host_memory(contents, digests_only=file is None))
+
+    def end(self) -> str:
+        """Ends the files of the save. Returns why this rank's part has failed; "" if it has not so far."""
+        with self._noting_problem():
+            if not self._problem and self._writer is not None:
+                self._writer.end_save()
+        return self._problem
+
+    @contextmanager
+    def _noting_problem(self) -> Iterator[None]:
+        try:
+            yield
+        except OSError as error:
+            self._problem = self._problem or str(error)
+
+    def _in_host_memory(self, contents: Iterable[Content], digests_only: bool) -> Iterator[Content]:
+        """Yields the contents, with the states of their pieces that are in host memory. Computes the digests
+        of the states on a device; if there are no others, nothing is yielded for digests only."""
+        for content in contents:
+            pieces = [held for piece in content.pieces if (held := self._held(piece)).values]
+            if pieces or not digests_only:
+                yield replace(content, pieces=pieces)
+
+    def _held(self, piece: Piece) -> Piece:
+        on_device = {name: value for name, value in piece.values.items() if is_staged(value.device)}
+        if on_device:
+            found = piece_digests(replace(piece, values=on_device))
+            self.digests.setdefault(piece.name, {}).update(found)
+        in_memory = {name: value for name, value in piece.values.items() if name not in on_device}
+        return replace(piece, values=in_memory)

@@ -12,7 +12,7 @@ from collections.abc import Callable, Collection, Sequence
 from contextlib import suppress
 from pathlib import Path
 
-from megatron.checkpoint.discovery import open_checkpoint
+from megatron.checkpoint.discovery import open_checkpoint, open_or_none
 from megatron.checkpoint.files import DISK_IS_FULL, RETRY_DELAYS_S, Files, first_size_mismatch
 from megatron.checkpoint.lineage.identity import (
     CHECKPOINT_NAME,
@@ -65,13 +65,12 @@ class Folder:
         """Removes unfinished saves of killed jobs, and finishes or undoes an interrupted replacement. Only
         the owner of the folder may call it, before each save. Failures are logged, not raised."""
         for path in sorted(self.path.iterdir() if self.path.is_dir() else ()):
+            name = path.name.removesuffix(REPLACED)
             try:
                 if UNFINISHED.fullmatch(path.name):
                     remove_checkpoint(path)
-                elif path.name.endswith(REPLACED) and CHECKPOINT_NAME.fullmatch(
-                    path.name.removesuffix(REPLACED)
-                ):
-                    _finish_replacement(path, path.with_name(path.name.removesuffix(REPLACED)))
+                elif name != path.name and CHECKPOINT_NAME.fullmatch(name):
+                    _finish_replacement(path, path.with_name(name))
             except OSError as error:
                 _LOG.warning("%s cannot be removed: %s", path, error)
 
@@ -228,13 +227,10 @@ def is_same_checkpoint(
     it cannot be read now. retry_delays_s: pass () where retries would delay every save."""
     if CHECKPOINT_NAME.fullmatch(entry.name) is None or not (folder / entry.name / RUN_FILE).is_file():
         return False
-    try:
-        found = open_checkpoint(folder / entry.name, False, retry_delays_s).run
-    except UserError:
-        return False
-    if entry.sha256 is None:  # written before run ids existed: only the name can be compared
-        return "run_id" not in found
-    return bool(found["sha256"] == entry.sha256)
+    found = open_or_none(folder / entry.name, retry_delays_s)
+    if found is None or entry.sha256 is None:  # written before run ids existed: only the name can be compared
+        return found is not None and "run_id" not in found.run
+    return bool(found.run["sha256"] == entry.sha256)
 
 
 def remove_checkpoint(folder: Path) -> None:

@@ -11,6 +11,7 @@ from megatron.checkpoint.formats.universal_info import INFO_KEY, derive_info, sp
 from megatron.checkpoint.record import RUN_FILE, TrainingState
 from megatron.config import Config
 from megatron.config.registries import SAVE_FORMATS
+from megatron.data.vocabulary import Vocabulary
 from megatron.files import MAX_JSON_BYTES
 from megatron.mpu.parameter_spec import ParameterSpec
 from megatron.mpu.parameters import spec_of
@@ -28,17 +29,31 @@ def run_record(engine: GPTEngine, specs: dict[str, ParameterSpec], state: Traini
     config, vocab = engine.run.config, engine.run.vocab
     return {
         "state": asdict(state),
-        "config": config.to_dict(),
-        "layout": layout_record(config),
+        **model_record(config, vocab, engine.module.stages_record(), specs, ("torch", "deepspeed")),
         # The precision of the moments in memory. The files always hold them in fp32.
         "optimizer_state": rule_record() if config.optimizer.use_bnb_optimizer else {"bits": 32},
-        "stages": engine.module.stages_record(),
-        "versions": {name: version(name) for name in ("torch", "deepspeed")},
+        "data": engine.run.fingerprint,
+        INFO_KEY: derive_info(specs, vocab.size),
+    }
+
+
+def model_record(
+    config: Config,
+    vocab: Vocabulary,
+    stages: dict[str, Any],
+    specs: dict[str, ParameterSpec],
+    packages: tuple[str, ...],
+) -> dict[str, Any]:
+    """Returns the entries of `run.json` that describe a model and its layout. packages: to record versions
+    of."""
+    return {
+        "config": config.to_dict(),
+        "layout": layout_record(config),
+        "stages": stages,
+        "versions": {name: version(name) for name in packages},
         "vocab_size": vocab.size,
         "eod": vocab.eod,
-        "data": engine.run.fingerprint,
         "parameters": {name: spec_record(spec) for name, spec in specs.items()},
-        INFO_KEY: derive_info(specs, vocab.size),
     }
 
 

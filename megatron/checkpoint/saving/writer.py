@@ -163,17 +163,14 @@ class BackgroundWriter:
             begin = self._sent % self._size
             count = min(PIECE_BYTES, len(data) - done, self._size - begin)
             used = -(-count // ALIGNMENT) * ALIGNMENT
-            self._wait_for_space(used)
+            with self._changed:
+                while not self._problem and self._size - (self._sent - self.num_written) < used:
+                    self._changed.wait()
+            self._heartbeat()  # the ring has space: the writer progresses
             self._ring[begin : begin + count] = data[done : done + count]
             self._sent += used
             self._send("data", begin, count, used, parts(done, done + count))
             done += count
-
-    def _wait_for_space(self, needed: int) -> None:
-        with self._changed:
-            while not self._problem and self._size - (self._sent - self.num_written) < needed:
-                self._changed.wait()
-        self._heartbeat()  # the ring has space: the writer progresses
 
     def _send(self, *message: Any) -> None:
         """Never waits: the messages of a save may not fit in the connection while the writer is busy."""
@@ -272,14 +269,11 @@ class _WriterProcess:
         if self._file is not None:
             self._file.write(piece)
         for number, offset, first, num_elements in parts:
-            self._add_digest(number, piece[offset : offset + 4 * num_elements], first)
+            name, state_name, spec, axes = self._fragments[number]
+            values = np.frombuffer(piece[offset : offset + 4 * num_elements], np.float32)
+            part = host_digests(spec, axes, first, {state_name: values})[state_name]
+            add_part(self._result.digests.setdefault(name, {}), state_name, part)
         self._pipe.send(("freed", used))
-
-    def _add_digest(self, number: int, content: memoryview, first: int) -> None:
-        name, state_name, spec, axes = self._fragments[number]
-        values = {state_name: np.frombuffer(content, np.float32)}
-        part = host_digests(spec, axes, first, values)[state_name]
-        add_part(self._result.digests.setdefault(name, {}), state_name, part)
 
     def _close(self) -> None:
         if self._file is not None and self._path is not None:

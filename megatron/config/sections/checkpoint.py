@@ -10,7 +10,7 @@ from typing import ClassVar
 from megatron.config.fields import COMMON_FLAGS, Section, flag
 from megatron.config.registries import SAVE_FORMATS
 
-_LOAD = {"checkpoint.load": "set --load to the folder of the checkpoint"}
+_LOAD = {"checkpoint.load": ""}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -38,7 +38,7 @@ class CheckpointConfig(Section):
         None,
         at_least=1,
         help="iterations between checkpoints (default: save only at the end of the run and on exit)",
-        needs={"checkpoint.save": "set --save to a folder, or remove --save-interval"},
+        needs={"checkpoint.save": ""},
     )
     save_format: str = flag(
         "native",
@@ -51,7 +51,7 @@ class CheckpointConfig(Section):
         False,
         help="save in the background: training waits only until the state is copied to host memory, and a "
         "process beside each rank writes the files. A run ends when its last save is complete",
-        needs={"checkpoint.save_interval": "set the interval, or remove --async-save"},
+        needs={"checkpoint.save_interval": ""},
     )
     save_local: str | None = flag(
         None,
@@ -61,8 +61,8 @@ class CheckpointConfig(Section):
         "restart loads the newest one if it is complete and newer than the checkpoint in --save. In the "
         "path, {node} stands for the node's name",
         needs={
-            "checkpoint.save": "set --save to a shared folder, or remove --save-local",
-            "checkpoint.save_local_interval": "set the interval, or remove --save-local",
+            "checkpoint.save": "it is a shared folder",
+            "checkpoint.save_local_interval": "",
         },
         excludes={
             "training.no_train": "an evaluation (--eval-only) does not save; remove --save-local",
@@ -74,7 +74,7 @@ class CheckpointConfig(Section):
         None,
         at_least=1,
         help="iterations between local checkpoints",
-        needs={"checkpoint.save_local": "set --save-local to a folder, or remove --save-local-interval"},
+        needs={"checkpoint.save_local": ""},
     )
     async_save_memory_gb: float | None = flag(
         None,
@@ -93,13 +93,13 @@ class CheckpointConfig(Section):
         metavar="N",
         help="every N iterations write the model as a Hugging Face transformers folder "
         "(huggingface_step<iteration> in --save), in the precision of the run; each rank writes a part of it",
-        needs={"checkpoint.save": "set --save to a folder, or remove --save-hf-interval"},
+        needs={"checkpoint.save": ""},
     )
     save_hf_at_end: bool = flag(
         False,
         help="after the last iteration write the model as a Hugging Face transformers folder in --save, as "
         "--save-hf-interval does",
-        needs={"checkpoint.save": "set --save to a folder, or remove --save-hf-at-end"},
+        needs={"checkpoint.save": ""},
     )
     universal_checkpoint: bool = flag(
         False,
@@ -123,7 +123,7 @@ class CheckpointConfig(Section):
         excludes={
             "training.no_train": "an evaluation (--eval-only) does not train; remove --finetune, and add "
             "--override-data to evaluate on other data",
-            "schedule.use_checkpoint_lr_scheduler": "fine-tuning starts the flags' schedule; remove one flag",
+            "schedule.use_checkpoint_lr_scheduler": "fine-tuning starts the flags' schedule",
         },
     )
     moe_use_upcycling: bool = flag(
@@ -131,13 +131,12 @@ class CheckpointConfig(Section):
         help="with --finetune: start a model with experts from the dense model in --load. Each expert gets "
         "the weights of the dense MLP of its layer, the router is initialized (arXiv:2212.05055)",
         needs={
-            "model.num_experts": "set --num-experts, or remove --moe-use-upcycling",
-            "checkpoint.finetune": "experts start without moments: add --finetune, or remove "
-            "--moe-use-upcycling",
+            "model.num_experts": "",
+            "checkpoint.finetune": "experts start without moments",
         },
         excludes={
             "model.moe_shared_expert_intermediate_size": "the dense model has one MLP for the experts and "
-            "none for the shared expert; remove one of them"
+            "none for the shared expert"
         },
     )
     branch_at: int | None = flag(

@@ -34,7 +34,7 @@ class DataConfig(Section):
         help="train on random tokens of the vocabulary, to measure steps without token files; the tokens "
         "depend only on --seed and the number of the sample",
         excludes={
-            f"data.{name}": "mock data read no files; remove one of the two"
+            f"data.{name}": "mock data read no files"
             for name in (
                 *("data_path", "data_args_path", "per_split_data_args_path"),
                 *(f"{split}_data_path" for split in ("train", "valid", "test")),
@@ -132,7 +132,13 @@ class DataConfig(Section):
         derived="--num-workers", at_least=0, help="number of data loading threads for validation and test"
     )
     reset_position_ids: bool = flag(
-        False, changes_model=True, help="reset position ids after each end-of-document token"
+        False,
+        changes_model=True,
+        help="reset position ids after each end-of-document token",
+        excludes={
+            "model.position_embedding_type=alibi": "ALiBi's positions are relative, so it has no effect: "
+            "remove --reset-position-ids (--reset-attention-mask separates documents)"
+        },
     )
     reset_attention_mask: bool = flag(
         False, changes_model=True, help="restrict attention to tokens of the same document"

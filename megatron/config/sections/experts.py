@@ -73,13 +73,15 @@ class ExpertConfig(Section):
         summary="gated shared expert",
         help="multiply the output of the shared expert by the sigmoid of a learned linear function of its "
         "input",
-        needs={
-            "model.moe_shared_expert_intermediate_size": "set --moe-shared-expert-intermediate-size, or "
-            "remove --moe-shared-expert-gate"
-        },
+        needs={"model.moe_shared_expert_intermediate_size": ""},
     )
     moe_router_topk: int = flag(
-        2, summary="{} per token", help="experts that each token uses", **_COUNT, **_NEEDS
+        2,
+        summary="{} per token",
+        summarizes_default=True,
+        help="experts that each token uses",
+        **_COUNT,
+        **_NEEDS,
     )
     moe_router_score_function: str = flag(
         "softmax",
@@ -106,7 +108,7 @@ class ExpertConfig(Section):
         "--moe-router-topk / --moe-router-group-topk highest scores of experts",
         needs={
             **_NEEDS["needs"],
-            "model.moe_router_group_topk": "set --moe-router-group-topk, or remove --moe-router-num-groups",
+            "model.moe_router_group_topk": "",
         },
         **_COUNT,
     )
@@ -114,9 +116,7 @@ class ExpertConfig(Section):
         None,
         summary="{} groups per token",
         help="number of groups in which a token chooses experts",
-        needs={
-            "model.moe_router_num_groups": "set --moe-router-num-groups, or remove --moe-router-group-topk"
-        },
+        needs={"model.moe_router_num_groups": ""},
         **_COUNT,
     )
     moe_router_topk_scaling_factor: float | None = flag(
@@ -134,10 +134,7 @@ class ExpertConfig(Section):
         "but not for their weights (arXiv:2408.15664). After each step, the bias of an expert with fewer "
         "tokens than the mean grows by --moe-router-bias-update-rate, and the bias of one with more tokens "
         "shrinks",
-        needs={
-            "model.moe_router_score_function=sigmoid": "the bias is added to sigmoid scores; set "
-            "--moe-router-score-function sigmoid, or remove --moe-router-enable-expert-bias"
-        },
+        needs={"model.moe_router_score_function=sigmoid": "the bias is added to sigmoid scores"},
     )
     moe_router_bias_update_rate: float = flag(
         1e-3,
@@ -145,10 +142,7 @@ class ExpertConfig(Section):
         changes_model=False,
         changes_layer_time=False,
         help="change of each expert's bias per step",
-        needs={
-            "model.moe_router_enable_expert_bias": "set --moe-router-enable-expert-bias, or remove "
-            "--moe-router-bias-update-rate"
-        },
+        needs={"model.moe_router_enable_expert_bias": ""},
     )
     moe_router_load_balancing_type: str = flag(
         "seq_aux_loss",
@@ -187,8 +181,7 @@ class ExpertConfig(Section):
         help="for benchmarks: give equal numbers of tokens to all experts, whatever the scores are. The "
         "experts of a token, and so the losses, then depend on the layout",
         excludes={
-            "model.moe_router_enable_expert_bias": "the scores, which the bias changes, choose no experts; "
-            "remove one of them"
+            "model.moe_router_enable_expert_bias": "the scores, which the bias changes, choose no experts"
         },
         **_TRAINING,
     )
@@ -236,6 +229,8 @@ class ExpertConfig(Section):
         unused = super().unused_fields()
         if self.num_experts is None:
             return unused | OPTIONS_OF_EXPERTS
+        if self.moe_router_score_function == "sigmoid":
+            unused |= {"moe_router_pre_softmax"}
         return unused if DENSE in self.moe_layer_freq else unused | {"ffn_hidden_size"}
 
     @property

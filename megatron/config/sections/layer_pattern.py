@@ -92,3 +92,9 @@ EXPERT_PATTERN = LayerPattern(
     "--moe-layer-freq", EXPERTS, DENSE, "D E E E", lambda number: EXPERTS + DENSE * (number - 1)
 )
 """Layers with experts, and with a dense MLP. N: layers 0, N, 2N, ... have experts."""
+
+FP8, BF16 = "F", "B"
+FP8_PATTERN = LayerPattern(
+    "--fp8-layer-pattern", FP8, BF16, "F F F B", lambda number: FP8 * (number - 1) + BF16
+)
+"""Layers that multiply FP8 matrices, and layers in bf16. N: every Nth layer is in bf16."""

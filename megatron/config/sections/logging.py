@@ -7,7 +7,7 @@ from typing import ClassVar
 
 from megatron.config.fields import Section, flag
 
-_PROFILE = {"logging.profile": "add it, or remove the flag"}
+_PROFILE = {"logging.profile": ""}
 LOG_LEVELS = ("debug", "info", "warning", "error", "critical")
 
 
@@ -68,7 +68,7 @@ class LoggingConfig(Section):
         False,
         help="profile some iterations: by PyTorch's profiler with --use-pytorch-profiler, otherwise by "
         "Nsight Systems (nsys profile --capture-range=cudaProfilerApi)",
-        excludes={"training.no_train": "only training iterations are profiled; remove one of the two"},
+        excludes={"training.no_train": "only training iterations are profiled"},
     )
     profile_step_start: int = flag(
         10,
@@ -88,7 +88,7 @@ class LoggingConfig(Section):
         "print the kernels with the most time",
         needs={
             **_PROFILE,
-            "logging.tensorboard_dir": "the traces are written to that folder; set it, or remove the flag",
+            "logging.tensorboard_dir": "the traces are written to that folder",
         },
     )
     log_path: str | None = flag(

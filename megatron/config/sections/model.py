@@ -17,7 +17,8 @@ from megatron.config.registries import (
     ROPE_SCALINGS,
 )
 from megatron.config.sections.experts import SIZE, ExpertConfig
-from megatron.config.sections.layer_pattern import EXPERT_PATTERN, WINDOW, WINDOW_PATTERN
+from megatron.config.sections.fp8_layers import Fp8LayerConfig
+from megatron.config.sections.layer_pattern import BF16, EXPERT_PATTERN, FP8_PATTERN, WINDOW, WINDOW_PATTERN
 from megatron.errors import ConfigError
 
 _MUP_FLAG: dict[str, Any] = {"group": "initialization", "used_with": ("model.mup",)}
@@ -29,7 +30,7 @@ _ROPE_SCALING_FLAG: dict[str, Any] = {"group": "rotary embeddings", "changes_lay
 
 
 @dataclass(frozen=True, kw_only=True)
-class ModelConfig(ExpertConfig):
+class ModelConfig(ExpertConfig, Fp8LayerConfig):
     """Sizes and variants of the GPT. Two runs with equal ModelConfigs have parameters of equal shapes.
 
     The arguments of `flag` are the only description of a field. The command line, checkpoints, summaries,
@@ -72,7 +73,7 @@ class ModelConfig(ExpertConfig):
         at_most=2**16,
         summary="{} query groups",
         help="number of key and value heads with --group-query-attention; 1 is multi-query attention",
-        needs={"model.group_query_attention": "add --group-query-attention, or remove --num-query-groups"},
+        needs={"model.group_query_attention": ""},
     )
     qk_layernorm: bool = flag(
         False,
@@ -84,8 +85,8 @@ class ModelConfig(ExpertConfig):
         choices=QK_NORMS,
         summary="over the {}",
         help="elements that --qk-layernorm normalizes together",
-        excludes={"model.apply_layernorm_1p": "norms over all heads have no 1 + weight; remove one of them"},
-        needs={"model.qk_layernorm": "add --qk-layernorm, or remove --qk-layernorm-scope"},
+        excludes={"model.apply_layernorm_1p": "norms over all heads have no 1 + weight"},
+        needs={"model.qk_layernorm": "", "model.normalization=RMSNorm": "norms over all heads are RMS norms"},
     )
     softmax_scale: float | None = flag(
         None,
@@ -113,7 +114,7 @@ class ModelConfig(ExpertConfig):
         "--rope-scaling-type then applies only to the layers without a window. Megatron-LM's "
         "--window-attn-skip-freq N (every Nth layer is an F) and its lists are accepted, too",
         changes_layer_time=False,
-        needs={"model.window_size": "set --window-size, or remove --window-pattern"},
+        needs={"model.window_size": ""},
     )
     seq_length: int = flag(changes_model=False, help="sequence length in tokens", group=COMMON_FLAGS, **SIZE)
     max_position_embeddings: int = flag(
@@ -143,7 +144,7 @@ class ModelConfig(ExpertConfig):
         summary="rotary base {:g} in windows",
         help="with --window-pattern: rotary base of the layers with a window (default: --rotary-base)",
         changes_layer_time=False,
-        needs={"model.window_pattern": "set --window-pattern, or remove --window-rotary-base"},
+        needs={"model.window_pattern": ""},
     )
     rotary_percent: float = flag(
         1.0,
@@ -296,14 +297,8 @@ class ModelConfig(ExpertConfig):
         "--mup-base-hidden-size, weight matrices of transformer layers are initialized with "
         "--init-method-std / sqrt(W) and trained with --lr / W. The logits are multiplied by "
         "--mup-output-mult / W, the attention scores by --mup-attn-mult / head dimension",
-        needs={
-            "optimizer.optimizer=adam|optimizer.optimizer=adamw": "muP's learning rates hold for Adam; set "
-            "--optimizer adam, or remove --mup"
-        },
-        excludes={
-            "model.softmax_scale": "muP's scale is --mup-attn-mult / head dimension; set --mup-attn-mult or "
-            "remove one of them"
-        },
+        needs={"optimizer.optimizer=adam|optimizer.optimizer=adamw": "muP's learning rates hold for Adam"},
+        excludes={"model.softmax_scale": "muP's scale is --mup-attn-mult / head dimension, which can be set"},
     )
     mup_base_hidden_size: int = flag(
         1,
@@ -381,6 +376,13 @@ class ModelConfig(ExpertConfig):
         pattern = self.window_pattern
         return self.window_size is not None and (not pattern or pattern[layer % len(pattern)] == WINDOW)
 
+    def is_bf16_layer(self, layer: int) -> bool:
+        """Returns whether a transformer layer, counted from 0, computes in bf16 in an FP8 run."""
+        if self.fp8_layer_pattern is not None:
+            return self.fp8_layer_pattern[layer % len(self.fp8_layer_pattern)] == BF16
+        inner = range(self.num_layers_at_start_in_bf16, self.num_layers - self.num_layers_at_end_in_bf16)
+        return self.first_last_layers_bf16 and layer not in inner
+
     @property
     def query_width(self) -> int:
         """Total size of the query heads, which is also the size of the attention's output."""
@@ -453,7 +455,8 @@ class ModelConfig(ExpertConfig):
             derived["num_experts"] = None
         elif self.num_experts is not None and self.moe_ffn_hidden_size is None:
             derived["moe_ffn_hidden_size"] = derived.get("ffn_hidden_size", self.ffn_hidden_size)
-        for name, syntax in (("window_pattern", WINDOW_PATTERN), ("moe_layer_freq", EXPERT_PATTERN)):
+        patterns = {"window_pattern": WINDOW_PATTERN, "moe_layer_freq": EXPERT_PATTERN}
+        for name, syntax in {**patterns, "fp8_layer_pattern": FP8_PATTERN}.items():
             if (words := getattr(self, name)) is not None:
                 try:
                     derived[name] = syntax.parse(words, self.num_layers)

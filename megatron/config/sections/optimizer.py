@@ -68,10 +68,7 @@ class OptimizerConfig(Section):
         False,
         group="training",
         help="use the fused layer norm and the fused Adam of NVIDIA apex (GPUs only)",
-        needs={
-            "optimizer.optimizer=adam|optimizer.optimizer=adamw": "the fused optimizer of apex is Adam; set "
-            "--optimizer adam, or remove --use-apex"
-        },
+        needs={"optimizer.optimizer=adam|optimizer.optimizer=adamw": "the fused optimizer of apex is Adam"},
     )
     use_bnb_optimizer: bool = flag(
         False,
@@ -80,11 +77,8 @@ class OptimizerConfig(Section):
         help="use 8-bit Adam of bitsandbytes (pip install bitsandbytes). Word embeddings, norms, biases and "
         "parameters with fewer than 4096 elements keep 32-bit moments. Add --embed-layernorm, which "
         "BigScience's flag of this name enabled implicitly",
-        needs={
-            "optimizer.optimizer=adam|optimizer.optimizer=adamw": "8-bit moments exist only for Adam; "
-            "set --optimizer adam, or remove --use-bnb-optimizer"
-        },
-        excludes={"optimizer.use_apex": "each flag selects its own Adam; remove one of the two"},
+        needs={"optimizer.optimizer=adam|optimizer.optimizer=adamw": "8-bit moments exist only for Adam"},
+        excludes={"optimizer.use_apex": "each flag selects its own Adam"},
     )
 
     @property

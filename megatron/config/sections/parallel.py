@@ -43,7 +43,7 @@ class ParallelConfig(Section):
         help="expert-parallel size (EP): number of ranks that share the experts of each layer; it divides TP "
         "x CP x DP. With --tensor-model-parallel-size above 1, experts need --sequence-parallel",
         needs={
-            "model.num_experts": "only experts are divided over these ranks: set --num-experts (or, with "
+            "model.num_experts": "only experts are divided over these ranks; set --num-experts (or, with "
             "--load, --use-checkpoint-args), or remove --expert-model-parallel-size"
         },
     )
@@ -68,6 +68,7 @@ class ParallelConfig(Section):
         None,
         metavar="FILE",
         help="with --partition-method profile: file of layer times, written if missing and read if present",
+        needs={"parallel.partition_method=profile": "only this method uses it"},
     )
     pipeline_schedule: str = flag(
         derived="1f1b, or interleaved with --virtual-pipeline-stages",
@@ -92,10 +93,7 @@ class ParallelConfig(Section):
         False,
         help="with --sequence-parallel: split each all-gather before a GEMM and each reduce-scatter after a "
         "GEMM into chunks of the sequence. The communication of one chunk overlaps with the GEMM of another",
-        needs={
-            "parallel.sequence_parallel": "it splits collectives along the sequence; add "
-            "--sequence-parallel, or remove --tp-comm-overlap"
-        },
+        needs={"parallel.sequence_parallel": "it splits collectives along the sequence"},
         unused_with=("parallel.tensor_model_parallel_size=1",),
     )
     tp_comm_overlap_chunks: int = flag(
@@ -146,7 +144,7 @@ class ParallelConfig(Section):
         "OMP_NUM_THREADS threads",
         excludes={
             "optimizer.use_apex": "the Adam of apex runs on GPUs only, and the optimizer step would run on "
-            "the CPU; remove one of the two"
+            "the CPU"
         },
     )
     distributed_backend: str | None = flag(

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from megatron.config.fields import COMMON_FLAGS, Section, flag
+from megatron.config.sections.fp8_layers import MIN_SIZE
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -26,9 +27,9 @@ class PrecisionConfig(Section):
         None,
         choices=("e4m3", "hybrid"),
         help="multiply the matrices of transformer layers in FP8, except for their own gradients: e4m3, or "
-        "hybrid, which has e5m2 for the gradients of outputs. Weights stay in bf16; router, embedding and "
-        "head compute in bf16. Needs an H100 or newer; on CPUs it is emulated (default: without FP8, or with "
-        "--fp8-recipe blockwise e4m3, with tensorwise hybrid)",
+        "hybrid, which has e5m2 for the gradients of outputs. Weights stay in bf16; router, embedding, head "
+        "and small matrices (--fp8-min-size) compute in bf16. Needs an H100 or newer; on CPUs it is emulated "
+        "(default: without FP8, or with --fp8-recipe blockwise e4m3, with tensorwise hybrid)",
         needs={
             "precision.bf16": "all other operations of an FP8 run are in bf16; add --bf16, or remove "
             "--fp8-format and --fp8-recipe"
@@ -49,6 +50,15 @@ class PrecisionConfig(Section):
         help="what shares a scale in FP8: blockwise, 128 elements of an activation, and 128 x 128 of a "
         "weight; tensorwise, all elements of a tensor of a micro-batch, on all its ranks (default: blockwise "
         "with --fp8-format)",
+    )
+    fp8_min_size: int = flag(
+        MIN_SIZE,
+        at_least=0,
+        at_most=2**24,
+        help="with FP8, compute with a matrix of R rows and C columns in bf16 if R x C / (R + C) is smaller "
+        "than this: its quantization is expected to take longer than FP8 saves. R and C are of the whole "
+        "matrix, with all tensor-parallel shards; 0: no matrix is too small",
+        used_with=("precision.fp8_format",),
     )
     loss_scale: float | None = flag(
         None,

@@ -60,7 +60,7 @@ class ScheduleConfig(Section):
         help="on resume, use the learning-rate schedule of the flags where the checkpoint's schedule differs",
         excludes={
             "schedule.use_checkpoint_lr_scheduler": "the first selects the schedule of the flags, the "
-            "second the checkpoint's; remove one"
+            "second the checkpoint's"
         },
         used_with=("checkpoint.load",),
     )

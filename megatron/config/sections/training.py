@@ -14,8 +14,7 @@ EXIT_SIGNALS = ("SIGHUP", "SIGINT", "SIGQUIT", "SIGTERM", "SIGUSR1", "SIGUSR2")
 
 
 _RECOMPUTED_LAYERS = {
-    "training.checkpoint_activations|training.recompute_granularity=full": "it needs "
-    "checkpointed activations; add --checkpoint-activations or remove the flag"
+    "training.checkpoint_activations|training.recompute_granularity=full": "it needs checkpointed activations"
 }
 RECOMPUTE_MODULES = ("core_attn", "layernorm", "mlp_act", "moe_act")
 _WHOLE_LAYERS = "set --recompute-granularity full, which recomputes whole layers"
@@ -26,7 +25,7 @@ _OTHER_MODULES = {
     "mla_up_proj": "multi-latent attention is not implemented; remove it",
 }
 """Modules of Megatron-LM -> the alternative."""
-_HARNESS = {"training.eval_harness_tasks": "set the tasks, or remove the flag"}
+_HARNESS = {"training.eval_harness_tasks": ""}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -72,7 +71,11 @@ class TrainingConfig(Section):
         group="validation",
         help="tasks of EleutherAI's lm-evaluation-harness (pip install lm_eval) to evaluate during training, "
         "every --eval-harness-interval iterations",
-        needs={"training.eval_harness_interval": "set the iterations between two evaluations of the tasks"},
+        needs={"training.eval_harness_interval": ""},
+        excludes={
+            "training.no_train": "--eval-only trains nothing: remove --eval-harness-tasks; "
+            "tools/evaluate.py --tasks runs tasks on a checkpoint"
+        },
     )
     eval_harness_interval: int | None = flag(
         None,
@@ -147,8 +150,8 @@ class TrainingConfig(Section):
         help="activation checkpointing: store only the inputs of transformer layers, and recompute the "
         "layers in the backward pass; equivalent to --recompute-granularity full",
         excludes={
-            "training.recompute_granularity=selective": "the first flag recomputes whole layers, the "
-            "second only attention; remove one of them"
+            "training.recompute_granularity=selective": "the first flag recomputes whole layers, the second "
+            "only attention"
         },
     )
     checkpoint_num_layers: int = flag(
@@ -176,10 +179,7 @@ class TrainingConfig(Section):
         "layernorm: outputs of the norms before attention and MLP\n"
         "mlp_act: outputs of the activation of MLPs and shared experts\n"
         "moe_act: outputs of the activation of experts",
-        needs={
-            "training.recompute_granularity=selective": "it selects what is recomputed; add the flag, or "
-            "remove --recompute-modules"
-        },
+        needs={"training.recompute_granularity=selective": "it selects what is recomputed"},
     )
     partition_activations: bool = flag(
         False,
@@ -209,16 +209,15 @@ class TrainingConfig(Section):
         "A replay takes one call of the host, so that small models are not limited by the host. Gradients "
         "are reduced after the last micro-batch, without overlap",
         excludes={
-            "parallel.pipeline_model_parallel_size": "a graph has the passes of one stage; remove one of the "
-            "two",
+            "parallel.pipeline_model_parallel_size": "a graph has the passes of one stage",
             "parallel.zero_stage=2|parallel.zero_stage=3": "hooks gather and reduce within the passes; set "
             "--zero-stage 1 or remove --cuda-graph-impl",
             "precision.fp8_recipe": "the host decides when weights are quantized; remove --cuda-graph-impl",
             "model.num_experts": "the host reads the tokens of each expert; remove --cuda-graph-impl",
-            "training.compile": "compiled layers may wait for the device; remove one of the two",
-            "training.checkpoint_in_cpu": "a pass copies to host memory; remove one of the two",
-            "parallel.tp_comm_overlap": "its chunks were never captured; remove one of the two",
-            "training.partition_activations": "DeepSpeed copies sizes to the host; remove one of the two",
+            "training.compile": "compiled layers may wait for the device",
+            "training.checkpoint_in_cpu": "a pass copies to host memory",
+            "parallel.tp_comm_overlap": "its chunks were never captured",
+            "training.partition_activations": "DeepSpeed copies sizes to the host",
         },
     )
     deterministic_mode: bool = flag(
@@ -227,9 +226,7 @@ class TrainingConfig(Section):
         "equal GPUs and layouts, or a resumed and an uninterrupted run, then have bitwise equal losses. "
         "Slower. Sets NCCL_ALGO=Ring and CUBLAS_WORKSPACE_CONFIG=:4096:8, unless the environment has other "
         "deterministic values",
-        excludes={
-            "training.compile": "the compiler chooses kernels by their measured times; remove one of the two"
-        },
+        excludes={"training.compile": "the compiler chooses kernels by their measured times"},
     )
     require_kernels: bool = flag(
         False,
@@ -249,9 +246,7 @@ class TrainingConfig(Section):
         group="regularization",
         help="coefficient of the z-loss log(Z)^2 per token, where Z is the sum of exp(logits); PaLM used "
         "1e-4. The logged lm loss includes the z-loss, the validation loss does not",
-        excludes={
-            "training.loss_implementation=plain": "only the fused loss supports it; remove one of the two"
-        },
+        excludes={"training.loss_implementation=plain": "only the fused loss supports it"},
     )
     dry_run: bool = flag(
         False,
@@ -262,7 +257,7 @@ class TrainingConfig(Section):
         choices=GPUS,
         help="with --dry-run: GPU for which memory and step time are planned; exit code 2 if the run does "
         "not fit its memory",
-        excludes={"training.device_memory": "both set the memory of a device; remove one of them"},
+        excludes={"training.device_memory": "both set the memory of a device"},
         used_with=("training.dry_run",),
     )
     device_memory: float | None = flag(

@@ -258,7 +258,7 @@ function layoutsSections(data, isSearch) {
   choose(chosen);
   const doubts = plans.some((plan) => plan.step.doubt) ? " MFU in italics: no published run has reached it." : "";
   const note = (isSearch
-    ? `${fixed(data.combinations)} combinations, ${fixed(data.planned)} planned in full. The table has the fastest ${plans.length} that fit.`
+    ? `${fixed(data.planned)} layouts planned in full. The table has the fastest ${plans.length} that fit.`
     : "The steps are in the recipe's order.") + `${plans.some((plan) => plan.layout.sequence_parallel) ? " SP: sequence parallel." : ""}${doubts}`;
   return [section(isSearch ? "Layouts" : "Steps", note, table.node), below];
 }

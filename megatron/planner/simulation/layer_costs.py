@@ -28,11 +28,11 @@ from megatron.config.model import padded_vocab_size
 from megatron.engine.pipeline_engine import mixed_precision_optimizer, plain_optimizer
 from megatron.model.layer_context import LayerIO, split_layer_io
 from megatron.model.pipeline_module import GPTModelPipe
-from megatron.mpu.deferred_gradients import Deferred, accumulate
 from megatron.mpu.logit_chunks import chunk_sizes
 from megatron.mpu.mesh import Mesh
+from megatron.mpu.products import quantize_weights
 from megatron.mpu.vector_math import initialize_vector_math
-from megatron.mpu.weight_gradient import supports_fused_accumulation
+from megatron.mpu.weight_gradient import Deferred, accumulate, supports_fused_accumulation
 from megatron.optimizer.mixed_precision import MixedPrecisionOptimizer
 from megatron.planner.simulation.costs import LayerCost, ModelCosts, PassCost, Spec, UpdateCosts
 from megatron.planner.simulation.device import CollectiveCall, SimulatedDevice
@@ -245,7 +245,7 @@ def record_update(
     and the end of the last one. kernels: whether the device runs Triton kernels."""
     with _rank_on_device(config, vocab_size, bounds, rank, kernels) as on_device:
         simulated, optimizer, recorder = on_device.simulated, on_device.optimizer, on_device.recorder
-        _make_optimizer_state(optimizer)
+        optimizer.master_update.run(1.0)  # optimizers allocate their state in the first step
         optimizer.begin_step()
         for index, bucket in enumerate(reversed(optimizer.buckets)):
             recorder.begin("reduction", index)
@@ -257,6 +257,8 @@ def record_update(
         for index, bucket in enumerate(optimizer.buckets):
             recorder.begin("gather", index)
             bucket.begin_forward()
+        recorder.begin("quantization")
+        quantize_weights(on_device.model)
         recorder.end()
         state = simulated.memory.sizes_of(state_tensors(on_device.model, optimizer))
         count = len(optimizer.buckets)
@@ -274,16 +276,11 @@ def record_update(
             simulated.host_memory.total,
             tuple(recorder.cost("reduction", index).actions for index in range(count)),
             recorder.cost("reduce").actions,
-            step[:end],
+            (*step[:end], *recorder.cost("quantization").actions),
             tuple(tuple(islice(starts, number)) for number in waits),
             bool(chained),
             max(recorder.cost("reduce").peak, recorder.cost("step").peak),
         )
-
-
-def _make_optimizer_state(optimizer: MixedPrecisionOptimizer) -> None:
-    """Runs a first optimizer step, in which optimizers allocate their state."""
-    optimizer.master_update.run(1.0)
 
 
 @dataclass(frozen=True)
@@ -316,7 +313,8 @@ def _rank_on_device(
         processes.init_distributed(config, FakeStore())
         mesh = mesh.connect()
         model = _ObservedModel(config, mesh, vocab_size, _EOD, bounds, no_values)
-        supports_fused_accumulation(next(model.parameters()))  # it asks the device once per process
+        for weight in islice(model.parameters(), 1):  # none on a rank without layers
+            supports_fused_accumulation(weight)  # it asks the device once per process
         plain = plain_optimizer(config, model)
         optimizer = mixed_precision_optimizer(config, mesh, model, plain)
         yield _Rank(config, simulated, model, optimizer, recorder)

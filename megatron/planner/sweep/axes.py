@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
-import difflib
 import itertools
 import math
 import re
@@ -13,14 +11,16 @@ from dataclasses import dataclass
 from functools import cache
 from typing import Any
 
+from megatron.config.config import OPTIONS, SETTINGS
 from megatron.config.fields import setting_option
 from megatron.config.flag_parser import make_parser
 from megatron.config.foreign_flags import foreign_flags, rewrite
 from megatron.config.mistakes import Mistakes
-from megatron.config.tool_parser import CollectingParser
+from megatron.config.tool_parser import near_flags, unknown_flag
 from megatron.errors import ConfigError
 
 MAX_ROWS = 1000
+_parser = cache(make_parser)
 # Settings from which the global batch size is derived without --global-batch-size.
 _BATCH_FACTORS = {
     *(f"parallel.{axis}_parallel_size" for axis in ("tensor_model", "context", "pipeline_model")),
@@ -167,13 +167,13 @@ def num_processes(words: Sequence[str]) -> int:
 def _words_of(flag: str, value: str) -> list[str]:
     """Returns the words that set a flag on the command line: none for the value '' or a switch that is off.
     Raises ConfigError for a value that would be parsed as a flag."""
-    action = _actions()[flag]
-    if _is_switch(action):
+    setting = SETTINGS[OPTIONS[flag]]
+    if setting.kind is bool:
         return [flag] if value == "on" else []
     if value == "":
         return []
     try:
-        words = shlex.split(value) if action.nargs is not None else [value]
+        words = shlex.split(value) if setting.flag.nargs is not None else [value]
     except ValueError as error:
         raise ConfigError(f"--vary {flag} {value}: a quotation mark is not closed ({error})") from error
     if any(_LIKE_A_FLAG.match(word) for word in words):
@@ -191,14 +191,12 @@ def run_words(base: Sequence[str], words: Sequence[str], steps: int) -> list[str
 def _check_axis(axis: Axis, base: Mapping[str, Any]) -> str:
     """Returns the setting of the axis as 'section.field'. Raises ConfigError if the flag cannot be varied, or
     a value is not valid. base: the settings of the base command."""
-    action = _actions().get(axis.flag)
-    if action is None and axis.flag in foreign_flags().ignored:
+    name = OPTIONS.get(axis.flag)
+    if name is None and axis.flag in foreign_flags().ignored:
         raise ConfigError(f"--vary {axis.flag}: the flag is ignored, so its value changes nothing")
-    if action is None:
-        nearest = difflib.get_close_matches(axis.flag, _actions(), n=1)
-        hint = f"did you mean {nearest[0]}?" if nearest else "see pretrain_gpt.py --help"
-        raise ConfigError(f"--vary {axis.flag}: unknown flag, {hint}")
-    name = action.dest
+    if name is None:
+        raise ConfigError(f"--vary: {unknown_flag(axis.flag, near_flags(axis.flag, OPTIONS))}")
+    is_switch = SETTINGS[name].kind is bool
     if name in _REFUSED or name in SET_BY_SWEEP:
         reason = _REFUSED.get(name, "the sweep sets it")
         raise ConfigError(f"--vary {axis.flag} is not possible: {reason}")
@@ -206,10 +204,10 @@ def _check_axis(axis: Axis, base: Mapping[str, Any]) -> str:
         raise ConfigError(f"--vary {axis.flag} has no value. Expected --vary FLAG VALUE VALUE ...")
     if len(set(axis.values)) < len(axis.values):
         raise ConfigError(f"--vary {axis.flag} has a value twice. Remove one of the two.")
-    if _is_switch(action) and not set(axis.values) <= {"on", "off"}:
+    if is_switch and not set(axis.values) <= {"on", "off"}:
         raise ConfigError(f"--vary {axis.flag} {' '.join(axis.values)}: expected the values on and off")
     # A value of an axis is appended to the base command, which overrides a value but cannot remove a flag.
-    removes_flag = "off" if _is_switch(action) else ""
+    removes_flag = "off" if is_switch else ""
     if name in base and removes_flag in axis.values:
         raise ConfigError(
             f"--vary {axis.flag} has a value that removes the flag, but the base command sets it. Remove it "
@@ -218,16 +216,3 @@ def _check_axis(axis: Axis, base: Mapping[str, Any]) -> str:
     for value in axis.values:
         _words_of(axis.flag, value)
     return name
-
-
-def _is_switch(action: argparse.Action) -> bool:
-    return action.nargs in (0, "?")
-
-
-@cache
-def _parser() -> CollectingParser:
-    return make_parser()
-
-
-def _actions() -> Mapping[str, argparse.Action]:
-    return {name: action for action in _parser()._actions for name in action.option_strings}

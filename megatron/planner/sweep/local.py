@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 import os
-import signal
 import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from pathlib import Path
-from types import FrameType
 from typing import IO, Any
 
 from megatron.child_processes import PACKAGE_PARENT
@@ -41,7 +38,7 @@ def run_sweep(
 ) -> None:
     """Executes all runs that have no result. timeout_s: a run that takes longer is ended, and counts as a
     hang. retry_failed: see `SweepFolder.pending`."""
-    with folder.lock() as lock, _end_on_sigterm():
+    with folder.lock() as lock:
         todo = folder.pending(record, retry_failed)
         num_tasks = len(list(record.tasks()))
         if len(todo) < num_tasks:
@@ -146,17 +143,3 @@ def _end(process: subprocess.Popen[bytes]) -> None:
         except subprocess.TimeoutExpired:
             process.kill()
             process.wait()
-
-
-@contextmanager
-def _end_on_sigterm() -> Iterator[None]:
-    """Makes SIGTERM end the current run and then the sweep, as Ctrl-C does, within the block."""
-
-    def stop(number: int, frame: FrameType | None) -> None:
-        raise KeyboardInterrupt
-
-    before = signal.signal(signal.SIGTERM, stop)
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGTERM, before)

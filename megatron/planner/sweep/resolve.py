@@ -24,40 +24,17 @@ _MAX_SIMULATED = 50_000
 # Settings that do not change the losses, by section: how the work is distributed and logged (see
 # docs/equal_losses.md). The losses of rows that differ in any other setting are not compared.
 _SAME_LOSSES: dict[str, tuple[str, ...] | None] = {
-    "parallel": None,  # all settings of the section
-    "logging": None,
+    **dict.fromkeys(("parallel", "logging", "training")),  # all settings of the section
     "batch": ("micro_batch_size",),
     "data": ("num_workers", "valid_num_workers", "data_cache_path"),
     "optimizer": ("use_apex",),
     "stability": ("check_invariants_interval", "sync_tp_duplicated_parameters"),
-    "training": (
-        "eval_interval",
-        "eval_iters",
-        "eval_harness_tasks",
-        "eval_harness_interval",
-        "eval_harness_tasks_path",
-        "eval_harness_limit",
-        "dry_run",
-        "gpu",
-        "device_memory",
-        "exit_interval",
-        "exit_duration_in_mins",
-        "exit_signal",
-        "kill_switch_path",
-        "hang_timeout",
-        "no_preflight",
-        "checkpoint_activations",
-        "checkpoint_num_layers",
-        "recompute_granularity",
-        "recompute_modules",
-        "partition_activations",
-        "checkpoint_in_cpu",
-        "compile",
-        "cuda_graph_impl",
-        "loss_implementation",
-        "deepspeed_config",
-    ),
 }
+# The only settings of the section 'training' that change them: the length of the run and the losses.
+_LENGTHS_AND_LOSSES = (
+    *("train_iters", "train_samples", "train_tokens", "no_train", "seed", "z_loss_weight"),
+    *("require_kernels", "deterministic_mode"),
+)
 
 
 # The fields of a prediction; None for values that the planner cannot predict. layers: layer indices of each
@@ -132,7 +109,9 @@ def loss_settings_digest(config: Config) -> str:
         section: {
             name: value
             for name, value in fields.items()
-            if section not in _SAME_LOSSES or name not in (_SAME_LOSSES[section] or fields)
+            if section not in _SAME_LOSSES
+            or name not in (_SAME_LOSSES[section] or fields)
+            or (section == "training" and name in _LENGTHS_AND_LOSSES)
         }
         for section, fields in config.to_dict().items()
     }

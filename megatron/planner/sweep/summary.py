@@ -76,6 +76,7 @@ def _measured(row: Row, runs: Sequence[dict[str, Any]]) -> dict[str, Any] | None
         return None
     seconds = [float(run["step_s"]) for run in runs]
     median = statistics.median(seconds)
+    bubbles = [run["bubble"] for run in runs if run.get("bubble") is not None]
     return {
         "repeats": len(runs),
         "step_s": median,
@@ -86,7 +87,7 @@ def _measured(row: Row, runs: Sequence[dict[str, Any]]) -> dict[str, Any] | None
         "loss": runs[-1]["steps"][-1]["loss"],
         "memory_bytes": peak_memory(runs),
         "is_process_memory": any(entry["name"] == _PROCESS_PEAK for run in runs for entry in run["memory"]),
-        "bubble": _median([run["bubble"] for run in runs if run.get("bubble") is not None]),
+        "bubble": statistics.median(bubbles) if bubbles else None,
     }
 
 
@@ -99,10 +100,6 @@ def peak_memory(runs: Sequence[dict[str, Any]]) -> list[float] | None:
             if entry["name"] in _PEAKS:
                 largest[entry["stage"]] = max(largest.get(entry["stage"], 0.0), entry["most_bytes"])
     return [largest[stage] for stage in sorted(largest)] or None
-
-
-def _median(values: Sequence[float]) -> float | None:
-    return statistics.median(values) if values else None
 
 
 def _add_ratios(rows: list[dict[str, Any]]) -> None:

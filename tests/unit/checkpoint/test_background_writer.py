@@ -94,7 +94,8 @@ def test_a_missing_folder_is_the_result_of_the_save_and_an_error_of_the_next_one
 
 def test_a_failed_save_has_the_final_name_and_a_full_disk_is_called_so(tmp_path: Path) -> None:
     saving = tmp_path / "saving-global_step2.0a1b2c3d"
-    save = BackgroundSave(state_after(2), {}, 0.0, NativeWriter(saving), tmp_path / "global_step2")
+    facts = state_after(2), {}, 0.0, NativeWriter(saving), tmp_path / "global_step2"
+    save = BackgroundSave(*facts, complete=lambda save, results: save.ended())
     full = OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
     outcome = save.ended(write_problem(full, str(saving / "file.pt")))
     assert outcome.folder == tmp_path / "global_step2"

@@ -31,6 +31,7 @@ from megatron.checkpoint.formats.registry import FORMATS, CheckpointFormat, open
 from megatron.checkpoint.formats.torch_dist_writer import TorchDistWriter
 from megatron.checkpoint.formats.universal_writer import UniversalWriter
 from megatron.checkpoint.formats.writing import CheckpointWriter
+from megatron.checkpoint.inspect import inspect_checkpoint
 from megatron.commands import convert_checkpoint
 from megatron.errors import UserError
 from megatron.files import HostileFileError
@@ -146,6 +147,14 @@ def test_a_rank_of_any_layout_reads_its_shard_of_a_dcp_checkpoint(
 
 
 @pytest.mark.gate(rows=1)
+def test_an_inspection_names_a_missing_file_once(native: Path, tmp_path: Path, small_chunks: None) -> None:
+    folder = convert(native, tmp_path / "dcp", "dcp")
+    lost = min(folder.glob("*.distcp"))
+    lost.unlink()
+    for verify in (False, True):
+        assert inspect_checkpoint(folder, verify).problems == [f"missing: {lost.name}"]
+
+
 def test_pytorch_alone_opens_a_dcp_checkpoint(native: Path, tmp_path: Path, small_chunks: None) -> None:
     folder, output = convert(native, tmp_path / "dcp", "dcp"), tmp_path / "x.pt"
     command = [sys.executable, "-m", "torch.distributed.checkpoint.format_utils"]

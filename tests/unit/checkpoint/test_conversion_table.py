@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from megatron.checkpoint.discovery import open_checkpoint
-from megatron.checkpoint.formats.dcp_storage import DcpFolder
+from megatron.checkpoint.formats.dcp import DcpFolder
 from megatron.checkpoint.formats.deepspeed_files import VALUES
 from megatron.checkpoint.formats.registry import (
     FORMATS,

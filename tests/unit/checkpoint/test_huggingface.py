@@ -21,12 +21,12 @@ from megatron.checkpoint.discovery import open_checkpoint
 from megatron.checkpoint.files import describe_file
 from megatron.checkpoint.formats.registry import open_reader
 from megatron.checkpoint.formats.universal_writer import UniversalWriter
-from megatron.checkpoint.huggingface import exporter, file_digests
+from megatron.checkpoint.huggingface import exporter
 from megatron.checkpoint.huggingface.exporter import (
+    DIGEST_FILE,
     format_differences,
 )
 from megatron.checkpoint.huggingface.family import FAMILIES, family_of
-from megatron.checkpoint.huggingface.file_digests import DIGEST_FILE
 from megatron.commands import convert_checkpoint
 from megatron.config import ModelConfig
 from megatron.config.config import SETTINGS
@@ -358,7 +358,7 @@ def test_all_files_have_digests_and_weights_are_read_as_soon_as_they_are_written
         (folder / "additional_chat_templates").mkdir()
         (folder / "additional_chat_templates" / "tool.jinja").write_text("{}")
 
-    monkeypatch.setattr(file_digests, "describe_file", describe_and_note)
+    monkeypatch.setattr(exporter, "describe_file", describe_and_note)
     monkeypatch.setattr(exporter, "write_tokenizer", write_tokenizer)
     exported = tmp_path / "hf"
     checkpoint = write(tmp_path, GPT2, {})
@@ -366,10 +366,10 @@ def test_all_files_have_digests_and_weights_are_read_as_soon_as_they_are_written
     weights = sorted(path.name for path in exported.glob("*.safetensors"))
     assert len(weights) > 2 and hashed[: len(weights)] == [f"part-{i}" for i in range(len(weights))]
     assert not {*weights} & {*hashed}
-    found = file_digests.read_digests(exported)
+    found = exporter.read_digests(exported)
     files = {path.relative_to(exported).as_posix() for path in exported.rglob("*") if path.is_file()}
     assert found.keys() == files - {DIGEST_FILE} and "additional_chat_templates/tool.jinja" in found
-    file_digests.check_digests(exported)
+    exporter.check_digests(exported)
 
 
 KILLED = """

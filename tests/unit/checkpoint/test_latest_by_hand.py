@@ -9,7 +9,7 @@ import pytest
 from megatron.checkpoint.discovery import find_latest, find_universal
 from megatron.checkpoint.files import file_sizes
 from megatron.checkpoint.inspect import inspect_folder
-from megatron.checkpoint.latest import MissingCheckpointError
+from megatron.checkpoint.lineage.identity import MissingCheckpointError
 from megatron.checkpoint.reading import read_checkpoint
 from megatron.errors import UserError
 from megatron.object_store.path import ObjectPath, ObjectTree

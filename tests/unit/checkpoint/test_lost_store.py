@@ -27,9 +27,10 @@ def test_a_lost_store_is_an_error_of_the_next_step_and_of_the_next_save(
     monkeypatch.setattr(dist, "get_world_size", lambda: 2)
     saves = BackgroundSaves(None, LostStore(), lambda: None)
     assert list(saves.take_outcomes()) == []
-    save = BackgroundSave(TrainingState(iteration=2), {}, 0.0, NativeWriter(tmp_path / "saving"), tmp_path)
+    facts = TrainingState(iteration=2), {}, 0.0, NativeWriter(tmp_path / "saving"), tmp_path
+    save = BackgroundSave(*facts, complete=lambda save, results: save.ended())
     saves.in_flight = save
-    saves._finish_files(save, 1, None, RankResult({}, None, None, ""), None)
+    saves._finish_files(save, 1, None, RankResult({}, None, None, ""))
     assert save.is_reported.is_set() and save.has_ended.is_set() is (rank == 0)
     assert (save.outcome is not None and "Broken pipe" in save.outcome.problem) is (rank == 0)
     for use in (lambda: list(saves.take_outcomes()), saves.finish):

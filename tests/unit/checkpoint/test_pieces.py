@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from megatron.checkpoint.files import HashedFile
-from megatron.checkpoint.formats.dcp_storage import DcpFolder
+from megatron.checkpoint.formats.dcp import DcpFolder
 from megatron.checkpoint.formats.dcp_writer import Chunks, DcpFile, DcpWriter, save_piece
 from megatron.checkpoint.formats.native_writer import NativeWriter
 from megatron.checkpoint.formats.universal_info import spec_record

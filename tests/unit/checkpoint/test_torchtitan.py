@@ -10,7 +10,7 @@ import torch
 import torch.distributed.checkpoint as dcp
 
 from megatron.checkpoint.discovery import open_checkpoint
-from megatron.checkpoint.formats.dcp_storage import DcpFolder
+from megatron.checkpoint.formats.dcp import DcpFolder
 from megatron.checkpoint.formats.deepspeed_files import VALUES
 from megatron.checkpoint.formats.registry import TORCHTITAN, format_of, open_reader
 from megatron.errors import UserError

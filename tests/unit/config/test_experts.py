@@ -108,7 +108,7 @@ def test_experts_have_the_size_of_the_mlp_and_torch_checkpoints_unless_flags_say
             ("force-load-balancing with", "enable-expert-bias"),
         ),
         ("--num-experts 4 --moe-shared-expert-gate", ("set --moe-shared-expert-intermediate-size",)),
-        ("--num-experts 4 --moe-router-bias-update-rate 0.1", ("set --moe-router-enable-expert-bias",)),
+        ("--num-experts 4 --moe-router-bias-update-rate 0.1", ("add --moe-router-enable-expert-bias",)),
         ("--num-experts 4 --mup", ("num-experts 4 with --mup", "remove --mup")),
         ("--num-experts 4 --save x --save-local y --save-local-interval 2", ("save-local", "no place")),
         (

@@ -3,11 +3,15 @@
 import pytest
 
 from megatron.arguments import parse_args
+from megatron.config.registries import GPUS
+from megatron.config.sections.fp8_layers import BLOCK, MIN_SIZE, is_small
 from megatron.errors import ConfigError
+from megatron.planner.rates import EAGER_TRAFFIC, RATES
 
 MODEL = (
-    "--num-layers 2 --hidden-size 512 --num-attention-heads 8 --seq-length 128 --micro-batch-size 1 "
-    "--global-batch-size 8 --lr 1e-3 --train-iters 10 --vocab-size 1000 --dry-run --world-size 8"
+    "--num-layers 4 --fp8-min-size 0 --hidden-size 512 --num-attention-heads 8 --seq-length 128 "
+    "--micro-batch-size 1 --global-batch-size 8 --lr 1e-3 --train-iters 10 --vocab-size 1000 "
+    "--dry-run --world-size 8"
 )
 EXPERTS = "--num-experts 8 --moe-ffn-hidden-size 256"
 
@@ -61,7 +65,27 @@ def test_each_flag_implies_the_other(flags, recipe, form):
             "--bf16 --fp8-format e4m3 --tensor-model-parallel-size 2 --sequence-parallel --tp-comm-overlap",
             "--fp8-format e4m3 with --tp-comm-overlap",
         ),
-        ("--bf16 --fp8-format e4m3 --first-last-layers-bf16", "--first-last-layers-bf16"),
+        ("--bf16 --first-last-layers-bf16", "--first-last-layers-bf16 without --fp8-format"),
+        ("--bf16 --fp8-format e4m3 --num-layers-at-end-in-bf16 2", "without --first-last-layers-bf16"),
+        (
+            "--bf16 --fp8-format e4m3 --first-last-layers-bf16 --num-layers-at-start-in-bf16 3",
+            "--first-last-layers-bf16 computes 0 of 4 layers in FP8",
+        ),
+        (
+            "--bf16 --fp8-format e4m3 --first-last-layers-bf16 --num-layers-at-start-in-bf16 0 "
+            "--num-layers-at-end-in-bf16 0",
+            "--first-last-layers-bf16 computes 4 of 4 layers in FP8",
+        ),
+        ("--bf16 --fp8-format e4m3 --fp8-layer-pattern F F", "--fp8-layer-pattern computes 4 of 4 layers"),
+        ("--bf16 --fp8-format e4m3 --fp8-layer-pattern F X", "expected letters F and B"),
+        (
+            "--bf16 --fp8-format e4m3 --fp8-layer-pattern F B --first-last-layers-bf16",
+            "--first-last-layers-bf16 with --fp8-layer-pattern F B",
+        ),
+        (
+            "--bf16 --fp8-format e4m3 --fp8-min-size 768",
+            "no matrix in FP8, because all are smaller than --fp8-min-size 768",
+        ),
     ],
 )
 def test_what_cannot_run_is_rejected(flags, message):
@@ -74,3 +98,39 @@ def test_what_cannot_run_is_rejected(flags, message):
 def test_sizes_of_experts_are_not_divided_by_tensor_parallel_ranks():
     flags = f"--bf16 --fp8-recipe blockwise {EXPERTS} --moe-ffn-hidden-size 128"
     assert precision(f"{flags} --tensor-model-parallel-size 4 --sequence-parallel").fp8_recipe
+
+
+@pytest.mark.parametrize(
+    ("flags", "bf16_layers"),
+    [
+        ("", []),
+        ("--first-last-layers-bf16", [0, 3]),
+        ("--first-last-layers-bf16 --num-layers-at-start-in-bf16 0 --num-layers-at-end-in-bf16 2", [2, 3]),
+        ("--fp8-layer-pattern B F F B", [0, 3]),
+        ("--fp8-layer-pattern 2", [1, 3]),
+        ("--fp8-layer-pattern [0]+[1]*3", [0]),
+    ],
+)
+def test_layers_in_bf16_are_chosen_by_their_number_in_the_model(flags, bf16_layers):
+    model = parse_args([*MODEL.split(), *f"--bf16 --fp8-format e4m3 {flags}".split()], {}).model
+    assert [layer for layer in range(4) if model.is_bf16_layer(layer)] == bf16_layers
+
+
+def test_small_matrices_are_in_bf16_and_need_no_whole_blocks():
+    """The rows of a gated MLP's two matrices count together. Experts of layers in bf16 are not checked."""
+    assert [is_small(n, n, 768) for n in (1408, 1536)] == [True, False]
+    small = "--hidden-size 2048 --ffn-hidden-size 700 --fp8-min-size 768"
+    assert precision(f"--bf16 --fp8-format e4m3 {small}").fp8_min_size == 768
+    with pytest.raises(ConfigError, match="--ffn-hidden-size 700 is not divisible by 128"):
+        precision(f"--bf16 --fp8-format e4m3 {small} --glu-activation swiglu")
+    experts = f"{EXPERTS} --moe-ffn-hidden-size 192 --moe-layer-freq E D D D"
+    with pytest.raises(ConfigError, match="--moe-ffn-hidden-size 192 is not divisible"):
+        precision(f"--bf16 --fp8-format e4m3 {experts}")
+    assert precision(f"--bf16 --fp8-format e4m3 {experts} --fp8-layer-pattern B F F F")
+
+
+def test_the_smallest_size_follows_from_the_rates_of_an_h100():
+    gpu, rates = GPUS.load("h100-80gb"), RATES["h100"]
+    saved = 1 / (gpu.peak_flops["bf16"] * rates.products) - 1 / (gpu.peak_flops["fp8"] * rates.fp8_products)
+    moved = (2 + 1 + 4 / BLOCK) * EAGER_TRAFFIC / (gpu.bandwidth * rates.memory)
+    assert moved / (4 * saved) == pytest.approx(MIN_SIZE, rel=0.02)

@@ -162,7 +162,7 @@ def test_one_round_of_a_tool() -> None:
     check_lines(
         lines,
         [
-            "argument --workers: invalid int value: 'x'",
+            "--workers is 'x': expected an integer",
             "argument --tokenizer-type: invalid choice",
             "unknown flag --inptu: did you mean --input",
             "the following arguments are required: --output-prefix",
@@ -176,7 +176,7 @@ def test_one_round_has_the_own_checks_of_a_tool(capsys: pytest.CaptureFixture[st
             preprocess_data,
             "--input none.jsonl --output-prefix none/a --workers 0 --shard 3 --log-interval x",
             (
-                *("argument --log-interval", "--workers is 0", "--output-prefix none/a: the folder"),
+                *("--log-interval is 'x'", "--workers is 0", "--output-prefix none/a: the folder"),
                 *("--shard 3: the shards would", "--shard 3: expected", "--input none.jsonl"),
             ),
         ),
@@ -189,7 +189,7 @@ def test_one_round_has_the_own_checks_of_a_tool(capsys: pytest.CaptureFixture[st
             convert_checkpoint,
             "--from . --to none --format dcp --dtype bf16 --no-tokenizer",
             (
-                f"{flag} acts only on --format huggingface: remove it"
+                f"{flag} acts only on a checkpoint that becomes a Hugging Face model: remove it"
                 for flag in ("--dtype", "--no-tokenizer")
             ),
         ),
@@ -198,7 +198,7 @@ def test_one_round_has_the_own_checks_of_a_tool(capsys: pytest.CaptureFixture[st
             "--load . --to none --dtype int8 --vocab-size 5 --universal-chekpoint",
             (
                 *("argument --dtype: invalid choice", "unknown flag --universal-chekpoint: did you mean"),
-                "--vocab-size acts only on a Hugging Face model, and . is a checkpoint",
+                "--vocab-size acts only on a Hugging Face model",
             ),
         ),
     ):
@@ -218,5 +218,5 @@ def test_one_round_of_a_plan_has_mistakes_of_the_tool_and_of_the_run() -> None:
         read_command_line([*words, "--dry-run"], {}, mistakes=arguments.mistakes)
     check_lines(
         [line.strip() for line in str(caught.value).splitlines()],
-        ["argument --top", "--gpu is 'nope'", "unknown flag --hiden-size", "missing required flags: --micro"],
+        ["--top is 'x'", "--gpu is 'nope'", "unknown flag --hiden-size", "missing required flags: --micro"],
     )

@@ -38,7 +38,7 @@ REFUSED = """
 --eval-harness-interval 5 => --eval-harness-interval 5; --eval-harness-tasks
 --eval-harness-limit 5 => --eval-harness-limit 5; --eval-harness-tasks
 --eval-harness-tasks toy --tokenizer-model m => --eval-harness-tasks toy; --eval-harness-interval
---eval-tasks toy --eval-harness-interval 5 --eval-only --load c
+--eval-tasks toy --eval-harness-interval 5 --tokenizer-model m --eval-only --load c
     => --eval-harness-tasks toy; --eval-only; tools/evaluate.py
 --eval-only => --eval-only without --load would evaluate the initial weights
 --eval-only --load c --eval-iters 0 => --eval-only with --eval-iters 0, which evaluates nothing
@@ -63,7 +63,7 @@ REFUSED = """
 --rampup-batch-size 8 2 100 => --rampup-batch-size 8 2 100; --global-batch-size 8
 --rampup-batch-size 10 1 100 => --rampup-batch-size 10 1 100; --global-batch-size 8
 --partition-profile times.json
-    => --partition-profile times.json; --partition-method type:transformer; profile
+    => --partition-profile times.json; --partition-method profile
 --pipeline-schedule dualpipev => --pipeline-schedule dualpipev; --pipeline-model-parallel-size 1
 --world-size 4 --pipeline-model-parallel-size 4 --pipeline-schedule dualpipev --micro-batch-size 2
     => --pipeline-schedule dualpipev; = 8; 8 has 4 micro-batches; --global-batch-size
@@ -120,11 +120,11 @@ REFUSED = """
 --checkpoint-activations --recompute-granularity selective
     => --checkpoint-activations; --recompute-granularity selective; remove one
 --profile-step-end 20 => --profile-step-end 20 without --profile
---profile --use-pytorch-profiler => --use-pytorch-profiler without --tensorboard-dir; set it
+--profile --use-pytorch-profiler => --use-pytorch-profiler without --tensorboard-dir; set --tensorboard-dir
 --profile --profile-step-start 12 => --profile-step-start 12 with --profile-step-end 12; no iteration
 --profile --profile-ranks 0 3 => --profile-ranks 3: expected ranks below the number of processes, 1
 --profile --no-train --load a => --profile with --no-train
---recompute-modules layernorm => --recompute-modules layernorm without --recompute-granularity selective; add
+--recompute-modules layernorm => --recompute-modules layernorm without --recompute-granularity selective; set
 --recompute-granularity full --recompute-modules layernorm => --recompute-modules layernorm; selective
 --recompute-granularity selective --recompute-modules norm
     => --recompute-modules is 'norm': expected one of core_attn, layernorm, mlp_act, moe_act
@@ -143,9 +143,9 @@ REFUSED = """
     --partition-activations
     => --partition-activations; --sequence-parallel; remove --partition-activations
 --save-interval 10 => --save-interval 10; --save
---save a --save-local b => --save-local b without --save-local-interval: set the interval, or remove
---save a --save-local-interval 5 => --save-local-interval 5 without --save-local: set --save-local to a folder
---save-local b --save-local-interval 5 => --save-local b without --save: set --save to a shared folder, or
+--save a --save-local b => --save-local b without --save-local-interval: set --save-local-interval, or remove
+--save a --save-local-interval 5 => --save-local-interval 5 without --save-local: set --save-local, or
+--save-local b --save-local-interval 5 => --save-local b without --save: it is a shared folder; set --save, or
 --save /a --save-local /a/b --save-local-interval 5
     => --save-local /a/b is inside --save /a: set a folder outside it
 --save /a --save-local /a/x/.. --save-local-interval 5

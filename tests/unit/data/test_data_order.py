@@ -179,9 +179,8 @@ def test_tables_equal_megatron_cores_in_every_element(
         blend = CoreBlend.from_fractions([Fraction(weight) for weight in case["weights"]])
         table = blend.table(case["samples"])
         assert digest(*table) == case["table"]
-        # A longer run extends a shorter one's table.
-        extended = blend.table(case["samples"], blend.table(1000))
-        assert all(map(np.array_equal, extended, table))
+        # A longer run begins with a shorter one's table.
+        assert all(np.array_equal(a, b[:1000]) for a, b in zip(blend.table(1000), table, strict=True))
 
 
 @pytest.fixture
@@ -221,65 +220,6 @@ def test_a_run_of_megatron_core_continues_in_the_middle_of_a_blend(
         (own,) = cached["cache"].glob(f"blend-*_{name}.npy")
         content = np.load(written)
         assert np.array_equal(np.load(own)[: len(content)], content)
-
-
-def test_the_cache_of_megatron_core_is_read_unless_it_is_damaged(
-    cases: dict[str, Any], cached: dict[str, Any]
-) -> None:
-    """Two entries of the cached arrays are exchanged: an order that can only come from the cache."""
-    seq_length, number = cases["seq_length"], cached["first"]
-    for name in ("dataset_index", "dataset_sample_index"):
-        (path,) = cached["cache"].glob(f"*-BlendedDataset-train-{name}.npy")
-        array = np.load(path)
-        array[[number, number + 1]] = array[[number + 1, number]]
-        np.save(path, array)
-    first, second, *others = next_samples(cached, seq_length)
-    assert [second, first, *others] == cached["next_samples"]
-
-
-def test_a_shuffle_of_megatron_core_is_read(cases: dict[str, Any], cached: dict[str, Any]) -> None:
-    expected = next_samples({**cached, "first": 0, "count": 60}, cases["seq_length"])
-    for path in cached["cache"].glob("*"):
-        if "BlendedDataset" in path.name or "-GPTDataset-" not in path.name:
-            path.unlink()
-        elif path.name.endswith("-train-shuffle_index.npy"):
-            array = np.load(path)
-            array[[0, 1]] = array[[1, 0]]
-            np.save(path, array)
-    found = next_samples({**cached, "first": 0, "count": 60}, cases["seq_length"])
-    assert found != expected and sorted(found) == sorted(expected)
-    for path in cached["cache"].glob("*-train-shuffle_index.npy"):
-        path.write_bytes(path.read_bytes()[:-5])
-    for path in cached["cache"].glob("*_idx.npy"):
-        path.unlink()
-    assert next_samples({**cached, "first": 0, "count": 60}, cases["seq_length"]) == expected
-
-
-def test_an_index_of_one_epoch_of_megatron_core_is_read(core_data: Path, tmp_path: Path) -> None:
-    """The index of a data set in a blend without weights. Two entries are exchanged: an order that can only
-    come from the cache."""
-    prefix = str(core_data / "a")
-    data = DataConfig(data_path=(prefix, str(core_data / "b")), split="1", data_order="megatron-core")
-    first, second, *others = (sample.tolist() for sample in one_component(data, tmp_path / "own"))
-    cache = tmp_path / "core"
-    cache.mkdir()
-    description = {"class": "GPTDataset", "dataset_path": f"/moved/{Path(prefix).name}", "num_samples": None}
-    description |= {"random_seed": 3, "sequence_length": 16}
-    (cache / "x-description.txt").write_text(json.dumps(description))
-    for name, theirs in (("doc", "document"), ("sample", "sample"), ("shuffle", "shuffle")):
-        (path,) = (tmp_path / "own").glob(f"a-*_{name}_idx.npy")
-        array = np.load(path)
-        if name == "shuffle":
-            array[[0, 1]] = array[[1, 0]]
-        np.save(cache / f"x-{theirs}_index.npy", array)
-    assert [sample.tolist() for sample in one_component(data, cache)] == [second, first, *others]
-
-
-def one_component(data: DataConfig, cache: Path) -> list[Any]:
-    """Returns the samples of the first data set in the order of a blend."""
-    train = build(replace(data, data_cache_path=str(cache)), 16, 3, (100, 0, 0)).train
-    assert isinstance(train, BlendedDataset)
-    return [train._components[0][i] for i in range(60)]
 
 
 def test_a_resume_in_another_order_is_rejected(core_data: Path) -> None:

@@ -18,9 +18,8 @@ import pytest
 
 from megatron.commands import prepare_indices
 from megatron.config import DataConfig
-from megatron.data import greedy_blend, indices
+from megatron.data import indices
 from megatron.data.gpt_dataset import build_gpt_datasets, list_index_files, prepare_index_files
-from megatron.data.greedy_blend import CoreBlend
 from megatron.data.indexed_dataset import IndexedDataset
 from megatron.data.splits import verify_token_files
 from megatron.errors import UserError
@@ -331,42 +330,6 @@ def test_a_stamp_that_is_written_again_forgets_files_that_were_deleted(
     assert len(of_split) == 4 and not of_split & long
     prepare_shards()
     assert long < names() and short < names()  # files that exist are remembered
-
-
-def test_a_longer_blend_continues_the_table_of_a_shorter_one(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    first: list[int] = []
-    known = greedy_blend.continue_blend
-    monkeypatch.setattr(
-        greedy_blend,
-        "continue_blend",
-        lambda weights, table, start: (first.append(start), known(weights, table, start)),
-    )
-    blend, folder = CoreBlend((0.2, 0.3, 0.5)), str(tmp_path)
-    for samples in (4000, 9000):
-        blend.prepare(folder, samples, [9000] * 3)
-    assert first == [0, 4096]
-    whole = blend.table(1 << 14)
-    assert all((a == b).all() for a, b in zip(blend.load(folder, 9000), whole, strict=True))
-
-
-def test_index_files_of_bigscience_are_read(
-    data: DataConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    native = replace(
-        data, data_order="megatron-deepspeed", data_path=data.data_path[1:2], data_cache_path=None
-    )
-    expected = start(native)
-    for path in tmp_path.glob("set0_documents*.npy"):
-        name = path.name.replace("documents0-16", "train").replace("documents16-20", "valid")
-        samples = 32 if "train" in name else 8
-        path.rename(tmp_path / re.sub(r"indexmap_\d+epochs(-last-apart)?", f"indexmap_{samples}ns", name))
-    monkeypatch.setattr(indices, "build_sample_order", lambda *arguments: pytest.fail("an index was built"))
-    assert start(replace(native, data_cache_path=str(tmp_path / "cache"))) == expected
-
-    written = {path.name.partition("_documents")[2] for path in (tmp_path / "cache").glob("*_doc_idx.npy")}
-    assert {name.partition("_")[0] for name in written} == {"0-16", "16-20"}
 
 
 def test_a_stamp_that_cannot_be_written_is_an_error_of_the_tool_and_a_line_of_a_start(

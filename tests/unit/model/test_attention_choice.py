@@ -140,6 +140,21 @@ def test_flash_attention_3_replaces_the_flash_kernels_if_all_ranks_have_it(all_h
         library._destroy()
 
 
+@pytest.mark.parametrize("setting", ["", "2"])
+def test_flash_attention_2_stays_if_the_package_fails_or_a_variable_says_so(setting, monkeypatch, caplog):
+    def fail(name):
+        raise AttributeError("undefined symbol\nin flash_attn_3")
+
+    monkeypatch.setenv("MEGATRON_FLASH_ATTENTION", setting)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (9, 0))
+    monkeypatch.setattr(attention_choice, "find_spec", lambda _: object())
+    monkeypatch.setattr(attention_choice, "import_module", fail)
+    monkeypatch.setattr(attention_choice, "gather_from_all_ranks", lambda value: [value])
+    assert attention_choice.use_flash_attention_3() == []
+    assert torch.nn.attention.current_flash_attention_impl() is None
+    assert ("MEGATRON_FLASH_ATTENTION=2" in caplog.text) == (setting == "")
+
+
 def test_the_reason_is_logged_once(caplog):
     attention_choice._log_once.cache_clear()
     query = torch.empty(4, 1, 2, 8)

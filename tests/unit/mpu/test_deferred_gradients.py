@@ -7,9 +7,9 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
-from megatron.mpu.deferred_gradients import DeferredGradients, accumulate
 from megatron.mpu.layers import ColumnParallelLinear, RowParallelLinear, linear
 from megatron.mpu.mesh import Axis
+from megatron.mpu.weight_gradient import DeferredGradients, accumulate
 
 
 def two_layers(deferred, dtype=torch.float32):

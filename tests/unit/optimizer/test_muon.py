@@ -6,8 +6,7 @@ from torch import nn
 
 from megatron.config import OptimizerConfig
 from megatron.mpu.parameter_spec import ParameterSpec
-from megatron.optimizer.matrix_optimizer import MatrixOptimizer, MatrixUpdate
-from megatron.optimizer.muon import SCALE_MODES, newton_schulz
+from megatron.optimizer.matrix_optimizer import SCALE_MODES, MatrixOptimizer, MatrixUpdate, newton_schulz
 from megatron.optimizer.parameter_groups import make_optimizer, parameter_groups
 
 SHAPES = {"square": (48, 48), "wide": (16, 80), "tall": (96, 32)}

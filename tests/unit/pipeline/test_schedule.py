@@ -11,13 +11,13 @@ from deepspeed.runtime.pipe import schedule as deepspeed
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatron.pipeline.schedule import SCHEDULES, actions_of, simulate, simulate_schedule
+from megatron.config.registries import PIPELINE_SCHEDULES
+from megatron.pipeline.schedule import actions_of, simulate, simulate_schedule
 from megatron.pipeline.schedule_actions import (
     PipelineAction,
     ScheduleActions,
     Step,
     dual_pipe_v,
-    gpipe,
     one_f_one_b,
 )
 from tests.support.rows import for_each
@@ -110,17 +110,6 @@ def test_dualpipev_emits_the_exchanges_of_deepspeed(ranks, micro_batches):
         assert not any(step.late_sends for step in actions.steps[rank])
 
 
-@for_each("stages, micro_batches", SIZES)
-def test_gpipe_goes_forward_as_deepspeeds_evaluation_and_then_backward(stages, micro_batches):
-    for stage, steps in enumerate(gpipe(stages, micro_batches).steps):
-        evaluation = deepspeed.InferenceSchedule(micro_batches, stages, stage)
-        forwards = [PipelineAction("forward", k, stage) for k in range(micro_batches)]
-        passes = [command for commands in evaluation for command in commands if type(command) in PASSES]
-        assert len(passes) == len(forwards)
-        backwards = [PipelineAction("backward", k, stage) for k in range(micro_batches)]
-        assert [action for step in steps for action in step.actions] == forwards + backwards
-
-
 def polled_makespan(streams, forward, backward, transfer):
     """A reference simulator of DeepSpeed's streams: visits the ranks in turn until none advances."""
     times = {"forward": forward, "backward": backward}
@@ -209,7 +198,7 @@ def check_that_it_could_be(timeline, seconds, transfer, micro_batches):
             assert times[source].end + (0 if is_local else message) <= span.start
 
 
-@pytest.mark.parametrize("name", SCHEDULES)
+@pytest.mark.parametrize("name", PIPELINE_SCHEDULES)
 @given(data=st.data())
 @settings(deadline=None)
 def test_a_timeline_breaks_no_rule_and_no_lower_bound(name, data):
@@ -236,12 +225,11 @@ def test_a_timeline_breaks_no_rule_and_no_lower_bound(name, data):
     assert faster.makespan == Fraction(timeline.makespan) / 3
 
 
-@pytest.mark.parametrize("name", ["1f1b", "gpipe"])
 @pytest.mark.parametrize("ratio", [0, 1, 2, Fraction(7, 3)])
 @for_each("stages, micro_batches", SIZES)
-def test_equal_stages_idle_for_the_share_that_the_formula_says(name, ratio, stages, micro_batches):
+def test_equal_stages_idle_for_the_share_that_the_formula_says(ratio, stages, micro_batches):
     forward, backward = [Fraction(1)] * stages, [Fraction(ratio)] * stages
-    timeline = simulate_schedule(name, forward, backward, [0] * (stages - 1), micro_batches)
+    timeline = simulate_schedule("1f1b", forward, backward, [0] * (stages - 1), micro_batches)
     assert timeline.bubble_shares == [Fraction(stages - 1, micro_batches + stages - 1)] * stages
 
 
@@ -252,7 +240,6 @@ def test_the_peak_of_in_flight_micro_batches(stages, micro_batches):
             name, [1] * stages, [2] * stages, [0] * (stages - 1), micro_batches
         ).peak_in_flight
 
-    assert peak("gpipe") == [micro_batches] * stages
     assert peak("1f1b") == [min(micro_batches, stages - stage) for stage in range(stages)]
     buffers = [
         deepspeed.TrainSchedule(micro_batches, stages, stage).num_pipe_buffers() for stage in range(stages)
@@ -332,10 +319,6 @@ def test_zero_bubble_does_all_work_and_is_never_longer_than_1f1b(stages, micro_b
             assert done == [PipelineAction(kind, k, stage) for k in range(micro_batches)]
 
 
-def test_gpipe_pays_a_transfer_there_and_back_once():
-    assert simulate_schedule("gpipe", [1, 1], [1, 1], [1], 3).makespan == 4 * 2 + 2
-
-
 def test_dualpipev_sends_no_message_between_the_two_chunks_of_the_last_rank():
     without = simulate_schedule("dualpipev", [1] * 4, [1] * 4, [1, 0, 1], 6)
     assert simulate_schedule("dualpipev", [1] * 4, [1] * 4, [1, 9, 1], 6) == without
@@ -381,13 +364,13 @@ def test_a_schedule_that_cannot_run_is_rejected_with_the_pass_at_fault(first, se
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        (("2f2b", [1], [1], [], 1), ["2f2b", "1f1b, interleaved, dualpipev, zero-bubble, gpipe"]),
+        (("2f2b", [1], [1], [], 1), ["2f2b", "1f1b, interleaved, dualpipev, zero-bubble"]),
         (("1f1b", [1, 1], [1], [0], 1), ["2 forward", "1 backward", "1 transfer"]),
         (("1f1b", [1, 1], [1, 1], [], 1), ["2 forward", "0 transfer"]),
         (("1f1b", [], [], [], 1), ["0 forward"]),
         (("1f1b", [1, -1], [1, 1], [0], 1), ["-1 seconds"]),
         (("1f1b", [1, float("nan")], [1, 1], [0], 1), ["nan seconds"]),
-        (("gpipe", [0], [0], [], 1), ["all forward and backward times are 0"]),
+        (("1f1b", [0], [0], [], 1), ["all forward and backward times are 0"]),
         (("1f1b", [1], [1], [], 0), ["at least 1 micro-batch", "has 0"]),
         (("dualpipev", [1] * 3, [1] * 3, [0] * 2, 9), ["2 chunks per rank", "3 chunks"]),
         (("dualpipev", [1] * 8, [1] * 8, [0] * 7, 7), ["4 ranks", "8 micro-batches", "has 7", "batch"]),

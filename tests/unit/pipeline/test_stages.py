@@ -94,15 +94,20 @@ def test_a_large_vocabulary_moves_layers_away_from_the_head():
     assert large.layers[large.bounds[-2]].name == "to_batch_first"
 
 
+FP8 = "--hidden-size 128 --bf16 --fp8-format e4m3 --fp8-min-size 0"
+
+
 @pytest.mark.parametrize(
     ("words", "length"),
     [
         ("", 1),
         ("--window-size 8", 1),
         ("--window-size 8 --window-pattern W W F --num-layers 7", 3),
+        (f"{FP8} --first-last-layers-bf16 --num-layers 6", 6),
+        (f"{FP8} --fp8-layer-pattern F F B --num-layers 7", 3),
         ("--num-experts 4", 1),
         ("--num-experts 4 --moe-layer-freq 3 --num-layers 7", 3),
-        ("--num-experts 4 --moe-layer-freq 2 --window-size 8 --window-pattern W W F --num-layers 9", 6),
+        ("--num-experts 4 --moe-layer-freq 2 --window-size 8 --window-pattern W W F --num-layers 12", 6),
     ],
 )
 def test_the_settings_of_kinds_make_a_model_with_layers_of_these_kinds(words, length):

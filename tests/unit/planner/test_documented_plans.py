@@ -212,7 +212,7 @@ def test_the_simulated_schedules() -> None:
     rows = re.findall(
         r"^\| (\S+)(.*?) \| ([\d.]+) \| ([\d.]+) \| ([\d.]+) \| ([\d.]+) \|$", text, re.MULTILINE
     )
-    assert len(rows) == 6
+    assert len(rows) == 5
     ranks, micro_batches = 8, 16
     for title, more, *printed in rows:
         name = title.strip("`,").lower()

@@ -8,8 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.cpu_steps import least
-from benchmarks.planner_accuracy import FITTED, main, order_of_layouts, time_report
+from benchmarks.planner_accuracy import FITTED, least, main, order_of_layouts, time_report
 from benchmarks.published_runs import (
     FOLDER,
     IN_USE,

@@ -11,7 +11,7 @@ from torch.autograd import DeviceType
 from megatron.arguments import read_command_line
 from megatron.cluster.exit_codes import SharedUserError
 from megatron.errors import UserError
-from megatron.training.profiler import StepProfiler, _write_trace, summary
+from megatron.training.profiler import StepProfiler, _write_trace, check_profile, summary
 from megatron.training.stability import range_to_skip
 from tests.support.layouts import VOCAB, unconnected_run
 from tests.unit.config.command_lines import SMALL
@@ -77,6 +77,7 @@ def profiled(flags: str, iterations: Iterable[int], folder: Path) -> list[str]:
     chosen = f"--profile --use-pytorch-profiler --tensorboard-dir {folder} --vocab-size {VOCAB} --dry-run"
     config = read_command_line([*SMALL, *chosen.split(), *flags.split()], {}).config
     run, texts = unconnected_run(config), list[str]()
+    check_profile(run)
     with StepProfiler(run, texts.append) as profiler:
         for number in iterations:
             with profiler.iteration(number):

@@ -1,8 +1,6 @@
 """BLOOM: ALiBi, and a norm after the word embeddings."""
 
 from megatron.checkpoint.huggingface.family import (
-    DROPOUT,
-    INITIALIZATION,
     Family,
     Parameter,
     equal_heads,
@@ -24,7 +22,6 @@ BLOOM = Family(
         ("seq_length", "seq_length"),
         ("apply_residual_connection_post_layernorm", "apply_residual_connection_post_layernorm"),
     ),
-    training_fields=(*INITIALIZATION, *DROPOUT),
     megatron_constants={"position_embedding_type": "alibi", "embed_layernorm": True},
     megatron_derived={"ffn_hidden_size": lambda model: 4 * model.hidden_size, "kv_channels": equal_heads},
     # BLOOM reads sequences of any length. It was trained on this length, which only its own config.json has.

@@ -18,12 +18,12 @@ from megatron.checkpoint.huggingface.families.llama import (
     CONVERSIONS,
     FIELDS,
     LLAMA,
-    MISTRAL_WINDOW,
     PARAMETERS,
     QK_NORM_PARAMETERS,
     QKV_BIAS,
     QUERY_GROUPS,
     UNTIED,
+    WINDOW,
 )
 from megatron.checkpoint.huggingface.family import (
     NEXT_TOKEN_LAYERS,
@@ -32,7 +32,7 @@ from megatron.checkpoint.huggingface.family import (
     Parameter,
     Transform,
     checked_count,
-    equal_heads,
+    inverted,
 )
 from megatron.checkpoint.huggingface.rope import PARTIAL_ROPE
 from megatron.config import ModelConfig
@@ -97,20 +97,15 @@ ONLY_EXPERTS = Conversion(
     to_megatron=lambda hf_config: {"ffn_hidden_size": hf_config.intermediate_size},
 )
 # Renormalized scores of all experts are the softmax over the chosen experts.
-RENORMALIZED = Conversion(
-    megatron=("moe_router_pre_softmax",),
-    hf=("norm_topk_prob",),
-    to_hf=lambda model: {"norm_topk_prob": not model.moe_router_pre_softmax},
-    to_megatron=lambda hf_config: {"moe_router_pre_softmax": not hf_config.norm_topk_prob},
-)
+RENORMALIZED = inverted("moe_router_pre_softmax", "norm_topk_prob")
 
 MIXTRAL = replace(
     LLAMA,
     title="Mixtral",
     architecture="MixtralForCausalLM",
-    fields=(*_FIELDS, ("kv_channels", "head_dim"), ("num_experts", "num_local_experts")),
+    fields=(*_FIELDS, ("kv_channels", "head_dim"), ("num_experts", "num_local_experts"), WINDOW),
     hf_constants={"hidden_act": "silu"},
-    conversions=(*CONVERSIONS, MISTRAL_WINDOW, HAS_EXPERTS, ONLY_EXPERTS),
+    conversions=(*CONVERSIONS, HAS_EXPERTS, ONLY_EXPERTS),
     parameters=(*OUTSIDE_MLP, *_expert_parameters("block_sparse_moe", "w1", "w3", "w2")),
     # Noise of the router's input, in training.
     ignored=("router_jitter_noise", *NOT_CONVERTED),
@@ -124,7 +119,6 @@ OLMOE = replace(
     architecture="OlmoeForCausalLM",
     fields=(*_FIELDS, ("num_experts", "num_experts")),
     megatron_constants={**CONSTANTS, "qk_layernorm": True, "qk_layernorm_scope": "projection"},
-    megatron_derived={"kv_channels": equal_heads},
     hf_constants={"hidden_act": "silu", "attention_bias": False, "clip_qkv": None},
     conversions=(*CONVERSIONS, HAS_EXPERTS, ONLY_EXPERTS, RENORMALIZED),
     parameters=(*OUTSIDE_MLP, *QK_NORM_PARAMETERS, *EXPERT_PARAMETERS),
@@ -157,23 +151,19 @@ QWEN_LAYERS = Conversion(
     to_megatron=_qwen_layers_to_megatron,
 )
 # Without use_sliding_window, transformers sets sliding_window to None.
-QWEN_MOE_WINDOW = replace(
-    MISTRAL_WINDOW,
-    hf=("use_sliding_window", "sliding_window"),
-    to_hf=lambda model: {
-        "use_sliding_window": model.window_size is not None,
-        "sliding_window": model.window_size,
-    },
+USES_WINDOW = Conversion(
+    hf=("use_sliding_window",),
+    to_hf=lambda model: {"use_sliding_window": model.window_size is not None},
 )
 
 QWEN3_MOE = replace(
     LLAMA,
     title="Qwen 3 with experts",
     architecture="Qwen3MoeForCausalLM",
-    fields=(*_FIELDS_WITH_DENSE, ("num_experts", "num_experts")),
+    fields=(*_FIELDS_WITH_DENSE, ("num_experts", "num_experts"), WINDOW),
     megatron_constants={**CONSTANTS, "qk_layernorm": True},
     hf_constants={"hidden_act": "silu", "attention_bias": False},
-    conversions=(*CONVERSIONS, QWEN_MOE_WINDOW, HAS_EXPERTS, QWEN_LAYERS, RENORMALIZED),
+    conversions=(*CONVERSIONS, USES_WINDOW, HAS_EXPERTS, QWEN_LAYERS, RENORMALIZED),
     parameters=(*OUTSIDE_MLP, *QK_NORM_PARAMETERS, *DENSE_MLP, *EXPERT_PARAMETERS),
     # Published models have it, and transformers does not read it.
     ignored=("max_window_layers", *NOT_CONVERTED),

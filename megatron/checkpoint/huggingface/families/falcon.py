@@ -6,13 +6,11 @@ from typing import TYPE_CHECKING, Any
 
 from megatron.checkpoint.huggingface.families.llama import HEAD, UNTIED
 from megatron.checkpoint.huggingface.family import (
-    DROPOUT,
-    INITIALIZATION,
+    LAYER_MODULES,
     SIZES,
     Conversion,
     Family,
     Parameter,
-    equal_heads,
     exact_or_tanh,
     with_bias,
 )
@@ -63,13 +61,11 @@ FALCON = Family(
     title="Falcon 7B",
     architecture="FalconForCausalLM",
     fields=(*SIZES, ("ffn_hidden_size", "ffn_hidden_size"), ("layernorm_epsilon", "layer_norm_epsilon")),
-    training_fields=(*INITIALIZATION, *DROPOUT),
     megatron_constants={
         "position_embedding_type": "rotary",
         "layer_arrangement": "parallel-one-norm",
         "disable_bias_linear": True,
     },
-    megatron_derived={"kv_channels": equal_heads},
     hf_constants={
         "alibi": False,
         "apply_residual_connection_post_layernorm": False,
@@ -81,13 +77,11 @@ FALCON = Family(
     parameters=(
         Parameter(WORD_EMBEDDINGS, ("transformer.word_embeddings.weight",)),
         *with_bias("{layer}.input_layernorm", f"{_LAYER}.input_layernorm"),
-        Parameter(
-            "{layer}.self_attention.query_key_value.weight",
-            (f"{_LAYER}.self_attention.query_key_value.weight",),
+        *(
+            Parameter(f"{{layer}}.{name}.weight", (f"{_LAYER}.{name}.weight",))
+            for name in LAYER_MODULES
+            if not name.endswith("norm")
         ),
-        Parameter("{layer}.self_attention.dense.weight", (f"{_LAYER}.self_attention.dense.weight",)),
-        Parameter("{layer}.mlp.dense_h_to_4h.weight", (f"{_LAYER}.mlp.dense_h_to_4h.weight",)),
-        Parameter("{layer}.mlp.dense_4h_to_h.weight", (f"{_LAYER}.mlp.dense_4h_to_h.weight",)),
         *with_bias("{final}", "transformer.ln_f"),
     ),
     head=HEAD,

@@ -2,7 +2,7 @@
 
 from torch import Tensor
 
-from megatron.checkpoint.huggingface.family import Family, Parameter, equal_heads, one_to_one, with_bias
+from megatron.checkpoint.huggingface.family import Family, Parameter, one_to_one, with_bias
 from megatron.config import ModelConfig
 from megatron.model.layer_list import EMBEDDING, WORD_EMBEDDINGS
 
@@ -43,7 +43,6 @@ GPT2 = Family(
         ("attention_dropout", "attn_pdrop"),
     ),
     megatron_constants={"position_embedding_type": "absolute", "embed_layernorm": False},
-    megatron_derived={"kv_channels": equal_heads},
     hf_constants={
         "tie_word_embeddings": True,
         "activation_function": "gelu_new",

@@ -4,14 +4,11 @@ from __future__ import annotations
 
 from megatron.checkpoint.huggingface.families.llama import UNTIED
 from megatron.checkpoint.huggingface.family import (
-    DROPOUT,
-    INITIALIZATION,
     LM_HEAD,
     SIZES,
     Conversion,
     Family,
     Parameter,
-    equal_heads,
     exact_or_tanh,
     layers_of_megatron,
     with_bias,
@@ -35,9 +32,7 @@ GPT_NEOX = Family(
     title="GPT-NeoX",
     architecture="GPTNeoXForCausalLM",
     fields=(*SIZES, ("ffn_hidden_size", "intermediate_size"), ("layernorm_epsilon", "layer_norm_eps")),
-    training_fields=(*INITIALIZATION, *DROPOUT),
     megatron_constants={"position_embedding_type": "rotary"},
-    megatron_derived={"kv_channels": equal_heads},
     hf_constants={"attention_bias": True},
     conversions=(ARRANGEMENT, UNTIED, PARTIAL_ROPE, exact_or_tanh("hidden_act")),
     parameters=(

@@ -1,8 +1,9 @@
-"""Llama 1 to 3: rotary positions, RMS norms, SwiGLU, grouped queries. Mistral, Qwen 2 and 3, OLMo 2 and 3 are
-described by their differences from Llama."""
+"""Llama 1 to 3: rotary positions, RMS norms, SwiGLU, grouped queries. Mistral, Qwen 2 and 3, OLMo 2 and 3,
+and Gemma 3 are described by their differences from Llama."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
@@ -18,7 +19,8 @@ from megatron.checkpoint.huggingface.family import (
     Family,
     Parameter,
     Transform,
-    equal_heads,
+    checked_count,
+    inverted,
 )
 from megatron.checkpoint.huggingface.rope import LAYERED_ROPE, ROPE
 from megatron.config import ModelConfig
@@ -66,12 +68,7 @@ QUERY_GROUPS = Conversion(
     to_hf=lambda model: {"num_key_value_heads": model.query_groups},
     to_megatron=_megatron_groups,
 )
-UNTIED = Conversion(
-    megatron=("untie_embeddings_and_output_weights",),
-    hf=("tie_word_embeddings",),
-    to_hf=lambda model: {"tie_word_embeddings": not model.untie_embeddings_and_output_weights},
-    to_megatron=lambda hf_config: {"untie_embeddings_and_output_weights": not hf_config.tie_word_embeddings},
-)
+UNTIED = inverted("untie_embeddings_and_output_weights", "tie_word_embeddings")
 CONVERSIONS = (QUERY_GROUPS, UNTIED, ROPE)
 
 FIELDS = (*SIZES, ("ffn_hidden_size", "intermediate_size"), ("layernorm_epsilon", "rms_norm_eps"))
@@ -124,19 +121,14 @@ LLAMA = Family(
 # --- Mistral: in its first version with sliding-window attention ---
 
 # Mistral 7B v0.1 has a window of 4096 tokens; v0.2 and v0.3 have none.
-MISTRAL_WINDOW = Conversion(
-    megatron=("window_size",),
-    hf=("sliding_window",),
-    to_hf=lambda model: {"sliding_window": model.window_size},
-    to_megatron=lambda hf_config: {"window_size": hf_config.sliding_window},
-)
+WINDOW = ("window_size", "sliding_window")
 
 MISTRAL = replace(
     LLAMA,
     title="Mistral",
     architecture="MistralForCausalLM",
+    fields=(*LLAMA.fields, WINDOW),
     hf_constants={"hidden_act": "silu"},
-    conversions=(*CONVERSIONS, MISTRAL_WINDOW),
     ignored=(),
 )
 
@@ -181,7 +173,6 @@ QWEN2 = replace(
     architecture="Qwen2ForCausalLM",
     fields=FIELDS,
     megatron_constants={**CONSTANTS, "add_qkv_bias": True},
-    megatron_derived={"kv_channels": equal_heads},
     hf_constants={"hidden_act": "silu", "use_mrope": False},
     conversions=(*CONVERSIONS, QWEN_WINDOW),
     parameters=(*PARAMETERS, QKV_BIAS),
@@ -224,7 +215,6 @@ OLMO2 = replace(
         "qk_layernorm": True,
         "qk_layernorm_scope": "projection",
     },
-    megatron_derived={"kv_channels": equal_heads},
     hf_constants={"hidden_act": "silu", "attention_bias": False},
     parameters=(
         *(parameter for parameter in PARAMETERS if parameter.megatron != _INPUT_NORM),
@@ -241,4 +231,64 @@ OLMO3 = replace(
     title="OLMo 3",
     architecture="Olmo3ForCausalLM",
     conversions=(QUERY_GROUPS, UNTIED, LAYERED_ROPE),
+)
+
+# --- Gemma 3 (text): windows in five of six layers, four norms per layer with a factor of 1 + weight ---
+
+
+def _scale_to_hf(model: ModelConfig) -> dict[str, Any]:
+    scalar = max(round(model.attention_scale**-2), 1)
+    if not math.isclose(scalar**-0.5, model.attention_scale, rel_tol=1e-12):
+        raise UserError(
+            f"--softmax-scale {model.attention_scale} cannot be written for Gemma 3: expected 1 / sqrt(N) "
+            "with an integer N (query_pre_attn_scalar)"
+        )
+    return {"query_pre_attn_scalar": scalar}
+
+
+def _scale_to_megatron(hf_config: PreTrainedConfig) -> dict[str, Any]:
+    scalar = checked_count("query_pre_attn_scalar", hf_config.query_pre_attn_scalar)
+    return {} if scalar == hf_config.head_dim else {"softmax_scale": scalar**-0.5}
+
+
+SCALE = Conversion(
+    megatron=("softmax_scale",),
+    hf=("query_pre_attn_scalar",),
+    to_hf=_scale_to_hf,
+    to_megatron=_scale_to_megatron,
+)
+_NORMS = {"pre_mlp": "pre_feedforward", "post_mlp": "post_feedforward"}
+
+GEMMA3 = replace(
+    LLAMA,
+    title="Gemma 3",
+    architecture="Gemma3ForCausalLM",
+    megatron_constants={
+        **CONSTANTS,
+        "glu_activation": "geglu_tanh",
+        "layer_arrangement": "pre-post-norm",
+        "qk_layernorm": True,
+        "apply_layernorm_1p": True,
+        "scale_embeddings": True,
+    },
+    hf_constants={
+        "hidden_activation": "gelu_pytorch_tanh",
+        "attention_bias": False,
+        "attn_logit_softcapping": None,
+        "final_logit_softcapping": None,
+        "use_bidirectional_attention": False,
+    },
+    conversions=(QUERY_GROUPS, UNTIED, LAYERED_ROPE, SCALE),
+    parameters=(
+        *PARAMETERS,
+        *QK_NORM_PARAMETERS,
+        *(
+            Parameter(
+                f"{{layer}}.{own}_layernorm.weight", (f"model.layers.{{block}}.{theirs}_layernorm.weight",)
+            )
+            for own, theirs in _NORMS.items()
+        ),
+    ),
+    # Selects an implementation of the cache for generation.
+    ignored=("cache_implementation",),
 )

@@ -1,8 +1,13 @@
-"""Norms of many tensors in two launches: squares of chunks, then their sums for each tensor. And a copy that
-finds non-finite elements.
+"""Operators of the optimizer step: norms of gradients, a copy that finds non-finite elements, and AdamW.
 
-Squares are computed and summed in fp64, in an order that depends only on the number of elements. So equal
-tensors have equal norms, to the last bit.
+Norms take two launches: squares of chunks, then their sums for each tensor. Squares are computed and summed
+in fp64, in an order that depends only on the number of elements. So equal tensors have equal norms, to the
+last bit.
+
+AdamW is one pass over memory, from the sum of the scaled gradients to the weights in the run's precision. An
+element costs 4 bytes for its gradient, 8 for the fp32 weight, 16 for the moments and 2 for the rounded
+weight: 30 bytes. It computes `torch.optim.AdamW(fused=True)`'s formulas. Every operation is rounded as
+IEEE 754 specifies, without fused multiply-add. So the result does not depend on an element's place.
 """
 
 from __future__ import annotations
@@ -68,11 +73,6 @@ def copy_gradient_op(gradient: torch.Tensor, total: torch.Tensor, norm: torch.Te
     _copy_gradient(gradient.numel())(gradient, total, norm)
 
 
-@copy_gradient_op.register_fake
-def _(gradient: torch.Tensor, total: torch.Tensor, norm: torch.Tensor) -> None:
-    return None
-
-
 @lru_cache
 def _chunk_squares(chunks: int) -> Launch:
     return Launch("triton_kernels.chunk_squares_kernel", (chunks, 1), CHUNK_SQUARES_OPTIONS, CHUNK=CHUNK)
@@ -107,3 +107,52 @@ def _chunk_table(
 def _first_chunks(counts: tuple[int, ...], device: torch.device) -> torch.Tensor:
     """Returns int32 [len(counts) + 1]: the first chunk of each tensor, and the number of chunks."""
     return torch.tensor([0, *counts], dtype=torch.int32).cumsum(0, dtype=torch.int32).to(device)
+
+
+ADAMW_BLOCK = 2048
+ADAMW_OPTIONS = {"num_warps": 8, "enable_fp_fusion": False}
+
+
+def fused_adamw(
+    master: torch.Tensor,
+    gradient: torch.Tensor,
+    exp_avg: torch.Tensor,
+    exp_avg_sq: torch.Tensor,
+    rounded: torch.Tensor | None,
+    *,
+    factor: float,
+    lr: float,
+    betas: tuple[float, float],
+    eps: float,
+    weight_decay: float,
+    step: int,
+) -> None:
+    """Updates `master` and its moments from gradient * factor, and copies `master` to `rounded`, if given.
+
+    All tensors are flat and contiguous, and fp32 except `rounded`. step: number of this update, from 1.
+    """
+    correction1, correction2 = (1.0 - beta**step for beta in betas)
+    numbers = (
+        *(factor, 1.0 - lr * weight_decay, lr / correction1),
+        *(1.0 - betas[0], betas[1], 1.0 - betas[1], correction2**0.5, eps),
+    )
+    adamw_op(master, gradient, exp_avg, exp_avg_sq, rounded, tuple(map(float, numbers)))
+
+
+@operator("adamw", mutates_args=("master", "exp_avg", "exp_avg_sq", "rounded"))
+def adamw_op(
+    master: torch.Tensor,
+    gradient: torch.Tensor,
+    exp_avg: torch.Tensor,
+    exp_avg_sq: torch.Tensor,
+    rounded: torch.Tensor | None,
+    numbers: Sequence[float],
+) -> None:
+    """Launches the kernel, which documents the numbers: its parameters from `factor` to `eps`."""
+    _adamw(master.numel())(master, gradient, exp_avg, exp_avg_sq, rounded, *numbers)
+
+
+@lru_cache
+def _adamw(length: int) -> Launch:
+    grid = (-(-length // ADAMW_BLOCK), 1)
+    return Launch("triton_kernels.adamw_kernel", grid, ADAMW_OPTIONS, length=length, BLOCK=ADAMW_BLOCK)
