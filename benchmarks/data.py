@@ -39,8 +39,9 @@ import tokenizers
 
 from benchmarks.machine import benchmark_parser, describe_machine, peak_bytes_of, times_in_turns
 from megatron.config import DataConfig
+from megatron.data.dataset_builder import IndexedDatasetBuilder
 from megatron.data.gpt_dataset import build_gpt_datasets, data_fingerprint, prepare_index_files
-from megatron.data.indexed_dataset import IndexedDataset, IndexedDatasetBuilder, data_path
+from megatron.data.indexed_dataset import IndexedDataset, data_path
 from megatron.data.indices import build_sample_order, plan_epochs
 from megatron.data.splits import verify_token_files
 from megatron.text_table import format_table

@@ -26,7 +26,7 @@ from typing import Any
 import numpy as np
 
 from benchmarks.machine import LLAMA, add_row, benchmark_parser
-from megatron.data.indexed_dataset import IndexedDatasetBuilder
+from megatron.data.dataset_builder import IndexedDatasetBuilder
 from megatron.planner.sweep.run_log import parse_steps
 from megatron.tokenizer.gpt2_bpe import END_OF_TEXT
 from tests.support.forked import launch_variables

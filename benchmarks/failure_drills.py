@@ -27,7 +27,7 @@ from pathlib import Path
 
 from benchmarks.machine import benchmark_parser, describe_machine
 from megatron.cluster.launch import wait_until
-from megatron.data.indexed_dataset import IndexedDatasetBuilder
+from megatron.data.dataset_builder import IndexedDatasetBuilder
 from tests.support.slurm import CLUSTER, Job, running_cluster
 
 ROOT = Path(__file__).resolve().parent.parent

@@ -22,7 +22,7 @@ from benchmarks.machine import add_row, benchmark_parser, describe_machine
 from megatron.cluster.devices import set_library_defaults
 from megatron.cluster.processes import use_exact_products
 from megatron.kernels.selection import reason_against_kernels
-from megatron.model.attention_canary import AttentionCase, sdpa_backend
+from megatron.model.attention.canary import AttentionCase, sdpa_backend
 from megatron.mpu.weight_gradient import supports_fused_accumulation
 
 PACKAGES = ("triton", "transformers", "numpy", "bitsandbytes")

@@ -14,7 +14,7 @@ from megatron.kernels import fp8
 from megatron.kernels.grouped_linear import Groups
 from megatron.kernels.selection import uses_kernels
 from megatron.model.activations import Activation, gated_by
-from megatron.model.core_attention import CoreAttention
+from megatron.model.attention.core_attention import CoreAttention
 from megatron.model.gpt_model import ParallelSelfAttention
 from megatron.model.layer_context import LayerContext
 from megatron.model.norm import MixedFusedLayerNorm, add_and_norm

@@ -6,9 +6,9 @@
 
 The run's own layers and optimizer run on tensors without values: no GPU is needed, and no figure is measured.
 Host synchronizations are counted in a whole simulated step. Bytes are counted for the tensors that each
-operation reads and writes; layer_bytes.py compares those of a layer with their minimum. The rows with seconds
-are the planner's predictions for --gpu (default h100-80gb) with 50 GB/s per GPU between nodes: 8 GPUs share
-the 3200 Gbit/s of their node.
+operation reads and writes; layer_bytes.py compares the bytes of a layer with their minimum. The rows with
+seconds are the planner's predictions for --gpu (default h100-80gb) with 50 GB/s per GPU between nodes: 8 GPUs
+share the 3200 Gbit/s of their node.
 
 There are two estimates of MFU, with equal collectives, optimizer and pipeline. "by roofline": all calls of an
 operation in a pass take max(FLOPs / peak rate, bytes / bandwidth of the memory), a bound that real kernels do

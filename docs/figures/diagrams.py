@@ -126,6 +126,7 @@ class _NoTokens:
     """A data set of which only the numbers of the samples are read."""
 
     name = "train"
+    has_loss_mask = False
 
     def __len__(self) -> int:
         return GLOBAL_BATCH

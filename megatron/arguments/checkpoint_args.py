@@ -108,6 +108,8 @@ def add_checkpoint_args(settings: Settings, saved: SavedConfig) -> str:
             "checkpoint.moe_use_upcycling"
         ):
             continue  # the checkpoint has none
+        if setting.field == "mtp_num_layers" and value is None and is_finetuning:
+            continue  # it initializes these layers
         typed = settings.setdefault(name, value)
         is_other = typed != value and _as_in_config(saved.config, name, typed) != value
         if setting.changes_model and is_other:

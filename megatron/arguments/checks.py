@@ -28,7 +28,7 @@ from megatron.config.mistakes import indivisible, raise_first
 from megatron.config.model import check_vocab_divides, padded_vocab_size
 from megatron.config.rules import rule_mistakes
 from megatron.config.sections.curriculum import SOURCE
-from megatron.config.sections.layer_pattern import DENSE, WINDOW
+from megatron.config.sections.layer_pattern import DENSE, ROTARY, WINDOW
 from megatron.config.sections.model import ModelConfig
 from megatron.errors import ConfigError
 from megatron.object_store.store import is_url
@@ -142,7 +142,13 @@ def pipeline_mistakes(config: Config) -> Iterator[str]:
 
 
 def optimizer_mistakes(config: Config) -> Iterator[str]:
-    """Yields a sentence for an optimizer of whole matrices whose state is kept in host memory."""
+    """Yields a sentence for an optimizer of whole matrices whose state is kept in host memory, and for
+    --qk-clip with norms after the weights that it scales."""
+    if config.optimizer.qk_clip and config.model.qk_layernorm and not config.model.multi_latent_attention:
+        yield (
+            "--qk-clip with --qk-layernorm: norms after the weights of queries and keys undo their scaling. "
+            "Remove --qk-clip, or remove --qk-layernorm."
+        )
     if config.optimizer.updates_matrices and config.parallel.cpu_offload:
         yield (
             f"--optimizer {config.optimizer.optimizer} with --cpu-offload: matrices are updated on the "
@@ -303,6 +309,16 @@ def model_mistakes(config: Config) -> Iterator[str]:
             f"--window-pattern gives {which} {model.num_layers} layers the window of --window-size: expected "
             f"layers with and without it; remove --window-pattern{flags}, or change the pattern"
         )
+    if model.no_rope_freq == (ROTARY,):
+        yield (
+            f"--no-rope-freq gives all {model.num_layers} layers rotary embeddings, as without the flag: "
+            "remove --no-rope-freq, or change the pattern"
+        )
+    if (model.mtp_num_layers or 0) >= model.seq_length:
+        yield (
+            f"--mtp-num-layers {model.mtp_num_layers} with --seq-length {model.seq_length}: the last layer "
+            "has no token to predict; expected fewer layers than tokens"
+        )
     if model.seq_length > model.max_position_embeddings:
         yield (
             f"--seq-length {model.seq_length} is larger than --max-position-embeddings "
@@ -351,7 +367,13 @@ def expert_mistakes(config: Config) -> Iterator[str]:
 
 
 def _rotary_mistakes(model: ModelConfig) -> Iterator[str]:
-    if model.kv_channels % 2:
+    if model.multi_latent_attention:
+        if model.qk_pos_emb_head_dim % 2:
+            yield (
+                f"--qk-pos-emb-head-dim {model.qk_pos_emb_head_dim}: expected an even number, since pairs of "
+                "elements are rotated; change it"
+            )
+    elif model.kv_channels % 2:
         yield (
             f"--position-embedding-type rotary needs an even head dimension, but it is {model.kv_channels}: "
             "change --kv-channels (default: hidden size / heads)"

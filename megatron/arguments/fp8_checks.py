@@ -40,6 +40,9 @@ def fp8_mistakes(config: Config) -> Iterator[str]:
         )
     least, tensor = config.precision.fp8_min_size, config.parallel.tensor_model_parallel_size
     found = [matrix for kind in {*map(model.has_experts, layers)} for matrix in _matrices(model, kind)]
+    if model.mtp_num_layers and model.num_layers - 1 in layers:  # eh_proj
+        hidden = model.hidden_size
+        found.append((("--hidden-size", hidden, True), ("2 x --hidden-size =", 2 * hidden, False), 1))
     large = [(rows, columns) for rows, columns, n in found if not is_small(n * rows[1], columns[1], least)]
     if found and not large:
         yield (
@@ -63,16 +66,36 @@ def _has_fp8(gpu: str) -> bool:
 
 
 def _matrices(model: ModelConfig, has_experts: bool) -> Iterator[tuple[_Size, _Size, int]]:
-    """Yields (rows, columns, fused parts with these rows) of the linear layers of a transformer layer."""
+    """Yields (rows, columns, fused parts with these rows) of the linear layers of a transformer layer, except
+    the down projection of latent keys and values, which is in bf16."""
+    flags = _flags_of_attention(model)
+    for name, sizes in model.attention_matrices.items():
+        if name in flags:
+            of_rows, of_columns, sharded = flags[name]
+            yield (of_rows, sizes[0], sharded == 0), (of_columns, sizes[1], sharded == 1), 1
     hidden = "--hidden-size", model.hidden_size, False
-    projected = "(--num-attention-heads + 2 x --num-query-groups) x --kv-channels ="
-    yield (projected, model.query_width + 2 * model.key_width, True), hidden, 1
-    yield hidden, ("--num-attention-heads x --kv-channels =", model.query_width, True), 1
-    sizes = [("--ffn-hidden-size", model.ffn_hidden_size, True)]
+    of_mlp = [("--ffn-hidden-size", model.ffn_hidden_size, True)]
     if has_experts:
         shared = model.moe_shared_expert_intermediate_size
-        sizes = [("--moe-ffn-hidden-size", model.expert_hidden_size, False)]
-        sizes += [("--moe-shared-expert-intermediate-size", shared, True)] if shared else []
-    for size in sizes:
+        of_mlp = [("--moe-ffn-hidden-size", model.expert_hidden_size, False)]
+        of_mlp += [("--moe-shared-expert-intermediate-size", shared, True)] if shared else []
+    for size in of_mlp:
         yield size, hidden, 2 if model.glu_activation else 1
         yield hidden, size, 1
+
+
+def _flags_of_attention(model: ModelConfig) -> dict[str, tuple[str, str, int | None]]:
+    """Returns name of a linear layer -> (flags of its rows, flags of its columns, the dimension that
+    tensor-parallel ranks divide)."""
+    hidden, rank, compressed = "--hidden-size", "--q-lora-rank", "--kv-lora-rank"
+    heads = f"({'2 x ' * model.attention_output_gate}--num-attention-heads + 2 x --num-query-groups)"
+    queries = "--num-attention-heads x (--qk-head-dim + --qk-pos-emb-head-dim) ="
+    value = "--v-head-dim" if model.multi_latent_attention else "--kv-channels"
+    return {
+        "query_key_value": (f"{heads} x --kv-channels =", hidden, 0),
+        "q_proj": (queries, hidden, 0),
+        "q_down_proj": (rank, hidden, None),
+        "q_up_proj": (queries, rank, 0),
+        "kv_up_proj": ("--num-attention-heads x (--qk-head-dim + --v-head-dim) =", compressed, 0),
+        "dense": (hidden, f"--num-attention-heads x {value} =", 1),
+    }

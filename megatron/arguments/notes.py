@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterator
 
-from megatron.config.config import Config
+from megatron.config.config import SETTINGS, Config
 from megatron.config.fields import setting_option
 from megatron.config.rules import is_default, unused_by_choices, unused_by_rules
 from megatron.data.flags import available_eval_splits
@@ -15,7 +15,8 @@ def unused_setting_notes(config: Config, typed: Collection[str] = ()) -> tuple[s
     is not at its default. typed: 'section.field' of the flags on the command line."""
     reasons: dict[str, str] = {}
     for setting, reason in (*unused_by_rules(config), *unused_by_choices(config), *_by_several(config)):
-        if setting in typed or not is_default(config, setting):
+        is_derived = SETTINGS[setting].flag.derived is not None
+        if setting in typed or not (is_derived or is_default(config, setting)):
             reasons.setdefault(setting, reason)
     return tuple(f"{setting_option(setting)} has no effect {reason}" for setting, reason in reasons.items())
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import asdict, fields, replace
 from typing import TYPE_CHECKING, Any
 
-from megatron.checkpoint.formats.state import lacks_experts
+from megatron.checkpoint.formats.state import lacks_experts, lacks_mtp_layers
 from megatron.checkpoint.record import Checkpoint
 from megatron.config import Config
 from megatron.data.gpt_dataset import ORDER_KEY, VOCABULARY_KEY, fingerprint_differences, same_data
@@ -40,6 +40,8 @@ def check_model(checkpoint: Checkpoint, config: Config, vocab_size: int) -> None
     ]
     if differences and saved.get("num_experts") is None and now.get("num_experts") is not None:
         raise lacks_experts(checkpoint, config)
+    if differences and saved.get("mtp_num_layers") is None and now.get("mtp_num_layers") is not None:
+        raise lacks_mtp_layers(checkpoint, config)
     if checkpoint.vocab_size != vocab_size:
         differences.append(f"the vocabulary had {checkpoint.vocab_size} tokens, has {vocab_size}")
     if differences:

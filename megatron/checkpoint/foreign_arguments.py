@@ -15,6 +15,19 @@ from pathlib import Path
 from typing import Any
 
 from megatron.checkpoint.foreign_experts import EXPERTS, WITHOUT_EQUIVALENT, read_experts, write_experts
+from megatron.checkpoint.foreign_latent import (
+    LATENT_ARGUMENTS,
+    LATENT_SETTINGS,
+    read_latent_attention,
+    write_latent_attention,
+)
+from megatron.checkpoint.foreign_rope import (
+    SCALING_ARGUMENTS,
+    SCALING_SETTINGS,
+    has_yarn,
+    read_rope_scaling,
+    write_rope_scaling,
+)
 from megatron.checkpoint.formats.megatron_deepspeed import NEWER_ARGUMENT, has_megatron_deepspeed_names
 from megatron.checkpoint.formats.torch_archive import Stub
 from megatron.checkpoint.names import is_plain, shown
@@ -23,7 +36,7 @@ from megatron.config.config import SETTINGS, settings_of_section
 from megatron.config.fields import option_name, value_text
 from megatron.config.foreign_flags import foreign_flags
 from megatron.config.registries import NORMALIZATIONS
-from megatron.config.sections.layer_pattern import WINDOW_PATTERN
+from megatron.config.sections.layer_pattern import ROTARY_PATTERN, WINDOW_PATTERN, LayerPattern
 from megatron.errors import UserError, one_line
 from megatron.files import read_json
 
@@ -49,14 +62,6 @@ TRAINING_ARGUMENTS = {
     ),
 }
 """Arguments that have the names and the values of settings of other sections than the model's, by section."""
-# What --use-rope-scaling of Megatron-LM means.
-_LLAMA3 = {
-    "rope_scaling_type": "llama3",
-    "rope_scaling_factor": 8.0,
-    "rope_original_max_position_embeddings": 8192,
-    "rope_low_freq_factor": 1.0,
-    "rope_high_freq_factor": 4.0,
-}
 
 
 @dataclass(frozen=True)
@@ -214,10 +219,16 @@ def _read_norm(args: Arguments) -> Mapping[str, Any]:
     return {} if name is None else {"normalization": name}
 
 
+def _write_norm(model: ModelConfig) -> Arguments:
+    if model.normalization not in ("LayerNorm", "RMSNorm"):
+        raise ValueError(f"--normalization {model.normalization}")
+    return {"normalization": model.normalization}
+
+
 def _read_core_positions(args: Arguments) -> Mapping[str, Any]:
     """Microsoft's Megatron-DeepSpeed has no `position_embedding_type`."""
     kind = args.get("position_embedding_type", "learned_absolute")
-    if kind == "rope" or args.get("use_rotary_position_embeddings"):
+    if kind in ("rope", "yarn") or args.get("use_rotary_position_embeddings"):
         return {"position_embedding_type": "rotary"}
     if kind == "learned_absolute" and args.get("add_position_embedding", True):
         return {"position_embedding_type": "absolute"}
@@ -225,13 +236,15 @@ def _read_core_positions(args: Arguments) -> Mapping[str, Any]:
         raise ValueError(
             "it has neither learned nor rotary position embeddings: add_position_embedding is False"
         )
-    raise ValueError(f"position_embedding_type is {one_line(kind)}, expected rope or learned_absolute")
+    raise ValueError(f"position_embedding_type is {one_line(kind)}, expected rope, yarn or learned_absolute")
 
 
 def _write_core_positions(model: ModelConfig) -> Arguments:
     kind = {"rotary": "rope", "absolute": "learned_absolute"}.get(model.position_embedding_type)
     if kind is None:
         raise ValueError(f"--position-embedding-type {model.position_embedding_type}")
+    if kind == "rope" and model.rope_scaling_type == "yarn" and not model.multi_latent_attention:
+        kind = "yarn"
     named = {"position_embedding_type": kind, "add_position_embedding": True}
     return named | {"use_rotary_position_embeddings": False}
 
@@ -256,22 +269,29 @@ def _read_mlp(args: Arguments) -> Mapping[str, Any]:
 
 def _write_core_mlp(model: ModelConfig) -> Arguments:
     gate, activation = model.glu_activation, model.activation
-    if gate not in (None, "swiglu"):
+    if gate not in (None, "swiglu", "quick_geglu"):
         raise ValueError(f"--glu-activation {gate}")
     # Only the fused kernel uses tanh, and it adds a bias.
     kinds = ("gelu_exact",) if model.disable_bias_linear else ("gelu", "gelu_exact")
     if gate is None and activation not in kinds:
         raise ValueError(f"--activation {activation}{' without biases' * model.disable_bias_linear}")
-    return {"swiglu": gate is not None, "bias_gelu_fusion": gate is None and activation == "gelu"}
+    gates = {"swiglu": gate == "swiglu", "quick_geglu": gate == "quick_geglu"}
+    gates |= {name: getattr(model, name) for name in _GATE}
+    return {**gates, "bias_gelu_fusion": gate is None and activation == "gelu"}
 
 
 def _read_core_mlp(args: Arguments) -> Mapping[str, Any]:
     for name in _TE_GELU:
         if args.get(name) and not args.get("swiglu"):
             raise ValueError(f"{name} is {one_line(args[name])} without swiglu, expected False: another GELU")
-    return _read_mlp(
-        {name: value for name, value in args.items() if name not in ("openai_gelu", "onnx_safe")}
-    )
+    if args.get("quick_geglu") and args.get("swiglu"):
+        raise ValueError("quick_geglu is True with swiglu, expected one of them")
+    known = {name: value for name, value in args.items() if name not in ("openai_gelu", "onnx_safe")}
+    settings = {"glu_activation": "quick_geglu"} if args.get("quick_geglu") else _read_mlp(known)
+    given = {name: args[name] for name in _GATE if args.get(name)}
+    if given and settings.get("glu_activation") is None:
+        raise ValueError(f"{one_line(given)} without swiglu and quick_geglu, expected None")
+    return {**settings, **given}
 
 
 def _read_biases(args: Arguments) -> Mapping[str, Any]:
@@ -301,44 +321,45 @@ def _read_key_value_heads(args: Arguments) -> Mapping[str, Any]:
 
 def _read_window(args: Arguments) -> Mapping[str, Any]:
     """This program's window counts the token itself."""
-    window, layers = args.get("window_size"), args.get("window_attn_skip_freq")
+    window = args.get("window_size")
     if window is None:
-        return {"window_size": None, "window_pattern": None}
+        return {"window_size": None, "window_pattern": None, "window_rope_scaling": False}
     before, after = window if isinstance(window, (list, tuple)) and len(window) == 2 else (None, None)
     if type(before) is not int or before < 0 or after != 0:
         raise ValueError(f"window_size is {one_line(window)}, expected (N, 0): tokens before, and none after")
+    pattern = _read_pattern(WINDOW_PATTERN, "window_attn_skip_freq", args)
+    has_scaling = bool(args.get("use_rope_scaling")) or has_yarn(args)
+    windows = {"window_size": before + 1, "window_pattern": pattern}
+    return {**windows, "window_rope_scaling": has_scaling and pattern is not None}
+
+
+def _read_pattern(syntax: LayerPattern, name: str, args: Arguments) -> tuple[str, ...] | None:
+    """Returns the pattern of the argument `name`, Megatron-LM's number or list; None without it."""
+    if (layers := args.get(name)) is None:
+        return None
     try:
-        number = min(int(args["num_layers"]), 100_000)  # no model has more
-        pattern = None if layers is None else WINDOW_PATTERN.parse([str(layers)], number)
+        return syntax.parse([str(layers)], min(int(args["num_layers"]), 100_000))  # no model has more
     except (ConfigError, KeyError, TypeError) as error:
-        raise ValueError(f"window_attn_skip_freq is {one_line(layers)} ({one_line(error)})") from error
-    if pattern is not None and args.get("use_rope_scaling"):
-        raise ValueError("use_rope_scaling is True with window_attn_skip_freq, expected one of them")
-    return {"window_size": before + 1, "window_pattern": pattern}
+        raise ValueError(f"{name} is {one_line(layers)} ({one_line(error)})") from error
+
+
+def _read_rotary_layers(args: Arguments) -> Mapping[str, Any]:
+    pattern = _read_pattern(ROTARY_PATTERN, "no_rope_freq", args)
+    has_effect = pattern and "rotary" in _read_core_positions(args).values()
+    return {"no_rope_freq": pattern if has_effect else None}
+
+
+def _write_rotary_layers(model: ModelConfig) -> Arguments:
+    layers = [int(not model.has_rotary(layer)) for layer in range(model.num_layers)]
+    return {"no_rope_freq": layers if any(layers) else None}
 
 
 def _write_window(model: ModelConfig) -> Arguments:
-    if model.window_pattern is not None and model.rope_scaling_type is not None:
-        raise ValueError("--window-pattern with --rope-scaling-type")
+    if model.window_pattern is not None and model.rope_scaling_type and not model.window_rope_scaling:
+        raise ValueError("--window-pattern with --rope-scaling-type and without --window-rope-scaling")
     window = None if model.window_size is None else (model.window_size - 1, 0)
     layers = [int(model.has_window(layer)) for layer in range(model.num_layers)]
     return {"window_size": window, "window_attn_skip_freq": layers if model.window_pattern else None}
-
-
-def _read_rope_scaling(args: Arguments) -> Mapping[str, Any]:
-    if not args.get("use_rope_scaling"):
-        return {"rope_scaling_type": None}
-    if (factor := args.get("rope_scaling_factor", 8.0)) != 8.0:  # versions differ in whether they use it
-        raise ValueError(f"rope_scaling_factor is {one_line(factor)} with use_rope_scaling, expected 8.0")
-    return _LLAMA3
-
-
-def _write_rope_scaling(model: ModelConfig) -> Arguments:
-    kind = model.rope_scaling_type
-    if kind is not None and any(getattr(model, name) != value for name, value in _LLAMA3.items()):
-        numbers = ", ".join(f"{option_name(name)} {value}" for name, value in _LLAMA3.items())
-        raise ValueError(f"--rope-scaling-type {kind} other than {numbers}")
-    return {"use_rope_scaling": kind is not None, "rope_scaling_factor": 8.0}
 
 
 # Megatron-DeepSpeed's default is a dense model.
@@ -348,9 +369,7 @@ _SIZES = _same(
     *("max_position_embeddings", "untie_embeddings_and_output_weights", "rotary_percent", "seq_length"),
     *("make_vocab_size_divisible_by", "fp32_residual_connection", *TRAINING_ARGUMENTS["data"]),
 )
-_NORM = Rule(
-    ("normalization",), ("normalization",), _read_norm, lambda model: {"normalization": model.normalization}
-)
+_NORM = Rule(("normalization",), ("normalization",), _read_norm, _write_norm)
 _BIASES = Rule(
     ("disable_bias_linear",),
     ("add_bias_linear", "disable_bias_linear"),
@@ -359,6 +378,7 @@ _BIASES = Rule(
 )
 _GROUPS = ("group_query_attention", "num_query_groups")
 _MLP, _FUSED = ("glu_activation", "activation"), ("bias_gelu_fusion", "bias_activation_fusion")
+_GATE = ("activation_func_clamp_value", "glu_linear_offset")
 _GELU = (*_FUSED, "openai_gelu", "onnx_safe")
 # Transformer Engine's GELU has the tanh approximation, whatever the others say.
 _TE_GELU = ("use_te_activation_func", "use_transformer_engine_op_fuser")
@@ -372,7 +392,9 @@ MEGATRON_CORE = Program(
     "Megatron-Core",
     (
         *_SIZES,
-        *_same("rotary_base", "rotary_interleaved", "qk_layernorm"),
+        *_same("rotary_base", "rotary_interleaved", "qk_layernorm", "attention_output_gate", "softmax_type"),
+        *_same("mtp_num_layers", "mtp_loss_scaling_factor"),
+        Rule(("no_rope_freq",), ("no_rope_freq",), _read_rotary_layers, _write_rotary_layers),
         # Megatron-LM sets the argument for every model whose linear layers have biases.
         Rule(
             ("add_qkv_bias",),
@@ -389,14 +411,15 @@ MEGATRON_CORE = Program(
         Rule(_GROUPS, _GROUPS, _read_groups, lambda model: {name: getattr(model, name) for name in _GROUPS}),
         Rule(_POSITIONS, (*_POSITIONS, *_ROTARY), _read_core_positions, _write_core_positions),
         # Its GELU is exact or fused: it ignores openai_gelu and onnx_safe.
-        Rule(_MLP, ("swiglu", *_FUSED, *_TE_GELU), _read_core_mlp, _write_core_mlp),
-        Rule(("window_size", "window_pattern"), _WINDOW, _read_window, _write_window),
         Rule(
-            tuple(_LLAMA3),
-            ("use_rope_scaling", "rope_scaling_factor"),
-            _read_rope_scaling,
-            _write_rope_scaling,
+            (*_MLP, *_GATE),
+            ("swiglu", "quick_geglu", *_GATE, *_FUSED, *_TE_GELU),
+            _read_core_mlp,
+            _write_core_mlp,
         ),
+        Rule(("window_size", "window_pattern", "window_rope_scaling"), _WINDOW, _read_window, _write_window),
+        Rule(SCALING_SETTINGS, SCALING_ARGUMENTS, read_rope_scaling, write_rope_scaling),
+        Rule(LATENT_SETTINGS, LATENT_ARGUMENTS, read_latent_attention, write_latent_attention),
         Rule(EXPERTS, (*EXPERTS, "num_moe_experts", *WITHOUT_EQUIVALENT), read_experts, write_experts),
         # Not written: Megatron-LM has no flag for it.
         Rule((), ("softmax_scale",), lambda args: {"softmax_scale": args["softmax_scale"]}),

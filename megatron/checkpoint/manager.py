@@ -59,7 +59,7 @@ from megatron.checkpoint.saving.publishing import (
 )
 from megatron.checkpoint.saving.run_record import all_specs, run_record
 from megatron.checkpoint.selection import find_damage, open_on_all_ranks
-from megatron.checkpoint.upcycling import Upcycling, is_upcycled
+from megatron.checkpoint.upcycling import Upcycling, source_config
 from megatron.config import Config
 from megatron.config.registries import SAVE_FORMATS
 from megatron.engine.pipeline_engine import GPTEngine
@@ -439,7 +439,7 @@ def load_checkpoint(engine: GPTEngine, checkpoint: Checkpoint, fingerprint: dict
         keeps_scale = same_precision and not checkpoint.no_optimizer and now.precision.fp16
         scale = reader.loss_scaler if keeps_scale else None
         read = reader.read_parameter
-        if is_upcycled(checkpoint, now):
+        if source_config(reader, now) is not now:
             read = Upcycling(reader, engine.run).read_parameter
         engine.optimizer.read_by_name(read, scale, not new_moments, add_unquantized)
     with errors_of_all_ranks():

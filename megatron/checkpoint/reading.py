@@ -19,7 +19,7 @@ from megatron.tokenizer.flags import tokenizer_flags
 from megatron.tokenizer.vocabulary_record import vocabulary_digest
 
 if TYPE_CHECKING:
-    from megatron.model.single_process import GPTModel
+    from megatron.model.inference.single_process import GPTModel
 
 
 def read_checkpoint(folder: str | Path, universal: bool = False, allow_external: bool = False) -> Checkpoint:
@@ -65,8 +65,8 @@ def load_model(checkpoint: Checkpoint, *, verify: bool = False, fp32_on_cpu: boo
     # Imported only here: they load torch and DeepSpeed, which takes seconds.
     from deepspeed.accelerator import get_accelerator
 
+    from megatron.model.inference.single_process import GPTModel
     from megatron.model.layer_list import PARAMETER_DTYPES
-    from megatron.model.single_process import GPTModel
 
     reader = open_reader(checkpoint)
     if verify:

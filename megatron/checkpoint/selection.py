@@ -26,7 +26,7 @@ from megatron.checkpoint.formats.registry import open_reader
 from megatron.checkpoint.lineage.start import PathOf, check_save_folder, choose_checkpoint, share_checkpoint
 from megatron.checkpoint.ranks import errors_of_rank_0, first_problem
 from megatron.checkpoint.record import Checkpoint, describe_start
-from megatron.checkpoint.upcycling import dense_config, is_upcycled
+from megatron.checkpoint.upcycling import source_config
 from megatron.config import Config
 from megatron.errors import UserError, stop_at_access_error
 from megatron.object_store.store import is_url
@@ -105,9 +105,10 @@ def check_fits(checkpoint: Checkpoint, run: Run) -> None:
     """Raises UserError if the run cannot start from a checkpoint because of its model, data or schedule."""
     config, vocab_size = run.config, run.vocab.size
     check_replicas(checkpoint, config)
-    model = dense_config(checkpoint, config) if is_upcycled(checkpoint, config) else config
+    reader = open_reader(checkpoint)
+    model = source_config(reader, config)
     if checkpoint.is_external:
-        open_reader(checkpoint).check_external(model, vocab_size)
+        reader.check_external(model, vocab_size)
     else:
         check_model(checkpoint, model, vocab_size)
         fingerprint = run.fingerprint_at(checkpoint.start_state)

@@ -1,8 +1,9 @@
-"""Upcycling (--moe-use-upcycling): a run with experts starts from the weights of a dense model.
+"""Runs that start from the weights of a model with fewer parameters: with --finetune, without moments.
 
-Each expert of a layer gets the weights of the layer's dense MLP (arXiv 2212.05055), so that with router
-weights whose sum is 1 the model computes what the dense model computes. What the dense model does not have,
-such as the router, has the initial values of a run from scratch. There are no moments: --finetune is needed.
+Upcycling (--moe-use-upcycling): a run with experts starts from a dense model. Each expert of a layer gets the
+weights of the layer's dense MLP (arXiv 2212.05055), so that with router weights whose sum is 1 the model
+computes what the dense model computes. A run with --mtp-num-layers starts from a model without these layers.
+What the model does not have, such as the router, has the initial values of a run from scratch.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 from torch import Tensor
 
 from megatron.checkpoint.formats.deepspeed_files import VALUES
-from megatron.checkpoint.formats.state import ParameterState, StateReader, filled
+from megatron.checkpoint.formats.state import ParameterState, StateReader, filled, lacks_mtp
 from megatron.checkpoint.record import Checkpoint
 from megatron.config import Config
 from megatron.config.sections.experts import ExpertConfig
@@ -59,20 +60,32 @@ def dense_config(checkpoint: Checkpoint, config: Config) -> Config:
     return replace(config, model=replace(model, **defaults))
 
 
+def source_config(reader: StateReader, config: Config) -> Config:
+    """Returns the config of a run with the model that the checkpoint must have: `config` itself if the run
+    adds nothing to it. Raises UserError if the checkpoint or the experts do not fit."""
+    checkpoint, model = reader.checkpoint, config.model
+    adds_mtp = checkpoint.weights_only and model.mtp_num_layers is not None and lacks_mtp(reader.stored_names)
+    source = dense_config(checkpoint, config) if is_upcycled(checkpoint, config) else config
+    return replace(source, model=replace(source.model, mtp_num_layers=None)) if adds_mtp else source
+
+
 class Upcycling:
-    """Reads the state of a run with experts from a dense model."""
+    """Reads the state of a run with experts, or with layers for multi-token prediction, from a model
+    without."""
 
     def __init__(self, reader: StateReader, run: Run) -> None:
         # Imported only here: it builds a model, which needs DeepSpeed.
-        from megatron.model.single_process import model_specs
+        from megatron.model.inference.single_process import model_specs
 
         self._reader, self._seed = reader, run.config.training.seed
-        self._specs = model_specs(dense_config(reader.checkpoint, run.config), run.vocab.size, run.vocab.eod)
+        source = source_config(reader, run.config)
+        self._specs = model_specs(source, run.vocab.size, run.vocab.eod)
+        self._is_upcycled = is_upcycled(reader.checkpoint, run.config)
 
     def read_parameter(self, piece: Piece, out: Tensor | None = None) -> ParameterState:
         if piece.name in self._specs:
             return self._reader.read_parameter(piece, out)
-        if match := _EXPERTS.fullmatch(piece.name):
+        if (match := _EXPERTS.fullmatch(piece.name)) and self._is_upcycled:
             name = match[1] + match[2]
             dense = self._reader.read(name, VALUES, self._specs[name])
             experts = dense.expand(piece.spec.global_shape)

@@ -34,8 +34,8 @@ from megatron.config import Config
 from megatron.errors import UserError
 from megatron.files import is_count, is_text, read_json, write_json
 from megatron.kernels.selection import reason_against_kernels, use_pytorch
-from megatron.model.attention_canary import AttentionCase, attention_cases, attention_problem, sdpa_backend
-from megatron.model.attention_choice import flash_attention_remedy, use_flash_attention_3
+from megatron.model.attention.canary import AttentionCase, attention_cases, attention_problem, sdpa_backend
+from megatron.model.attention.choice import flash_attention_remedy, use_flash_attention_3
 from megatron.mpu.world import broadcast_from_rank_0, gather_from_all_ranks
 from megatron.object_store.store import is_url
 from megatron.text_table import counted, format_table

@@ -26,6 +26,7 @@ from megatron.checkpoint.formats.registry import (
     FORMATS,
     HUGGING_FACE,
     NATIVE,
+    TORCH_DIST,
     TORCHTITAN,
     UNIVERSAL,
     format_of,
@@ -97,6 +98,12 @@ def build_parser() -> ToolParser:
         help="from native to universal: if the replicas of a parameter on tensor-parallel ranks differ, use "
         "their mean and print the difference",
     )
+    parser.add_argument(
+        "--hybrid-model",
+        action="store_true",
+        help=f"to {TORCH_DIST}: write a HybridModel, in which attention and MLP are layers of their own "
+        "(default: a GPTModel)",
+    )
     add_flags_of_models(parser)
     return parser
 
@@ -138,7 +145,7 @@ def convert(arguments: argparse.Namespace) -> None:
     target, vocabulary = Path(arguments.target), (tokenizer_settings(arguments), arguments.vocab_size)
     notes: list[str] = []
     reader = open_any(Path(arguments.source), arguments.universal_checkpoint, *vocabulary, notes.append)
-    options = {}
+    options = {"hybrid_model": True} if arguments.hybrid_model else {}
     if arguments.allow_replica_mismatch:
         if arguments.format != UNIVERSAL or not isinstance(reader, NativeReader):
             raise UserError(ONLY_TO_UNIVERSAL)
@@ -323,6 +330,8 @@ def convert_arguments(arguments: argparse.Namespace, is_model: bool, mistakes: M
         )
     if arguments.no_tokenizer and tokenizer_settings(arguments):
         mistakes.add("--no-tokenizer contradicts the tokenizer's flags: remove one of them")
+    if arguments.hybrid_model and arguments.format != TORCH_DIST:
+        mistakes.add(f"--hybrid-model acts only on --format {TORCH_DIST}: remove it")
     if arguments.allow_replica_mismatch and (is_model or writes_model):
         mistakes.add(ONLY_TO_UNIVERSAL)
     if is_model and arguments.universal_checkpoint:

@@ -71,7 +71,7 @@ def run(argv: Sequence[str] | None) -> None:
         arguments.target = os.path.join(arguments.target or "", "global_step0_universal")
     is_model = is_detected or flag == "--from-hugging-face"
     arguments.source, arguments.format = folder, UNIVERSAL if is_model else HUGGING_FACE
-    arguments.workers, arguments.allow_replica_mismatch = None, False
+    arguments.workers, arguments.allow_replica_mismatch, arguments.hybrid_model = None, False, False
     convert_arguments(arguments, is_model, mistakes)
 
 

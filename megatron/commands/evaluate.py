@@ -55,7 +55,7 @@ if TYPE_CHECKING:
     from megatron.checkpoint.record import Checkpoint
     from megatron.data.gpt_dataset import GPTDataset
     from megatron.data.loader import MicroBatch
-    from megatron.model.scoring import LanguageModel
+    from megatron.model.inference.scoring import LanguageModel
     from megatron.run import Run
     from megatron.training.harness.model import Tasks
 
@@ -223,7 +223,7 @@ def micro_batches(
     # Late: torch takes seconds to import.
     from megatron.data.loader import GPTBatchLoader
 
-    remainder = num_samples % size
+    data, remainder = checkpoint.config.data, num_samples % size
     for first, count, batch_size in (
         (0, num_samples - remainder, size),
         (num_samples - remainder, remainder, remainder),
@@ -235,7 +235,8 @@ def micro_batches(
                 dp_rank=0,
                 dp_size=1,
                 eod=checkpoint.eod,
-                eod_mask_loss=checkpoint.config.data.eod_mask_loss,
+                eod_mask_loss=data.eod_mask_loss,
+                needs_document_ids=data.resets_documents,
                 vocab_size=checkpoint.vocab_size,
             )
             yield from loader.micro_batches(first, count)
@@ -250,15 +251,15 @@ def mean_loss(
     interval_s = 0.1 if sys.stderr.isatty() else 60.0
     with tqdm(total=num_samples, unit="sample", mininterval=interval_s) as bar:
         for batch in micro_batches(dataset, num_samples, size, checkpoint):
-            losses = -model.score(batch.tokens, batch.labels).log_probs
+            losses = -model.score(batch.tokens, batch.labels, batch.document_ids).log_probs
             total += (losses * batch.loss_mask.to(losses.device)).sum().item()
             tokens += batch.loss_mask.sum().item()
             bar.set_postfix_str(f"loss {total / max(tokens, 1):.4f}", refresh=False)
             bar.update(len(batch.samples))
     if not tokens:
         raise UserError(
-            f"all tokens of the {num_samples:,} samples of {dataset.name} data are masked (--eod-mask-loss): "
-            "there is nothing to evaluate"
+            f"all tokens of the {num_samples:,} samples of {dataset.name} data are masked (--eod-mask-loss, "
+            "or a loss mask): there is nothing to evaluate"
         )
     return total / tokens
 

@@ -13,6 +13,7 @@ import argparse
 import sys
 import time
 from collections.abc import Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from megatron.config import LoggingConfig
@@ -22,12 +23,11 @@ from megatron.tokenizer.flags import add_parse_special_flag, add_tokenizer_flags
 
 if TYPE_CHECKING:
     from megatron.checkpoint.record import Checkpoint
-    from megatron.model.generation import Sampling
-    from megatron.model.single_process import GPTModel
+    from megatron.model.inference.generation import Sampling
+    from megatron.model.inference.single_process import GPTModel
     from megatron.tokenizer import Tokenizer
 
-# Decoders return this for an incomplete UTF-8 character. The next token may complete it.
-INCOMPLETE = "\N{REPLACEMENT CHARACTER}"
+RULE = "-" * 40
 MAX_SEED = 2**63 - 1
 
 
@@ -45,6 +45,11 @@ def build_parser() -> ToolParser:
         action="append",
         metavar="TEXT",
         help="text to continue; may be repeated (default: read from stdin)",
+    )
+    group.add_argument(
+        "--prompt-file",
+        metavar="FILE",
+        help="file with a prompt on each line, continued after those of --prompt",
     )
     group = parser.add_argument_group("generation")
     group.add_argument(
@@ -65,6 +70,15 @@ def build_parser() -> ToolParser:
         default=1.0,
         help="sample from the smallest set of most likely tokens with this probability (default: 1, all)",
     )
+    group.add_argument(
+        "--stop",
+        action="append",
+        metavar="TEXT",
+        help="end a text before this string; may be repeated (default: only the end of the document)",
+    )
+    group.add_argument(
+        "--batch-size", type=at_least_1, help="number of prompts continued at a time (default: 8)"
+    )
     group.add_argument("--greedy", action="store_true", help="always use the most likely token")
     group.add_argument("--seed", type=int, default=0, help="random seed of each prompt")
     add_verify_digests_flag(parser)
@@ -74,63 +88,86 @@ def build_parser() -> ToolParser:
 
 
 def read_prompts(arguments: argparse.Namespace) -> list[str]:
-    """Returns the texts of --prompt, or stdin as one text. Raises UserError for text that is not UTF-8."""
-    if arguments.prompt is None and sys.stdin.isatty():
+    """Returns the texts of --prompt and --prompt-file, or stdin as one text. Raises UserError for text that
+    is not UTF-8, and for a file that cannot be read or is empty."""
+    prompts, file = list(arguments.prompt or ()), arguments.prompt_file
+    if not prompts and file is None and sys.stdin.isatty():
         raise UserError("no prompt: set --prompt TEXT, or write a text to stdin")
-    source = "stdin" if arguments.prompt is None else "--prompt"
+    source = f"--prompt-file {file}" if file else "--prompt" if prompts else "stdin"
     try:
-        prompts = arguments.prompt or [sys.stdin.read().removesuffix("\n")]
+        if file is not None:
+            lines = Path(file).read_bytes().decode()
+            prompts += lines.removesuffix("\n").split("\n") if lines else []
+        elif not prompts:
+            prompts = [sys.stdin.read().removesuffix("\n")]
         for prompt in prompts:
             prompt.encode()  # Python decodes other bytes of the command line to surrogates
     except (UnicodeDecodeError, UnicodeEncodeError) as error:
         raise UserError(f"{source} is not UTF-8 text ({error.reason}): convert it with iconv") from error
+    except OSError as error:
+        raise UserError(f"{source} cannot be read ({error.strerror}): set a text file") from error
+    if not prompts:
+        raise UserError(f"{source} is empty, expected a prompt on each line: write one, or set --prompt")
     return prompts
 
 
 def read_sampling(arguments: argparse.Namespace) -> Sampling:
     """Returns the sampling settings. Raises UserError for invalid values."""
     # Late: torch and DeepSpeed take seconds to import.
-    from megatron.model.generation import Sampling
+    from megatron.model.inference.generation import Sampling
 
     if not 0 <= arguments.seed <= MAX_SEED:
         raise UserError(f"--seed is {arguments.seed}, expected 0 to {MAX_SEED}")
+    if "" in (arguments.stop or ()):
+        raise UserError("--stop is an empty string, expected a text: remove it")
     temperature = 0.0 if arguments.greedy else arguments.temperature
     return Sampling(temperature, arguments.top_k, arguments.top_p)
 
 
-def write_text(
+def write_texts(
     model: GPTModel,
     tokenizer: Tokenizer,
     checkpoint: Checkpoint,
-    prompt: str,
-    max_new_tokens: int,
+    prompts: list[str],
+    arguments: argparse.Namespace,
     sampling: Sampling,
-    seed: int,
 ) -> int:
-    """Prints the prompt and each generated token as it arrives; returns the number of new tokens."""
+    """Prints each prompt with its text as it arrives, in their order; returns the number of new tokens."""
     # Late: torch and DeepSpeed take seconds to import.
-    from megatron.model.generation import generate
+    from megatron.model.inference.generation import Continuation, generate
 
-    tokens = tokenizer.tokenize(prompt)
-    window = checkpoint.config.model.seq_length
-    if len(tokens) > window:
-        print(
-            f"note: the prompt has {len(tokens):,} tokens, and the model's sequence length is {window:,}: "
-            "only the last tokens are used",
-            file=sys.stderr,
-        )
-    print(prompt, end="", flush=True)
-    num_prompt_tokens, start = len(tokens), len(tokenizer.detokenize(tokens))
-    stream = generate(model, tokens, max_new_tokens, sampling, window=window, eod=tokenizer.eod, seed=seed)
-    text = ""
-    for token in stream:
-        tokens.append(token)
-        text = tokenizer.detokenize(tokens)
-        if not text.endswith(INCOMPLETE):
-            print(text[start:], end="", flush=True)
-            start = len(text)
-    print(text[start:], flush=True)
-    return len(tokens) - num_prompt_tokens
+    window, texts = checkpoint.config.model.seq_length, []
+    for prompt in prompts:
+        tokens = tokenizer.tokenize(prompt)
+        if len(tokens) > window:
+            print(
+                f"note: the prompt has {len(tokens):,} tokens, and the model's sequence length is "
+                f"{window:,}: only the last tokens are used",
+                file=sys.stderr,
+            )
+        stop = arguments.stop or ()
+        texts.append(Continuation(tokenizer.detokenize, tokens, arguments.max_new_tokens, stop, after=tokens))
+    index, printed = 0, 0
+    print(prompts[0], end="", flush=True)
+    for _ in generate(
+        model,
+        texts,
+        sampling,
+        window=window,
+        eod=tokenizer.eod,
+        seed=arguments.seed,
+        batch_size=arguments.batch_size,
+    ):
+        while index < len(texts):
+            text = texts[index]
+            print(text.text[printed:], end="\n" if text.is_complete else "", flush=True)
+            printed = len(text.text)
+            if not text.is_complete:
+                break
+            index, printed = index + 1, 0
+            if index < len(texts):
+                print(RULE, prompts[index], sep="\n", end="", flush=True)
+    return sum(len(text.tokens) for text in texts)
 
 
 @exit_on_user_error()
@@ -152,13 +189,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     check_parse_special(tokenizer, arguments.parse_special_tokens)
     model = load_model(checkpoint, verify=not arguments.no_verify_digests, fp32_on_cpu=True)
     print(f"{checkpoint.folder}, trained for {checkpoint.state.iteration} iterations", file=sys.stderr)
-    start, new = time.monotonic(), 0
-    for index, prompt in enumerate(prompts):
-        if index:
-            print("-" * 40)
-        new += write_text(
-            model, tokenizer, checkpoint, prompt, arguments.max_new_tokens, sampling, arguments.seed
-        )
+    start = time.monotonic()
+    new = write_texts(model, tokenizer, checkpoint, prompts, arguments, sampling)
     seconds = time.monotonic() - start
     print(f"{new} new tokens in {seconds:.1f} s", file=sys.stderr)
 

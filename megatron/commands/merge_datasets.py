@@ -19,13 +19,8 @@ from collections.abc import Sequence
 from tqdm import tqdm
 
 from megatron.config.tool_parser import ToolParser, check_output_prefix, exit_on_interrupt
-from megatron.data.indexed_dataset import (
-    IndexedDataset,
-    IndexedDatasetBuilder,
-    data_path,
-    index_path,
-    write_errors,
-)
+from megatron.data.dataset_builder import IndexedDatasetBuilder, write_errors
+from megatron.data.indexed_dataset import IndexedDataset, check_loss_mask, data_path, index_path
 from megatron.errors import UserError, exit_on_user_error
 from megatron.tokenizer.vocabulary_record import (
     PARSE_SPECIAL_KEY,
@@ -91,8 +86,16 @@ def merge(inputs: Sequence[str], output: str) -> list[str]:
                 copy_record(inputs[0], output, {**choice, **digests})
 
     num_bytes = sum(os.path.getsize(data_path(prefix)) for prefix in inputs)
+    has_mask = [dataset.loss_mask is not None for dataset in datasets]
+    if any(has_mask) and not all(has_mask):
+        raise UserError(
+            f"--input {inputs[has_mask.index(True)]} has a loss mask, {inputs[has_mask.index(False)]} has "
+            "none: merge only data of one kind; a run can blend both (--data-path)"
+        )
+    for dataset in datasets:
+        check_loss_mask(dataset, records[dataset.prefix] or {})
     with (
-        IndexedDatasetBuilder(output, datasets[0].dtype) as builder,
+        IndexedDatasetBuilder(output, datasets[0].dtype, all(has_mask)) as builder,
         tqdm(total=num_bytes, unit="B", unit_scale=True, disable=None) as bar,
     ):
         for dataset in datasets:

@@ -55,7 +55,9 @@ def build_parser() -> ToolParser:
         "--json-keys",
         nargs="+",
         default=["text"],
-        help="JSON keys of the texts (default: text); each key becomes a pair of files",
+        help="JSON keys of the texts (default: text); each key becomes a pair of files\n"
+        "messages: chats, lists of objects with role and content; only the assistant's count in the loss\n"
+        "prompt completion: one pair of files, in which only completions count in the loss",
     )
     group.add_argument("--skip-bad-lines", action="store_true", help="skip and count invalid lines")
     group.add_argument(

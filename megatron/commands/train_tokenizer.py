@@ -19,7 +19,7 @@ from pathlib import Path
 from tokenizers import ByteLevelBPETokenizer
 
 from megatron.config.tool_parser import ToolParser, at_least_1
-from megatron.data.preprocessing import parse_line
+from megatron.data.batch_encoder import parse_line
 from megatron.data.text_files import MAX_LINE_BYTES, find_files, read_batches
 from megatron.errors import UserError, exit_on_user_error
 from megatron.tokenizer.gpt2_bpe import END_OF_TEXT

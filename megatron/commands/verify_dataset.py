@@ -41,7 +41,7 @@ from megatron.config.mistakes import Mistakes
 from megatron.config.tool_parser import ToolParser
 from megatron.data.flags import SPLIT_NAMES
 from megatron.data.gpt_dataset import find_sample, requested_groups
-from megatron.data.indexed_dataset import IndexedDataset, data_path
+from megatron.data.indexed_dataset import LOSS_MASK_KEY, IndexedDataset, check_loss_mask, data_path
 from megatron.data.statistics import dataset_statistics
 from megatron.engine.deepspeed_config import with_curriculum
 from megatron.errors import USER_ERROR_EXIT_CODE, UserError, exit_on_user_error, printable
@@ -132,6 +132,30 @@ def check_token_range(dataset: IndexedDataset, smallest: int, largest: int, reco
         )
 
 
+def verify_loss_mask(dataset: IndexedDataset, record: dict[str, Any]) -> str | None:
+    """Returns the summary of the loss mask, which is read; None if there is none. Raises UserError that names
+    the damaged file."""
+    check_loss_mask(dataset, record)
+    if (mask := dataset.loss_mask) is None:
+        return None
+    _, largest, digest = read_tokens(mask)
+    path = data_path(mask.prefix)
+    if largest > 1:
+        raise UserError(f"{path}: damaged, it has the number {largest}, expected 0 or 1")
+    check_digest(path, digest, record.get(LOSS_MASK_KEY), dataset.prefix)
+    counted = np.count_nonzero(np.memmap(path, mode="r", dtype=mask.dtype))
+    return f"loss mask   {counted:,} tokens count in the loss"
+
+
+def check_digest(path: str, digest: str, expected: Any, prefix: str) -> None:
+    """Raises UserError unless the SHA-256 of a file is `expected` by the record of `prefix`; None for any."""
+    if expected not in (None, digest):
+        raise UserError(
+            f"{path}: damaged or replaced, its SHA-256 is {digest[:12]}, expected {str(expected)[:12]} by "
+            f"{record_path(prefix)}"
+        )
+
+
 def ends_of_documents(dataset: IndexedDataset, eod: int) -> int:
     """Returns the number of documents that end with the token `eod`."""
     tokens = np.memmap(data_path(dataset.prefix), mode="r", dtype=dataset.dtype)
@@ -157,11 +181,7 @@ def verify(prefix: str) -> str:
         lines.append("vocabulary  no record: the ids were not compared with a vocabulary")
     else:
         check_token_range(dataset, smallest, largest, record)
-        if record.get("bin_sha256", digest) != digest:
-            raise UserError(
-                f"{data_path(prefix)}: damaged or replaced, its SHA-256 is {digest[:12]}, expected "
-                f"{str(record['bin_sha256'])[:12]} by {record_path(prefix)}"
-            )
+        check_digest(data_path(prefix), digest, record.get("bin_sha256"), prefix)
         lines.append(
             f"vocabulary  {record['tokenizer_type']}, {record['vocab_size']:,} tokens, SHA-256 "
             f"{record['vocabulary_sha256'][:12]}"
@@ -171,6 +191,8 @@ def verify(prefix: str) -> str:
                 f"            {ends_of_documents(dataset, record['eod']):,} documents end with the "
                 f"end-of-document token, {record['eod']:,}"
             )
+    if mask := verify_loss_mask(dataset, record or {}):
+        lines.append(mask)
     return "\n".join(lines)
 
 
@@ -232,6 +254,8 @@ def sample_report(i: int, subset: str, config: Config) -> Iterator[str]:
             if end > start:
                 rows.append([f"{document:,}", f"[{start:,}, {end:,})", f"{dataset.sizes[document]:,}"])
         yield format_table(rows, left_align=())
+        if (mask := found.dataset.sample(found.number).loss_mask) is not None:
+            yield f"{np.count_nonzero(mask[1:]):,} of {seq_length:,} tokens count in the loss"
         if tokenizer is not None:
             yield f"text\n{tokenizer.detokenize(found.dataset[found.number].tolist())}"
 

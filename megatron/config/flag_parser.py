@@ -10,7 +10,7 @@ from functools import partial
 from typing import Any
 
 from megatron.config.config import OPTIONS, SETTINGS, Setting
-from megatron.config.fields import COMMON_FLAGS, Flag, setting_option, value_text
+from megatron.config.fields import COMMON_FLAGS, Flag, value_text
 from megatron.config.foreign_flags import IgnoredFlag, foreign_flags, has_foreign_flags, rewrite
 from megatron.config.mistakes import Mistakes
 from megatron.config.tool_parser import FLAG, CollectingParser, near_flags, typed_name, unknown_flag
@@ -21,7 +21,10 @@ HELP_GROUPS = (
     COMMON_FLAGS,
     "network size",
     "rotary embeddings",
+    "attention variants",
+    "latent attention",
     "mixture of experts",
+    "multi-token prediction",
     "regularization",
     "training",
     "stability",
@@ -85,9 +88,6 @@ class _Parser(CollectingParser):
                 mistakes.add(f"{name} is not supported: {flag.reason}")
             if flag.only_without_experts and _may_have_experts(values):
                 mistakes.add(f"{name} is not supported: {flag.otherwise}")
-            if flag.not_with in values:
-                other = setting_option(flag.not_with)
-                mistakes.add(f"{name} is not supported with {other}: remove one of them")
 
     def collect(self, words: Sequence[str], mistakes: Mistakes) -> argparse.Namespace:
         words, notes = rewrite(words)

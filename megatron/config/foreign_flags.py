@@ -34,15 +34,13 @@ class IgnoredFlag:
     """Whether a run rejects the flag, because it would change the losses; a dry run is not affected."""
     only_without_experts: bool = False
     """Whether a model with experts rejects the flag."""
-    not_with: str = ""
-    """A setting, 'section.field', with which the flag is rejected."""
     is_deprecated: bool = False
     """Whether earlier versions of this program had the flag."""
 
     @property
     def has_conditions(self) -> bool:
         """Whether the flag is rejected with some values or other flags."""
-        return bool(self.values or self.only_in_plans or self.only_without_experts or self.not_with)
+        return bool(self.values or self.only_in_plans or self.only_without_experts)
 
     @property
     def note(self) -> str:

@@ -29,6 +29,7 @@ GLU_ACTIVATIONS = Registry(
         "geglu": Choice("GELU", "torch.nn.functional:gelu"),
         "geglu_tanh": Choice("GELU with the tanh approximation, as in Gemma", "gelu"),
         "liglu": Choice("identity", "identity"),
+        "quick_geglu": Choice("x * sigmoid(1.702 x), as in gpt-oss", "quick_gelu"),
         "reglu": Choice("ReLU", "torch.nn.functional:relu"),
         "swiglu": Choice("SiLU", "torch.nn.functional:silu"),
     },
@@ -42,6 +43,11 @@ NORMALIZATIONS = Registry(
     "--normalization",
     {
         "LayerNorm": Choice("layer norm with weight and bias", "MixedFusedLayerNorm", settings=_CENTERED),
+        "LayerNormWithoutBias": Choice(
+            "layer norm with weight and without bias, as in Cohere's models",
+            "LayerNormWithoutBias",
+            settings=_CENTERED,
+        ),
         "RMSNorm": Choice("RMS norm without bias (arXiv:1910.07467)", "RMSNorm", settings=_CENTERED),
     },
     module="megatron.model.norm",
@@ -110,7 +116,7 @@ QK_NORMS = Registry(
         ),
         "projection": Choice("all heads together, as in OLMo 2 (arXiv:2501.00656)", "projection_norms"),
     },
-    module="megatron.model.qk_norm",
+    module="megatron.model.attention.qk_norm",
 )
 
 # Functions (rotary frequencies, ModelConfig) -> scaled frequencies and a multiplier of cosines and sines.
@@ -126,7 +132,9 @@ ROPE_SCALINGS = Registry(
             settings=(*_ORIGINAL, "rope_low_freq_factor", "rope_high_freq_factor"),
         ),
         "yarn": Choice(
-            "YaRN (arXiv:2309.00071)", "yarn", settings=(*_ORIGINAL, "rope_beta_slow", "rope_beta_fast")
+            "YaRN (arXiv:2309.00071)",
+            "yarn",
+            settings=(*_ORIGINAL, "rope_beta_slow", "rope_beta_fast", "rope_exact_range"),
         ),
     },
     module="megatron.model.rope_scaling",
@@ -146,6 +154,7 @@ POSITION_EMBEDDINGS = Registry(
                 "rotary_percent",
                 "rotary_interleaved",
                 "rope_scaling_type",
+                "window_rope_scaling",
                 *ROPE_SCALINGS.settings(),
             ),
         ),

@@ -24,6 +24,8 @@ from typing import ClassVar, Protocol
 import numpy as np
 import numpy.typing as npt
 
+from megatron.data.sample import Sample, SampleDataset
+
 # Length of a chunk in units of time (one sample per unit). Sorting a chunk takes milliseconds and 1 MB.
 CHUNK = 1 << 16
 # Prefetching threads can be in neighboring chunks, so more than one chunk is cached.
@@ -31,18 +33,6 @@ CACHED_CHUNKS = 4
 # If the sum of the integer weights exceeds this, they are rounded. The error is one sample in 2**31. The
 # numerators in `_sorted_chunk` are at most CHUNK times the sum, which float64 represents exactly.
 MAX_WEIGHT_SUM = 1 << 32
-
-
-class SampleDataset(Protocol):
-    """A map-style dataset of one split. Sample i is int64 [seq_length + 1]; training reads them in order."""
-
-    @property
-    def name(self) -> str:
-        """Name of the split or of the weighted group."""
-
-    def __len__(self) -> int: ...
-
-    def __getitem__(self, i: int) -> npt.NDArray[np.int64]: ...
 
 
 class Finder(Protocol):
@@ -195,6 +185,7 @@ class BlendedDataset:
         """components: each has at least the samples that `order` finds."""
         self.name = name
         self._components = tuple(components)
+        self.has_loss_mask = any(component.has_loss_mask for component in components)
         self._order = order
         self._num_samples = num_samples
 
@@ -202,7 +193,10 @@ class BlendedDataset:
         return self._num_samples
 
     def __getitem__(self, i: int) -> npt.NDArray[np.int64]:
+        return self.sample(i).tokens
+
+    def sample(self, i: int) -> Sample:
         if not 0 <= i < len(self):
             raise IndexError(f"sample {i} of the {self.name} blend, which has {len(self)}")
         component, number = self._order.find(i)
-        return self._components[component][number]
+        return self._components[component].sample(number)

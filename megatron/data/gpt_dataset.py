@@ -15,7 +15,7 @@ import numpy.typing as npt
 from tqdm import tqdm
 
 from megatron.config import DataConfig
-from megatron.data.blended_dataset import BlendedDataset, SampleDataset
+from megatron.data.blended_dataset import BlendedDataset
 from megatron.data.flags import SPLIT_NAMES
 from megatron.data.index_files import remove_leftovers
 from megatron.data.index_stamp import IndexStamp, statuses
@@ -29,6 +29,7 @@ from megatron.data.indices import (
     load_sample_index,
     prepare_sample_index,
 )
+from megatron.data.sample import Sample, SampleDataset
 from megatron.data.splits import DocumentGroup, document_groups
 from megatron.errors import UserError
 
@@ -42,7 +43,11 @@ _TABLE_BYTES_PER_SAMPLE = 10
 
 
 class GPTDataset:
-    """The samples of one split in training order, int64 [seq_length + 1] each."""
+    """The samples of one split in training order.
+
+    In data with a loss mask, the labels of a document that began in an earlier sample do not count: their
+    context is not in the sample. Nor does the first token of a document, which has no context.
+    """
 
     def __init__(
         self,
@@ -73,16 +78,38 @@ class GPTDataset:
     def __len__(self) -> int:
         return self._num_samples
 
+    @property
+    def has_loss_mask(self) -> bool:
+        return self.dataset.loss_mask is not None
+
     def __getitem__(self, i: int) -> npt.NDArray[np.int64]:
-        parts = [self.dataset.get(document, start, end - start) for document, start, end in self.parts(i)]
-        sample = np.concatenate(parts, dtype=np.int64)
-        if len(sample) != self.seq_length + 1:
+        return self._tokens(i, self.parts(i))
+
+    def sample(self, i: int) -> Sample:
+        parts = self.parts(i)
+        tokens, mask = self._tokens(i, parts), self.dataset.loss_mask
+        if mask is None:
+            return Sample(tokens)
+        counts = (
+            np.concatenate([mask.get(document, start, end - start) for document, start, end in parts]) > 0
+        )
+        lengths = [end - start for _, start, end in parts]
+        document_ids = np.repeat(np.arange(len(parts)), lengths)
+        counts[1:] &= document_ids[1:] == document_ids[:-1]
+        if parts[0][1] > 0:
+            counts[: lengths[0]] = False
+        return Sample(tokens, counts, document_ids)
+
+    def _tokens(self, i: int, parts: list[tuple[int, int, int]]) -> npt.NDArray[np.int64]:
+        found = [self.dataset.get(document, start, end - start) for document, start, end in parts]
+        tokens = np.concatenate(found, dtype=np.int64)
+        if len(tokens) != self.seq_length + 1:
             raise UserError(
-                f"{self.dataset.source}: sample {i} of the {self.name} split has {len(sample)} "
+                f"{self.dataset.source}: sample {i} of the {self.name} split has {len(tokens)} "
                 f"tokens, expected {self.seq_length + 1}: delete the split's index files, "
                 "which were built from different data"
             )
-        return sample
+        return tokens
 
     def parts(self, i: int) -> list[tuple[int, int, int]]:
         """Returns (document, first token, end) of each part of sample i, in the order of its tokens."""
@@ -319,10 +346,12 @@ def data_fingerprint(
     )
     plans = [request.plan() for request in requests]
     order = {} if data.data_order == NATIVE_ORDER else {ORDER_KEY: data.data_order}
+    masked = [dataset.loss_mask is not None for dataset in datasets]
     capped = {} if group.renormalized_over is None else {_RENORMALIZED_KEY: group.renormalized_over}
     return {
         **order,
         **capped,
+        **({"loss_mask": masked} if any(masked) else {}),
         "paths": [dataset.prefix for dataset in datasets],
         "weights": [1] if group.blend is None else list(group.blend.weights),
         "split": group.fractions,

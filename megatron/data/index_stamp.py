@@ -15,6 +15,7 @@ identifies the prefixes: all runs that read them share the stamp.
 
 `ranges` holds the tokens of ranges of documents, which determine the names of the index files. An entry of
 `files` has the name of its first file. Changed token files invalidate all entries of their data set.
+A loss mask adds its two files to the entry of the token files.
 
 A stamp that is written again loses the entries of index files that were deleted.
 
@@ -38,7 +39,7 @@ from typing import Any
 from megatron.config import DataConfig
 from megatron.data.flags import token_file_prefixes
 from megatron.data.index_files import replaced_file
-from megatron.data.indexed_dataset import IndexedDataset, TokenFacts, data_path, index_path
+from megatron.data.indexed_dataset import IndexedDataset, TokenFacts, file_paths, index_path
 from megatron.errors import one_line
 from megatron.files import HostileFileError, dict_of, fields_of, is_count, list_of, read_small
 from megatron.shares import share_out
@@ -108,7 +109,7 @@ class IndexStamp:
         """Returns what is known of a data set; None unless its token files are those that were verified."""
         if prefix not in self._intact:
             entry = self._content["data_sets"].get(os.path.abspath(prefix), {"files": {}})
-            paths = index_path(prefix), data_path(prefix)
+            paths = file_paths(prefix)
             self._intact[prefix] = self._is_unchanged(entry["files"], os.path.basename(paths[0]), paths)
         if not self._intact[prefix]:
             return None
@@ -149,7 +150,7 @@ class IndexStamp:
 
     def _is_unchanged(self, files: dict[str, list[Status]], key: str, paths: Sequence[str]) -> bool:
         expected = files.get(key)
-        if expected is None:
+        if expected is None or len(expected) != len(paths):  # a loss mask was added or removed
             return False
         for path, was, now in zip(paths, expected, statuses(paths), strict=True):
             if was != now:

@@ -14,28 +14,26 @@ offsets of the documents, little-endian:
 
 GPT data has one sequence per document. The sample order counts sequences, as in Megatron. In this module, a
 "document" is one sequence.
+
+Data of prompts also have `{prefix}_loss_mask.bin` and `.idx`, a data set in this format: for each token a
+uint8 number, 1 if the token counts in the loss as a label, otherwise 0.
 """
 
 from __future__ import annotations
 
-import errno
-import glob
 import hashlib
 import os
 import struct
-import uuid
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
-from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
 from megatron.errors import UserError, stop_at_access_error
-from megatron.files import create_locked, locked_leftover, open_regular, sync_file
+from megatron.files import open_regular
 from megatron.mapped_file import advise_random, map_file, read_ahead
 
 MAGIC = b"MMIDIDX\x00\x00"
@@ -55,8 +53,11 @@ CODE_OF_DTYPE = {dtype: code for code, dtype in DTYPE_OF_CODE.items()}
 # Codes 6 and 7 are floating-point types (of different widths in different programs), which hold no token ids.
 FLOAT_CODES = (6, 7)
 
+LOSS_MASK_DTYPE = np.dtype("uint8")
+LOSS_MASK_KEY = "loss_mask_sha256"
+"""Key of the digest of a loss mask in the record of its token files."""
+
 CHECK_BLOCK = 1 << 22  # number of sequences that are verified at a time, to bound the memory
-COPY_BLOCK = 1 << 24  # bytes that are copied at a time
 # A few blocks of a .bin file tell it from one with other tokens without reading all of it.
 SAMPLED_BLOCKS, SAMPLED_BYTES = 4, 4096
 
@@ -74,6 +75,18 @@ def index_path(prefix: str) -> str:
 def data_path(prefix: str) -> str:
     """Returns the path of the .bin file."""
     return prefix + ".bin"
+
+
+def loss_mask_prefix(prefix: str) -> str:
+    """Returns the prefix of the loss mask of the token files `prefix`."""
+    return prefix + "_loss_mask"
+
+
+def file_paths(prefix: str) -> tuple[str, ...]:
+    """Returns the paths of the token files `prefix`, and of their loss mask if it exists."""
+    paths = index_path(prefix), data_path(prefix)
+    masks = index_path(loss_mask_prefix(prefix)), data_path(loss_mask_prefix(prefix))
+    return paths + masks if any(map(os.path.exists, masks)) else paths
 
 
 def sample_digest(path: str) -> str:
@@ -205,6 +218,22 @@ class IndexedDataset:
         return self.facts.ranges[key]
 
     @cached_property
+    def loss_mask(self) -> IndexedDataset | None:
+        """The loss mask of all tokens; None if it does not exist. Raises UserError if it has a different
+        length."""
+        prefix = loss_mask_prefix(self.prefix)
+        if len(file_paths(self.prefix)) == 2:
+            return None
+        mask = IndexedDataset(prefix, self.option, verify=False)
+        if (len(mask), mask.num_tokens, mask.dtype) != (len(self), self.num_tokens, LOSS_MASK_DTYPE):
+            raise UserError(
+                f"{self.source}: {index_path(prefix)} has {len(mask):,} documents with {mask.num_tokens:,} "
+                f"numbers of type {mask.dtype}, expected {len(self):,} with {self.num_tokens:,} of type "
+                f"{LOSS_MASK_DTYPE}, one per token: preprocess the data again"
+            )
+        return mask
+
+    @cached_property
     def _files(self) -> _TokenFiles:
         files = self._open(verify=False)
         if (len(files.sizes), len(files.tokens)) != (len(self), self.num_tokens):
@@ -320,155 +349,24 @@ def _read_header(path: str, file_bytes: int) -> tuple[np.dtype, int, int]:
     return DTYPE_OF_CODE[code], num_sequences, doc_idx_length
 
 
-@contextmanager
-def write_errors(path: str) -> Iterator[None]:
-    """Converts an OSError in the block, for example a full disk, to a UserError that names the file."""
-    try:
-        yield
-    except OSError as error:
-        full = error.errno in (errno.ENOSPC, errno.EDQUOT)
-        raise UserError(
-            f"cannot write {path}: {error.strerror}"
-            + (": free some space, or write to a different disk" if full else "")
-        ) from error
+def check_loss_mask(dataset: IndexedDataset, record: Mapping[str, Any]) -> None:
+    """Verifies the .idx file of the loss mask, if there is one. record: of the token files.
 
-
-class IndexedDatasetBuilder:
-    """Writes `{prefix}.bin` and `.idx`, under temporary names until `finalize`.
-
-    As a context manager it removes the temporary files on exit. Files that a killed process left are removed
-    by the next builder of the prefix.
+    Raises UserError if the mask is damaged, if its documents and the documents of the tokens have different
+    sizes, and if the record names a mask that does not exist.
     """
-
-    def __init__(self, prefix: str | os.PathLike[str], dtype: npt.DTypeLike) -> None:
-        self.prefix = os.fspath(prefix)
-        self.dtype = np.dtype(dtype).newbyteorder("<")
-        if self.dtype not in CODE_OF_DTYPE:
-            raise ValueError(f"token ids cannot be stored as {np.dtype(dtype)}")
-        suffix = f".{uuid.uuid4().hex}.tmp"
-        self._temporary_data = data_path(self.prefix) + suffix
-        self._temporary_index = index_path(self.prefix) + suffix
-        self._digest = hashlib.sha256()
-        self._sizes: list[npt.NDArray[np.int32]] = []
-        # The first sequence of each document. An appended dataset may have several sequences per document.
-        self._doc_idx: list[range | npt.NDArray[np.int64]] = []
-        self.num_documents = 0
-        self.num_tokens = 0
-        _remove_leftovers(self.prefix)
-        with write_errors(index_path(self.prefix)):
-            # Open until the last rename: the temporary files of a process that died are not locked.
-            self._index_file = create_locked(self._temporary_index)
-        with write_errors(data_path(self.prefix)):
-            self._file: BinaryIO = open(self._temporary_data, "xb")
-
-    def add_documents(self, tokens: npt.ArrayLike, sizes: npt.ArrayLike) -> None:
-        """Appends documents. tokens: their concatenated ids; sizes: the number of tokens of each document."""
-        ids, lengths = np.asarray(tokens), np.asarray(sizes, dtype=np.int64)
-        if int(lengths.sum()) != ids.size:
-            raise ValueError(f"got {ids.size} tokens for documents of {int(lengths.sum())} tokens in total")
-        if lengths.size == 0:
-            return
-        if lengths.max() > np.iinfo(np.int32).max:
-            raise UserError(f"a document has {int(lengths.max()):,} tokens, expected at most 2,147,483,647")
-        if ids.size and ids.dtype != self.dtype:
-            limits = np.iinfo(self.dtype)
-            if ids.min() < limits.min or ids.max() > limits.max:
-                raise ValueError(f"token ids {ids.min()} to {ids.max()} do not fit {self.dtype}")
-        self._write(np.ascontiguousarray(ids, dtype=self.dtype).data)
-        first = self.num_documents
-        self._append(lengths.astype("<i4"), ids.size, range(first, first + lengths.size))
-
-    def add_dataset(self, dataset: IndexedDataset, on_progress: Callable[[int], object]) -> None:
-        """Appends all documents of `dataset`, whose .bin file is copied as bytes.
-
-        on_progress: called with the number of bytes of each copied block. Raises UserError if the dtypes
-        differ.
-        """
-        if dataset.dtype != self.dtype:
+    prefix = loss_mask_prefix(dataset.prefix)
+    if dataset.loss_mask is None:
+        if LOSS_MASK_KEY in record:
             raise UserError(
-                f"{dataset.source} has token ids of type {dataset.dtype}, expected {self.dtype}: preprocess "
-                "the data again, with one tokenizer for all of it"
+                f"{dataset.source}: its loss mask, {data_path(prefix)}, does not exist: copy it and "
+                f"{index_path(prefix)}, or preprocess the data again"
             )
-        with open(data_path(dataset.prefix), "rb") as source:
-            while block := source.read(COPY_BLOCK):
-                self._write(block)
-                on_progress(len(block))
-        doc_idx = dataset.doc_idx[:-1] if len(dataset.doc_idx) else np.arange(len(dataset), dtype=np.int64)
-        self._append(dataset.sizes, dataset.num_tokens, doc_idx + self.num_documents)
-
-    def _append(
-        self, sizes: npt.NDArray[np.int32], num_tokens: int, doc_idx: range | npt.NDArray[np.int64]
-    ) -> None:
-        self._sizes.append(sizes)
-        self._doc_idx.append(doc_idx)
-        self.num_documents += len(sizes)
-        self.num_tokens += num_tokens
-
-    def _write(self, block: bytes | memoryview) -> None:
-        with write_errors(data_path(self.prefix)):
-            self._file.write(block)
-        self._digest.update(block)
-
-    def finalize(self, write_record: Callable[[dict[str, str]], object] = lambda digests: None) -> None:
-        """Writes the index and renames both files. A reader finds either both files or none.
-
-        write_record: called with the digests of .bin before the files get their names, so that no reader
-        finds them without their record.
-        """
-        with write_errors(index_path(self.prefix)):
-            self._write_index()
-        with write_errors(data_path(self.prefix)):
-            self._file.flush()
-            os.fsync(self._file.fileno())
-            self._file.close()
-        digests = {
-            "bin_sha256": self._digest.hexdigest(),
-            "bin_sample_sha256": sample_digest(self._temporary_data),
-        }
-        write_record(digests)
-        # The old index is removed first, so that it is never read together with the new .bin.
-        if os.path.exists(index_path(self.prefix)):
-            os.remove(index_path(self.prefix))
-        os.replace(self._temporary_data, data_path(self.prefix))
-        os.replace(self._temporary_index, index_path(self.prefix))
-        sync_file(Path(self.prefix).absolute().parent)
-        self._index_file.close()
-
-    def _write_index(self) -> None:
-        sizes = np.concatenate(self._sizes) if self._sizes else np.zeros(0, "<i4")
-        ends = np.cumsum(sizes, dtype=np.int64) * self.dtype.itemsize
-        file = self._index_file
-        doc_idx_length = sum(map(len, self._doc_idx)) + 1
-        file.write(HEADER.pack(MAGIC, VERSION, CODE_OF_DTYPE[self.dtype], len(sizes), doc_idx_length))
-        file.write(sizes.data)
-        file.write((ends - sizes.astype(np.int64) * self.dtype.itemsize).astype("<i8").data)
-        for doc_idx in self._doc_idx:
-            file.write(np.asarray(doc_idx, dtype="<i8").data)
-        file.write(np.array([len(sizes)], dtype="<i8").data)
-        file.flush()
-        os.fsync(file.fileno())
-
-    def discard(self) -> None:
-        """Removes the temporary files."""
-        for file in (self._file, self._index_file):
-            with suppress(OSError):  # on a full disk the flush fails again
-                file.close()
-        for path in (self._temporary_data, self._temporary_index):
-            with suppress(FileNotFoundError):  # renamed, or removed by the next builder as a leftover
-                os.remove(path)
-
-    def __enter__(self) -> IndexedDatasetBuilder:
-        return self
-
-    def __exit__(self, *exception: object) -> None:
-        self.discard()
-
-
-def _remove_leftovers(prefix: str) -> None:
-    """Removes temporary files of builders that died."""
-    for index in glob.glob(f"{glob.escape(index_path(prefix))}.*.tmp"):
-        with suppress(OSError), locked_leftover(index):
-            suffix = index.removeprefix(index_path(prefix))
-            with suppress(FileNotFoundError):
-                os.remove(data_path(prefix) + suffix)
-            os.remove(index)
+        return
+    mask = IndexedDataset(prefix, dataset.option)
+    if not np.array_equal(mask.sizes, dataset.sizes):
+        at = int(np.flatnonzero(mask.sizes != dataset.sizes)[0])
+        raise UserError(
+            f"{index_path(prefix)}: document {at} has {mask.sizes[at]:,} numbers, expected "
+            f"{dataset.sizes[at]:,}, one per token: preprocess the data again"
+        )

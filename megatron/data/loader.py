@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from megatron.data.blended_dataset import SampleDataset
+from megatron.data.sample import Sample, SampleDataset
 from megatron.errors import UserError
 
 PREFETCH_PER_WORKER = 2
@@ -30,7 +30,15 @@ class MicroBatch:
     labels: Tensor
     """int64 [batch, seq]: the tokens shifted by one."""
     loss_mask: Tensor
-    """float32 [batch, seq]"""
+    """float32 [batch, seq]: whether the label counts in the loss."""
+    document_ids: Tensor | None = None
+    """int64 [batch, seq]: each token's document in its sample; None if end-of-document tokens separate them,
+    or if the model does not need it."""
+
+    @property
+    def inputs(self) -> tuple[Tensor, ...]:
+        """The inputs of the first stage."""
+        return (self.tokens,) if self.document_ids is None else (self.tokens, self.document_ids)
 
     @classmethod
     def from_rows(cls, rows: Tensor, first_sample: int, masked_token: int | None = None) -> MicroBatch:
@@ -42,12 +50,32 @@ class MicroBatch:
             loss_mask[tokens == masked_token] = 0.0
         return cls(range(first_sample, first_sample + len(rows)), tokens, labels, loss_mask)
 
+    @classmethod
+    def from_samples(
+        cls, samples: Sequence[Sample], first_sample: int, eod: int | None, masks_eod: bool, has_ids: bool
+    ) -> MicroBatch:
+        """Returns the micro-batch with the samples of the run from `first_sample` on. eod: ends the documents
+        of a sample without document ids. masks_eod: see `from_rows`. has_ids: whether the micro-batch has
+        document ids."""
+        rows = torch.from_numpy(np.stack([sample.tokens for sample in samples]))
+        batch = cls.from_rows(rows, first_sample, eod if masks_eod else None)
+        document_ids = []
+        for row, sample in enumerate(samples):
+            if sample.loss_mask is not None:
+                batch.loss_mask[row] *= torch.from_numpy(sample.loss_mask[1:].astype(np.float32))
+            if has_ids:
+                ends = sample.tokens == eod
+                ids = np.cumsum(ends) - ends if sample.document_ids is None else sample.document_ids
+                document_ids.append(ids[:-1])
+        return replace(batch, document_ids=torch.from_numpy(np.stack(document_ids))) if has_ids else batch
+
     def truncated(self, seq_length: int) -> MicroBatch:
         """Returns the first `seq_length` tokens of each sample."""
         if seq_length >= self.tokens.shape[1]:
             return self
         parts = (x[:, :seq_length].contiguous() for x in (self.tokens, self.labels, self.loss_mask))
-        return MicroBatch(self.samples, *parts)
+        ids = None if self.document_ids is None else self.document_ids[:, :seq_length].contiguous()
+        return replace(MicroBatch(self.samples, *parts), document_ids=ids)
 
 
 class GPTBatchLoader:
@@ -59,6 +87,7 @@ class GPTBatchLoader:
 
     first_sample: number of the dataset's first sample in the run. reads_tokens: False for a rank that needs
     only the numbers of the samples. eod_mask_loss: whether the loss mask is 0 where the input token is `eod`.
+    needs_document_ids: whether micro-batches of a data set that knows its documents have document ids.
     vocab_size: size of the vocabulary without padding; a token id at or above it raises UserError, since the
     data was made with a different tokenizer. num_workers: number of threads that prefetch micro-batches; 0
     for none. Threads suffice because the files are memory-mapped.
@@ -73,6 +102,7 @@ class GPTBatchLoader:
         dp_size: int,
         eod: int | None = None,
         eod_mask_loss: bool = False,
+        needs_document_ids: bool = False,
         vocab_size: int | None = None,
         num_workers: int = 0,
         first_sample: int = 0,
@@ -87,7 +117,9 @@ class GPTBatchLoader:
         self.micro_batch_size = micro_batch_size
         self.dp_rank = dp_rank
         self.dp_size = dp_size
-        self._masked_token = eod if eod_mask_loss else None
+        self.masks_tokens = eod_mask_loss or dataset.has_loss_mask
+        """Whether loss masks may have zeros."""
+        self._form = eod, eod_mask_loss, needs_document_ids and dataset.has_loss_mask
         self._vocab_size = vocab_size
         self._first_sample, self._reads_tokens = first_sample, reads_tokens
         self._workers = ThreadPoolExecutor(num_workers, "data-prefetch") if num_workers > 0 else None
@@ -140,10 +172,12 @@ class GPTBatchLoader:
         if not self._reads_tokens:
             rows = torch.empty(self.micro_batch_size, 1, dtype=torch.int64)
             return MicroBatch.from_rows(rows, self._first_sample + start)
-        samples = np.stack([self.dataset[i] for i in range(start, start + self.micro_batch_size)])
-        if self._vocab_size is not None and not 0 <= samples.min() <= samples.max() < self._vocab_size:
+        samples = [self.dataset.sample(i) for i in range(start, start + self.micro_batch_size)]
+        smallest = min(sample.tokens.min() for sample in samples)
+        largest = max(sample.tokens.max() for sample in samples)
+        if self._vocab_size is not None and not 0 <= smallest <= largest < self._vocab_size:
             raise UserError(
-                f"the {self.dataset.name} data has token ids {samples.min()} to {samples.max()}, expected "
+                f"the {self.dataset.name} data has token ids {smallest} to {largest}, expected "
                 f"0 to {self._vocab_size - 1}: use the tokenizer that the data was preprocessed with"
             )
-        return MicroBatch.from_rows(torch.from_numpy(samples), self._first_sample + start, self._masked_token)
+        return MicroBatch.from_samples(samples, self._first_sample + start, *self._form)

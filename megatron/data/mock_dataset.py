@@ -6,6 +6,7 @@ import numpy as np
 import numpy.typing as npt
 
 from megatron.data.flags import SPLIT_NAMES
+from megatron.data.sample import Sample
 
 
 class MockDataset:
@@ -14,6 +15,8 @@ class MockDataset:
 
     A sample ends one document on average, if `eod`, the end-of-document token, is known.
     """
+
+    has_loss_mask = False
 
     def __init__(
         self, name: str, num_samples: int, seq_length: int, seed: int, vocab_size: int, eod: int | None
@@ -25,6 +28,9 @@ class MockDataset:
 
     def __len__(self) -> int:
         return self._num_samples
+
+    def sample(self, i: int) -> Sample:
+        return Sample(self[i])
 
     def __getitem__(self, i: int) -> npt.NDArray[np.int64]:
         if not 0 <= i < len(self):

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import json
 import multiprocessing
 import os
-import re
 import signal
 from argparse import Namespace
 from collections import Counter, deque
@@ -14,32 +12,28 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field
 from functools import partial
-from itertools import accumulate, chain, pairwise
+from itertools import accumulate, pairwise
 from multiprocessing import resource_tracker
 from multiprocessing.connection import Connection
 from queue import SimpleQueue
 from typing import Any
 
-import numpy as np
-import numpy.typing as npt
-
 from megatron.child_processes import end_with_parent, signals_blocked
 from megatron.config.sections.data import TOKENIZER_FIELDS
+from megatron.data.batch_encoder import BadLine, EncodedBatch, make_batch_encoder, output_keys
+from megatron.data.dataset_builder import IndexedDatasetBuilder, write_errors
 from megatron.data.indexed_dataset import (
     IndexedDataset,
-    IndexedDatasetBuilder,
+    check_loss_mask,
     data_path,
     sample_digest,
     smallest_dtype,
-    write_errors,
 )
-from megatron.data.text_files import MAX_LINE_BYTES, LineBatch, identity_of, read_batches, stem_of
+from megatron.data.text_files import LineBatch, identity_of, read_batches, stem_of
 from megatron.errors import UserError
-from megatron.text_table import first_few
 from megatron.tokenizer import Tokenizer, TokenizerFlags, build_tokenizer
-from megatron.tokenizer.backends import texts_encoder
-from megatron.tokenizer.fast import TextsEncoder, finder_of
 from megatron.tokenizer.flags import check_parse_special, tokenizer_settings
+from megatron.tokenizer.prompts import has_prompts, recorded_settings
 from megatron.tokenizer.vocabulary_record import (
     PARSE_SPECIAL_KEY,
     read_record,
@@ -49,35 +43,6 @@ from megatron.tokenizer.vocabulary_record import (
 )
 
 BATCHES_IN_FLIGHT_PER_WORKER = 3
-_JSON = json.JSONDecoder()
-_SURROGATE = re.compile("[\ud800-\udfff]")
-
-
-@dataclass(frozen=True)
-class BadLine:
-    """A line that cannot be used."""
-
-    path: str
-    line: int
-    reason: str
-
-    def __str__(self) -> str:
-        return f"{self.path}, line {self.line}: {self.reason}"
-
-
-@dataclass(frozen=True)
-class EncodedBatch:
-    """The tokens of a batch. documents: for each JSON key, (concatenated ids, tokens per document)."""
-
-    documents: dict[str, tuple[npt.NDArray[Any], npt.NDArray[np.int64]]]
-    input_bytes: int
-    num_lines: int
-    """Lines that are not blank."""
-    bad_lines: list[BadLine]
-    empty_documents: dict[str, int]
-    """Per JSON key, the number of documents without tokens, which are skipped."""
-    special_tokens: Counter[str]
-    """Special tokens that the texts contain literally."""
 
 
 @dataclass
@@ -95,64 +60,6 @@ class Progress:
     """Special tokens that the texts contain literally."""
     indivisible_tokens: Counter[str] = field(default_factory=Counter)
     """Special tokens that the model of the tokenizer, a list of words for example, does not split."""
-
-
-@dataclass(frozen=True)
-class BatchEncoder:
-    """Tokenizes batches of jsonl lines."""
-
-    texts_encoder: TextsEncoder
-    json_keys: tuple[str, ...]
-    dtype: npt.DTypeLike
-    """Type of the ids in the result."""
-    eod: int | None
-    """This id ends each document; None for no id."""
-    find_special: Callable[[str], list[str]]
-    """Lists the special tokens in a text."""
-
-    def encode(self, batch: LineBatch) -> EncodedBatch:
-        """Tokenizes the texts of a batch. An invalid line is listed in `bad_lines` and gives no document.
-
-        Blank lines and documents without tokens are skipped, as in Megatron. Removes the lines from the
-        batch, since tokenizing a long line needs their memory.
-        """
-        num_bytes = sum(map(len, batch.lines))
-        texts, bad_lines, num_lines = self._parse(batch)
-        batch.lines.clear()
-        is_first = batch.first_line == 1
-        documents = {key: self._tokenize(texts[key], is_first) for key in self.json_keys}
-        empty = {key: len(texts[key]) - len(documents[key][1]) for key in self.json_keys}
-        special = Counter(chain.from_iterable(map(self.find_special, chain.from_iterable(texts.values()))))
-        return EncodedBatch(documents, num_bytes, num_lines, bad_lines, empty, special)
-
-    def _parse(self, batch: LineBatch) -> tuple[dict[str, list[str]], list[BadLine], int]:
-        """Returns the texts of each key, the bad lines, and the number of lines that are not blank."""
-        texts: dict[str, list[str]] = {key: [] for key in self.json_keys}
-        bad_lines = []
-        num_lines = 0
-        for number, line in enumerate(batch.lines, batch.first_line):
-            if not line.strip():
-                continue
-            num_lines += 1
-            fields = parse_line(line, self.json_keys)
-            if isinstance(fields, str):
-                bad_lines.append(BadLine(batch.path, number, fields))
-                continue
-            for key, text in zip(self.json_keys, fields, strict=True):
-                texts[key].append(text)
-        return texts, bad_lines, num_lines
-
-    def _tokenize(
-        self, texts: Sequence[str], is_first: bool
-    ) -> tuple[npt.NDArray[Any], npt.NDArray[np.int64]]:
-        ids, sizes = self.texts_encoder.encode(texts, is_first)
-        sizes = sizes[sizes > 0]
-        if self.eod is not None:
-            ids = np.insert(ids, np.cumsum(sizes), self.eod)
-            sizes = sizes + 1
-        if ids.size and int(ids.max()) > np.iinfo(self.dtype).max:
-            raise ValueError(f"token id {ids.max()} does not fit {np.dtype(self.dtype)}")
-        return ids.astype(self.dtype), sizes
 
 
 BatchesEncoder = Callable[[Iterator[LineBatch]], Iterator[EncodedBatch]]
@@ -173,7 +80,8 @@ def preprocess(
     note: Callable[[str], object] = lambda line: None,
 ) -> Progress:
     """Tokenizes the files `inputs` into `{output_prefix}_{key}_document.bin` and `.idx` per JSON key. If
-    `output_prefix` ends with '/', it is a folder that gets such files for each input, named after it.
+    `output_prefix` ends with '/', it is a folder that gets such files for each input, named after it. The
+    keys of prompts (`megatron.tokenizer.prompts`) give one pair of files with a loss mask.
 
     Each pair of files gets a record (`megatron.tokenizer.vocabulary_record`) of its vocabulary, its tokens
     and its inputs. Files that exist, and whose record names equal inputs and settings, are kept. `report` is
@@ -186,13 +94,14 @@ def preprocess(
     tokenizer = build_tokenizer(flags, parse_special=parse_special)
     check_parse_special(tokenizer, parse_special)
     keys = tuple(dict.fromkeys(json_keys))
-    documents, tokens, empty = (dict.fromkeys(keys, 0) for _ in range(3))
+    documents, tokens, empty = (dict.fromkeys(output_keys(keys), 0) for _ in range(3))
     progress = Progress(documents, tokens, empty)
     settings = {
         "append_eod": append_eod,
         "skip_bad_lines": skip_bad_lines,
         PARSE_SPECIAL_KEY: parse_special,
         "vocabulary_sha256": vocabulary_digest(tokenizer),
+        **recorded_settings(tokenizer, keys),
     }
     with ExitStack() as stack:
         encode: BatchesEncoder | None = None
@@ -242,19 +151,19 @@ class _Job:
 
     def is_done(self, keys: Sequence[str]) -> bool:
         """Returns whether the files of all JSON keys were made from equal inputs with equal settings."""
-        return all(self._is_done(output_name(self.prefix, key), self._details(key)) for key in keys)
+        names = {key: output_name(self.prefix, key) for key in output_keys(keys)}
+        return all(self._is_done(name, self._details(key)) for key, name in names.items())
 
     def _is_done(self, name: str, details: dict[str, Any]) -> bool:
         if None in details["made_from"]:
             return False  # nothing identifies the content of a pipe
         try:
             record = read_record(name)
-            return (
-                record is not None
-                and record.items() >= details.items()
-                and len(IndexedDataset(name, "--output-prefix", verify=False)) > 0
-                and record["bin_sample_sha256"] == sample_digest(data_path(name))
-            )
+            if record is None or not record.items() >= details.items():
+                return False
+            dataset = IndexedDataset(name, "--output-prefix", verify=False)
+            check_loss_mask(dataset, record)
+            return len(dataset) > 0 and record["bin_sample_sha256"] == sample_digest(data_path(name))
         except (UserError, KeyError):
             return False  # damaged or incomplete
 
@@ -269,14 +178,18 @@ class _Job:
     ) -> None:
         """Writes the files. See `preprocess`."""
         # Read before the content: an input that changes meanwhile does not look done afterwards.
-        details = {key: self._details(key) for key in keys}
+        outputs = output_keys(keys)
+        details = {key: self._details(key) for key in outputs}
         first_skipped = len(progress.skipped)
         with ExitStack() as stack:
             dtype = smallest_dtype(self.tokenizer.vocab_size)
             builders = {
-                key: stack.enter_context(IndexedDatasetBuilder(output_name(self.prefix, key), dtype))
-                for key in keys
+                key: stack.enter_context(
+                    IndexedDatasetBuilder(output_name(self.prefix, key), dtype, has_prompts(keys))
+                )
+                for key in outputs
             }
+            counted = 0
             for result in encode(read_batches(self.inputs, keys)):
                 if result.bad_lines and not self.settings["skip_bad_lines"]:
                     raise UserError(
@@ -288,10 +201,11 @@ class _Job:
                 progress.input_bytes += result.input_bytes
                 progress.special_tokens += result.special_tokens
                 for key, (ids, sizes) in result.documents.items():
-                    builders[key].add_documents(ids, sizes)
+                    builders[key].add_documents(ids, sizes, result.loss_masks.get(key))
                     progress.documents[key] += len(sizes)
                     progress.tokens[key] += len(ids)
                     progress.empty_documents[key] += result.empty_documents[key]
+                counted += sum(int(mask.sum()) for mask in result.loss_masks.values())
                 if report is not None:
                     report(progress)
             for key, builder in builders.items():
@@ -309,7 +223,7 @@ class _Job:
                 builder.finalize(partial(self._write_record, builder.prefix, details[key]))
                 note(
                     f"{builder.prefix}: {builder.num_documents:,} documents, {builder.num_tokens:,} tokens "
-                    "(.bin and .idx)"
+                    "(.bin and .idx)" + (f"; {counted:,} count in the loss" if has_prompts(keys) else "")
                 )
 
     def _write_record(self, name: str, details: dict[str, Any], digests: dict[str, str]) -> None:
@@ -320,31 +234,6 @@ class _Job:
 def output_name(output_prefix: str, json_key: str) -> str:
     """Returns the prefix of the token files of one JSON key, named as in Megatron."""
     return f"{output_prefix}_{json_key}_document"
-
-
-def parse_line(line: bytes, json_keys: Sequence[str]) -> list[str] | str:
-    """Returns the texts under `json_keys`, or the reason why the line is invalid."""
-    if len(line) > MAX_LINE_BYTES:
-        return f"longer than {MAX_LINE_BYTES:,} bytes, split the document into several lines"
-    try:
-        record = _JSON.decode(line.decode().removeprefix("\ufeff"))
-    except UnicodeDecodeError as error:
-        return f"not UTF-8 text ({error.reason} at byte {error.start})"
-    except (ValueError, RecursionError) as error:
-        return f"not valid JSON ({error})"
-    if not isinstance(record, dict):
-        return f"expected a JSON object, got {type(record).__name__}"
-    texts = []
-    for key in json_keys:
-        if key not in record:
-            return f"has no key '{key}', its keys are {first_few(f'{name!r:.40}' for name in record)}"
-        text = record[key]
-        if not isinstance(text, str):
-            return f"expected text under '{key}', got {text!r:.40}"
-        if not text.isascii() and _SURROGATE.search(text):
-            return f"the text under '{key}' has an unpaired surrogate"
-        texts.append(text)
-    return texts
 
 
 @contextmanager
@@ -359,7 +248,7 @@ def _batches_encoder(
     """Yields a function that applies `BatchEncoder.encode` to each batch, in `workers` processes, and yields
     the results in order. tokenizer: the one of `flags`."""
     settings = (json_keys, append_eod, backend)
-    encoder = _encoder(tokenizer, *settings)
+    encoder = make_batch_encoder(tokenizer, *settings)
     if workers == 1:
         yield partial(map, encoder.encode)
         return
@@ -432,10 +321,10 @@ class _Worker:
 def _encode_batches(
     pipe: Connection, flags: dict[str, str], settings: tuple[Any, ...], parse_special: bool
 ) -> None:
-    """Encodes the batches that arrive. flags: see `tokenizer_settings`; settings: arguments of `_encoder`."""
+    """Encodes the batches that arrive. flags: see `tokenizer_settings`, settings: `make_batch_encoder`."""
     end_with_parent()
     given: dict[str, str | None] = {**dict.fromkeys(TOKENIZER_FIELDS), **flags}
-    encoder = _encoder(build_tokenizer(Namespace(**given), parse_special=parse_special), *settings)
+    encoder = make_batch_encoder(build_tokenizer(Namespace(**given), parse_special=parse_special), *settings)
     with suppress(EOFError, ConnectionError):  # the main process has ended
         while True:
             batch = _receive(pipe)
@@ -451,12 +340,3 @@ def _receive(pipe: Connection) -> LineBatch:
     content = pipe.recv_bytes()
     ends = [0, *accumulate(sizes)]
     return LineBatch(path, first_line, [content[start:end] for start, end in pairwise(ends)])
-
-
-def _encoder(
-    tokenizer: Tokenizer, json_keys: tuple[str, ...], append_eod: bool, backend: str
-) -> BatchEncoder:
-    eod = tokenizer.eod if append_eod else None
-    dtype = smallest_dtype(tokenizer.vocab_size)
-    find_special = finder_of(tokenizer.special_tokens)
-    return BatchEncoder(texts_encoder(tokenizer, backend), json_keys, dtype, eod, find_special)

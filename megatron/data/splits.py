@@ -23,7 +23,13 @@ from megatron.data.flags import (
     splits_with_own_data,
 )
 from megatron.data.index_stamp import IndexStamp, statuses
-from megatron.data.indexed_dataset import IndexedDataset, data_path, index_path, sample_digest
+from megatron.data.indexed_dataset import (
+    IndexedDataset,
+    check_loss_mask,
+    data_path,
+    file_paths,
+    sample_digest,
+)
 from megatron.errors import UserError
 from megatron.text_table import first_few
 from megatron.tokenizer.vocabulary_record import read_record, record_path
@@ -73,7 +79,7 @@ def verify_token_files(data: DataConfig, shard: tuple[int, int] = (0, 1)) -> Ind
     for option, prefix in stamp.prefixes:
         if stamp.facts(prefix) is not None:
             continue
-        found = statuses((index_path(prefix), data_path(prefix)))
+        found = statuses(file_paths(prefix))
         dataset = IndexedDataset(prefix, option)
         record = read_record(prefix) or {}
         expected = record.get("bin_sample_sha256")
@@ -82,6 +88,7 @@ def verify_token_files(data: DataConfig, shard: tuple[int, int] = (0, 1)) -> Ind
                 f"{option} {prefix}: the tokens of the .bin file are not those of {record_path(prefix)}: "
                 "another program replaced the file, or it is damaged; preprocess the data again"
             )
+        check_loss_mask(dataset, record)
         stamp.record_token_files(dataset, found)
     return stamp
 

@@ -3,7 +3,7 @@
 A graph repeats the kernels that it has captured, with equal addresses and numbers, and runs no Python code.
 The host needs one call per micro-batch, not one per kernel: small models and short micro-batches are no
 longer limited by the host. What differs between micro-batches is copied to fixed addresses before each
-replay: tokens, labels, loss mask, and the keys of the dropout masks. The loss scale and the number of
+replay: tokens, labels, their weights, and the keys of the dropout masks. The loss scale and the number of
 micro-batches are numbers in the graph; if one of them or a shape changes, the next micro-batch runs eagerly,
 and the one after it is captured again.
 
@@ -41,23 +41,23 @@ class MicroBatchGraph:
         self._graph: Any = None
         self._inputs: list[Tensor] = []
         self._dropout_keys: Tensor | None = None
-        self._results: tuple[Tensor, ...] = ()
+        self._loss: Tensor | None = None
         self._read: list[torch.UntypedStorage] = []
         """The memory outside of the graph that it reads or writes. A replay knows only addresses."""
 
     def run(
         self, inputs: Sequence[Tensor], samples: Sequence[int], loss_scale: float, micro_batches: int
-    ) -> tuple[Tensor, Tensor, Tensor]:
+    ) -> Tensor:
         """Adds the gradients of the micro-batch's loss x loss_scale / micro_batches to the sums of the step.
 
-        inputs: tokens, labels and loss mask, each [batch, seq], on the device. Returns the loss, a scalar,
-        and `CrossEntropy.sample_totals`. Weights must not be in a collective.
+        inputs: `MicroBatch.inputs`, labels and weights of the labels, each [batch, seq], on the device.
+        Returns the loss, a scalar. Parameters must not be in a collective.
         """
         numbers = loss_scale, micro_batches
         key = ([(x.shape, x.dtype) for x in inputs], numbers)
         if key != self._key:
             # Runs eagerly: first passes fill tables and choose kernels, which a capture must not do.
-            self._key, self._graph, self._results, self._read = key, None, (), []
+            self._key, self._graph, self._loss, self._read = key, None, None, []
             return self._pass(inputs, Samples(samples), *numbers)
         if self._graph is None:
             self._graph = get_accelerator().create_graph()
@@ -71,8 +71,8 @@ class MicroBatchGraph:
             with self._rng.use_samples(samples):
                 self._dropout_keys.copy_(self._rng.host_keys(), non_blocking=True)
         get_accelerator().replay_graph(self._graph)
-        loss, losses, tokens = (x.clone() for x in self._results)
-        return loss, losses, tokens
+        assert self._loss is not None
+        return self._loss.clone()
 
     def _capture(
         self, inputs: Sequence[Tensor], samples: Sequence[int], loss_scale: float, micro_batches: int
@@ -88,20 +88,21 @@ class MicroBatchGraph:
         # data loader's thread pins memory, or the checkpoint writer's waits for a copy.
         capture.capture_error_mode = "thread_local"
         with _MemoryOutside() as outside, capture:
-            self._results = self._pass(self._inputs, fixed, loss_scale, micro_batches)
+            self._loss = self._pass(self._inputs, fixed, loss_scale, micro_batches)
         self._read = list(outside.storages.values())
         _LOG.info("cuda graph: captured the forward and backward pass of a micro-batch")
 
     def _pass(
         self, inputs: Sequence[Tensor], samples: Samples, loss_scale: float, micro_batches: int
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        tokens, labels, loss_mask = inputs
+    ) -> Tensor:
+        *tokens, labels, weights = inputs
         module = self._module
         samples.loss_gradient = loss_scale / micro_batches
         with self._rng.use_samples(samples), module.fused_head_loss(samples.loss_gradient):
-            loss = module.loss(module(tokens), (labels, loss_mask))
+            outputs = module(tokens[0] if len(tokens) == 1 else tuple(tokens))
+            loss = module.loss(outputs, (labels, weights))
             (loss * loss_scale / micro_batches).backward()
-        return loss.detach(), *module.cross_entropy.sample_totals
+        return loss.detach()
 
 
 @lru_cache

@@ -44,8 +44,13 @@ class ScheduleExecutor(PatchedPipelineEngine):
 
     loss: Tensor
     total_loss: Tensor | None
-    _sample_totals: list[tuple[Tensor, Tensor]]
-    """`CrossEntropy.sample_totals` of each micro-batch of this rank."""
+    _tokens_per_micro_batch: Tensor | None = None
+    """Mean numbers of unmasked tokens in the micro-batches of all ranks in a step, see `loss_inputs`; None if
+    it masks none."""
+    _loss_tokens: Tensor | int = 0
+    """The tokens over which the loss of a micro-batch is a mean, whatever its mask."""
+    _own_tokens = 0.0
+    """Number of unmasked tokens in this rank's micro-batches."""
     grad_layer: Tensors | None
     _is_built = False
     _model_chunk_id: int | None = None
@@ -125,7 +130,7 @@ class ScheduleExecutor(PatchedPipelineEngine):
 
     def _exec_schedule(self, pipe_schedule: InstructionSchedule) -> None:
         self._buffers_per_chunk = pipe_schedule.num_micro_batches
-        self._sample_totals = []
+        self._own_tokens = 0.0
         super()._exec_schedule(pipe_schedule)
         self._wait_for_sends()
 
@@ -144,10 +149,24 @@ class ScheduleExecutor(PatchedPipelineEngine):
 
         buffers["samples"][buffer_id] = micro_batch.samples
         if self.is_first_stage():
-            buffers["inputs"][buffer_id] = (send(micro_batch.tokens),)
+            buffers["inputs"][buffer_id] = tuple(map(send, micro_batch.inputs))
         if self.is_last_stage():
             last = (len(self._stages) - 1) * self._buffers_per_chunk
-            buffers["labels"][last + buffer_id] = (send(micro_batch.labels), send(micro_batch.loss_mask))
+            mask = micro_batch.loss_mask
+            own_tokens = mask.sum().item()  # in host memory
+            counts: Tensor | list[int] | None = None
+            if self.module.training:
+                counts = self._tokens_per_micro_batch
+            if self.module.training and counts is None and own_tokens < mask.numel():
+                raise ValueError("the step masks tokens: expected train_step(..., masks_tokens=True)")
+            if counts is None:
+                depths = range(self.module.loss_depths if self.module.training else 1)
+                counts = [max(mask[:, depth:].numel(), 1) for depth in depths]
+            self._own_tokens += own_tokens
+            self._loss_tokens = counts[0]
+            inputs = map(send, micro_batch.inputs if self.module.loss_reads_tokens else ())
+            read = self.module.loss_inputs(send(micro_batch.labels), send(mask), counts, *inputs)
+            buffers["labels"][last + buffer_id] = read
 
     def _exec_forward_pass(self, buffer_id: int, model_chunk_id: int) -> None:
         buffers, following = self.pipe_buffers, self._next_on_this_rank(buffer_id, model_chunk_id)
@@ -180,15 +199,14 @@ class ScheduleExecutor(PatchedPipelineEngine):
             self.outputs = outputs
         labels = self.pipe_buffers["labels"][buffer_id]
         self.loss = self.module.loss_fn(outputs, labels) if self._compute_loss else outputs
-        self._count_loss(self.loss.detach(), self.module.cross_entropy.sample_totals)
+        self._count_loss(self.module.main_loss if self._compute_loss else outputs.detach())
         if torch.is_grad_enabled():
             self.pipe_buffers["losses"][buffer_id] = self.loss
 
-    def _count_loss(self, loss: Tensor, sample_totals: tuple[Tensor, Tensor]) -> None:
+    def _count_loss(self, loss: Tensor) -> None:
         """Adds the loss of a micro-batch to the sums of the step or evaluation."""
         self.fwd_outputs.append(loss)
         self.total_loss = loss.clone() if self.total_loss is None else self.total_loss + loss
-        self._sample_totals.append(sample_totals)
 
     def token_totals(self) -> Tensor:
         """Returns, of all unmasked tokens of the last step or evaluation, the sum of their losses and their
@@ -204,10 +222,9 @@ class ScheduleExecutor(PatchedPipelineEngine):
         """Returns this replica's part of `token_totals`; zeros without a head."""
         if not self.is_last_stage():
             return torch.zeros(2, device=self.device)
-        losses, tokens = map(torch.cat, zip(*self._sample_totals, strict=True))
-        # The weights of a sample's tokens add up to CP / rows of the micro-batch.
-        rows, cp_size = len(self._sample_totals[0][0]), self.module.mesh.cp.size
-        return torch.stack((torch.dot(losses, tokens) * rows, tokens.sum())) / cp_size
+        losses = torch.stack(self.fwd_outputs).sum() * self._loss_tokens
+        # Each context-parallel rank has CP times its part of the loss, and counts all tokens.
+        return torch.stack((losses, torch.full_like(losses, self._own_tokens))) / self.module.mesh.cp.size
 
     def _aggregate_total_loss(self) -> Tensor:
         """Entry 18 of `engine.workarounds`."""

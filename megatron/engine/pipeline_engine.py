@@ -1,7 +1,7 @@
 """The engine of a run: DeepSpeed's pipeline engine with this repository's optimizer and dropout."""
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
@@ -20,6 +20,7 @@ from megatron.engine.device_progress import DeviceProgress
 from megatron.engine.executor import ScheduleExecutor
 from megatron.engine.pass_times import PassTimes
 from megatron.engine.profiler_ranges import TRAIN_STEP, profiler_range
+from megatron.model.attention.qk_clip import QKClip, records_logits
 from megatron.model.experts import RouterBalance
 from megatron.model.layer_list import PARAMETER_DTYPES
 from megatron.model.pipeline_module import GPTModelPipe
@@ -106,15 +107,17 @@ class GPTEngine(ScheduleExecutor):
         lr: float,
         *,
         seq_length: int | None = None,
+        masks_tokens: bool = False,
         skips_non_finite: bool | None = None,
         skip_update_fn: Callable[[float, float], bool] | None = None,
         exit_code_fn: Callable[[], int] | None = None,
         heartbeat: Callable[[], None] | None = None,
     ) -> Tensor:
-        """Trains one step; returns the mean loss over the unmasked tokens, on the device.
+        """Trains one step on the mean loss over the unmasked tokens of all ranks; returns it, on the device.
 
         micro_batches: for this data-parallel rank. lr: learning rate of the step. seq_length: tokens per
-        sample of `micro_batches`, by default --seq-length. skips_non_finite, exit_code_fn: see
+        sample of `micro_batches`, by default --seq-length. masks_tokens: whether their loss masks may have
+        zeros; all of them are then read before the first pass. skips_non_finite, exit_code_fn: see
         `MixedPrecisionOptimizer.begin_step`. skip_update_fn: given the mean loss and the grad norm, equal on
         all ranks, returns whether to skip the update. heartbeat: called for every micro-batch. Raises
         NonFiniteError on all ranks, before the update.
@@ -123,6 +126,10 @@ class GPTEngine(ScheduleExecutor):
         self._seq_length = seq_length or self.run.config.model.seq_length
         if global_batch_size != self.train_batch_size():
             super().set_train_batch_size(global_batch_size * self.mesh.cp_size)
+        self._tokens_per_micro_batch = None
+        if masks_tokens:
+            batches = list(micro_batches)
+            micro_batches, self._tokens_per_micro_batch = iter(batches), self._mean_tokens(batches)
         self.optimizer.begin_step(
             skips_non_finite,
             skip_update_fn and (lambda grad_norm: skip_update_fn(*self._loss_and_norm_everywhere(grad_norm))),
@@ -156,6 +163,17 @@ class GPTEngine(ScheduleExecutor):
         )
         self._free_pipe_buffers()
         return self.token_totals()
+
+    def _mean_tokens(self, batches: Sequence[MicroBatch]) -> Tensor:
+        """Returns the mean number of unmasked tokens in the micro-batches of all ranks, on the device, where
+        it is at least the inverse of their number: of the main model, then of each layer for multi-token
+        prediction. Collective on the ranks of the last stage."""
+        depths = range(self.module.loss_depths)
+        own = [float(sum(batch.loss_mask[:, depth:].sum() for batch in batches)) for depth in depths]
+        tokens = torch.tensor(own, device=self.device) / self.mesh.cp_size
+        if self.is_last_stage() and self.is_data_parallel:
+            dist.all_reduce(tokens, group=self.grid.get_data_parallel_group())
+        return tokens.clamp_(min=1.0) / (len(batches) * self.mesh.dp_size)
 
     def train_batch_size(self) -> int:
         """Returns the global batch size. DeepSpeed counts a sample once per context-parallel rank, and checks
@@ -222,8 +240,8 @@ class GPTEngine(ScheduleExecutor):
         buffers["inputs"][buffer_id] = buffers["labels"][buffer_id] = None
         samples, scale = buffers["samples"][buffer_id], self.optimizer.scaler.scale
         with self._timed_pass():
-            self.loss, *totals = graph.run(inputs, samples, scale, self.micro_batches)
-        self._count_loss(self.loss, (totals[0], totals[1]))
+            self.loss = graph.run(inputs, samples, scale, self.micro_batches)
+        self._count_loss(self.loss)
 
     def _exec_backward_pass(self, buffer_id: int, model_chunk_id: int) -> None:
         if self._graph:
@@ -287,6 +305,7 @@ def mixed_precision_optimizer(
         averages_replicated=config.stability.sync_tp_duplicated_parameters,
         overwrites_gradients=calls_hooks and not config.training.compile,
         state_rule=RouterBalance(model, mesh),
+        row_scaling=QKClip(model, mesh, config, model.metrics) if records_logits(config) else None,
         weights_changed_fn=None if model.fp8 is None else model.fp8.weights_changed,
     )
 

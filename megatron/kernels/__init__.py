@@ -12,18 +12,18 @@ has a reference implementation in PyTorch, which also serves CPUs and GPUs witho
     optimizer      norms of many tensors                `optimizer.gradient_norm.accurate_norm`
                    copy that finds non-finite elements  `optimizer.flat_group.move_grad`
                    AdamW                                `torch.optim.AdamW`
-    attention      flash attention with hash dropout    `model.core_attention.CoreAttention`
+    attention      flash attention with hash dropout    `model.attention.core_attention.CoreAttention`
     windowed_attention
-                   PyTorch's flash kernel with a window `model.core_attention.CoreAttention`
+                   PyTorch's flash kernel with a window `model.attention.core_attention.CoreAttention`
     cross_entropy  loss and gradient of logits          `mpu.logit_chunks.LogitChunks`
     embedding      gradient of an embedding             `mpu.embedding._add_rows`
-    rotary         split projection, norms of heads,    `model.qk_norm.head_norms`,
+    rotary         split projection, norms of heads,    `model.attention.qk_norm.head_norms`,
                    rotary positions                     `model.position.RotaryEmbedding.rotate`
     fp8            FP8 matrices and their products      in `fp8` itself
     grouped_linear products of groups with experts      loops in `grouped_linear` itself
 
 Gradients of biases and norms are sums over rows in a fixed order, without atomic additions: `column_sums`.
 `operators` makes an operator of a function that launches a kernel. `selection` chooses between kernel and
-reference implementation; for attention, `model.attention_choice` does, and for experts
+reference implementation; for attention, `model.attention.choice` does, and for experts
 `grouped_linear.implementation`, which also knows torch's grouped product.
 """

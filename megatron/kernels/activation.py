@@ -1,4 +1,5 @@
-"""Operators of an MLP's activation: plain, or gated, value * activation(gate) with both in one tensor.
+"""Operators of an MLP's activation: plain, or gated, (value + offset) * activation(gate) with both in one
+tensor.
 
 Each element is read once and written once. The backward pass writes in place, which saves the largest tensor
 of a layer's backward pass. The reference implementation is in `model.activations`.
@@ -10,6 +11,8 @@ pass over memory is needed for it.
 
 from __future__ import annotations
 
+import math
+from collections.abc import Sequence
 from functools import lru_cache
 from typing import Any
 
@@ -22,7 +25,7 @@ from megatron.kernels.operators import Launch, first_order, operator
 
 ACTIVATIONS = {"gelu": "geglu_tanh", "gelu_exact": "geglu"}
 """The values of --activation that the kernels compute, and their names in `triton_kernels`."""
-GATED_ACTIVATIONS = ("swiglu", "geglu", "geglu_tanh", "reglu", "liglu")
+GATED_ACTIVATIONS = ("swiglu", "geglu", "geglu_tanh", "quick_geglu", "reglu", "liglu")
 """The values of --glu-activation that the kernels compute."""
 BLOCK, GATED_BLOCK, BLOCK_COLUMNS = 4096, 1024, 256
 OPTIONS = {"num_warps": 4, "enable_fp_fusion": False}
@@ -36,24 +39,29 @@ def fused_activation(x: Tensor, bias: Tensor | None, activation: str) -> Tensor:
     afterwards. Autograd raises an error in a second backward pass, and in the backward pass of another
     function that has saved `x`.
     """
-    return _Activation.apply(x, bias, ACTIVATIONS[activation], False)
+    return _Activation.apply(x, bias, ACTIVATIONS[activation], None)
 
 
-def gated_activation(wide: Tensor, activation: str) -> Tensor:
-    """[..., 2n], first the values, then the gates -> [..., n]. activation: one of `GATED_ACTIVATIONS`. The
+def gated_activation(
+    wide: Tensor, activation: str, limit: float | None = None, offset: float = 0.0
+) -> Tensor:
+    """Returns (value + offset) * activation(gate): [..., 2n], first the values, then the gates -> [..., n].
+    activation: one of `GATED_ACTIVATIONS`. limit: gates are at most as large, values in -limit to limit. The
     backward pass overwrites `wide`: see `fused_activation`."""
-    return _Activation.apply(wide, None, activation, True)
+    return _Activation.apply(wide, None, activation, (math.inf if limit is None else limit, offset))
 
 
 @first_order
 class _Activation(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, bias: Tensor | None, activation: str, is_gated: bool) -> Tensor:
+    def forward(
+        ctx: Any, x: Tensor, bias: Tensor | None, activation: str, gate: Sequence[float] | None
+    ) -> Tensor:
         x = x.contiguous()
         ctx.save_for_backward(x)
-        ctx.activation, ctx.is_gated = activation, is_gated
+        ctx.activation, ctx.gate = activation, gate
         ctx.dtype = None if bias is None else bias.dtype
-        return activation_op(x, activation, is_gated)
+        return activation_op(x, activation, gate)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor | None, None, None]:
@@ -62,18 +70,18 @@ class _Activation(torch.autograd.Function):
         if ctx.needs_input_grad[1]:
             sums = sum_blocks(activation_and_bias_backward_op(grad, x, ctx.activation), ctx.dtype)
         else:
-            activation_backward_op(grad, x, ctx.activation, ctx.is_gated)
+            activation_backward_op(grad, x, ctx.activation, ctx.gate)
         increment_version(x)
         return x, sums, None, None
 
 
 @operator("activation")
-def activation_op(x: Tensor, activation: str, is_gated: bool) -> Tensor:
-    """Launches the kernel of the forward pass; `x` is contiguous."""
-    columns = x.shape[-1] // 2 if is_gated else x.shape[-1]
+def activation_op(x: Tensor, activation: str, gate: Sequence[float] | None) -> Tensor:
+    """Launches the kernel of the forward pass; `x` is contiguous. gate: limit and offset if it is gated."""
+    columns = x.shape[-1] if gate is None else x.shape[-1] // 2
     out = x.new_empty((*x.shape[:-1], columns))
-    if is_gated:
-        _gated_launch("gated_activation_kernel", columns, activation)(x, out, grid=_gated_grid(out))
+    if gate is not None:
+        _gated_launch("gated_activation_kernel", columns, activation, *gate)(x, out, grid=_gated_grid(out))
     else:
         grid = (-(-x.numel() // BLOCK), 1)
         _launch("activation_kernel", columns, activation, BLOCK=BLOCK)(x, out, _num_rows(x), grid=grid)
@@ -81,10 +89,10 @@ def activation_op(x: Tensor, activation: str, is_gated: bool) -> Tensor:
 
 
 @operator("activation_backward", mutates_args=("x",))
-def activation_backward_op(grad: Tensor, x: Tensor, activation: str, is_gated: bool) -> None:
+def activation_backward_op(grad: Tensor, x: Tensor, activation: str, gate: Sequence[float] | None) -> None:
     """Overwrites `x` with its gradient, from the contiguous gradient of the output."""
-    if is_gated:
-        launch = _gated_launch("gated_activation_backward_kernel", grad.shape[-1], activation)
+    if gate is not None:
+        launch = _gated_launch("gated_activation_backward_kernel", grad.shape[-1], activation, *gate)
         launch(grad, x, grid=_gated_grid(grad))
     else:
         _launch_backward(grad, x, None, activation, TILE_ROWS)
@@ -121,9 +129,9 @@ def _launch(kernel: str, columns: int, activation: str, **constants: int) -> Lau
 
 
 @lru_cache(maxsize=1024)
-def _gated_launch(kernel: str, width: int, activation: str) -> Launch:
-    kernel = f"triton_kernels.{kernel}"
-    return Launch(kernel, None, OPTIONS, width=width, ACTIVATION=activation, BLOCK=GATED_BLOCK)
+def _gated_launch(kernel: str, width: int, activation: str, limit: float, offset: float) -> Launch:
+    numbers = {"width": width, "ACTIVATION": activation, "LIMIT": limit, "OFFSET": offset}
+    return Launch(f"triton_kernels.{kernel}", None, OPTIONS, BLOCK=GATED_BLOCK, **numbers)
 
 
 def _gated_grid(out: Tensor) -> tuple[int, int]:

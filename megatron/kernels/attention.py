@@ -1,14 +1,18 @@
-"""Operators of causal flash attention with hash dropout, ALiBi and document boundaries.
+"""Operators of causal flash attention with hash dropout, ALiBi, document boundaries, sinks and capped scores.
 
 The algorithm is FlashAttention (arXiv 2205.14135, 2307.08691): scores exist only as tiles in registers. The
 backward pass recomputes the scores from query, key and the logarithm of each row's sum, and the dropout mask
 from its hash. So the saved state is O(seq). One kernel computes the gradient of the queries by blocks of
 queries, another the gradients of keys and values by blocks of keys. Each element is summed by one program in
 a fixed order, without atomics.
+
+A sink is one more score of each row, without a value. It changes the row's logarithm and so the output; with
+these, the gradients of queries, keys and values have no other terms.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import lru_cache
@@ -37,6 +41,7 @@ class AttentionMask(NamedTuple):
     seq: number of tokens of the sequence, if the keys are only its first tokens. None: all keys are given.
     window: most keys that a query attends to, if `first_keys` contains a window. It only changes the FLOPs
         that are counted.
+    softcapping: scores are softcapping * tanh(score / softcapping), without ALiBi. None: they are not capped.
     """
 
     slopes: Tensor | None = None
@@ -47,40 +52,62 @@ class AttentionMask(NamedTuple):
     first_head: int = 0
     seq: int | None = None
     window: int | None = None
+    softcapping: float | None = None
 
 
-def flash_attention(query: Tensor, key: Tensor, value: Tensor, scale: float, mask: AttentionMask) -> Tensor:
+def flash_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    scale: float,
+    mask: AttentionMask,
+    sinks: Tensor | None = None,
+) -> Tensor:
     """Returns dropout(softmax(query @ key.T * scale + bias)) @ value for each sample and head.
 
     query: [queries, batch, heads, head_dim]; key, value: [keys, batch, groups, head_dim]. The keys are the
     first tokens of the sequence, the queries the last ones of them (with context parallelism a chunk of the
     sequence, otherwise all tokens). `groups` divides `heads`, and query head i uses group i // (heads /
     groups). Any strides; a last dimension that is not contiguous is copied. head_dim is at most MAX_HEAD_DIM.
-    Returns [queries, batch, heads, head_dim], contiguous.
+    sinks: [heads], or None. Returns [queries, batch, heads, head_dim], contiguous.
     """
-    return _FlashAttention.apply(query, key, value, scale, mask)
+    return _FlashAttention.apply(query, key, value, sinks, scale, mask)
+
+
+def sink_gradient(sinks: Tensor, log_sums: Tensor, row_sums: Tensor) -> Tensor:
+    """Returns the gradient of the sinks, [heads]. log_sums: natural logarithms of the rows' sums of
+    exponentials, with the sink's; row_sums: sum(out * gradient); both fp32 [batch, heads, queries]."""
+    weights = torch.exp(sinks.float()[None, :, None] - log_sums)
+    return -(weights * row_sums).sum((0, 2)).to(sinks.dtype)
 
 
 @first_order
 class _FlashAttention(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, query: Tensor, key: Tensor, value: Tensor, scale: float, mask: AttentionMask
+        ctx: Any,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        sinks: Tensor | None,
+        scale: float,
+        mask: AttentionMask,
     ) -> Tensor:
         query, key, value = (x if x.stride(-1) == 1 else x.contiguous() for x in (query, key, value))
-        numbers = (scale, mask.dropout, mask.first_head, mask.seq or len(key), mask.window)
+        seq = mask.seq or len(key)
+        numbers = (scale, mask.softcapping, mask.dropout, mask.first_head, seq, mask.window)
         out, log_sums = attention_forward_op(
-            query, key, value, mask.slopes, mask.first_keys, mask.sample_keys, *numbers
+            query, key, value, mask.slopes, mask.first_keys, mask.sample_keys, sinks, *numbers
         )
-        ctx.save_for_backward(query, key, value, out, log_sums)
+        ctx.save_for_backward(query, key, value, out, log_sums, sinks)
         ctx.mask, ctx.numbers = mask, numbers
         return out
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        query, key, value, out, log_sums = ctx.saved_tensors
+        query, key, value, out, log_sums, sinks = ctx.saved_tensors
         mask, grad = ctx.mask, grad.contiguous()
-        scale, dropout, _, *others = ctx.numbers
+        scale, softcapping, dropout, _, *others = ctx.numbers
         masks = (mask.slopes, mask.first_keys, mask.sample_keys)
         grad_query, row_sums, row_keys = attention_backward_query_op(
             query, key, value, out, grad, log_sums, *masks, *ctx.numbers
@@ -96,10 +123,12 @@ class _FlashAttention(torch.autograd.Function):
             mask.end_queries,
             row_keys,
             scale,
+            softcapping,
             dropout,
             *others,
         )
-        return grad_query, grad_key, grad_value, None, None
+        grad_sinks = None if sinks is None else sink_gradient(sinks, log_sums * math.log(2), row_sums)
+        return grad_query, grad_key, grad_value, grad_sinks, None, None
 
 
 class Sizes(NamedTuple):
@@ -189,7 +218,9 @@ def attention_forward_op(
     slopes: Tensor | None,
     first_keys: Tensor | None,
     sample_keys: Tensor | None,
+    sinks: Tensor | None,
     scale: float,
+    softcapping: float | None,
     p: float,
     first_head: int,
     seq: int,
@@ -197,8 +228,8 @@ def attention_forward_op(
 ) -> tuple[Tensor, Tensor]:
     """Returns the output, and the base-2 log of each query's sum of exponentials, fp32."""
     out, log_sums = query.new_empty(query.shape), _per_row(query, torch.float32)
-    launch = _launch("forward", *_layout(query, key, value), scale, p, seq, first_head)
-    launch(query, key, value, out, log_sums, slopes, first_keys, sample_keys)
+    launch = _launch("forward", *_layout(query, key, value), scale, softcapping, p, seq, first_head)
+    launch(query, key, value, out, log_sums, slopes, first_keys, sample_keys, sinks)
     return out, log_sums
 
 
@@ -214,6 +245,7 @@ def attention_backward_query_op(
     first_keys: Tensor | None,
     sample_keys: Tensor | None,
     scale: float,
+    softcapping: float | None,
     p: float,
     first_head: int,
     seq: int,
@@ -222,7 +254,7 @@ def attention_backward_query_op(
     """Returns the gradient of the queries, each row's sum(out * grad) (fp32), and each row's hash (int64)."""
     grad_query, row_sums = query.new_empty(query.shape), _per_row(query, torch.float32)
     row_keys = _per_row(query[:0] if sample_keys is None else query, torch.int64)
-    launch = _launch("query", *_layout(query, key, value), scale, p, seq, first_head)
+    launch = _launch("query", *_layout(query, key, value), scale, softcapping, p, seq, first_head)
     tensors = (query, key, value, out, grad, log_sums, grad_query, row_sums, row_keys)
     launch(*tensors, slopes, first_keys, sample_keys)
     return grad_query, row_sums, row_keys
@@ -240,13 +272,14 @@ def attention_backward_key_op(
     end_queries: Tensor | None,
     row_keys: Tensor,
     scale: float,
+    softcapping: float | None,
     p: float,
     seq: int,
     window: int | None,
 ) -> tuple[Tensor, Tensor]:
     """Returns the gradients of keys and values."""
     grad_key, grad_value = key.new_empty(key.shape), value.new_empty(value.shape)
-    launch = _launch("key", *_layout(query, key, value), scale, p, seq)
+    launch = _launch("key", *_layout(query, key, value), scale, softcapping, p, seq)
     tensors = (query, key, value, grad, log_sums, row_sums, grad_key, grad_value)
     launch(*tensors, slopes, end_queries, row_keys if row_keys.numel() else None)
     return grad_key, grad_value
@@ -269,6 +302,7 @@ def _launch(
     key_strides: Strides,
     value_strides: Strides,
     scale: float,
+    softcapping: float | None,
     p: float,
     seq: int,
     first_head: int = 0,
@@ -287,6 +321,7 @@ def _launch(
         key_strides=key_strides,
         value_strides=value_strides,
         scale=scale,
+        softcapping=softcapping,
         dropped_below=drop_threshold(p),
         keep_scale=1.0 / (1.0 - p),
         HEAD_DIM=head_dim,
@@ -305,7 +340,7 @@ def _per_row(query: Tensor, dtype: torch.dtype) -> Tensor:
 # The kernels compute no scores outside of a window.
 PRODUCTS = {"attention_forward": 2, "attention_backward_query": 3, "attention_backward_key": 4}
 """Operator -> its products: the scores; weights times values, or the gradients of weights and of queries, or
-those of weights, keys and values."""
+the gradients of weights, keys and values."""
 
 
 def count_products(operators: Mapping[str, int]) -> None:

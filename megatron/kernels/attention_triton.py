@@ -26,11 +26,13 @@ def attention_forward_kernel(
     slopes,
     first_keys,
     sample_keys,
+    sinks,
     sizes,
     query_strides,
     key_strides,
     value_strides,
     scale,
+    softcapping,
     dropped_below,
     keep_scale,
     HEAD_DIM: tl.constexpr,
@@ -62,6 +64,9 @@ def attention_forward_kernel(
     # Finite, so that a block without an allowed key gives exp2(-inf - largest) = 0 and not NaN.
     largest = tl.full([BLOCK_QUERIES], -1.0e30, tl.float32)
     total = tl.zeros([BLOCK_QUERIES], tl.float32)
+    if sinks is not None:  # the first score, whose value is 0
+        largest = tl.zeros_like(total) + tl.load(sinks + head).to(tl.float32) * LOG2_E
+        total += 1.0
     acc = tl.zeros([BLOCK_QUERIES, BLOCK_DIM], tl.float32)
     for start in range(first_block, tl.minimum(first_position + BLOCK_QUERIES, keys), BLOCK_KEYS):
         k = _load_rows(key, start, key_strides.seq, keys, HEAD_DIM, BLOCK_KEYS, BLOCK_DIM)
@@ -73,6 +78,7 @@ def attention_forward_kernel(
             firsts,
             scale,
             slope,
+            softcapping,
             (start + BLOCK_KEYS > first_position + 1) | (start < last_first),
             slopes is not None,
             first_keys is not None,
@@ -114,6 +120,7 @@ def attention_backward_query_kernel(
     key_strides,
     value_strides,
     scale,
+    softcapping,
     dropped_below,
     keep_scale,
     HEAD_DIM: tl.constexpr,
@@ -163,6 +170,7 @@ def attention_backward_query_kernel(
             firsts,
             scale,
             slope,
+            softcapping,
             (start + BLOCK_KEYS > first_position + 1) | (start < last_first),
             slopes is not None,
             first_keys is not None,
@@ -173,6 +181,8 @@ def attention_backward_query_kernel(
             keep = _keep(hashes[:, None], (start + columns)[None, :], dropped_below)
             grad_weights = tl.where(keep, grad_weights * keep_scale, 0.0)
         grad_scores = tl.exp2(scores - log_sum[:, None]) * (grad_weights - row_sum[:, None])
+        if softcapping is not None:
+            grad_scores *= _cap_slope(scores, softcapping)
         acc = tl.dot(grad_scores.to(k.dtype), k, acc, input_precision=FP32_PRODUCT)
     grad_query += in_heads
     _store_rows(grad_query, acc * scale, first_row, width, queries, HEAD_DIM, BLOCK_QUERIES, BLOCK_DIM)
@@ -196,6 +206,7 @@ def attention_backward_key_kernel(
     key_strides,
     value_strides,
     scale,
+    softcapping,
     dropped_below,
     keep_scale,
     HEAD_DIM: tl.constexpr,
@@ -242,7 +253,7 @@ def attention_backward_key_kernel(
         q = _load_rows(of_head, start, query_strides.seq, queries, HEAD_DIM, BLOCK_QUERIES, BLOCK_DIM)
         scores = tl.dot(k, tl.trans(q), input_precision=FP32_PRODUCT)
         scores = _scaled_scores(
-            scores, (past + rows)[None, :], columns[:, None], scale, slope, slopes is not None
+            scores, (past + rows)[None, :], columns[:, None], scale, slope, softcapping, slopes is not None
         )
         if (first_column + BLOCK_KEYS > past + start + 1) | (start + BLOCK_QUERIES > full_end):
             allowed = columns[:, None] <= (past + rows)[None, :]
@@ -260,9 +271,11 @@ def attention_backward_key_kernel(
             dropped = tl.where(keep, weights, 0.0)
             grad_weights = tl.where(keep, grad_weights * keep_scale, 0.0)
         row_sum = tl.load(row_sums + in_rows, mask=inside, other=0.0)
-        grad_scores = (weights * (grad_weights - row_sum[None, :])).to(q.dtype)
+        grad_scores = weights * (grad_weights - row_sum[None, :])
+        if softcapping is not None:
+            grad_scores *= _cap_slope(scores, softcapping)
         acc_v = tl.dot(dropped.to(do.dtype), do, acc_v, input_precision=FP32_PRODUCT)
-        acc_k = tl.dot(grad_scores, q, acc_k, input_precision=FP32_PRODUCT)
+        acc_k = tl.dot(grad_scores.to(q.dtype), q, acc_k, input_precision=FP32_PRODUCT)
         start += BLOCK_QUERIES
         head += (start >= end).to(tl.int32)
         start = tl.where(start >= end, begin, start)
@@ -326,11 +339,20 @@ def _first_keys(
 
 @triton.jit
 def _masked_scores(
-    scores, rows, columns, firsts, scale, slope, has_mask, HAS_SLOPES: tl.constexpr, HAS_RANGES: tl.constexpr
+    scores,
+    rows,
+    columns,
+    firsts,
+    scale,
+    slope,
+    softcapping,
+    has_mask,
+    HAS_SLOPES: tl.constexpr,
+    HAS_RANGES: tl.constexpr,
 ):
     """Returns `_scaled_scores`, with -inf where a query does not attend to a key. has_mask: whether the block
     has such a pair. Most blocks have none."""
-    scores = _scaled_scores(scores, rows, columns, scale, slope, HAS_SLOPES)
+    scores = _scaled_scores(scores, rows, columns, scale, slope, softcapping, HAS_SLOPES)
     if has_mask:
         allowed = columns <= rows
         if HAS_RANGES:
@@ -340,12 +362,25 @@ def _masked_scores(
 
 
 @triton.jit
-def _scaled_scores(scores, rows, columns, scale, slope, HAS_SLOPES: tl.constexpr):
-    """Returns scaled scores with ALiBi's bias, times log2(e)."""
-    scores *= scale * LOG2_E
+def _scaled_scores(scores, rows, columns, scale, slope, softcapping, HAS_SLOPES: tl.constexpr):
+    """Returns scaled and capped scores with ALiBi's bias, times log2(e)."""
+    if softcapping is None:
+        scores *= scale * LOG2_E
+    else:
+        # tanh(x) = 2 / (1 + exp(-2x)) - 1
+        sigmoid = 1.0 / (1.0 + tl.exp2(scores * (-2.0 * LOG2_E * scale / softcapping)))
+        scores = (2.0 * sigmoid - 1.0) * (softcapping * LOG2_E)
     if HAS_SLOPES:
         scores += (columns - rows).to(tl.float32) * (slope * LOG2_E)
     return scores
+
+
+@triton.jit
+def _cap_slope(scores, softcapping):
+    """Returns the derivative of a capped score, from the result of `_scaled_scores` without ALiBi; 0 for
+    -inf."""
+    tanh = tl.maximum(scores / (softcapping * LOG2_E), -1.0)
+    return 1.0 - tanh * tanh
 
 
 @triton.jit

@@ -3,8 +3,8 @@ with --qk-layernorm after a norm of each head.
 
 Each element is read once and written once, forward and backward. Tables, products and sums are fp32, and only
 the result is rounded to the dtype of the projection. The reference implementation is
-`model.position.RotaryEmbedding.rotate`, whose operations are rounded equally; with norms, after those of
-`model.norm`, whose results are also rounded.
+`model.position.RotaryEmbedding.rotate`, whose operations are rounded equally; with norms, after the norms
+of `model.norm`, whose results are also rounded.
 
 With norms the projection is kept for the backward pass, which overwrites it with its gradient.
 """
@@ -30,11 +30,11 @@ NORM_BLOCK_HEADS = 8
 
 
 class Heads(NamedTuple):
-    """Sizes of a fused projection [seq, batch, groups x (group + 2) x head_dim].
+    """Sizes of a fused projection [seq, batch, groups x (group + gates + 2) x head_dim].
 
-    A group has `group` query heads, then its key head and its value head. rotary_dim: elements of a head that
-    are rotated, the first ones. interleaved: 1 if the elements 2i and 2i + 1 are a pair, otherwise i and
-    i + rotary_dim / 2.
+    A group has `group` query heads, their `gates` (as many, or 0), its key head and its value head.
+    rotary_dim: elements of a head that are rotated, the first ones. interleaved: 1 if the elements 2i and
+    2i + 1 are a pair, otherwise i and i + rotary_dim / 2.
     """
 
     groups: int
@@ -42,6 +42,7 @@ class Heads(NamedTuple):
     head_dim: int
     rotary_dim: int
     interleaved: int
+    gates: int = 0
 
 
 class HeadNorms(NamedTuple):
@@ -61,10 +62,11 @@ NO_NORMS = HeadNorms(None, None, None, None, 0.0, False)
 
 def split_and_rotate(
     projected: Tensor, cosine: Tensor, sine: Tensor, heads: Heads, norms: HeadNorms = NO_NORMS
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Returns query [seq, batch, groups x group, head_dim], key and value [seq, batch, groups, head_dim], all
-    contiguous. cosine, sine: fp32 [seq, 1 or batch, 1, rotary_dim]. norms: of queries and keys before their
-    rotation. With norms the backward pass overwrites `projected`: see `activation.fused_activation`."""
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Returns query [seq, batch, groups x group, head_dim], key and value [seq, batch, groups, head_dim], and
+    the gate [seq, batch, groups x gates, head_dim], all contiguous. cosine, sine: fp32 [seq, 1 or batch, 1,
+    rotary_dim]. norms: of queries and keys before their rotation. With norms the backward pass overwrites
+    `projected`: see `activation.fused_activation`."""
     return _SplitAndRotate.apply(projected, cosine, sine, heads, *norms)
 
 
@@ -73,7 +75,7 @@ class _SplitAndRotate(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any, projected: Tensor, cosine: Tensor, sine: Tensor, heads: Heads, *norms: Any
-    ) -> tuple[Tensor, Tensor, Tensor]:
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         projected, cosine, sine = projected.contiguous(), cosine.contiguous(), sine.contiguous()
         *vectors, epsilon, zero_centered = norms
         ctx.tables, ctx.heads, ctx.settings = (cosine, sine), heads, (epsilon, zero_centered)
@@ -84,15 +86,15 @@ class _SplitAndRotate(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:
-        query, key, value = (grad.contiguous() for grad in grads)
+        query, key, value, gate = (grad.contiguous() for grad in grads)
         cosine, sine = ctx.tables
         if not ctx.has_norms:
-            projected = rotate_back_and_join_op(query, key, value, cosine, sine, ctx.heads)
+            projected = rotate_back_and_join_op(query, key, value, gate, cosine, sine, ctx.heads)
             return projected, *[None] * 9
         projected, *vectors = ctx.saved_tensors
         projected = projected.detach()
         partial_sums = norm_and_rotate_backward_op(
-            query, key, value, projected, cosine, sine, ctx.heads, *vectors, *ctx.settings
+            query, key, value, gate, projected, cosine, sine, ctx.heads, *vectors, *ctx.settings
         )
         increment_version(projected)
         of_norms = (*sum_blocks(partial_sums, projected.dtype), None, None)[:4]
@@ -111,28 +113,37 @@ def split_and_rotate_op(
     key_beta: Tensor | None,
     epsilon: float,
     zero_centered: bool,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Launches the kernel of the forward pass. heads: the fields of `Heads`; then those of `HeadNorms`."""
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Launches the kernel of the forward pass. heads: the fields of `Heads`. Then the fields of
+    `HeadNorms`."""
     seq, batch, _ = projected.shape
-    groups, group, head_dim, *_ = heads
-    query = projected.new_empty((seq, batch, groups * group, head_dim))
-    key, value = (projected.new_empty((seq, batch, groups, head_dim)) for _ in range(2))
+    groups, group, head_dim, *_, gates = heads
+    query, key, value, gate = (
+        projected.new_empty((seq, batch, groups * per_group, head_dim)) for per_group in (group, 1, 1, gates)
+    )
     vectors = (query_weight, key_weight, query_beta, key_beta)
     norms = None if query_weight is None else (epsilon, zero_centered)
     launch = _launch(projected.shape, cosine.shape[1], Heads(*heads), norms, False)
-    launch(projected, query, key, value, *vectors, cosine, sine)
-    return query, key, value
+    launch(projected, query, key, value, gate if gates else None, *vectors, cosine, sine)
+    return query, key, value, gate
 
 
 @operator("rotate_back_and_join")
 def rotate_back_and_join_op(
-    query: Tensor, key: Tensor, value: Tensor, cosine: Tensor, sine: Tensor, heads: Sequence[int]
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    gate: Tensor,
+    cosine: Tensor,
+    sine: Tensor,
+    heads: Sequence[int],
 ) -> Tensor:
-    """Returns the gradient of `projected` from the contiguous gradients of query, key and value."""
-    groups, group, head_dim, *_ = heads
-    projected = query.new_empty((*query.shape[:2], groups * (group + 2) * head_dim))
+    """Returns the gradient of `projected` from the contiguous gradients of query, key, value and gate."""
+    groups, group, head_dim, *_, gates = heads
+    projected = query.new_empty((*query.shape[:2], groups * (group + gates + 2) * head_dim))
     launch = _launch(projected.shape, cosine.shape[1], Heads(*heads), None, True)
-    launch(projected, query, key, value, None, None, None, cosine, sine, None)
+    tensors = (projected, query, key, value, gate if gates else None)
+    launch(*tensors, None, None, None, cosine, sine, None)
     return projected
 
 
@@ -141,6 +152,7 @@ def norm_and_rotate_backward_op(
     query: Tensor,
     key: Tensor,
     value: Tensor,
+    gate: Tensor,
     projected: Tensor,
     cosine: Tensor,
     sine: Tensor,
@@ -152,15 +164,16 @@ def norm_and_rotate_backward_op(
     epsilon: float,
     zero_centered: bool,
 ) -> Tensor:
-    """Overwrites `projected` with its gradient, from the contiguous gradients of query, key and value.
-    Returns the partial sums of the gradients of query_weight, key_weight, query_beta and key_beta, fp32
+    """Overwrites `projected` with its gradient, from the contiguous gradients of query, key, value and
+    gate. Returns the partial sums of the gradients of query_weight, key_weight, query_beta and key_beta, fp32
     [programs, 2 or 4, head_dim]."""
     launch = _launch(projected.shape, cosine.shape[1], Heads(*heads), (epsilon, zero_centered), True)
     assert launch.grid is not None
     shape = (math.prod(launch.grid), 2 if query_beta is None else 4, heads[2])
     partial_sums = projected.new_empty(shape, dtype=torch.float32)
     tables = (cosine, sine, partial_sums)
-    launch(projected, query, key, value, query_weight, key_weight, query_beta, *tables)
+    tensors = (projected, query, key, value, gate if heads[-1] else None)
+    launch(*tensors, query_weight, key_weight, query_beta, *tables)
     return partial_sums
 
 
@@ -180,7 +193,7 @@ def _launch(
     half, rest = heads.rotary_dim // 2, heads.head_dim - heads.rotary_dim
     return Launch(
         f"rotary_triton.rotary_{'backward_' * backward}kernel",
-        (blocks, -(-heads.groups * (heads.group + 2) // block_heads)),
+        (blocks, -(-heads.groups * (heads.group + heads.gates + 2) // block_heads)),
         # No fused multiply-add: products are rounded before they are added, as in PyTorch.
         {"num_warps": 4 if norms is None else NORM_BLOCK_HEADS, "enable_fp_fusion": False},
         batch=shape[1],

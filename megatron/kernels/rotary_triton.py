@@ -16,6 +16,7 @@ def rotary_kernel(
     query,
     key,
     value,
+    gate,
     query_weight,
     key_weight,
     query_beta,
@@ -35,22 +36,26 @@ def rotary_kernel(
     BLOCK_PAIRS: tl.constexpr,
     BLOCK_REST: tl.constexpr,
 ):
-    """A program moves some heads of a token from `projected` to query, key and value, and rotates queries and
-    keys; with weights after a norm of each head, which without betas is an RMS norm."""
+    """A program moves some heads of a token from `projected` to query, key, value and gate, and rotates
+    queries and keys; with weights after a norm of each head, which without betas is an RMS norm."""
     token = tl.program_id(0).to(tl.int64)
     head = tl.program_id(1) * BLOCK_HEADS + tl.arange(0, BLOCK_HEADS)
-    inside = head < groups * (group + 2)
+    gates = 0
+    if gate is not None:
+        gates = group
+    size = group + gates + 2
+    inside = head < groups * size
+    is_query, is_key = head % size < group, head % size == group + gates
     first, second, rest, in_pairs, in_rest = _columns(
         HEAD_DIM, ROTARY_DIM, INTERLEAVED, BLOCK_PAIRS, BLOCK_REST
     )
-    heads = projected + ((token * groups * (group + 2) + head) * HEAD_DIM)[:, None]
+    heads = projected + ((token * groups * size + head) * HEAD_DIM)[:, None]
     raw_x = tl.load(heads + first, mask=inside[:, None] & in_pairs, other=0.0)
     raw_y = tl.load(heads + second, mask=inside[:, None] & in_pairs, other=0.0)
     raw_z = tl.load(heads + rest, mask=inside[:, None] & in_rest, other=0.0)
     x, y, z = raw_x.to(tl.float32), raw_y.to(tl.float32), raw_z.to(tl.float32)
     if query_weight is not None:
         x, y, z, _ = _normalized(x, y, z, inside, in_pairs, in_rest, epsilon, query_beta is None, HEAD_DIM)
-        is_query = head % (group + 2) < group
         x *= _of_heads(query_weight, key_weight, is_query, first, in_pairs, ZERO_CENTERED)
         y *= _of_heads(query_weight, key_weight, is_query, second, in_pairs, ZERO_CENTERED)
         z *= _of_heads(query_weight, key_weight, is_query, rest, in_rest, ZERO_CENTERED)
@@ -61,11 +66,11 @@ def rotary_kernel(
     cos, sin = _angles(cosine, sine, token, batch, table_batch, first, in_pairs, ROTARY_DIM)
     turned_x, turned_y = x * cos - y * sin, y * cos + x * sin
     dtype = projected.dtype.element_ty
-    keeps = (head % (group + 2) > group)[:, None]
-    places = _places(query, key, value, token, head, inside, groups, group, HEAD_DIM)
-    _store_heads(places, first, in_pairs, tl.where(keeps, raw_x, turned_x.to(dtype)))
-    _store_heads(places, second, in_pairs, tl.where(keeps, raw_y, turned_y.to(dtype)))
-    _store_heads(places, rest, in_rest, tl.where(keeps, raw_z, z.to(dtype)))
+    rotates = (is_query | is_key)[:, None]
+    places = _places(query, key, value, gate, token, head, inside, groups, group, gates, HEAD_DIM)
+    _store_heads(places, first, in_pairs, tl.where(rotates, turned_x.to(dtype), raw_x))
+    _store_heads(places, second, in_pairs, tl.where(rotates, turned_y.to(dtype), raw_y))
+    _store_heads(places, rest, in_rest, tl.where(rotates, z.to(dtype), raw_z))
 
 
 @triton.jit
@@ -74,6 +79,7 @@ def rotary_backward_kernel(
     query,
     key,
     value,
+    gate,
     query_weight,
     key_weight,
     query_beta,
@@ -95,14 +101,18 @@ def rotary_backward_kernel(
     BLOCK_PAIRS: tl.constexpr,
     BLOCK_REST: tl.constexpr,
 ):
-    """Writes the gradient of `projected` from those of query, key and value. A program has some heads of
-    `BLOCK_TOKENS` tokens, one after the other.
+    """Writes the gradient of `projected` from the gradients of query, key, value and gate. A program has some
+    heads of `BLOCK_TOKENS` tokens, one after the other.
 
     With weights the gradient overwrites `projected`. partial_sums[program]: the sums of the gradients of the
     weights of queries and keys, and of their betas.
     """
     head = tl.program_id(1) * BLOCK_HEADS + tl.arange(0, BLOCK_HEADS)
-    is_query, is_key = head % (group + 2) < group, head % (group + 2) == group
+    gates = 0
+    if gate is not None:
+        gates = group
+    size = group + gates + 2
+    is_query, is_key = head % size < group, head % size == group + gates
     first, second, rest, in_pairs, in_rest = _columns(
         HEAD_DIM, ROTARY_DIM, INTERLEAVED, BLOCK_PAIRS, BLOCK_REST
     )
@@ -116,8 +126,8 @@ def rotary_backward_kernel(
         x_beta_sums, y_beta_sums, z_beta_sums = x_sums, y_sums, z_sums
     for step in range(BLOCK_TOKENS):
         token = tl.program_id(0).to(tl.int64) * BLOCK_TOKENS + step
-        inside = (head < groups * (group + 2)) & (token < tokens)
-        places = _places(query, key, value, token, head, inside, groups, group, HEAD_DIM)
+        inside = (head < groups * size) & (token < tokens)
+        places = _places(query, key, value, gate, token, head, inside, groups, group, gates, HEAD_DIM)
         dx = _load_heads(places, first, in_pairs)
         dy = _load_heads(places, second, in_pairs)
         dz = _load_heads(places, rest, in_rest)
@@ -126,7 +136,7 @@ def rotary_backward_kernel(
         x = dx.to(tl.float32) * cos + dy.to(tl.float32) * sin
         y = dy.to(tl.float32) * cos - dx.to(tl.float32) * sin
         z = dz.to(tl.float32)
-        heads = projected + ((token * groups * (group + 2) + head) * HEAD_DIM)[:, None]
+        heads = projected + ((token * groups * size + head) * HEAD_DIM)[:, None]
         x_mask, z_mask = inside[:, None] & in_pairs, inside[:, None] & in_rest
         if query_weight is not None:
             normed_x, normed_y, normed_z, rate = _normalized(
@@ -152,10 +162,10 @@ def rotary_backward_kernel(
                 x, y, z, normed_x, normed_y, normed_z, rate, query_beta is None, HEAD_DIM
             )
         dtype = projected.dtype.element_ty
-        keeps = (head % (group + 2) > group)[:, None]
-        tl.store(heads + first, tl.where(keeps, dx, x.to(dtype)), mask=x_mask)
-        tl.store(heads + second, tl.where(keeps, dy, y.to(dtype)), mask=x_mask)
-        tl.store(heads + rest, tl.where(keeps, dz, z.to(dtype)), mask=z_mask)
+        rotates = (is_query | is_key)[:, None]
+        tl.store(heads + first, tl.where(rotates, x.to(dtype), dx), mask=x_mask)
+        tl.store(heads + second, tl.where(rotates, y.to(dtype), dy), mask=x_mask)
+        tl.store(heads + rest, tl.where(rotates, z.to(dtype), dz), mask=z_mask)
     if query_weight is not None:
         program = tl.program_id(0).to(tl.int64) * tl.num_programs(1) + tl.program_id(1)
         sums = partial_sums + program * (2 if query_beta is None else 4) * HEAD_DIM
@@ -176,7 +186,7 @@ def _columns(
     BLOCK_PAIRS: tl.constexpr,
     BLOCK_REST: tl.constexpr,
 ):
-    """Returns the columns of the parts of a head, and which of those of pairs and of the rest exist."""
+    """Returns the columns of the parts of a head, and which columns of pairs and of the rest exist."""
     pair, rest = tl.arange(0, BLOCK_PAIRS), ROTARY_DIM + tl.arange(0, BLOCK_REST)
     first, second = pair, pair + ROTARY_DIM // 2
     if INTERLEAVED:
@@ -185,33 +195,43 @@ def _columns(
 
 
 @triton.jit
-def _places(query, key, value, token, head, inside, groups, group, HEAD_DIM: tl.constexpr):
-    """Returns the addresses of a token's heads in query, key and value, and which heads are in each."""
-    index, place = head // (group + 2), head % (group + 2)
-    of_query = (token * groups * group + index * group + place) * HEAD_DIM
+def _places(query, key, value, gate, token, head, inside, groups, group, gates, HEAD_DIM: tl.constexpr):
+    """Returns the addresses of a token's heads in query, key, value and gate, and which heads are in each."""
+    index, place = head // (group + gates + 2), head % (group + gates + 2)
+    of_query = ((token * groups * group + index * group + place) * HEAD_DIM)[:, None]
     of_group = ((token * groups + index) * HEAD_DIM)[:, None]
+    of_gate = None
+    if gate is not None:
+        of_gate = gate + of_query - group * HEAD_DIM
     return (
-        query + of_query[:, None],
+        query + of_query,
         key + of_group,
         value + of_group,
+        of_gate,
         (inside & (place < group))[:, None],
-        (inside & (place == group))[:, None],
-        (inside & (place > group))[:, None],
+        (inside & (place == group + gates))[:, None],
+        (inside & (place > group + gates))[:, None],
+        (inside & (place >= group) & (place < group + gates))[:, None],
     )
 
 
 @triton.jit
 def _load_heads(places, column, in_columns):
-    query, key, value, is_query, is_key, is_value = places
+    query, key, value, gate, is_query, is_key, is_value, is_gate = places
     x = tl.load(query + column, mask=is_query & in_columns, other=0.0)
     k = tl.load(key + column, mask=is_key & in_columns, other=0.0)
     v = tl.load(value + column, mask=is_value & in_columns, other=0.0)
-    return tl.where(is_query, x, tl.where(is_key, k, v))
+    x = tl.where(is_query, x, tl.where(is_key, k, v))
+    if gate is not None:
+        x = tl.where(is_gate, tl.load(gate + column, mask=is_gate & in_columns, other=0.0), x)
+    return x
 
 
 @triton.jit
 def _store_heads(places, column, in_columns, x):
-    query, key, value, is_query, is_key, is_value = places
+    query, key, value, gate, is_query, is_key, is_value, is_gate = places
+    if gate is not None:
+        tl.store(gate + column, x, mask=is_gate & in_columns)
     tl.store(query + column, x, mask=is_query & in_columns)
     tl.store(key + column, x, mask=is_key & in_columns)
     tl.store(value + column, x, mask=is_value & in_columns)
@@ -246,7 +266,7 @@ def _normalized(x, y, z, inside, in_pairs, in_rest, epsilon, IS_RMS: tl.constexp
 
 @triton.jit
 def _norm_gradient(x, y, z, normed_x, normed_y, normed_z, rate, IS_RMS: tl.constexpr, HEAD_DIM: tl.constexpr):
-    """Returns the gradients of heads from those of their results of `_normalized`, x, y and z."""
+    """Returns the gradients of heads. x, y, z: the gradients of their results of `_normalized`."""
     inner, shift = _mean(x * normed_x, y * normed_y, z * normed_z, HEAD_DIM), 0.0
     if not IS_RMS:
         shift = _mean(x, y, z, HEAD_DIM)

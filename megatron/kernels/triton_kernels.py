@@ -298,21 +298,40 @@ def add_rows_kernel(total, ids, order, rows, tokens, width, BLOCK: tl.constexpr)
 
 
 @triton.jit
-def gated_activation_kernel(wide, out, width, ACTIVATION: tl.constexpr, BLOCK: tl.constexpr):
-    """out[row, c] = wide[row, c] * activation(wide[row, width + c])."""
+def gated_activation_kernel(
+    wide,
+    out,
+    width,
+    ACTIVATION: tl.constexpr,
+    LIMIT: tl.constexpr,
+    OFFSET: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """out[row, c] = (value + OFFSET) * activation(gate), with value = wide[row, c] clamped to +-LIMIT, and
+    gate = wide[row, width + c] clamped to at most LIMIT."""
     row = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = column < width
     dtype = out.dtype.element_ty
     value = tl.load(wide + row * 2 * width + column, mask=inside, other=0.0).to(tl.float32)
     gate = tl.load(wide + row * 2 * width + width + column, mask=inside, other=0.0).to(tl.float32)
-    activated, _ = _activation(gate, ACTIVATION)
+    activated, _ = _activation(tl.where(gate > LIMIT, LIMIT, gate), ACTIVATION)
+    value = tl.where(value > LIMIT, LIMIT, tl.where(value < -LIMIT, -LIMIT, value))
+    value = (value + OFFSET).to(dtype).to(tl.float32)
     tl.store(out + row * width + column, (value * activated.to(dtype).to(tl.float32)).to(dtype), mask=inside)
 
 
 @triton.jit
-def gated_activation_backward_kernel(grad, wide, width, ACTIVATION: tl.constexpr, BLOCK: tl.constexpr):
-    """Overwrites values and gates with their gradients."""
+def gated_activation_backward_kernel(
+    grad,
+    wide,
+    width,
+    ACTIVATION: tl.constexpr,
+    LIMIT: tl.constexpr,
+    OFFSET: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """Overwrites values and gates with their gradients, which are 0 beyond LIMIT."""
     row = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = column < width
@@ -321,9 +340,12 @@ def gated_activation_backward_kernel(grad, wide, width, ACTIVATION: tl.constexpr
     upstream = tl.load(grad + row * width + column, mask=inside, other=0.0).to(tl.float32)
     value = tl.load(wide + of_value, mask=inside, other=0.0).to(tl.float32)
     gate = tl.load(wide + of_value + width, mask=inside, other=0.0).to(tl.float32)
-    activated, slope = _activation(gate, ACTIVATION)
-    tl.store(wide + of_value, (upstream * activated.to(dtype).to(tl.float32)).to(dtype), mask=inside)
-    grad_gate = (upstream * value).to(dtype).to(tl.float32) * slope
+    activated, slope = _activation(tl.where(gate > LIMIT, LIMIT, gate), ACTIVATION)
+    grad_value = tl.where(tl.abs(value) > LIMIT, 0.0, upstream * activated.to(dtype).to(tl.float32))
+    tl.store(wide + of_value, grad_value.to(dtype), mask=inside)
+    value = tl.where(value > LIMIT, LIMIT, tl.where(value < -LIMIT, -LIMIT, value))
+    value = (value + OFFSET).to(dtype).to(tl.float32)
+    grad_gate = tl.where(gate > LIMIT, 0.0, (upstream * value).to(dtype).to(tl.float32) * slope)
     tl.store(wide + of_value + width, grad_gate.to(dtype), mask=inside)
 
 
@@ -375,6 +397,9 @@ def _activation(x, ACTIVATION: tl.constexpr):
     if ACTIVATION == "swiglu":
         sigmoid = 1.0 / (1.0 + tl.exp(-x))
         y, slope = x * sigmoid, sigmoid * (1.0 + x * (1.0 - sigmoid))
+    elif ACTIVATION == "quick_geglu":
+        sigmoid = 1.0 / (1.0 + tl.exp(-1.702 * x))
+        y, slope = x * sigmoid, sigmoid * (1.0 + 1.702 * x * (1.0 - sigmoid))
     elif ACTIVATION == "geglu":
         normal = 0.5 * (1.0 + tl.erf(x * 0.7071067811865476))
         y, slope = x * normal, normal + x * tl.exp(-0.5 * x * x) * 0.3989422804014327

@@ -1,8 +1,9 @@
-"""Operators of attention with a window by PyTorch's flash kernels.
+"""Operators of attention with a window and a sink by PyTorch's flash kernels.
 
 scaled_dot_product_attention takes a window only as a bias [seq, seq]. The kernels that it calls take two
 numbers, and heads of up to 256 elements. They belong to FlashAttention 2 (arXiv 2307.08691), or to
-FlashAttention 3 if `torch.nn.attention.activate_flash_attention_impl` replaced them.
+FlashAttention 3 if `torch.nn.attention.activate_flash_attention_impl` replaced them. They have no sinks:
+these change the output and the logarithm of each row afterwards.
 """
 
 from __future__ import annotations
@@ -12,40 +13,63 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megatron.kernels.attention import count_products
+from megatron.kernels.attention import count_products, sink_gradient
 from megatron.kernels.operators import first_order, operator
 
 MAX_HEAD_DIM = 256
 
 
-def windowed_attention(query: Tensor, key: Tensor, value: Tensor, scale: float, window: int) -> Tensor:
+def windowed_attention(
+    query: Tensor, key: Tensor, value: Tensor, scale: float, window: int, sinks: Tensor | None = None
+) -> Tensor:
     """Returns softmax(query @ key.T * scale) @ value for each sample and head. A query attends to its own
     token and to the window - 1 tokens before it.
 
-    Shapes and positions as in `attention.flash_attention`. The dtype is bf16 or fp16; head_dim is a multiple
-    of 8, at most MAX_HEAD_DIM.
+    Shapes, positions and sinks as in `attention.flash_attention`. The dtype is bf16 or fp16; head_dim is a
+    multiple of 8, at most MAX_HEAD_DIM.
     """
-    return _WindowedAttention.apply(query, key, value, scale, window)
+    return _WindowedAttention.apply(query, key, value, sinks, scale, window)
 
 
 @first_order
 class _WindowedAttention(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor, scale: float, window: int) -> Tensor:
+    def forward(
+        ctx: Any,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        sinks: Tensor | None,
+        scale: float,
+        window: int,
+    ) -> Tensor:
         query, key, value = (x if x.stride(-1) == 1 else x.contiguous() for x in (query, key, value))
-        out, *others = windowed_flash_attention_op(query, key, value, scale, window)
-        ctx.save_for_backward(query, key, value, out, *others)
+        out, log_sums, *others = windowed_flash_attention_op(query, key, value, scale, window)
+        if sinks is not None:
+            sink = sinks.float()[None, :, None]
+            out = (out * _as_heads(torch.sigmoid(log_sums - sink))).to(out.dtype)
+            log_sums = torch.logaddexp(log_sums, sink)
+        ctx.save_for_backward(query, key, value, out, log_sums, sinks, *others)
         ctx.numbers = scale, window
         return out
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        query, key, value, out, log_sums, seed, offset = ctx.saved_tensors
+        query, key, value, out, log_sums, sinks, seed, offset = ctx.saved_tensors
         scale, window = ctx.numbers
         gradients = windowed_flash_attention_backward_op(
             query, key, value, out, log_sums, seed, offset, grad, scale, window
         )
-        return *gradients, None, None
+        grad_sinks = None
+        if sinks is not None:
+            row_sums = (out.float() * grad).sum(-1).permute(1, 2, 0)
+            grad_sinks = sink_gradient(sinks, log_sums, row_sums)
+        return *gradients, grad_sinks, None, None
+
+
+def _as_heads(of_rows: Tensor) -> Tensor:
+    """[batch, heads, queries] -> [queries, batch, heads, 1]."""
+    return of_rows.permute(2, 0, 1).unsqueeze(-1)
 
 
 @operator("windowed_flash_attention")

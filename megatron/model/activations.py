@@ -23,9 +23,21 @@ def identity(x: Tensor) -> Tensor:
     return x
 
 
+def quick_gelu(x: Tensor) -> Tensor:
+    """Returns x * sigmoid(1.702 x), the activation of the gate in gpt-oss."""
+    return x * torch.sigmoid(1.702 * x)
+
+
+def soft_capped(x: Tensor, cap: float | None) -> Tensor:
+    """Returns cap * tanh(x / cap), computed in fp32 and rounded once; None: `x`."""
+    return x if cap is None else ((x.float() / cap).tanh() * cap).to(x.dtype)
+
+
 def mlp_activation(model: ModelConfig) -> "Activation | Callable[[Tensor], Tensor]":
     """Returns the function between the two matrices of an MLP."""
-    return Activation(model.activation) if model.glu_activation is None else gated_by(model.glu_activation)
+    if model.glu_activation is None:
+        return Activation(model.activation)
+    return gated_by(model.glu_activation, model.activation_func_clamp_value, model.glu_linear_offset)
 
 
 class Activation:
@@ -59,15 +71,24 @@ def linear_and_activation(
     return wide, activation(wide, bias)
 
 
-def gated_by(name: str) -> Callable[[Tensor], Tensor]:
-    """Returns the function value * activation(gate): [..., 2n], first the values, then the gates -> [..., n].
-    With Triton it is one kernel. name: of the activation, a choice of --glu-activation."""
+def gated_by(name: str, limit: float | None = None, offset: float = 0.0) -> Callable[[Tensor], Tensor]:
+    """Returns the function (value + offset) * activation(gate): [..., 2n], first the values, then the gates
+    -> [..., n]. With Triton it is one kernel. name: of the activation, a choice of --glu-activation. limit:
+    see --activation-func-clamp-value."""
     activation: Callable[[Tensor], Tensor] = GLU_ACTIVATIONS.load(name)
 
     def gate(wide: Tensor) -> Tensor:
         if name in kernels.GATED_ACTIVATIONS and not torch.compiler.is_compiling() and uses_kernels(wide):
-            return kernels.gated_activation(wide, name)
+            return kernels.gated_activation(wide, name, limit, offset)
         value, gate = wide.chunk(2, dim=-1)
-        return value * activation(gate)
+        if limit is not None:
+            value, gate = _at_most(-_at_most(-value, limit), limit), _at_most(gate, limit)
+        return (value + offset if offset else value) * activation(gate)
 
     return gate
+
+
+def _at_most(x: Tensor, limit: float) -> Tensor:
+    """Returns the minimum of x and the limit. At the limit it passes the gradient, as torch's clamp does only
+    up to version 2.13."""
+    return torch.where(x > limit, limit, x)

@@ -35,7 +35,7 @@ from megatron.config import ModelConfig
 from megatron.kernels.grouped_linear import Groups
 from megatron.kernels.operators import first_order, keep_input, take_input
 from megatron.model.layer_context import LayerContext
-from megatron.model.layer_list import FIRST_TRANSFORMER_LAYER
+from megatron.model.layer_list import FIRST_TRANSFORMER_LAYER, first_mtp_layer_of
 from megatron.mpu.compilation import not_compiled
 from megatron.mpu.grouped_linear import grouped_linear
 from megatron.mpu.mesh import Mesh
@@ -155,6 +155,8 @@ class Router(nn.Module):
             lr_mult=model.matrix_lr_mult,
         )
         self.weight = new_parameter(spec)
+        bias = ParameterSpec((self.num_experts,), weight_decay=False)
+        self.bias = None if model.disable_bias_linear else new_parameter(bias)
         uses_last_step = model.has_balance_loss and model.moe_router_load_balancing_type == "global_aux_loss"
         self.expert_bias = self._state(0.0) if model.moe_router_enable_expert_bias else None
         self.expert_load = self._state(1.0) if uses_last_step else None
@@ -178,6 +180,8 @@ class Router(nn.Module):
 
     def forward(self, hidden: Tensor) -> Routing:
         logits = _Fp32Linear.apply(hidden, self.weight)  # [s, b, E]
+        if self.bias is not None:
+            logits = logits + self.bias.float()
         experts, tokens, load, read = self._choice(logits.detach())
         weights = self._weights(logits, experts)
         for name, loss, coefficient in self._losses(logits, load):
@@ -194,8 +198,9 @@ class Router(nn.Module):
     def record_of_layer(self, name: str, value: Tensor, reduce: Reduction = "mean") -> None:
         """Records a metric of this layer, with --moe-per-layer-logging."""
         if self.records_layer:
-            number = self.layer_index - FIRST_TRANSFORMER_LAYER
-            self.metrics.record(f"layer {number} {name}", value, reduce)
+            later = self.layer_index - first_mtp_layer_of(self.model.num_layers)
+            layer = f"layer {self.layer_index - FIRST_TRANSFORMER_LAYER}" if later < 0 else f"mtp_{later + 1}"
+            self.metrics.record(f"{layer} {name}", value, reduce)
 
     # --- the choice ---
 
@@ -330,7 +335,7 @@ def within_best_groups(scores: Tensor, model: ModelConfig) -> Tensor:
         return scores
     groups = scores.unflatten(-1, (model.moe_router_num_groups, -1))
     chosen = model.moe_router_group_topk or model.moe_router_num_groups
-    best = groups.sort(dim=-1, descending=True).values[..., : model.moe_router_topk // chosen].sum(-1)
+    best = groups.sort(dim=-1, descending=True).values[..., : model.experts_of_group_score].sum(-1)
     keep = torch.zeros_like(best).scatter_(-1, top_k(best, chosen), 1.0).bool()
     return groups.masked_fill(~keep.unsqueeze(-1), -torch.inf).flatten(-2)
 

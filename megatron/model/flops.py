@@ -2,13 +2,15 @@
 
 Only matrix products count, 2 FLOPs per multiply-add, and their backward pass counts twice:
 
-    FLOPs = 6 tokens (L (matrices + 2 keys x query width) + hidden x padded vocabulary) + recomputation
+    FLOPs = 6 tokens (L (matrices + keys x widths) + hidden x padded vocabulary) + recomputation
 
 matrices are the elements of a layer's weight matrices that a token uses, so gated MLPs, grouped queries, any
-MLP width and experts need no factors of their own. keys is the number of keys with which each query is
+MLP width, latent attention and experts need no factors of their own. widths are the sizes of all query heads
+and of the attention's output. keys is the number of keys with which each query is
 multiplied: all of the sequence, although the causal mask forbids half of them, or the window of
 --window-size. The masks between documents (--reset-attention-mask) save work, which is not subtracted. The LM
-head is never recomputed.
+head is never recomputed. Each of --mtp-num-layers adds a transformer layer of the last kind, a matrix of 2 x
+hidden x hidden elements, and the head.
 """
 
 from __future__ import annotations
@@ -19,7 +21,7 @@ from megatron.config import Config, ModelConfig
 from megatron.config.model import padded_vocab_size
 from megatron.config.registries import LAYER_ARRANGEMENTS
 from megatron.kernels.attention import scores_within
-from megatron.model.attention_choice import Implementation, run_uses_kernels, training_attention
+from megatron.model.attention.choice import Implementation, run_uses_kernels, training_attention
 from megatron.model.layer_kinds import LayerDescription, LayerKind, Role, layer_kinds
 from megatron.mpu.context_parallel import sequence_chunks
 from megatron.mpu.mesh import Axis
@@ -46,10 +48,12 @@ def iteration_flops(
     seq_length = seq_length or model.seq_length
     tokens = (batch_size or config.batch.global_batch_size) * seq_length
     padded = padded_vocab_size(vocab_size, model, config.parallel.tensor_model_parallel_size)
-    kinds = layer_kinds(model)
+    kinds, predicted = _kinds_in_training(model), model.mtp_num_layers or 0
     layers = 2 * tokens * sum(kind.active_elements for kind in kinds)
-    layers += 4 * tokens * sum(kind.keys(seq_length) for kind in kinds) * model.query_width
-    head = 2 * tokens * model.hidden_size * padded
+    layers += 4 * tokens * predicted * model.hidden_size**2
+    widths = model.query_width + model.output_width
+    layers += 2 * tokens * sum(kind.keys(seq_length) for kind in kinds) * widths
+    head = 2 * tokens * model.hidden_size * padded * (1 + predicted)
     recomputed = 0
     if with_recomputation and config.training.recomputes_layers:
         recomputed = layers
@@ -76,8 +80,10 @@ def palm_flops(config: Config, vocab_size: int, num_parameters: int, batch_size:
     lookups = padded if model.untie_embeddings_and_output_weights else 0
     if model.position_embedding_type == "absolute":
         lookups += model.max_position_embeddings
-    keys = sum(kind.keys(model.seq_length) for kind in layer_kinds(model))
-    per_token = 6 * (num_parameters - lookups * model.hidden_size) + 12 * keys * model.query_width
+    lookups -= padded * (model.mtp_num_layers or 0)  # layers that also multiply with the head's matrix
+    keys = sum(kind.keys(model.seq_length) for kind in _kinds_in_training(model))
+    widths = model.query_width + model.output_width
+    per_token = 6 * (num_parameters - lookups * model.hidden_size) + 6 * keys * widths
     return per_token * (batch_size or config.batch.global_batch_size) * model.seq_length
 
 
@@ -86,14 +92,25 @@ def layer_flops(config: Config, layer: LayerDescription, padded_vocab_size: int)
     included."""
     if layer.kind is not None:
         return _transformer_layer_flops(config, layer.kind)
-    if layer.role is not Role.HEAD:
-        return 0.0
-    tokens = config.batch.micro_batch_size * config.seq_length_per_rank
-    forward = 2 * tokens * config.model.hidden_size * padded_vocab_size
-    return _FORWARD_AND_BACKWARD * forward / config.parallel.tensor_model_parallel_size
+    tokens, hidden = config.batch.micro_batch_size * config.seq_length_per_rank, config.model.hidden_size
+    tp_size = config.parallel.tensor_model_parallel_size
+    head = _FORWARD_AND_BACKWARD * 2 * tokens * hidden * padded_vocab_size / tp_size
+    if layer.role is not Role.MULTI_TOKEN:
+        return head if layer.role is Role.HEAD else 0.0
+    # Recomputation goes to the input of its final norm: no product is skipped.
+    passes = _FORWARD_AND_BACKWARD + config.training.recomputes_layers
+    projection = passes * 2 * tokens * 2 * hidden**2 / tp_size
+    inner = _transformer_layer_flops(config, layer_kinds(config.model)[-1], skips_product=False)
+    return inner + projection + head
 
 
-def _transformer_layer_flops(config: Config, kind: LayerKind) -> float:
+def _kinds_in_training(model: ModelConfig) -> list[LayerKind]:
+    """Returns the kinds of all transformer layers, also of the layers in multi-token prediction."""
+    kinds = layer_kinds(model)
+    return kinds + kinds[-1:] * (model.mtp_num_layers or 0)
+
+
+def _transformer_layer_flops(config: Config, kind: LayerKind, skips_product: bool = True) -> float:
     """Returns the FLOPs of a transformer layer on one rank for one micro-batch, recomputation included. The
     Triton kernels compute no scores outside of the kind's window. All experts have equal numbers of tokens.
 
@@ -110,8 +127,8 @@ def _transformer_layer_flops(config: Config, kind: LayerKind) -> float:
     # With context parallelism the queries of a chunk have products only with the keys up to its end.
     chunks = sequence_chunks(Axis("cp", size=config.parallel.context_parallel_size), model.seq_length)
     scores_of_head = sum(scores_within(window, len(queries), queries.stop) for queries in chunks)
-    scores = 2 * batch * scores_of_head * model.query_width
-    forward = 2 * tokens * kind.active_elements + 2 * scores
+    scores = 2 * batch * scores_of_head * model.num_attention_heads * model.attention_head_dim
+    forward = 2 * tokens * (kind.active_elements + _repeated_elements(config)) + 2 * scores
     total: float = _FORWARD_AND_BACKWARD * forward
     if attention == Implementation.TRITON:
         total += 3 * scores
@@ -119,10 +136,24 @@ def _transformer_layer_flops(config: Config, kind: LayerKind) -> float:
         total += scores
     if training.recomputes_layers:
         total += forward
-        if skips_last_product(config):
+        if skips_product and skips_last_product(config):
             last_product = 2 * tokens * _last_width(model, kind) * model.hidden_size
             total -= last_product / training.checkpoint_num_layers
     return total / config.parallel.tensor_model_parallel_size
+
+
+def _repeated_elements(config: Config) -> float:
+    """Returns the elements of latent attention's matrices that a rank multiplies with more than its share of
+    the tokens: the sum over the tensor-parallel ranks, without their fair share."""
+    model, parallel = config.model, config.parallel
+    if not model.multi_latent_attention:
+        return 0
+    sizes = {name: n_out * n_in for name, (n_out, n_in) in model.attention_matrices.items()}
+    repeated = (parallel.context_parallel_size - 1) * sizes["kv_up_proj"]
+    if not parallel.sequence_parallel:
+        tensor = parallel.tensor_model_parallel_size
+        repeated += (tensor - 1) * (sizes["kv_down_proj"] + sizes.get("q_down_proj", 0))
+    return repeated
 
 
 def _last_width(model: ModelConfig, kind: LayerKind) -> int:

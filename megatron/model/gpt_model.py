@@ -18,6 +18,7 @@ layers. `pipeline_layers` is the model as an ordered list of layers:
     L+5          EmbeddingPipe again, as LM head: x @ word weight.T     [b, s, V]
                  or LMHeadPipe, the untied head
     L+6          float16_to_fp32 (function), with fp16 and bf16         [b, s, V]
+    L+7 ..       MultiTokenPredictionPipe, with --mtp-num-layers        see multi_token_prediction.py
     loss         CrossEntropy (loss.py)                                 scalar
 
 The list and its indices are fixed: checkpoints name parameters by a layer's index (BLOOM's public checkpoints
@@ -37,9 +38,8 @@ ranks; with --sequence-parallel each rank has a shard [s / TP, b, h] of them fro
 Context parallelism (CP > 1, `megatron.mpu.context_parallel`): s is s / CP except in token ids, labels and
 document ids. The embedding selects this rank's tokens; attention all-gathers keys and values.
 
-Other parts of the model: core_attention.py, experts.py, position.py, norm.py, qk_norm.py, activations.py,
-residual.py, loss.py, layer_context.py. pipeline_module.py runs a rank's part of the list, single_process.py
-all of it.
+Other parts of the model: attention/, experts.py, position.py, norm.py, activations.py, residual.py, loss.py,
+layer_context.py. pipeline_module.py runs a rank's part of the list, inference/single_process.py all of it.
 """
 
 from collections.abc import Callable
@@ -52,15 +52,23 @@ from torch import Tensor, nn
 
 from megatron.config.model import padded_vocab_size
 from megatron.config.registries import LAYER_ARRANGEMENTS, QK_NORMS
-from megatron.model.activations import linear_and_activation, mlp_activation
-from megatron.model.core_attention import CoreAttention
+from megatron.model.activations import linear_and_activation, mlp_activation, soft_capped
+from megatron.model.attention.core_attention import CoreAttention
+from megatron.model.attention.latent import LatentSelfAttention
+from megatron.model.attention.qk_clip import LogitWeight, fused_weight
+from megatron.model.attention.qk_norm import head_norm_vectors
 from megatron.model.experts import ExpertMLP
 from megatron.model.layer_context import LayerContext, LayerIO, join_layer_io, split_layer_io
 from megatron.model.layer_kinds import LayerDescription, Role, layer_kind
-from megatron.model.layer_list import FIRST_TRANSFORMER_LAYER, TIED_EMBEDDING
+from megatron.model.layer_list import (
+    FIRST_TRANSFORMER_LAYER,
+    TIED_EMBEDDING,
+    first_mtp_layer_of,
+    layer_number,
+)
+from megatron.model.multi_token_prediction import MultiTokenPredictionPipe
 from megatron.model.norm import norm_arguments, norm_class
 from megatron.model.position import document_ids_of, positions_within_documents
-from megatron.model.qk_norm import head_norm_vectors
 from megatron.model.residual import ResidualAddition
 from megatron.mpu.context_parallel import shard_sequence
 from megatron.mpu.layers import (
@@ -99,12 +107,18 @@ def pipeline_layers(context: LayerContext, vocab_size: int, eod: int | None) -> 
             TIED_EMBEDDING, EmbeddingPipe, *embedding, is_head=True, forward_fn=lm_head, **tied
         ),
     ]
-    if config.precision.name != "fp32":
+    if config.precision.name != "fp32" or model.mtp_num_layers:  # indices do not depend on precision
         layers.append(float16_to_fp32)
+    first = first_mtp_layer_of(model.num_layers)
+    for index in range(first, first + (model.mtp_num_layers or 0)):
+        layers.append(LayerSpec(MultiTokenPredictionPipe, context, index, ParallelTransformerLayerPipe))
+    if model.mtp_num_layers and model.untie_embeddings_and_output_weights:
+        copy = {"is_head": True, "forward_fn": lm_head, **tied}
+        layers.append(TiedLayerSpec(TIED_EMBEDDING, EmbeddingCopyPipe, *embedding, **copy))
     return layers
 
 
-def _to_float16(tokens: Tensor) -> Tensor:
+def _to_float16(tokens: LayerIO) -> LayerIO:
     """Returns the token ids unchanged. This layer 0 exists only to keep the indices of all other layers."""
     return tokens
 
@@ -137,8 +151,8 @@ class EmbeddingPipe(nn.Module):
             init_std=model.init_method_std,
             sequence_parallel=context.sequence_parallel,
         )
-        self.tp_group, self.cp_group = context.tp_group, context.cp_group
-        self.logits_multiplier = model.logits_multiplier
+        self.tp_group, self.cp_group, self.cache = context.tp_group, context.cp_group, context.cache
+        self.logits_multiplier, self.softcapping = model.logits_multiplier, model.final_logit_softcapping
         if is_head:
             return
         if model.embed_layernorm:
@@ -156,11 +170,12 @@ class EmbeddingPipe(nn.Module):
         if self.sequence_parallel:
             mark_sequence_parallel_grads(self)
 
-    def forward(self, tokens: Tensor) -> LayerIO:
-        document_ids = (
-            document_ids_of(tokens, self.eod) if self.reset_position_ids or self.passes_document_ids else None
-        )
-        hidden = self.word_embeddings(shard_sequence(tokens, self.cp_group, dim=1))
+    def forward(self, inputs: LayerIO) -> LayerIO:
+        """inputs: tokens, or (tokens, document_ids) if `eod` does not end the documents."""
+        tokens, document_ids = split_layer_io(inputs)
+        if document_ids is None and (self.reset_position_ids or self.passes_document_ids):
+            document_ids = document_ids_of(tokens, self.eod)
+        hidden = self.word_embeddings(shard_sequence(self.cache.new_tokens(tokens), self.cp_group, dim=1))
         if self.embed_norm:
             hidden = self.word_embeddings.norm(hidden)
         if self.position_embeddings is not None:
@@ -177,7 +192,7 @@ class EmbeddingPipe(nn.Module):
         return join_layer_io(hidden, document_ids if self.passes_document_ids else None)
 
     def _position_vectors(self, positions: Tensor, batch: int) -> Tensor:
-        positions = shard_sequence(positions, self.cp_group, dim=1)
+        positions = shard_sequence(self.cache.new_tokens(positions), self.cp_group, dim=1)
         if not self.sequence_parallel:
             return self.position_embeddings(positions, batch)
         own = positions.chunk(self.tp_group.size, dim=1)[self.tp_group.rank]
@@ -191,6 +206,14 @@ class EmbeddingPipe(nn.Module):
     @classmethod
     def describe(cls, *_: Any, is_head: bool = False) -> LayerDescription:
         return LayerDescription(cls.__name__, Role.HEAD if is_head else Role.EMBEDDING, is_tied=is_head)
+
+
+class EmbeddingCopyPipe(EmbeddingPipe):
+    """The word embedding on the last stage, for multi-token prediction with an untied head."""
+
+    @classmethod
+    def describe(cls, *_: Any, **__: Any) -> LayerDescription:
+        return LayerDescription(cls.__name__, Role.EMBEDDING, is_tied=True)
 
 
 def _to_sequence_first(context: LayerContext) -> Callable[[LayerIO], LayerIO]:
@@ -237,7 +260,7 @@ class ParallelTransformerLayerPipe(nn.Module):
             return norm_class(context.config)(*norm_arguments(context.config))
 
         self.input_layernorm = norm("input_layernorm")
-        self.self_attention = ParallelSelfAttention(context, layer_index)
+        self.self_attention = new_attention(context, layer_index)
         self.post_attention_layernorm = norm("post_attention_layernorm")
         self.pre_mlp_layernorm = norm("pre_mlp_layernorm")
         self.mlp = new_mlp(context, layer_index)
@@ -281,17 +304,25 @@ class ParallelTransformerLayerPipe(nn.Module):
         return LayerDescription(cls.__name__, Role.TRANSFORMER, kind)
 
 
+def new_attention(context: LayerContext, layer_index: int) -> "ParallelSelfAttention | LatentSelfAttention":
+    """Returns the attention of a transformer layer."""
+    if context.config.model.multi_latent_attention:
+        return LatentSelfAttention(context, layer_index, *_linear_layer_settings(context))
+    return ParallelSelfAttention(context, layer_index)
+
+
 class ParallelSelfAttention(nn.Module):
     """Causal self-attention: [seq, batch, hidden] -> [seq, batch, hidden].
 
     The rows of the fused projection are ordered (groups, heads per group + 2, head_dim): for each group its
     query heads, one key head, one value head. With one head per group this is (heads, 3, head_dim). A
     contiguous slice of rows is a set of whole groups, so one full weight serves every tensor-parallel degree.
+    With --attention-output-gate, the gates of a group's query heads follow these heads, as in Megatron-Core.
 
     With fewer groups than ranks, each block of TP / groups consecutive ranks computes one group. A rank
     projects its part of the group's rows; the block gathers the parts. Each rank keeps its own query heads,
-    the key head and the value head. The backward pass sums the gradients over the block. No weight is
-    replicated.
+    their gates, the key head and the value head. The backward pass sums the gradients over the block. No
+    weight is replicated.
     """
 
     def __init__(self, context: LayerContext, layer_index: int) -> None:
@@ -303,8 +334,10 @@ class ParallelSelfAttention(nn.Module):
         self.head_dim = model.kv_channels
         self.tp_group = context.tp_group
         first, second = _linear_layer_settings(context)
-        width = model.query_width + 2 * model.key_width
-        rows = (model.query_width // model.query_groups, self.head_dim, self.head_dim)
+        self.has_gate = model.attention_output_gate
+        queries = (model.query_width // model.query_groups,) * (1 + self.has_gate)  # and gates, of a group
+        rows = (*queries, self.head_dim, self.head_dim)
+        width = model.query_groups * sum(rows)
         projection = {**first, "bias": model.qkv_bias, "matrix_rows": rows}
         self.query_key_value = ColumnParallelLinear(model.hidden_size, width, context.tp_group, **projection)
         self.q_layernorm: Any = None
@@ -322,44 +355,51 @@ class ParallelSelfAttention(nn.Module):
         """See `RowParallelLinear`."""
         return self.dense.skipped_bias
 
+    def logit_weights(self) -> list[LogitWeight]:
+        """See `qk_clip`."""
+        return [fused_weight(self.query_key_value.weight, self.has_gate)]
+
     def forward(self, hidden: Tensor, document_ids: Tensor | None) -> Tensor:
         """hidden [seq / CP, batch, hidden], document_ids [batch, seq] or None -> the shape of hidden."""
         projected = self.query_key_value(hidden)
         if self.ranks_per_group > 1:
-            projected = self._rows_of_own_heads(
-                gather_from_rank_block(projected, self.tp_group, self.ranks_per_group)
-            )
-        query, key, value = self._split(projected, document_ids)
-        return self.dense(self.core_attention(query, key, value, document_ids))
+            of_group = gather_from_rank_block(projected, self.tp_group, self.ranks_per_group)
+            projected = self._rows_of_own_heads(of_group)
+        query, key, value, gate = self._split(projected, document_ids)
+        output = self.core_attention(query, key, value, document_ids)
+        return self.dense(output * torch.sigmoid(gate.flatten(2)) if self.has_gate else output)
 
-    def _split(self, projected: Tensor, document_ids: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
-        """Returns the query [seq, batch, heads / TP, head_dim], and key and value of this rank's groups, with
-        norms and rotary positions."""
+    def _split(self, projected: Tensor, document_ids: Tensor | None) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """Returns query [seq, batch, heads / TP, head_dim], key and value of this rank's groups, with norms
+        and rotary positions, and the gate in the query's shape (without one, with 0 heads)."""
         group = self.heads // self.groups
         positions = positions_within_documents(document_ids) if self.reset_position_ids else None
         if self.rotary is not None and self.norms_in_kernel and self.rotary.in_kernel(projected):
             norms = head_norm_vectors(self.q_layernorm, self.k_layernorm)
-            return self.rotary.split_and_rotate(projected, self.groups, group, positions, norms)
-        shape = (*projected.shape[:2], self.groups, group + 2, self.head_dim)
-        query, key, value = projected.view(shape).split((group, 1, 1), dim=3)
-        query, key, value = query.flatten(2, 3), key.squeeze(3), value.squeeze(3)
+            arguments = (projected, self.groups, group, positions, norms)
+            return self.rotary.split_and_rotate(*arguments, has_gate=self.has_gate)
+        sizes = (group, group * self.has_gate, 1, 1)
+        heads = projected.view(*projected.shape[:2], self.groups, sum(sizes), self.head_dim)
+        query, gate, key, value = (part.flatten(2, 3) for part in heads.split(sizes, dim=3))
         if self.q_layernorm is not None:
             query, key = self.q_layernorm(query), self.k_layernorm(key)
         if self.rotary is not None:
             query, key = self.rotary.rotate(query, key, positions)
-        return query, key, value
+        return query, key, value, gate
 
     def _rows_of_own_heads(self, group: Tensor) -> Tensor:
-        """Selects this rank's query heads, the key and the value from the projections of a whole group."""
+        """Selects this rank's query heads, their gates, the key and the value of a whole group."""
         width = self.heads * self.head_dim
-        own = self.tp_group.rank % self.ranks_per_group
-        return torch.cat((group.narrow(-1, own * width, width), group[..., -2 * self.head_dim :]), dim=-1)
+        own, ranks = self.tp_group.rank % self.ranks_per_group, self.ranks_per_group
+        starts = [(own + ranks * part) * width for part in range(1 + self.has_gate)]
+        parts = [group.narrow(-1, start, width) for start in starts]
+        return torch.cat((*parts, group[..., -2 * self.head_dim :]), dim=-1)
 
 
 def new_mlp(context: LayerContext, layer_index: int) -> "ParallelMLP | ExpertMLP":
     """Returns the MLP of a transformer layer: a dense one, or with --num-experts one of experts."""
     model = context.config.model
-    if not model.has_experts(layer_index - FIRST_TRANSFORMER_LAYER):
+    if not model.has_experts(layer_number(layer_index, model.num_layers)):
         return ParallelMLP(context, model.ffn_hidden_size)
     shared, size = None, model.moe_shared_expert_intermediate_size
     if size is not None:
@@ -385,9 +425,8 @@ class ParallelMLP(nn.Module):
         self.dense_h_to_4h = ColumnParallelLinear(
             model.hidden_size, parts * size, context.tp_group, num_fused_parts=parts, **first
         )
-        self.dense_4h_to_h = RowParallelLinear(
-            size, model.hidden_size, context.tp_group, **{**second, **settings}
-        )
+        second = {**second, **settings}
+        self.dense_4h_to_h = RowParallelLinear(size, model.hidden_size, context.tp_group, **second)
 
     @property
     def skipped_bias(self) -> Tensor | None:
@@ -430,7 +469,7 @@ class LMHeadPipe(nn.Module):
             init_std=model.init_method_std,
         )
         self.tp_group = context.tp_group
-        self.logits_multiplier = model.logits_multiplier
+        self.logits_multiplier, self.softcapping = model.logits_multiplier, model.final_logit_softcapping
 
     @property
     def head_weight(self) -> Tensor:
@@ -447,11 +486,12 @@ class LMHeadPipe(nn.Module):
 
 def lm_head(head: EmbeddingPipe | LMHeadPipe, hidden: Tensor) -> Tensor:
     """Returns this rank's logits [batch, seq, padded_vocab / TP] from hidden [batch, seq, hidden]."""
-    return parallel_logits(head_input(head, hidden), head.head_weight, head.tp_group)
+    logits = parallel_logits(head_input(head, hidden), head.head_weight, head.tp_group)
+    return soft_capped(logits, head.softcapping)
 
 
 def head_input(head: EmbeddingPipe | LMHeadPipe, hidden: Tensor) -> Tensor:
-    """Returns the head's input times the logit multiplier of --mup: cheaper than scaling the logits."""
+    """Returns the head's input times the multiplier of the logits: cheaper than scaling these."""
     return hidden if head.logits_multiplier == 1.0 else hidden * head.logits_multiplier
 
 

@@ -8,7 +8,13 @@ from torch import Tensor
 
 from megatron.config import Config
 from megatron.config.registries import POSITION_EMBEDDINGS
-from megatron.model.layer_list import FIRST_TRANSFORMER_LAYER, PARAMETER_DTYPES, final_norm_of
+from megatron.model.attention.cache import KeyValueCache
+from megatron.model.layer_list import (
+    FIRST_TRANSFORMER_LAYER,
+    PARAMETER_DTYPES,
+    final_norm_of,
+    layer_number,
+)
 from megatron.model.position import AttentionMasks, PositionScheme, RotaryEmbedding
 from megatron.mpu.context_parallel import sequence_chunks, tensor_shard
 from megatron.mpu.mesh import Axis, Mesh
@@ -36,7 +42,8 @@ def join_layer_io(hidden: Tensor, document_ids: Tensor | None) -> LayerIO:
 class LayerContext:
     """What all layers of a stage share: the configuration, the mesh, the dropout RNG, and with
     --pipeline-schedule zero-bubble the queue of deferred weight gradients. metrics: records values to log.
-    fp8: of the linear layers, with --fp8-format; None in a layer in bf16."""
+    fp8: of the linear layers, with --fp8-format; None in a layer in bf16. cache: keeps keys and values while
+    texts are generated."""
 
     config: Config
     mesh: Mesh
@@ -44,11 +51,12 @@ class LayerContext:
     deferred: DeferredGradients | None = None
     metrics: StepMetrics = field(default_factory=StepMetrics)
     fp8: Fp8 | None = None
+    cache: KeyValueCache = field(default_factory=KeyValueCache)
 
     def of_layer(self, layer_index: int) -> "LayerContext":
         """Returns the context of a layer of the layer list: without FP8 if the layer is in bf16. All layers
         share masks and rotary tables."""
-        layer = layer_index - FIRST_TRANSFORMER_LAYER
+        layer = layer_number(layer_index, self.config.model.num_layers)
         if self.fp8 is None or not self.config.model.is_bf16_layer(layer):
             return self
         context = replace(self, fp8=None)
@@ -86,11 +94,12 @@ class LayerContext:
         return self._masks[self._has_window(layer_index)]
 
     def rotary(self, layer_index: int) -> RotaryEmbedding | None:
-        """Returns the rotary tables of a layer, or None with other position embeddings."""
-        return None if self._rotary is None else self._rotary[self._has_window(layer_index)]
+        """Returns the rotary tables of a layer; None if it has none."""
+        has_rotary = self.config.model.has_rotary(layer_number(layer_index, self.config.model.num_layers))
+        return self._rotary[self._has_window(layer_index)] if self._rotary and has_rotary else None
 
     def _has_window(self, layer_index: int) -> bool:
-        return self.config.model.has_window(layer_index - FIRST_TRANSFORMER_LAYER)
+        return self.config.model.has_window(layer_number(layer_index, self.config.model.num_layers))
 
     @cached_property
     def _masks(self) -> dict[bool, AttentionMasks]:
@@ -111,10 +120,12 @@ class LayerContext:
         rotary, model = self.positions.rotary, self.config.model
         if rotary is None:
             return None
-        full = window = rotary(model, self.cp_group)
-        if model.window_pattern and (model.window_rotary_base or model.rope_scaling_type):
+        full = window = rotary(model, self.cp_group, self.cache)
+        scaling = model.rope_scaling_type if model.window_rope_scaling else None
+        if model.window_pattern and (model.window_rotary_base or model.rope_scaling_type != scaling):
             base = model.window_rotary_base or model.rotary_base
-            window = rotary(replace(model, rotary_base=base, rope_scaling_type=None), self.cp_group)
+            of_window = replace(model, rotary_base=base, rope_scaling_type=scaling)
+            window = rotary(of_window, self.cp_group, self.cache)
         return {True: window, False: full}
 
     @property
@@ -147,7 +158,8 @@ class LayerContext:
         tokens."""
         config, final_norm = self.config, final_norm_of(self.config.model.num_layers)
         is_sharded = self.sequence_parallel and layer_index < final_norm
-        own_seq = seq // self.cp_group.size // (self.tp_group.size if is_sharded else 1)
+        new = seq if self.cache.positions is None else self.cache.positions.shape[1]
+        own_seq = new // self.cp_group.size // (self.tp_group.size if is_sharded else 1)
         seq_first = is_sharded or FIRST_TRANSFORMER_LAYER <= layer_index < final_norm
         shape = (own_seq, batch) if seq_first else (batch, own_seq)
         # A residual that is the norm's output has the parameters' dtype.

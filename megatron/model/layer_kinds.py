@@ -13,7 +13,16 @@ from enum import Enum
 from typing import Any
 
 from megatron.config import ModelConfig
-from megatron.config.sections.layer_pattern import BF16, DENSE, EXPERTS, FP8, FULL, WINDOW
+from megatron.config.sections.layer_pattern import (
+    BF16,
+    DENSE,
+    EXPERTS,
+    FP8,
+    FULL,
+    NO_ROTARY,
+    ROTARY,
+    WINDOW,
+)
 
 
 @dataclass(frozen=True)
@@ -22,10 +31,10 @@ class LayerKind:
 
     window: see --window-size. matrix_elements: number of elements in the layer's weight matrices.
     unused_elements: number of those that a token does not use, because they belong to other experts than its
-    own. window_letter, expert_letter, fp8_letter: stand for the kind in --window-pattern, --moe-layer-freq
-    and --fp8-layer-pattern; '' without a pattern, without experts, and if all layers have one precision.
-    suffix: follows the class name in the names that --partition-method type:REGEX matches; '' if all layers
-    are of one kind.
+    own. window_letter, expert_letter, fp8_letter, rotary_letter: stand for the kind in --window-pattern,
+    --moe-layer-freq, --fp8-layer-pattern and --no-rope-freq; '' without a pattern, without experts, and if
+    all layers have one precision. suffix: follows the class name in the names that --partition-method
+    type:REGEX matches; '' if all layers are of one kind.
     """
 
     window: int | None
@@ -34,6 +43,7 @@ class LayerKind:
     window_letter: str = ""
     expert_letter: str = ""
     fp8_letter: str = ""
+    rotary_letter: str = ""
     suffix: str = field(default="", compare=False)
 
     @property
@@ -59,8 +69,8 @@ class LayerKind:
 def layer_kind(model: ModelConfig, layer: int) -> LayerKind:
     """Returns the kind of a transformer layer, counted from 0."""
     hidden, matrices = model.hidden_size, 3 if model.glu_activation else 2
-    elements, unused = (2 * model.query_width + 2 * model.key_width) * hidden, 0
-    window_letter = expert_letter = fp8_letter = suffix = ""
+    elements, unused = sum(n_out * n_in for n_out, n_in in model.attention_matrices.values()), 0
+    window_letter = expert_letter = fp8_letter = rotary_letter = suffix = ""
     if model.window_pattern is not None:
         window_letter = WINDOW if model.has_window(layer) else FULL
         suffix += "@window" if model.has_window(layer) else "@full"
@@ -78,8 +88,12 @@ def layer_kind(model: ModelConfig, layer: int) -> LayerKind:
     if model.first_last_layers_bf16 or model.fp8_layer_pattern:
         fp8_letter = BF16 if model.is_bf16_layer(layer) else FP8
         suffix += "@bf16" if fp8_letter == BF16 else "@fp8"
+    if model.no_rope_freq is not None:
+        rotary_letter = ROTARY if model.has_rotary(layer) else NO_ROTARY
+        suffix += "@rotary" if model.has_rotary(layer) else "@no-rotary"
     window = model.window_size if model.has_window(layer) else None
-    return LayerKind(window, elements, unused, window_letter, expert_letter, fp8_letter, suffix)
+    letters = (window_letter, expert_letter, fp8_letter, rotary_letter)
+    return LayerKind(window, elements, unused, *letters, suffix)
 
 
 def layer_kinds(model: ModelConfig) -> list[LayerKind]:
@@ -92,11 +106,13 @@ def settings_for_kinds(kinds: Sequence[LayerKind]) -> dict[str, Any]:
     windows = tuple(letter for kind in kinds if (letter := kind.window_letter))
     experts = tuple(letter for kind in kinds if (letter := kind.expert_letter))
     precisions = tuple(letter for kind in kinds if (letter := kind.fp8_letter))
+    rotary = tuple(letter for kind in kinds if (letter := kind.rotary_letter))
     return {
         "model.num_layers": len(kinds),
         "model.window_pattern": windows or None,
         "model.moe_layer_freq": experts or (EXPERTS,),
         "model.fp8_layer_pattern": precisions or None,
+        "model.no_rope_freq": rotary or None,
     }
 
 
@@ -114,14 +130,15 @@ class Role(Enum):
     TRANSFORMER = "transformer layer"
     NORM = "final norm"
     HEAD = "LM head"
+    MULTI_TOKEN = "multi-token prediction"
 
 
 @dataclass(frozen=True)
 class LayerDescription:
     """An entry of the layer list.
 
-    name: its class or function. kind: of a transformer layer. is_tied: whether a head has the weight of the
-    embedding.
+    name: its class or function. kind: of a transformer layer. is_tied: whether it has the weight of the
+    input embedding.
     """
 
     name: str

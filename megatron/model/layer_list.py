@@ -15,6 +15,18 @@ def final_norm_of(num_layers: int) -> int:
     return FIRST_TRANSFORMER_LAYER + num_layers + 1
 
 
+def first_mtp_layer_of(num_layers: int) -> int:
+    """Returns the index of the first layer for multi-token prediction, after float16_to_fp32. The layers from
+    there on belong to the loss: they do not follow the layers before them."""
+    return final_norm_of(num_layers) + 3
+
+
+def layer_number(layer_index: int, num_layers: int) -> int:
+    """Returns the transformer layer, counted from 0, whose kind a layer of the list has: layers for
+    multi-token prediction are of the last one's kind."""
+    return min(layer_index - FIRST_TRANSFORMER_LAYER, num_layers - 1)
+
+
 ONLY_IN_TRAINING = (".mlp.router.expert_load",)
 """Ends of the names of state that only --moe-router-load-balancing-type global_aux_loss has. No model needs
 it: without it a run begins with its initial value."""

@@ -83,6 +83,17 @@ class MixedFusedLayerNorm(_Norm):
         self.normalize = _apex_layer_norm if use_apex else F.layer_norm
 
 
+class LayerNormWithoutBias(MixedFusedLayerNorm):
+    """Layer norm with a weight only. Kernels get zeros as its bias."""
+
+    def __init__(
+        self, hidden_size: int, epsilon: float, use_apex: bool = False, zero_centered: bool = False
+    ) -> None:
+        super().__init__(hidden_size, epsilon, use_apex, zero_centered)
+        del self.bias
+        self.register_buffer("bias", torch.zeros(hidden_size), persistent=False)
+
+
 class RMSNorm(_Norm):
     """RMS norm (arXiv 1910.07467): x / sqrt(mean(x^2) + epsilon) * weight. `use_apex` has no effect."""
 

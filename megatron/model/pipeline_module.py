@@ -5,7 +5,8 @@ holds one stage, or several with the schedules interleaved and dualpipev. This m
 needs: activation recomputation, head and loss in one function, and overrides of DeepSpeed's `PipelineModule`.
 
 With --loss-implementation fused, training computes head and loss in one function, which never stores the full
-logits. Generation, and evaluation that returns logits, run the unchanged list.
+logits. With --mtp-num-layers the loss of a training step runs the layers for multi-token prediction, which
+read the head's input. Generation, and evaluation that returns logits, run the list up to the logits.
 """
 
 from __future__ import annotations
@@ -28,11 +29,13 @@ from torch.utils.checkpoint import checkpoint
 
 from megatron.config import Config, TrainingConfig
 from megatron.deepspeed_names import restrict
-from megatron.model.gpt_model import head_input, pipeline_layers
+from megatron.model.gpt_model import head_input, lm_head, pipeline_layers
 from megatron.model.layer_context import LayerContext, LayerIO, TensorSpec, join_layer_io, split_layer_io
 from megatron.model.layer_kinds import LayerDescription, Role, embedding_and_head
-from megatron.model.layer_list import PARAMETER_DTYPES, TIED_EMBEDDING
+from megatron.model.layer_list import PARAMETER_DTYPES, TIED_EMBEDDING, first_mtp_layer_of
 from megatron.model.loss import CrossEntropy
+from megatron.model.multi_token_prediction import shifted
+from megatron.model.position import document_ids_of
 from megatron.mpu.compilation import compile_in_place
 from megatron.mpu.mesh import Axis, Mesh, chunks_of_rank
 from megatron.mpu.parameter_spec import ParameterSpec
@@ -47,6 +50,8 @@ from megatron.mpu.products import Fp8
 from megatron.mpu.random import DropoutRNG
 from megatron.mpu.step_metrics import StepMetrics
 from megatron.mpu.weight_gradient import DeferredGradients
+
+_UNITS = (Role.TRANSFORMER, Role.MULTI_TOKEN)
 
 
 def describe(layer: LayerSpec | Callable) -> LayerDescription:
@@ -130,8 +135,13 @@ class GPTModelPipe(PipelineModule):
         self.config = config
         self.mesh, self._values = mesh, values
         self.stage_bounds = list(bounds)
-        self.cross_entropy = CrossEntropy(mesh.tp, vocab_size, config.training.z_loss_weight, mesh.cp)
-        self._head_is_fused, self._loss_gradient = False, 1.0
+        self.cross_entropy = CrossEntropy(
+            *(mesh.tp, vocab_size, config.training.z_loss_weight, mesh.cp),
+            softcapping=config.model.final_logit_softcapping,
+        )
+        self._eod, self._head_is_in_loss, self._loss_gradient = eod, False, 1.0
+        self.main_loss = torch.zeros(0)
+        """The loss of the last micro-batch without multi-token prediction."""
         self.dropout_rng = DropoutRNG(config.training.seed)
         self.deferred_gradients = DeferredGradients() if config.parallel.schedule.splits_backward else None
         self.metrics, self.fp8 = StepMetrics(), Fp8.of(config, mesh)
@@ -146,7 +156,7 @@ class GPTModelPipe(PipelineModule):
         self._check_head()
         dtype, sharded = PARAMETER_DTYPES[config.precision.name], config.parallel.shards_weights
         layers = [
-            _DeviceLayerSpec(layer, dtype, sharded) if description.role is Role.TRANSFORMER else layer
+            _DeviceLayerSpec(layer, dtype, sharded) if description.role in _UNITS else layer
             for layer, description in zip(layers, self.descriptions, strict=True)
         ]
         with contextlib.redirect_stdout(io.StringIO()):  # hides DeepSpeed's stage map
@@ -156,7 +166,7 @@ class GPTModelPipe(PipelineModule):
         super().to(dtype)
         if training.compile:
             for layer in self.transformer_layers().values():
-                compile_in_place(layer)
+                compile_in_place(getattr(layer, "transformer_layer", layer))
 
     def initial_values(self, name: str, elements: range) -> Tensor:
         """Returns the initial values of some elements of this rank's flat shard of a parameter, fp32,
@@ -177,8 +187,9 @@ class GPTModelPipe(PipelineModule):
             raise RuntimeError(f"stage {stage} sends {found}, the next stage expects {expected}")
 
     def transformer_layers(self) -> dict[str, nn.Module]:
-        """Returns this rank's transformer layers by the layer index in their parameters' names."""
-        return {str(i): f for i, f in self.layers.items() if self.descriptions[i].role is Role.TRANSFORMER}
+        """Returns this rank's transformer layers, and its layers for multi-token prediction, which contain
+        one each, by the layer index in their parameters' names."""
+        return {str(i): f for i, f in self.layers.items() if self.descriptions[i].role in _UNITS}
 
     def stages_record(self) -> dict[str, Any]:
         """Returns which layers each stage holds, for the checkpoint."""
@@ -199,30 +210,99 @@ class GPTModelPipe(PipelineModule):
 
     @contextlib.contextmanager
     def fused_head_loss(self, loss_gradient: float = 1.0) -> Iterator[None]:
-        """With --loss-implementation fused: makes `forward` return the head's input instead of logits, and
-        `loss` compute the head. Within the block, only `loss` may use the outputs of `forward`.
-        loss_gradient: see `CrossEntropy.from_hidden`."""
+        """With --loss-implementation fused, and in training with --mtp-num-layers: makes `forward` return the
+        head's input instead of logits, and `loss` compute the head. Within the block, only `loss` may use the
+        outputs of `forward`. loss_gradient: see `CrossEntropy.from_hidden`."""
         self._loss_gradient = loss_gradient
-        self._head_is_fused = self.config.training.loss_implementation == "fused"
+        self._head_is_in_loss = self._head_is_fused or self._predicts_more
         try:
             yield
         finally:
-            self._head_is_fused = False
+            self._head_is_in_loss = False
 
-    def loss(self, outputs: Tensor, labels_and_mask: tuple[Tensor, Tensor]) -> Tensor:
-        """Returns the scalar fp32 loss from the output of `forward` on the last stage."""
-        if not self._head_is_fused:
-            return self.cross_entropy(outputs, labels_and_mask)
+    @property
+    def _head_is_fused(self) -> bool:
+        return self.config.training.loss_implementation == "fused"
+
+    @property
+    def _predicts_more(self) -> bool:
+        return self.config.model.mtp_num_layers is not None and torch.is_grad_enabled()
+
+    @property
+    def loss_depths(self) -> int:
+        """The number of losses in training: of the main model, and of each layer for multi-token
+        prediction."""
+        return 1 + (self.config.model.mtp_num_layers or 0)
+
+    @property
+    def loss_reads_tokens(self) -> bool:
+        """Whether `loss_inputs` needs the inputs of the first stage, for document ids."""
+        return self.loss_depths > 1 and self.context.layers_need_document_ids
+
+    def loss_inputs(
+        self, labels: Tensor, mask: Tensor, counts: Sequence[Any] | Tensor, *inputs: Tensor
+    ) -> tuple[Tensor, ...]:
+        """Returns what `loss` reads of a micro-batch: labels and their weights, each [batch, seq], and for
+        multi-token prediction the labels' weights in each layer [layers, batch, seq], and document ids.
+
+        counts: for each loss, the number of unmasked tokens by which it is divided; in an evaluation only of
+        the main model. inputs: of the first stage, if `loss_reads_tokens`."""
+        weights = [shifted(mask, depth) / counts[depth] for depth in range(len(counts))]
+        read = [labels, weights[0], *([torch.stack(weights[1:])] if len(weights) > 1 else [])]
+        if inputs and len(weights) > 1:
+            read.append(inputs[1] if len(inputs) > 1 else document_ids_of(inputs[0], self._eod))
+        return tuple(read)
+
+    def loss(self, outputs: Tensor, loss_inputs: tuple[Tensor, ...]) -> Tensor:
+        """Returns the scalar fp32 loss from the output of `forward` on the last stage. In training it
+        includes multi-token prediction, `main_loss` does not."""
+        labels, weights, *others = loss_inputs
+        if not self._head_is_in_loss:
+            loss = self.cross_entropy(outputs, (labels, weights))
+            self.main_loss = loss.detach()
+            return loss
+        added = self._multi_token_loss(outputs, labels, *others) if self._predicts_more else 0.0
+        loss = self._loss_of_head(outputs, (labels, weights))
+        self.main_loss = loss.detach()
+        return loss + added
+
+    def _multi_token_loss(
+        self, hidden: Tensor, labels: Tensor, weights: Tensor, document_ids: Tensor | None = None
+    ) -> Tensor | float:
+        """Returns the sum of the losses of multi-token prediction, with their factor. hidden: the head's
+        input. weights, document_ids: see `loss_inputs`."""
+        layers = [f for i, f in self.layers.items() if self.descriptions[i].role is Role.MULTI_TOKEN]
+        factor = self.config.model.mtp_loss_scaling_factor / len(layers)
+        total: Tensor | float = 0.0
+        embedding = self.tied_modules[TIED_EMBEDDING].word_embeddings
+        for depth, (layer, of_depth) in enumerate(zip(layers, weights, strict=True), 1):
+            run = partial(layer, tokens=shifted(labels, depth - 1), embedding=embedding)
+            if self.layers_per_checkpoint:  # which may free its input
+                found = self.activation_checkpointing.run(run, join_layer_io(hidden.clone(), document_ids))
+                hidden, _ = split_layer_io(found)
+            else:
+                hidden = run(join_layer_io(hidden, document_ids))
+            loss = self._loss_of_head(hidden, (shifted(labels, depth), of_depth), factor)
+            self.metrics.record(f"mtp_{depth} loss", loss)
+            total = total + factor * loss
+        return total
+
+    def _loss_of_head(
+        self, hidden: Tensor, labels_and_weights: tuple[Tensor, Tensor], factor: float = 1.0
+    ) -> Tensor:
+        """Returns the loss from the head's input. factor: the caller multiplies it with the loss."""
         is_tied = self.descriptions[self._head].is_tied
         head: Any = self.tied_modules[TIED_EMBEDDING] if is_tied else self.layers[self._head]
+        if not self._head_is_fused:
+            return self.cross_entropy(lm_head(head, hidden).float(), labels_and_weights)
         return self.cross_entropy.from_hidden(
-            head_input(head, outputs), head.head_weight, labels_and_mask, self._loss_gradient
+            head_input(head, hidden), head.head_weight, labels_and_weights, self._loss_gradient * factor
         )
 
     def functions_before_loss(self) -> list[Callable]:
         """Returns this stage's layers, without the layers that `loss` computes."""
-        end = self._head - self._local_start if self._head_is_fused else None
-        return list(self.forward_funcs[:end])
+        end = self._head if self._head_is_in_loss else first_mtp_layer_of(self.config.model.num_layers)
+        return list(self.forward_funcs[: max(end - self._local_start, 0)])
 
     def _partition_layers(self, method: str = "uniform") -> None:
         """Overrides DeepSpeed's partitioning with the bounds given to the constructor."""

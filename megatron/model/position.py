@@ -3,7 +3,8 @@
 A packed sample may hold several documents, separated by the end-of-document token. With
 --reset-attention-mask a token attends only to its own document. With --reset-position-ids positions restart
 at zero in each document. Both flags use `document_ids` [batch, seq]: the number of each token's document
-within its sample. They are computed once, from the tokens, and sent between stages with the hidden states.
+within its sample. They are computed once, from the tokens, unless the data set knows the boundaries, and sent
+between stages with the hidden states.
 """
 
 import math
@@ -19,6 +20,7 @@ from megatron.config import ModelConfig
 from megatron.config.registries import ROPE_SCALINGS
 from megatron.kernels.rotary import NO_NORMS, HeadNorms, Heads, split_and_rotate
 from megatron.kernels.selection import uses_kernels
+from megatron.model.attention.cache import KeyValueCache
 from megatron.mpu.compilation import not_compiled
 from megatron.mpu.context_parallel import positions_of, shard_sequence
 from megatron.mpu.embedding import embedding
@@ -141,12 +143,19 @@ class AttentionMasks:
     ) -> Tensor:
         """Returns the bias of the queries `rows` and keys 0 to rows.stop - 1, also for plain causal
         attention."""
-        bias = self._causal(rows, dtype, device)
-        return (
-            _mask_other_documents(bias, rows, _require_document_ids(document_ids))
-            if self.within_documents
-            else bias
-        )
+        positions = torch.arange(rows.start, rows.stop, device=device).unsqueeze(0)
+        return self.bias_at(positions, rows.stop, dtype, document_ids)
+
+    def bias_at(
+        self, positions: Tensor, num_keys: int, dtype: torch.dtype, document_ids: Tensor | None
+    ) -> Tensor:
+        """Returns the bias of the queries at `positions` [batch or 1, queries] and the keys 0 to
+        num_keys - 1: [batch or 1, heads or 1, queries, keys]."""
+        bias = self._causal(positions, num_keys, dtype)
+        if not self.within_documents:
+            return bias
+        ids = _require_document_ids(document_ids)
+        return _mask_other_documents(bias, ids.gather(1, positions.expand(len(ids), -1)), ids[:, :num_keys])
 
     def bias(
         self, seq: int, dtype: torch.dtype, device: torch.device, document_ids: Tensor | None
@@ -167,7 +176,7 @@ class AttentionMasks:
             bias_ids, bias = self._document_bias
             if bias_ids() is document_ids and bias.dtype == dtype:
                 return bias
-        bias = _mask_other_documents(self._cached_causal(seq, dtype, device), range(seq), document_ids)
+        bias = _mask_other_documents(self._cached_causal(seq, dtype, device), document_ids, document_ids)
         # Kept for one micro-batch only, and freed together with its document_ids.
         self._document_bias = (weakref.ref(document_ids, self._forget), bias)
         return bias
@@ -183,22 +192,23 @@ class AttentionMasks:
         if key not in self._cache:
             # One sequence length at a time: a curriculum would otherwise fill the cache with all lengths.
             self._cache.clear()
-            self._cache[key] = self._causal(range(seq), dtype, device)
+            self._cache[key] = self._causal(torch.arange(seq, device=device).unsqueeze(0), seq, dtype)
         return self._cache[key]
 
-    def _causal(self, rows: range, dtype: torch.dtype, device: torch.device) -> Tensor:
-        """Returns ALiBi's bias of the queries `rows` and the keys 0 to rows.stop - 1, with -inf for later
-        keys and for keys before the window."""
-        shape = (len(rows), rows.stop)
-        forbidden = torch.ones(shape, dtype=torch.bool, device=device).triu_(rows.start + 1)
-        if (window := self.window_of(rows.stop)) is not None:
-            forbidden |= torch.ones(shape, dtype=torch.bool, device=device).tril_(rows.start - window)
+    def _causal(self, positions: Tensor, num_keys: int, dtype: torch.dtype) -> Tensor:
+        """Returns ALiBi's bias of the queries at `positions` and the keys 0 to num_keys - 1, with -inf for
+        later keys and for keys before the window."""
+        device = positions.device
+        keys = torch.arange(num_keys, dtype=torch.int32, device=device)
+        distance = keys - positions.int()[:, None, :, None]
+        forbidden = distance > 0
+        if (window := self.window_of(num_keys)) is not None:
+            forbidden |= distance <= -window
         slopes = self.slopes_on(device)
         if slopes is None:
-            bias = torch.zeros(1, 1, *shape, device=device)
+            bias = torch.zeros(distance.shape, device=device)
         else:
-            key = torch.arange(rows.stop, device=device, dtype=torch.float32)
-            bias = slopes[None, :, None, None] * (key[None, :] - key[rows.start :, None])
+            bias = slopes[:, None, None] * distance
         return bias.masked_fill_(forbidden, -math.inf).to(dtype)
 
 
@@ -208,10 +218,10 @@ def _require_document_ids(document_ids: Tensor | None) -> Tensor:
     return document_ids
 
 
-def _mask_other_documents(bias: Tensor, rows: range, document_ids: Tensor) -> Tensor:
-    """Returns the bias of the queries `rows`, with -inf where the key belongs to a different document."""
-    of_rows, of_keys = document_ids[:, rows.start : rows.stop], document_ids[:, : rows.stop]
-    return bias.masked_fill(of_rows[:, None, :, None] != of_keys[:, None, None, :], -math.inf)
+def _mask_other_documents(bias: Tensor, query_ids: Tensor, key_ids: Tensor) -> Tensor:
+    """Returns the bias with -inf where the key belongs to a different document than the query. query_ids,
+    key_ids: document ids [batch, queries] and [batch, keys]."""
+    return bias.masked_fill(query_ids[:, None, :, None] != key_ids[:, None, None, :], -math.inf)
 
 
 class RotaryEmbedding:
@@ -221,11 +231,14 @@ class RotaryEmbedding:
     with --rotary-interleaved 2i and 2i + 1. Elements from rotary_dim on are not rotated (--rotary-percent).
     """
 
-    def __init__(self, model: ModelConfig, cp_group: Axis | None = None) -> None:
-        """cp_group: the ranks that share each sequence; None for whole sequences."""
-        self.cp_group = cp_group or Axis("cp")
+    def __init__(
+        self, model: ModelConfig, cp_group: Axis | None = None, cache: KeyValueCache | None = None
+    ) -> None:
+        """cp_group: the ranks that share each sequence; None for whole sequences. cache: knows the positions
+        of new tokens."""
+        self.cp_group, self.cache = cp_group or Axis("cp"), cache or KeyValueCache()
         self.dim = model.rotary_dim
-        self.interleaved = model.rotary_interleaved
+        self.interleaved = model.rotary_interleaved or model.multi_latent_attention
         self.multiplier = 1.0
         # Computed on the host for all devices: a device's powers differ in the last bits, and positions
         # multiply the difference.
@@ -254,12 +267,14 @@ class RotaryEmbedding:
         group: int,
         positions: Tensor | None,
         norms: HeadNorms = NO_NORMS,
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        """Splits a projection [seq, batch, groups x (group + 2) x head_dim] into query, key and value, and
-        rotates query and key, in one launch of a Triton kernel. norms: of query and key before that."""
+        has_gate: bool = False,
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """Splits a projection (see `Heads`) into query, key, value and gate, and rotates query and key, in
+        one launch of a Triton kernel. norms: of query and key before that."""
         cosine, sine = self._angles(projected.shape[0], projected.device, positions)
-        head_dim = projected.shape[-1] // (groups * (group + 2))
-        heads = Heads(groups, group, head_dim, self.dim, int(self.interleaved))
+        gates = group * has_gate
+        head_dim = projected.shape[-1] // (groups * (group + gates + 2))
+        heads = Heads(groups, group, head_dim, self.dim, int(self.interleaved), gates)
         return split_and_rotate(projected, cosine, sine, heads, norms)
 
     def _rotate(self, heads: Tensor, cosine: Tensor, sine: Tensor) -> Tensor:
@@ -272,25 +287,31 @@ class RotaryEmbedding:
     def _angles(self, seq: int, device: torch.device, positions: Tensor | None) -> tuple[Tensor, Tensor]:
         """Returns cosines and sines, fp32 [seq, 1 or batch, 1, rotary_dim], of `seq` tokens of this rank.
         positions: see `rotate`."""
+        if self.cache.positions is not None:
+            return self.cache.once_per_pass(self, lambda: self._new_angles(seq, device, positions))
         key = (seq, device)
         if positions is None and key in self._cache:
             return self._cache[key]
+        table = self._new_angles(seq, device, positions)
+        if positions is None:
+            self._cache = {key: table}
+        return table
+
+    def _new_angles(self, seq: int, device: torch.device, positions: Tensor | None) -> tuple[Tensor, Tensor]:
         # Kept on the device: a copy in every layer would synchronize the host with it.
         self.inverse_frequency = self.inverse_frequency.to(device)
-        if positions is None:
-            places = positions_of(self.cp_group, seq, device).float()
-            angles = places[:, None, None, None] * self.inverse_frequency
+        if positions is not None:
+            positions = shard_sequence(self.cache.new_tokens(positions), self.cp_group, dim=1)
+        elif self.cache.positions is not None:
+            positions = self.cache.positions
         else:
-            positions = shard_sequence(positions, self.cp_group, dim=1)
-            angles = positions.t()[:, :, None, None] * self.inverse_frequency
+            positions = positions_of(self.cp_group, seq, device).unsqueeze(0)
+        angles = positions.t()[:, :, None, None] * self.inverse_frequency
         angles = angles.repeat_interleave(2, dim=-1) if self.interleaved else torch.cat((angles, angles), -1)
         cosine, sine = angles.cos(), angles.sin()
         if self.multiplier != 1.0:
             cosine, sine = cosine * self.multiplier, sine * self.multiplier
-        table = cosine, sine
-        if positions is None:
-            self._cache = {key: table}
-        return table
+        return cosine, sine
 
 
 class _Rotation(torch.autograd.Function):
@@ -323,8 +344,8 @@ class PositionScheme:
     """The components of a position embedding type.
 
     table: class of the embedding that is added to the word embeddings, such as `PositionEmbedding`.
-    rotary: class of the rotary embedding of queries and keys; its arguments are the ModelConfig and the
-    context-parallel group.
+    rotary: class of the rotary embedding of queries and keys; its arguments are the ModelConfig, the
+    context-parallel group and the cache.
     slopes: function from the number of heads to the ALiBi slopes.
     """
 

@@ -33,19 +33,22 @@ def llama3(frequency: Tensor, model: ModelConfig) -> tuple[Tensor, float]:
 
 def yarn(frequency: Tensor, model: ModelConfig) -> tuple[Tensor, float]:
     """Scales like `llama3`, but interpolates linearly in the frequency's index (YaRN, arXiv 2309.00071). The
-    range is between the indices of --rope-beta-fast and --rope-beta-slow rotations, rounded outwards. The
-    attention scores are multiplied by (0.1 ln k + 1)^2 (equation 22 of the paper)."""
+    range is between the indices of --rope-beta-fast and --rope-beta-slow rotations, rounded outwards unless
+    --rope-exact-range is given. The attention scores are multiplied by (0.1 ln k + 1)^2 (equation 22 of the
+    paper), or by DeepSeek's factors with latent attention."""
 
     def index_of(rotations: float) -> float:
         wavelength = model.rope_original_max_position_embeddings / rotations
         return model.rotary_dim * math.log(wavelength / (2 * math.pi)) / (2 * math.log(model.rotary_base))
 
-    first = max(math.floor(index_of(model.rope_beta_fast)), 0)
-    last = min(math.ceil(index_of(model.rope_beta_slow)), model.rotary_dim - 1)
+    first, last = index_of(model.rope_beta_fast), index_of(model.rope_beta_slow)
+    if not model.rope_exact_range:
+        first, last = math.floor(first), math.ceil(last)
+    first, last = max(first, 0), min(last, model.rotary_dim - 1)
     index = torch.arange(len(frequency), dtype=torch.float32)
     kept = 1.0 - ((index - first) / max(last - first, 1e-3)).clamp(0.0, 1.0)
     factor = model.rope_scaling_factor
-    return _blended(frequency, kept, factor), 0.1 * math.log(factor) + 1.0
+    return _blended(frequency, kept, factor), model.yarn_multiplier(factor)
 
 
 def _blended(frequency: Tensor, kept: Tensor, factor: float) -> Tensor:

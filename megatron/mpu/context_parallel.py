@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from megatron.kernels.operators import first_order
+from megatron.mpu.compilation import not_compiled
 from megatron.mpu.mesh import Axis
 from megatron.torch_versions import all_gather_single, reduce_scatter_single
 
@@ -65,7 +66,17 @@ def tensor_shard(chunks: Sequence[range], tp_group: Axis) -> tuple[range, ...]:
 def gather_keys_and_values(key: Tensor, value: Tensor, cp_group: Axis) -> tuple[Tensor, Tensor]:
     """All-gathers [seq / CP, ...] of each rank -> [seq, ...] in the order of the sequence, on all ranks.
     Backward: reduce-scatter. key and value have one shape."""
-    return (key, value) if cp_group.size == 1 else _GatherKeysAndValues.apply(key, value, cp_group)
+    return (key, value) if cp_group.size == 1 else _GatherParts.apply(cp_group, key, value)
+
+
+def gather_from_sequence(x: Tensor, cp_group: Axis) -> Tensor:
+    """Like `gather_keys_and_values`, for one tensor."""
+    return x if cp_group.size == 1 else _gather(x, cp_group)
+
+
+@not_compiled
+def _gather(x: Tensor, cp_group: Axis) -> Tensor:
+    return _GatherParts.apply(cp_group, x)[0]
 
 
 def gather_sequence(x: Tensor, cp_group: Axis, dim: int) -> Tensor:
@@ -76,18 +87,16 @@ def gather_sequence(x: Tensor, cp_group: Axis, dim: int) -> Tensor:
 
 
 @first_order
-class _GatherKeysAndValues(torch.autograd.Function):
+class _GatherParts(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, key: Tensor, value: Tensor, cp_group: Axis) -> tuple[Tensor, Tensor]:
+    def forward(ctx: Any, cp_group: Axis, *parts: Tensor) -> tuple[Tensor, ...]:
         ctx.cp_group = cp_group
         # In one collective; the results are views of one tensor.
-        key, value = _all_gather(torch.stack((key, value), dim=1), cp_group).unbind(1)
-        return key, value
+        return _all_gather(torch.stack(parts, dim=1), cp_group).unbind(1)
 
     @staticmethod
-    def backward(ctx: Any, grad_key: Tensor, grad_value: Tensor) -> tuple[Tensor, Tensor, None]:
-        key, value = _reduce_scatter((grad_key, grad_value), ctx.cp_group)
-        return key, value, None
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        return None, *_reduce_scatter(grads, ctx.cp_group)
 
 
 def _all_gather(x: Tensor, cp_group: Axis) -> Tensor:

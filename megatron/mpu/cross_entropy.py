@@ -61,6 +61,7 @@ def vocab_parallel_linear_cross_entropy(
     token_weights: torch.Tensor | None = None,
     z_loss_weight: float = 0.0,
     loss_gradient: float = 1.0,
+    softcapping: float | None = None,
 ) -> torch.Tensor:
     """Returns the fp32 loss per token, shape [...], of the logits hidden @ weight.T; equal on all TP ranks.
 
@@ -72,6 +73,7 @@ def vocab_parallel_linear_cross_entropy(
         log(Z) close to 0 (PaLM, arXiv 2204.02311, section 5).
     loss_gradient: if the weight has a `main_grad`, the gradient that the backward pass will have for each
         loss, before token_weights. A CPU checks it in the backward pass; a GPU would have to synchronize.
+    softcapping: the logits are softcapping * tanh(logit / softcapping).
 
     If `weight` has a `main_grad` (the optimizer sets it), the forward pass adds the weight's gradient to it
     in fp32, and autograd gets None.
@@ -106,6 +108,7 @@ def vocab_parallel_linear_cross_entropy(
         tp_group,
         vocab_size,
         z_loss_weight,
+        softcapping,
         torch.is_grad_enabled(),  # inside Function.forward it is always False
     )
 
@@ -200,11 +203,13 @@ class _VocabParallelLinearCrossEntropy(torch.autograd.Function):
         tp_group: Axis,
         vocab_size: int,
         z_loss_weight: float,
+        softcapping: float | None,
         grad_enabled: bool,
     ) -> torch.Tensor:
         needs_hidden, needs_weight = (grad_enabled and needed for needed in ctx.needs_input_grad[:2])
         flat_labels = labels.reshape(-1)
-        chunks = LogitChunks(hidden, weight, flat_labels, tp_group, vocab_size, z_loss_weight)
+        ctx.chunk_settings = (tp_group, vocab_size, z_loss_weight, softcapping)
+        chunks = LogitChunks(hidden, weight, flat_labels, *ctx.chunk_settings)
         losses, largest, exp_sum = hidden.new_empty(3, *flat_labels.shape, dtype=torch.float32)
         grad_hidden = (
             torch.empty_like(hidden, memory_format=torch.contiguous_format) if needs_hidden else None
@@ -239,7 +244,6 @@ class _VocabParallelLinearCrossEntropy(torch.autograd.Function):
         ctx.gradients = grad_hidden, None if is_added else grad_weight
         ctx.loss_gradient = loss_gradient if is_added else None
         ctx.largest_weight = largest_weight
-        ctx.chunk_settings = (tp_group, vocab_size, z_loss_weight)
         ctx.scales = (chunks.gradient_scale, chunks.gradient_scale * chunks.hidden_scale)
         losses.masked_fill_((flat_labels < 0) | (flat_labels >= vocab_size), torch.nan)
         return (losses if token_weights is None else losses * token_weights).view(labels.shape)
@@ -272,7 +276,7 @@ class _VocabParallelLinearCrossEntropy(torch.autograd.Function):
                     beta = float(index > 0)
                     chunks.add_to_weight_gradient(grad_weight, chunk, gradient, relative, 1.0, beta)
             grad_weight = grad_weight.mul_(factor / weight_made_for).to(weight.dtype)
-        return grad_hidden, grad_weight, None, None, None, None, None, None, None
+        return grad_hidden, grad_weight, *[None] * 8
 
 
 def _normalized(weights: torch.Tensor | None) -> tuple[torch.Tensor | None, torch.Tensor | float]:

@@ -109,7 +109,7 @@ class _ParallelLinear(nn.Module):
     fp8: the layer multiplies FP8 matrices, except for the weight's gradient; excludes chunks.
     """
 
-    weight_shard_dim: int
+    weight_shard_dim: int | None
 
     def __init__(
         self,
@@ -132,20 +132,32 @@ class _ParallelLinear(nn.Module):
         self.sequence_parallel = sequence_parallel
         self.deferred = deferred
         self.overlap_chunks = overlap_chunks if sequence_parallel and tp_group.size > 1 else 1
+        dim = self.weight_shard_dim
         weight = ParameterSpec(
             (n_out, n_in),
-            (Shard(self.weight_shard_dim, parts=num_fused_parts),),
+            () if dim is None else (Shard(dim, parts=num_fused_parts),),
             init_std=init_std,
             lr_mult=lr_mult,
             matrix_rows=matrix_rows or (n_out // num_fused_parts,) * num_fused_parts,
         )
         # A column-parallel layer shards its outputs, and so its bias; a row-parallel layer does not.
-        bias_spec = ParameterSpec(
-            (n_out,), weight.sharding if self.weight_shard_dim == 0 else (), weight_decay=False
-        )
+        bias_spec = ParameterSpec((n_out,), weight.sharding if dim == 0 else (), weight_decay=False)
         self.weight = new_parameter(weight, tp_group)
         self.bias = new_parameter(bias_spec, tp_group) if bias else None
         self.products = products_of(fp8, self.weight)
+
+    def multiply(self, x: torch.Tensor) -> torch.Tensor:
+        """Returns the product with this rank's shard of the weight, and the bias. No rank communicates: the
+        gradient of `x` is this rank's part of the sum over the ranks."""
+        return linear(x, self.weight, self.bias, self.deferred, products=self.products)
+
+
+class ReplicatedLinear(_ParallelLinear):
+    """[..., n_in] -> [..., n_out], with the whole weight on each rank. With sequence_parallel, which the
+    caller handles, the inputs are shards of the sequence and the weight's gradients are partial."""
+
+    weight_shard_dim = None
+    forward = _ParallelLinear.multiply
 
 
 class ColumnParallelLinear(_ParallelLinear):

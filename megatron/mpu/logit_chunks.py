@@ -78,7 +78,7 @@ class LogitChunks:
 
     The gradient of a chunk's losses overwrites its logits. With Triton kernels, one kernel does this. PyTorch
     overwrites fp32 logits directly; it converts 16-bit logits to fp32 a few rows at a time, in a work buffer
-    that fits in a cache.
+    that fits in a cache. With capped logits (`softcapping`) a second buffer has the cap's derivatives.
     """
 
     def __init__(
@@ -89,6 +89,7 @@ class LogitChunks:
         tp_group: Axis,
         vocab_size: int,
         z_loss_weight: float,
+        softcapping: float | None = None,
     ) -> None:
         tokens, columns = hidden.shape[0], weight.shape[0]
         self.hidden, self.weight, self.tp_group, self.z_loss_weight = hidden, weight, tp_group, z_loss_weight
@@ -100,6 +101,8 @@ class LogitChunks:
         per_chunk, self.rows = self.sizes.tokens, self.sizes.softmax_rows
         self.chunks = [slice(i, min(i + per_chunk, tokens)) for i in range(0, tokens, per_chunk)]
         self.buffer = hidden.new_empty(per_chunk, columns)
+        self.softcapping = softcapping
+        self.slopes = None if softcapping is None else torch.empty_like(self.buffer)
         self.in_kernel = uses_kernels(hidden)
         self.work = (
             None if size == 4 or self.in_kernel else hidden.new_empty(self.rows, columns, dtype=torch.float32)
@@ -126,6 +129,8 @@ class LogitChunks:
         logits = self._make_logits(chunk)
         compute = self._statistics_in_kernel if self.in_kernel else self._statistics
         largest, exp_sum, target_logit = compute(logits, chunk, with_gradient)
+        if with_gradient:
+            self._multiply_by_slopes(logits)
         log_sum = exp_sum.log()
         losses = (largest - target_logit).add_(log_sum)
         if self.z_loss_weight:
@@ -190,11 +195,12 @@ class LogitChunks:
         logits = self._make_logits(chunk)
         if self.in_kernel:
             self._write_gradient_in_kernel(logits, chunk, largest, exp_sum)
-            return logits
-        factor = self._factor(largest, exp_sum)
-        for rows in self._row_blocks(logits):
-            exponentials = self._exponentials(logits[rows], largest[rows])
-            self._write_gradient(logits, chunk, rows, exponentials, factor[rows])
+        else:
+            factor = self._factor(largest, exp_sum)
+            for rows in self._row_blocks(logits):
+                exponentials = self._exponentials(logits[rows], largest[rows])
+                self._write_gradient(logits, chunk, rows, exponentials, factor[rows])
+        self._multiply_by_slopes(logits)
         return logits
 
     def add_to_weight_gradient(
@@ -236,9 +242,24 @@ class LogitChunks:
     def _make_logits(self, chunk: slice) -> torch.Tensor:
         logits = self.buffer[: chunk.stop - chunk.start]
         torch.mm(self.hidden[chunk], self.weight.t(), out=logits)
+        if self.slopes is not None:
+            self._cap(logits, self.slopes)
         if self.num_valid_columns < logits.shape[-1] and not self.in_kernel:
             logits[:, self.num_valid_columns :] = -torch.inf
         return logits
+
+    def _cap(self, logits: torch.Tensor, slopes: torch.Tensor) -> None:
+        """Caps the logits, and sets the slopes, in fp32 a few rows at a time."""
+        assert self.softcapping is not None
+        for rows in self._row_blocks(logits):
+            tanh = logits[rows].float().div_(self.softcapping).tanh_()
+            slopes[rows] = 1.0 - tanh.square()
+            logits[rows] = tanh * self.softcapping
+
+    def _multiply_by_slopes(self, gradient: torch.Tensor) -> None:
+        """Turns the gradient of capped logits into the gradient of the logits."""
+        if self.slopes is not None:
+            gradient.mul_(self.slopes[: len(gradient)])
 
     def _row_blocks(self, logits: torch.Tensor) -> list[slice]:
         count = logits.shape[0]

@@ -21,6 +21,11 @@ def gather_from_tensor_region(x: torch.Tensor, tp_group: Axis, dim: int = -1) ->
     return x if tp_group.size == 1 else _Gather.apply(x, tp_group, dim)
 
 
+def scatter_to_sequence_region(x: torch.Tensor, tp_group: Axis) -> torch.Tensor:
+    """Returns this rank's part [seq / size, ...] of a replicated [seq, ...]. Backward: all-gather."""
+    return x if tp_group.size == 1 else _Scatter.apply(x, tp_group)
+
+
 @not_compiled  # keeps the collectives as they are written
 def gather_from_rank_block(x: torch.Tensor, tp_group: Axis, block: int) -> torch.Tensor:
     """All-gathers the last dimension over each block of `block` consecutive ranks: [..., n] per rank -> [...,
@@ -34,6 +39,19 @@ def gather_from_rank_block(x: torch.Tensor, tp_group: Axis, block: int) -> torch
 def reduce_scatter_to_sequence_region(x: torch.Tensor, tp_group: Axis) -> torch.Tensor:
     """Reduce-scatters [seq, ...] per rank -> [seq / size, ...] of the sum. Backward: all-gather."""
     return x if tp_group.size == 1 else _ReduceScatter.apply(x, tp_group)
+
+
+def copy_to_tensor_region(x: torch.Tensor, tp_group: Axis, sequence_parallel: bool) -> torch.Tensor:
+    """Returns x [seq, ...], from which each rank computes something else. Backward: sums over the ranks.
+
+    sequence_parallel: x is this rank's [seq / size, ...], which is all-gathered. Backward: reduce-scatter.
+    """
+    return x if tp_group.size == 1 else _copy(x, tp_group, sequence_parallel)
+
+
+@not_compiled
+def _copy(x: torch.Tensor, tp_group: Axis, sequence_parallel: bool) -> torch.Tensor:
+    return _Copy.apply(x, tp_group, sequence_parallel)
 
 
 def all_gather_sequence(x: torch.Tensor, tp_group: Axis) -> tuple[torch.Tensor, dist.Work]:
@@ -77,6 +95,18 @@ class _Gather(torch.autograd.Function):
 
 
 @first_order
+class _Scatter(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, tp_group: Axis) -> torch.Tensor:
+        ctx.tp_group = tp_group
+        return x.chunk(tp_group.size)[tp_group.rank].clone()
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:
+        return _all_gather(grad, ctx.tp_group, 0), None
+
+
+@first_order
 class _GatherBlock(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, tp_group: Axis, block: int) -> torch.Tensor:
@@ -116,3 +146,23 @@ class _ReduceScatter(torch.autograd.Function):
         full, pending = all_gather_sequence(grad, ctx.tp_group)
         pending.wait()
         return full, None
+
+
+@first_order
+class _Copy(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, tp_group: Axis, sequence_parallel: bool) -> torch.Tensor:
+        ctx.tp_group, ctx.sequence_parallel = tp_group, sequence_parallel
+        if not sequence_parallel:
+            return x.view_as(x)
+        full, pending = all_gather_sequence(x, tp_group)
+        pending.wait()
+        return full
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None, None]:
+        if not ctx.sequence_parallel:
+            return all_reduce_(grad.clone(memory_format=torch.contiguous_format), ctx.tp_group), None, None
+        part, pending = reduce_scatter_sequence(grad, ctx.tp_group)
+        pending.wait()
+        return part, None, None

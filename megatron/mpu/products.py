@@ -12,7 +12,7 @@ from deepspeed.accelerator import get_accelerator
 from torch import Tensor, nn
 
 from megatron.config import Config
-from megatron.config.sections.fp8_layers import is_small
+from megatron.config.sections.fp8_layers import BLOCK, is_small
 from megatron.errors import UserError
 from megatron.kernels import fp8 as kernels
 from megatron.kernels.grouped_linear import Groups, multiply_groups
@@ -21,6 +21,8 @@ from megatron.mpu.parameters import spec_of
 
 _CAPABILITY = (8, 9)
 """Compute capability of the first GPUs that multiply FP8 matrices."""
+_FEW_ROWS = 4
+"""Up to so many rows, `_multiply_few_rows` is faster than F.linear on a CPU."""
 
 
 class Products:
@@ -37,6 +39,8 @@ class Products:
         leaves any stride of a dimension of size 1, `view` sets it."""
         if groups is not None:
             return multiply_groups(x, weight, bias, groups)
+        if x.device.type == "cpu" and x.dtype == torch.float32 and x.numel() <= _FEW_ROWS * x.shape[-1]:
+            return _multiply_few_rows(x, weight, bias)
         return F.linear(x.contiguous().view(x.shape), weight, bias)
 
     def input_gradient(self, grad: Tensor, weight: Tensor, groups: Groups | None = None) -> Tensor:
@@ -47,6 +51,15 @@ class Products:
 
 
 PLAIN = Products()
+
+
+def _multiply_few_rows(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    """Returns `Products.output` of few tokens, as a model generates at a time. With MKL the transposed
+    product is faster: measured 2.5 times as fast for two rows, which need less time than one."""
+    rows = x.reshape(-1, x.shape[-1])
+    two = torch.cat((rows, rows)) if rows.shape[0] == 1 else rows
+    y = weight.mm(two.t()) if bias is None else torch.addmm(bias[:, None], weight, two.t())
+    return y.t()[: rows.shape[0]].contiguous().view(*x.shape[:-1], weight.shape[0])
 
 
 class Fp8:
@@ -104,7 +117,10 @@ class Fp8Products(Products):
     """Products of FP8 matrices: e4m3, and for the gradient of the output e4m3 or e5m2."""
 
     def __init__(self, fp8: Fp8, weight: Tensor) -> None:
-        """weight: determines the size of the FP8 copies, which are kept."""
+        """weight: determines the size of the FP8 copies, which are kept. Raises ValueError if its rows or
+        columns are no whole blocks."""
+        if any(size % BLOCK for size in weight.shape[-2:]):
+            raise ValueError(f"an FP8 matrix {list(weight.shape)}: expected multiples of {BLOCK}")
         self._fp8, self._version = fp8, -1
         self.kept = self._empty(weight) if fp8.keeps_weights else None
         fp8.copies += [tensor for copy in self.kept or () for tensor in copy]

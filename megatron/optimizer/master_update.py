@@ -13,6 +13,8 @@ import torch
 from torch import Tensor, nn
 
 from megatron.mpu.mesh import Mesh
+from megatron.mpu.parameter_spec import boxes
+from megatron.mpu.parameters import spec_of
 from megatron.optimizer.adam import AdamW
 from megatron.optimizer.flat_group import FlatGroup, wait_for_copies
 from megatron.optimizer.matrix_optimizer import MatrixOptimizer
@@ -57,14 +59,15 @@ class MasterUpdate:
 
 
 class StateRule(Protocol):
-    """Decides what each step adds to the state."""
+    """Decides what each step changes beside the update: adds to the state, or multiplies rows of weights."""
 
     def begin_step(self) -> None:
         """Called before the passes of a step."""
 
     def end_step(self) -> Mapping[nn.Parameter, Tensor]:
-        """Returns what to add to the parameters, fp32, equal on all ranks that hold one. Called after the
-        passes, also if the update is skipped. Collective."""
+        """Returns what to add to the parameters (`change_state`) or the factors of their rows (`scale_rows`),
+        fp32, equal on all ranks that hold one. Called after the passes, also if the update is skipped.
+        Collective."""
 
 
 def change_state(flats: Sequence[FlatGroup], changes: Mapping[nn.Parameter, Tensor]) -> set[FlatGroup]:
@@ -79,3 +82,23 @@ def change_state(flats: Sequence[FlatGroup], changes: Mapping[nn.Parameter, Tens
                 flat.master.data[start : start + length] += change.to(flat.master.device)
                 changed.add(flat)
     return changed
+
+
+@torch.no_grad()
+def scale_rows(
+    flats: Sequence[FlatGroup], factors: Mapping[nn.Parameter, Tensor], mesh: Mesh
+) -> set[FlatGroup]:
+    """Multiplies rows of master weights. factors: [rows] of the full parameters. Returns the groups with such
+    parameters."""
+    scaled = set()
+    for flat in flats:
+        for parameter, start, length in flat.fragments():
+            if parameter not in factors:
+                continue
+            spec, first = spec_of(parameter), flat.first_element(parameter)
+            own, of_rows = flat.master[start : start + length], factors[parameter].to(flat.master.device)
+            for box in boxes(spec, mesh.axes_of(spec), first, first + length):
+                elements = own[box.first - first : box.first - first + box.numel]
+                elements.view(box.sizes).mul_(of_rows[box.slices[0], None])
+            scaled.add(flat)
+    return scaled

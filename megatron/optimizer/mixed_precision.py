@@ -41,7 +41,7 @@ from megatron.optimizer.gradient_norm import gradient_norms, where_not_finite
 from megatron.optimizer.gradient_reduction import GradientReduction
 from megatron.optimizer.loaded_group import LoadedGroup, in_host_memory
 from megatron.optimizer.loss_scale import LossScaler
-from megatron.optimizer.master_update import MasterUpdate, StateRule, change_state
+from megatron.optimizer.master_update import MasterUpdate, StateRule, change_state, scale_rows
 from megatron.optimizer.overlap import Bucket, ShardedUnit, UnitOverlap, ZeroConfig
 from megatron.optimizer.quantized import QuantizedMoment, read_moment
 
@@ -73,6 +73,7 @@ class MixedPrecisionOptimizer:
         averages_replicated: bool = False,
         overwrites_gradients: bool = True,
         state_rule: StateRule | None = None,
+        row_scaling: StateRule | None = None,
         weights_changed_fn: Callable[[], None] | None = None,
     ) -> None:
         """`names`: global name of each parameter. `tied`: parameters with a replica on another stage, and the
@@ -80,8 +81,8 @@ class MixedPrecisionOptimizer:
         `averages_replicated`: average parameters replicated over tensor-parallel ranks after each step.
         `overwrites_gradients`: whether the first micro-batch of a step may overwrite the sums of gradients.
         False for passes that always add to them: compiled ones, and replays of CUDA graphs.
-        `state_rule`: of the parameters without a gradient. `weights_changed_fn`: called after each change of
-        the weights, which may arrive later."""
+        `state_rule`: of the parameters without a gradient. `row_scaling`: scales rows after each update.
+        `weights_changed_fn`: called after each change of the weights, which may arrive later."""
         self.optimizer = optimizer
         self.names = names
         self.mesh = mesh
@@ -89,7 +90,8 @@ class MixedPrecisionOptimizer:
         self.clip_grad = clip_grad
         self.averages_replicated = averages_replicated
         self.overwrites_gradients = overwrites_gradients
-        self._state_rule, self._weights_changed_fn = state_rule, weights_changed_fn
+        self._state_rule, self._row_scaling = state_rule, row_scaling
+        self._weights_changed_fn = weights_changed_fn
         self.is_partitioned = zero.zero_stage >= 1
         """Whether the ranks that reduce a gradient share one replica of the optimizer state (ZeRO)."""
         # NVIDIA apex's Adam keeps its step count in the groups, torch's in the state.
@@ -189,8 +191,8 @@ class MixedPrecisionOptimizer:
         self._skips_non_finite = skips_non_finite
         self._skip_update_fn = skip_update_fn
         self._exit_code_fn = exit_code_fn
-        if self._state_rule is not None:
-            self._state_rule.begin_step()
+        for rule in filter(None, (self._state_rule, self._row_scaling)):
+            rule.begin_step()
         for bucket in self.buckets:
             bucket.begin_step(micro_batches)
 
@@ -225,6 +227,7 @@ class MixedPrecisionOptimizer:
         # them the gradients of the mean loss.
         factor = 1.0 / (self.scaler.scale * self.mesh.dp_cp.size)
         state_changes = self._state_rule.end_step() if self._state_rule is not None else {}
+        row_factors = self._row_scaling.end_step() if self._row_scaling is not None else {}
         self.grad_norm = self._global_norm() * factor
         self.found_nonfinite = not math.isfinite(self.grad_norm)
         self.diagnosis = ""
@@ -248,7 +251,7 @@ class MixedPrecisionOptimizer:
             factor *= self.clip_grad / (self.grad_norm + 1.0e-6)
         self.unit_overlap.free_prefetched()
         self.master_update.run(factor)
-        changed = change_state(self.flat, state_changes)
+        changed = change_state(self.flat, state_changes) | scale_rows(self.flat, row_factors, self.mesh)
         if self.averages_replicated:
             changed |= average_replicated(self.flat, self.mesh.tp)
         for flat in self.flat:

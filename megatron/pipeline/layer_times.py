@@ -23,13 +23,14 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from megatron.config import Config, ConfigError
-from megatron.config.config import settings_of_section
+from megatron.config.config import SETTINGS, settings_of_section
 from megatron.config.model import padded_vocab_size
 from megatron.config.sections.experts import OPTIONS_OF_EXPERTS
+from megatron.config.sections.latent_attention import OPTIONS_OF_LATENT_ATTENTION
 from megatron.files import HostileFileError, read_json, write_json
 from megatron.model.flops import recomputes_scores
 from megatron.model.gpt_model import pipeline_layers
-from megatron.model.layer_context import LayerContext
+from megatron.model.layer_context import LayerContext, join_layer_io, split_layer_io
 from megatron.model.layer_kinds import Role
 from megatron.model.layer_list import PARAMETER_DTYPES
 from megatron.model.loss import CrossEntropy
@@ -77,9 +78,11 @@ def read_layer_times(config: Config, vocab_size: int) -> dict[str, float] | None
         return None
     try:
         profile = read_json(Path(path))
-        # Without what did not exist when the file was written.
-        new = {"context_parallel_size": 1, "num_experts": None, "fp8_format": None, "fp8_recipe": None}
-        measured_for = {**new, "fp8_min_size": 0, "recompute_modules": [], **profile["measured_for"]}
+        # What did not exist when the file was written had its default.
+        defaults = {
+            setting.field: setting.default for setting in SETTINGS.values() if not setting.is_required
+        }
+        measured_for = {**defaults, "fp8_min_size": 0, "recompute_modules": [], **profile["measured_for"]}
         seconds = dict(profile["seconds"])
         if not all(type(value) in (int, float) and 0 <= value < math.inf for value in seconds.values()):
             raise ValueError("expected times of 0 seconds or more")
@@ -112,10 +115,12 @@ def _shapes(config: Config, vocab_size: int) -> dict[str, Any]:
     """Returns the settings that the times depend on, which exclude the numbers of layers and stages."""
     tensor_size = config.parallel.tensor_model_parallel_size
     device = get_accelerator().device_name()
-    unused, of_experts = OPTIONS_OF_EXPERTS, dict[str, Any]()
+    unused, of_experts = {*OPTIONS_OF_EXPERTS}, dict[str, Any]()
     if config.model.num_experts is not None:
         names = ("expert_model_parallel_size", "moe_token_dispatcher_type")
-        unused, of_experts = frozenset(), {name: getattr(config.parallel, name) for name in names}
+        unused, of_experts = set(), {name: getattr(config.parallel, name) for name in names}
+    if not config.model.multi_latent_attention:
+        unused |= {"multi_latent_attention", *OPTIONS_OF_LATENT_ATTENTION}
     return {
         **{
             setting.field: getattr(config.model, setting.field)
@@ -154,28 +159,51 @@ def _measure(config: Config, mesh: Mesh, vocab_size: int, eod: int | None) -> di
     tokens = torch.randint(0, vocab_size, shape, device=device)
     seconds: dict[str, float] = {}
     layer_io: Any = tokens
-    loss = CrossEntropy(mesh.tp, vocab_size, cp_group=mesh.cp)
+    softcapping = config.model.final_logit_softcapping
+    loss = CrossEntropy(mesh.tp, vocab_size, cp_group=mesh.cp, softcapping=softcapping)
     labels = (tokens, torch.ones(shape, device=device))
     fused, head = config.training.loss_implementation == "fused", ""
+    head_io: Any = None
+    document_ids: Tensor | None = None
     for layer in layers:
         description = describe(layer)
         name = description.time_name
         if name in seconds:
             continue  # measured already; its output has the shape of its input
-        if fused and head:
-            seconds[name] = 0.0  # measured together with the fused head and loss
+        if description.role is Role.MULTI_TOKEN:
+            words = _build_module(layers[1], config, device).word_embeddings
+            function = _build(layer, config, device, partial(_predict, tokens, words))
+            if config.training.recomputes_layers:
+                function = _recomputed(function)
+            seconds[name], _ = _time(function, join_layer_io(head_io, document_ids))
             continue
-        head = name if description.role is Role.HEAD else head
+        if head and (fused or description.role is not Role.FUNCTION):
+            seconds[name] = 0.0  # measured together with the fused head and loss, or not called
+            continue
+        if description.role is Role.HEAD:
+            head, head_io = name, layer_io
+        if description.role is Role.TRANSFORMER:
+            _, document_ids = split_layer_io(layer_io)
         if fused and head:
             function = _build(layer, config, device, lambda m, x: loss.from_hidden(x, m.head_weight, labels))
         else:
             function = _build(layer, config, device)
         if description.role is Role.TRANSFORMER and config.training.recomputes_layers:
-            function = partial(checkpoint, function, use_reentrant=False, preserve_rng_state=False)
+            function = _recomputed(function)
         seconds[name], layer_io = _time(function, layer_io)
     if not fused:
         seconds[head] += _time(lambda logits: loss(logits, labels), layer_io)[0]
+    for name in {describe(layer).time_name for layer in layers if describe(layer).role is Role.MULTI_TOKEN}:
+        seconds[name] += seconds[head]  # it runs head and loss, too
     return seconds
+
+
+def _predict(tokens: Tensor, embedding: Callable, layer: Callable, layer_io: Any) -> Any:
+    return layer(layer_io, tokens, embedding)
+
+
+def _recomputed(function: Callable) -> Callable:
+    return partial(checkpoint, function, use_reentrant=False, preserve_rng_state=False)
 
 
 def _build(
@@ -187,16 +215,21 @@ def _build(
     """
     if not isinstance(layer, LayerSpec):
         return layer
+    module = _build_module(layer, config, device)
+    if config.training.compile and describe(layer).role in (Role.TRANSFORMER, Role.MULTI_TOKEN):
+        compile_in_place(getattr(module, "transformer_layer", module))
+    if forward is None and isinstance(layer, TiedLayerSpec):
+        forward = layer.forward_fn
+    return (lambda layer_io: forward(module, layer_io)) if forward else module
+
+
+def _build_module(layer: LayerSpec, config: Config, device: torch.device) -> Any:
     with device:  # FP8 copies of weights, which are not parameters, too
         module = layer.build().to(dtype=PARAMETER_DTYPES[config.precision.name])
     with torch.no_grad():
         for parameter in module.parameters():
             parameter.normal_(std=config.model.init_method_std)
-    if config.training.compile and describe(layer).role is Role.TRANSFORMER:
-        compile_in_place(module)
-    if forward is None and isinstance(layer, TiedLayerSpec):
-        forward = layer.forward_fn
-    return (lambda layer_io: forward(module, layer_io)) if forward else module
+    return module
 
 
 def _time(function: Callable, layer_io: Any) -> tuple[float, Any]:

@@ -204,18 +204,20 @@ def _check_enough(
 
 
 def _merge_functions(weights: Sequence[Weight], layers: Sequence[LayerDescription]) -> list[Weight]:
-    """Adds the weight of each function, which has no parameters, to the next layer, or to the head.
+    """Adds the weight of each function, which has no parameters, to the next layer, and the weights of all
+    entries after the head to the head.
 
     The partition then keeps them on one stage. So each stage has parameters, and stages exchange only hidden
     states, never token ids or logits (logits are sharded over the tensor-parallel ranks).
     """
+    head = embedding_and_head(layers)[1]
     merged: list[Weight] = [0] * len(layers)
     before: Weight = 0
     for index, (weight, layer) in enumerate(zip(weights, layers, strict=True)):
         before += weight
-        if layer.role is not Role.FUNCTION:
+        if layer.role is not Role.FUNCTION and index <= head:
             merged[index], before = before, 0
-    merged[embedding_and_head(layers)[1]] += before
+    merged[head] += before
     return merged
 
 

@@ -12,7 +12,7 @@ from megatron.config.registries import PARTITION_METHODS
 from megatron.model.flops import layer_flops
 from megatron.model.gpt_model import pipeline_layers
 from megatron.model.layer_context import LayerContext
-from megatron.model.layer_kinds import LayerDescription, Role, embedding_and_head
+from megatron.model.layer_kinds import LayerDescription, Role
 from megatron.model.pipeline_module import describe, layer_parameter_counts
 from megatron.mpu.mesh import Mesh
 from megatron.mpu.random import DropoutRNG
@@ -78,10 +78,9 @@ class StagePlan:
     def stage_parameters(self, stage: int) -> int:
         """Returns the stage's parameters on one rank. A tied embedding and head on the rank count once."""
         first, last = self.bounds[stage], self.bounds[stage + 1]
-        held = sum(self.parameters[first:last])
-        _, head = embedding_and_head(self.layers)
-        shares_embedding = self.rank_of(stage) == 0 and self.layers[head].is_tied
-        return held - (self.parameters[head] if first <= head < last and shares_embedding else 0)
+        shares_embedding = self.rank_of(stage) == 0
+        held = zip(self.layers[first:last], self.parameters[first:last], strict=True)
+        return sum(number for layer, number in held if not (layer.is_tied and shares_embedding))
 
     def layers_of(self, stage: int) -> list[LayerDescription]:
         """Returns the layers of a stage."""

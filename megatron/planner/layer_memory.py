@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from megatron.config import Config
 from megatron.data.vocabulary import Vocabulary
-from megatron.model.layer_kinds import layer_kinds, settings_for_kinds, transformer_layers
+from megatron.model.layer_kinds import Role, layer_kinds, settings_for_kinds, transformer_layers
 from megatron.model.pipeline_module import describe, layer_parameter_counts
 from megatron.pipeline.methods import MemoryCosts
 from megatron.pipeline.stages import held_parameters, layer_list
@@ -77,11 +77,12 @@ def memory_costs(config: Config, vocab_size: int) -> MemoryCosts:
         share = layer.forward.change / (layer.end - layer.first)
         kept[layer.first : layer.end] = [share] * (layer.end - layer.first)
     inner = transformer_layers(layers)
+    sharded = {*inner, *(i for i, layer in enumerate(layers) if layer.role is Role.MULTI_TOKEN)}
     kept_by_one = kept[inner.start + 1]
     deferred = -costs.weight.change / len(inner)
     return MemoryCosts(
         [
-            (count - experts) * (in_layers if index in inner else in_others) + experts * in_experts
+            (count - experts) * (in_layers if index in sharded else in_others) + experts * in_experts
             for index, (count, experts) in enumerate(zip(held, of_experts, strict=True))
         ],
         kept,

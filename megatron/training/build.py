@@ -32,7 +32,7 @@ from megatron.engine.device_progress import flight_record
 from megatron.engine.pipeline_engine import GPTEngine
 from megatron.engine.workarounds import groups_of_mesh
 from megatron.errors import UserError
-from megatron.model.distributed_inference import DistributedGPT
+from megatron.model.inference.distributed import DistributedGPT
 from megatron.model.pipeline_module import GPTModelPipe
 from megatron.mpu.mesh import Axis
 from megatron.mpu.parameter_spec import ParameterSpec

@@ -9,7 +9,6 @@ from pathlib import Path
 import torch.distributed as dist
 
 from megatron.config import Config, ConfigError, DataConfig
-from megatron.data.blended_dataset import SampleDataset
 from megatron.data.flags import (
     NO_EVALUATION_DATA,
     SPLIT_NAMES,
@@ -29,6 +28,7 @@ from megatron.data.gpt_dataset import (
 from megatron.data.index_stamp import IndexStamp
 from megatron.data.loader import GPTBatchLoader
 from megatron.data.mock_dataset import MockDataset
+from megatron.data.sample import SampleDataset
 from megatron.data.splits import Component, verify_token_files
 from megatron.run import Run
 from megatron.text_table import format_table
@@ -54,13 +54,25 @@ def data_report(run: Run) -> str:
     """Returns the table of the data that the run reads, with notes on data sets that are left out or capped,
     and with a warning above --max-epochs-per-dataset.
 
-    Raises ConfigError above the limit with --max-epochs-action stop.
+    Raises ConfigError above the limit with --max-epochs-action stop, and for data of prompts without
+    --reset-attention-mask.
     """
     config, data = run.config, run.config.data
     if data.mock_data:
         return "data       random tokens of the vocabulary (--mock-data)"
     samples = run.length.samples_read(config)
     groups = requested_groups(data, config.model.seq_length, samples, run.stamp)
+    masked = [
+        part.dataset
+        for group, _ in chain(*groups)
+        for part in group.components
+        if part.dataset.loss_mask is not None
+    ]
+    if masked and not data.reset_attention_mask:
+        raise ConfigError(
+            f"{masked[0].source} has a loss mask (prompts and completions), and a sample has several "
+            "documents: set --reset-attention-mask, so that a completion attends only to its own prompt"
+        )
     if config.training.no_train and not any(groups[1:]):
         raise ConfigError(f"--eval-only finds {NO_EVALUATION_DATA}")
     usages = dataset_usage(groups, config.model.seq_length, config.training.seed, data.data_cache_path)
@@ -141,6 +153,7 @@ def open_data(run: Run) -> RunData:
             dp_size=mesh.dp_size,
             eod=run.vocab.eod,
             eod_mask_loss=config.data.eod_mask_loss,
+            needs_document_ids=config.data.resets_documents,
             vocab_size=run.vocab.size,
             num_workers=num_workers,
             first_sample=first_sample,

@@ -18,7 +18,7 @@ from megatron.config import Config
 from megatron.config.fields import setting_option, value_text
 from megatron.config.sections.training import RECOMPUTE_MODULES, recomputation
 from megatron.errors import UserError
-from megatron.model.attention_choice import Implementation, training_attention
+from megatron.model.attention.choice import Implementation, training_attention
 from megatron.pipeline.partition_method import parse_partition_method
 from megatron.training.startup_report import local_memory
 from megatron.units import GIB

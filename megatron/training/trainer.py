@@ -24,8 +24,8 @@ from megatron.data.loader import GPTBatchLoader
 from megatron.engine.pass_times import bubble_line
 from megatron.engine.pipeline_engine import GPTEngine
 from megatron.errors import UserError
-from megatron.model.distributed_inference import MICRO_BATCHES_PER_STAGE
 from megatron.model.flops import iteration_flops
+from megatron.model.inference.distributed import MICRO_BATCHES_PER_STAGE
 from megatron.mpu.world import broadcast_from_rank_0
 from megatron.optimizer.batch_schedule import Progress
 from megatron.optimizer.mixed_precision import NonFiniteError
@@ -207,6 +207,7 @@ class Trainer:
                     batch_size,
                     lr,
                     seq_length=seq_length,
+                    masks_tokens=self.data.train.masks_tokens,
                     exit_code_fn=self.exits.code_of_this_rank,
                     heartbeat=self.watchdog.heartbeat,
                     **self.stability.step_options(state),
@@ -483,7 +484,7 @@ def evaluate(
         losses, tokens = losses + found[0], tokens + found[1]
     if not tokens and config.training.no_train:
         raise SharedUserError(
-            "--eval-only: all tokens are masked (--eod-mask-loss): give data with other tokens"
+            "--eval-only: all tokens are masked (--eod-mask-loss, or a loss mask): give other data"
         )
     return losses / tokens if tokens else math.nan
 

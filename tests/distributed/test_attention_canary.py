@@ -13,7 +13,7 @@ from deepspeed.accelerator import get_accelerator
 from megatron.arguments import parse_args
 from megatron.cluster.exit_codes import SharedUserError
 from megatron.cluster.preflight import check_attention
-from megatron.model.attention_canary import AttentionCase, attention_cases, attention_problem
+from megatron.model.attention.canary import AttentionCase, attention_cases, attention_problem
 from tests.support.pool import run_world
 
 FLAGS = (

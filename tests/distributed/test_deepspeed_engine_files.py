@@ -16,7 +16,7 @@ from megatron.checkpoint.conversion.source import open_source
 from megatron.checkpoint.formats.universal import UniversalReader
 from megatron.checkpoint.record import TrainingState
 from megatron.checkpoint.selection import find_checkpoint
-from megatron.model.single_process import model_specs
+from megatron.model.inference.single_process import model_specs
 from tests.support.conversion import to_universal
 from tests.support.layouts import EOD, VOCAB, Row, config_of, unconnected_run
 from tests.support.pool import run_world

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
 import torch
 
 from megatron.config import Config
-from megatron.model.distributed_inference import DistributedGPT
-from megatron.model.single_process import GPTModel
+from megatron.model.inference.distributed import DistributedGPT
+from megatron.model.inference.single_process import GPTModel
 from megatron.mpu.parameters import initialize_parameters
 from tests.support.layouts import EOD, VOCAB, Row, build_engine, config_of
 from tests.support.pool import run_world
@@ -44,14 +45,21 @@ def texts() -> torch.Tensor:
     return torch.randint(VOCAB, (7, 14), generator=torch.Generator().manual_seed(0))
 
 
+def growing_texts() -> Iterator[list[list[int]]]:
+    """The texts without their last tokens. They grow by a token, once by two."""
+    for end in (3, 4, 5, 7, 8):
+        yield [row[: end + index] for index, row in enumerate(texts()[:5].tolist())]
+
+
 def config(name: str) -> Config:
     row, parallel, model = ROWS[name]
     data = {"reset_attention_mask": True, "reset_position_ids": True} if "document" in name else {}
     return config_of(row, parallel=parallel, model=MODEL | model, data=data)
 
 
-def on_ranks(name: str) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor] | None:
-    """On rank 0 the log-probabilities, which tokens are the most likely ones, and the next token's logits."""
+def on_ranks(name: str) -> tuple[torch.Tensor, torch.Tensor, list[torch.Tensor]] | None:
+    """On rank 0 the log-probabilities, which tokens are the most likely ones, and the next token's logits of
+    `growing_texts`."""
     settings, row = config(name), ROWS[name][0]
     engine = build_engine(settings)
     mesh = engine.mesh
@@ -64,7 +72,7 @@ def on_ranks(name: str) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor] | Non
     scores = model.score(rows[:, :-1], rows[:, 1:])
     again = model.score(rows[:3, :5], rows[:3, 1:6])
     assert torch.allclose(again.log_probs, scores.log_probs[:3, :5], atol=1e-5)
-    logits = model.next_token_logits(rows[0, :9])
+    logits = [model.next_token_logits(growing) for growing in growing_texts()]
     model.stop()
     return scores.log_probs, scores.is_greedy, logits
 
@@ -83,5 +91,6 @@ def test_scores_are_those_of_one_process(name: str) -> None:
     log_probs, is_greedy, next_logits = found
     torch.testing.assert_close(log_probs, expected, rtol=1e-5, atol=1e-5)
     assert torch.equal(is_greedy, logits.argmax(-1) == rows[:, 1:])
-    for next_of_prefix in (next_logits, model.next_token_logits(rows[0, :9])):
-        torch.testing.assert_close(next_of_prefix, logits[0, 8], rtol=1e-5, atol=1e-5)
+    for growing, found_logits in zip(growing_texts(), next_logits, strict=True):
+        last = torch.stack([logits[row, len(text) - 1] for row, text in enumerate(growing)])
+        torch.testing.assert_close(found_logits, last, rtol=1e-5, atol=1e-5)

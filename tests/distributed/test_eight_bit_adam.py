@@ -28,7 +28,13 @@ LAYOUTS = {
 }
 
 
-MODELS = {"plain": EIGHT_BIT["model"], "qwen3-like": {**QWEN3, **EIGHT_BIT["model"]}}
+MODELS = {
+    "plain": EIGHT_BIT["model"],
+    "qwen3-like": {**QWEN3, **EIGHT_BIT["model"]},
+    "gate-sinks": {
+        **{**QWEN3, **EIGHT_BIT["model"], "attention_output_gate": True, "softmax_type": "learnable"},
+    },
+}
 
 
 def train_steps(row, steps, eight_bit=True, model="plain"):

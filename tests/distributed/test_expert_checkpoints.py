@@ -23,10 +23,10 @@ from megatron.checkpoint.selection import find_checkpoint
 from megatron.commands import convert_checkpoint, inspect_checkpoint
 from megatron.config import ParallelConfig
 from megatron.errors import UserError
-from megatron.model.generation import Sampling, generate
+from megatron.model.inference.generation import Continuation, Sampling, generate
 from megatron.model.layer_list import ONLY_IN_TRAINING
 from megatron.training.build import load_distributed_model, run_of_layout
-from tests.distributed.test_experts import GLM, MIXTRAL
+from tests.distributed.test_experts import GLM, MIXTRAL, OSS
 from tests.distributed.test_model_variants import LLAMA
 from tests.support.checkpoints import FINGERPRINT, make_manager, state_after
 from tests.support.conversion import to_universal, write_hugging_face
@@ -122,11 +122,16 @@ def test_a_resume_may_change_the_balance_loss(tmp_path: Path) -> None:
 # --- every format, balance and tool ---
 
 FORMATS = ("torch_dist", "universal", "dcp", "native")
-# Name -> the model: with bias and load of the last step, with the bias alone, and without such state.
+# Name -> the model: with bias and load of the last step, with the bias alone, without such state (twice).
 BALANCES = {
     "global_aux_loss": GLOBAL["model"],
     "expert bias": GLM,
     "seq_aux_loss": MIXTRAL,
+    "biases, sinks and windows": {
+        **{**OSS, "window_size": 7, "window_pattern": ("W", "F"), "window_rope_scaling": True},
+        **{"rope_scaling_type": "yarn", "rope_scaling_factor": 4.0, "rope_exact_range": True},
+        "rope_original_max_position_embeddings": 16,
+    },
 }
 
 
@@ -215,7 +220,8 @@ def test_every_tool_takes_every_format(balance: str, kind: str, tmp_path: Path) 
     for (loss, _), *_ in run_world(4, resume, tmp_path / "model", False, model, {"finetune": True}):
         assert loss == pytest.approx(expected[0], rel=1e-5)
     gpt = load_model(read_checkpoint(folder), fp32_on_cpu=True)
-    assert len(list(generate(gpt, [5, 7], 5, Sampling(0.0), window=SEQ, eod=EOD, seed=1))) == 5
+    text = Continuation(str, [5, 7], 5)
+    assert len(list(generate(gpt, [text], Sampling(0.0), window=SEQ, eod=EOD, seed=1))) == 5
 
 
 @pytest.mark.parametrize("balance", [pytest.param("seq_aux_loss", marks=pytest.mark.full), "global_aux_loss"])

@@ -16,6 +16,7 @@ from megatron.mpu.token_dispatch import AllToAll
 from tests.distributed.parity import assert_same_numbers
 from tests.distributed.test_model_variants import LLAMA, initial_weights_and_history, plain_history
 from tests.reference.plain_experts import PlainExperts
+from tests.reference.plain_gpt import GLU_LIMIT
 from tests.support.layouts import (
     DROPOUT,
     FP32_BOUND,
@@ -48,6 +49,12 @@ GLM = {
     **{"moe_router_num_groups": 4, "moe_router_group_topk": 2, "moe_shared_expert_intermediate_size": 24},
     **{"moe_aux_loss_coeff": 0.01, "moe_z_loss_coeff": 0.001},
 }
+OSS = {
+    **{**GPT_OF_EXPERTS, "moe_layer_freq": ("E",), "moe_router_load_balancing_type": "seq_aux_loss"},
+    **{"moe_shared_expert_intermediate_size": None, "moe_shared_expert_gate": False, "moe_router_topk": 4},
+    **{"glu_activation": "quick_geglu", "activation_func_clamp_value": GLU_LIMIT, "glu_linear_offset": 1.0},
+    **{"position_embedding_type": "rotary", "normalization": "RMSNorm", "softmax_type": "learnable"},
+}
 # Name -> the model, and the arguments of PlainExperts.
 MODELS = {
     "mixtral": (MIXTRAL, {"balance": "seq_aux_loss", "coefficient": 0.1}),
@@ -69,10 +76,13 @@ MODELS = {
 }
 
 
-@pytest.mark.gate(rows=2)
-@pytest.mark.parametrize("name", MODELS)
+PLAIN = MODELS | {"gpt-oss": (OSS, {"k": 4, "balance": "seq_aux_loss", "coefficient": 0.1})}
+
+
+@pytest.mark.gate(rows=2, also=["gpt-oss"])
+@pytest.mark.parametrize("name", PLAIN)
 def test_one_process_trains_as_experts_in_plain_pytorch_do(name):
-    model, options = MODELS[name]
+    model, options = PLAIN[name]
     steps = STEPS if name == "glm" else STEPS // 2
     ((weights, history),) = run_world(1, initial_weights_and_history, Row(micro_batch=4), {"model": model})
     groups, experts = model.get("num_query_groups"), PlainExperts(**options)
@@ -224,6 +234,21 @@ SOME_LAYOUTS = [
     replace(ONE, dp=2, ep=2, zero=1, dispatcher="allgather"),
     replace(ONE, pp=2, dp=2, ep=2, micro_batch=1, recompute=True, zero=1, schedule="zero-bubble"),
 ]
+
+
+BIASED = [
+    *SOME_LAYOUTS,
+    replace(ONE, tp=2, pp=2, dp=2, ep=4, zero=1, recompute=True),
+    replace(ONE, dp=4, ep=2, zero=3),
+    replace(ONE, tp=2, dp=2, zero=2, dispatcher="alltoall"),
+    replace(ONE, pp=2, dp=2, ep=2, micro_batch=1, schedule="dualpipev"),
+]
+
+
+@pytest.mark.gate(rows=1)
+@pytest.mark.parametrize("layout", BIASED, ids=str)
+def test_biases_of_experts_and_routers_do_not_depend_on_the_layout(layout):
+    assert_same_numbers(layout.row, numbers={"model": OSS}, layout=layout.changes)
 
 
 @pytest.mark.gate(rows=2)

@@ -14,7 +14,7 @@ from torch import Tensor
 from megatron.checkpoint.record import TrainingState
 from megatron.cluster.exit_status import ExitStatus
 from megatron.cluster.signals import ExitReason
-from megatron.model.scoring import LanguageModel
+from megatron.model.inference.scoring import LanguageModel
 from tests.support.layouts import DROPOUT, SEQ, VOCAB, Row, config_of
 from tests.support.pool import run_world
 from tests.support.trainers import make_trainer
@@ -43,7 +43,8 @@ class Tasks:
         if self.error is not None:
             raise self.error
         self.losses.append(-model.score(rows[:, :-1], rows[:, 1:]).log_probs.mean().item())
-        model.next_token_logits(rows[0, :3])
+        model.next_token_logits(rows[:2, :3].tolist())
+        model.next_token_logits(rows[:2, :4].tolist())
         return {"toy": {"acc": self.losses[-1]}}
 
 

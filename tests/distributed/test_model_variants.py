@@ -12,7 +12,7 @@ from tests.distributed.parity import (
     assert_same_numbers,
 )
 from tests.distributed.resharding import resume_midway, save_before, uninterrupted
-from tests.reference.plain_gpt import train_plain_gpt
+from tests.reference.plain_gpt import Variant, train_plain_gpt
 from tests.support.layouts import (
     CLIP,
     DROPOUT,
@@ -83,6 +83,17 @@ GEMMA3 = {
     **{"softmax_scale": 24**-0.5, "init_method_std": 0.1},
 }
 
+SINKS = {**PATTERN, "softmax_type": "learnable", "add_qkv_bias": True}  # as gpt-oss
+OFF_BY_ONE = {**QWEN3, "softmax_type": "off-by-one"}
+GATE = {**QWEN3, "attention_output_gate": True, "rotary_percent": 0.5, "init_method_std": 0.1}
+NO_ROTARY = {**LLAMA, "no_rope_freq": ("R", "R", "N")}  # as SmolLM3
+# The scores and the logits reach a good part of their caps.
+CAPS = {
+    **{"attn_logit_softcapping": 0.5, "final_logit_softcapping": 2.0, "init_method_std": 0.2},
+    **{**LLAMA, "num_query_groups": 1},
+}
+ALL_VARIANTS = {**PATTERN, **GATE, **CAPS, "no_rope_freq": ("R", "R", "N"), "softmax_type": "learnable"}
+
 # Name -> the changes to the tiny model, and the arguments of the plain GPT.
 PLAIN_CASES = {
     "absolute": ({}, {}),
@@ -111,6 +122,25 @@ PLAIN_CASES = {
             **{"groups": 2, "window": 7, "pattern": "WWF", "arrangement": "pre-post-norm"},
             **{"scale_embeddings": True, "zero_centered": True},
             **{"rotary": {"base": 500.0}, "full": {"base": 50.0, "factor": 4.0}},
+        },
+    ),
+    "sinks": (
+        SINKS,
+        {
+            **{"groups": 2, "window": 7, "pattern": "WWF"},
+            **{"rotary": {"base": 500.0}, "full": {"base": 50.0, "factor": 4.0}},
+        },
+    ),
+    "off-by-one": (OFF_BY_ONE, {"groups": 2, "variant": Variant(sink=0.0)}),
+    "gate": (GATE, {"groups": 2, "rotary": {"part": 0.5}, "variant": Variant(has_gate=True)}),
+    "no-rotary": (NO_ROTARY, {"groups": 2, "no_rope": "RRN"}),
+    "caps": (CAPS, {"groups": 1, "variant": Variant(score_cap=0.5, logit_cap=2.0)}),
+    "all-variants": (
+        ALL_VARIANTS,
+        {
+            **{"groups": 1, "window": 7, "pattern": "WWF", "no_rope": "RRN"},
+            **{"rotary": {"base": 500.0, "part": 0.5}, "full": {"base": 50.0, "factor": 4.0, "part": 0.5}},
+            "variant": Variant(has_gate=True, score_cap=0.5, logit_cap=2.0),
         },
     ),
     "zero-centered-layer-norm": ({"apply_layernorm_1p": True}, {"zero_centered": True}),
@@ -241,6 +271,21 @@ LAYOUTS = {
     ),
     "pattern-tp2-dp2-zero3": (PATTERN, Row(tp=2, dp=2, micro_batch=2), ZERO3),
     "pattern-pp2-dualpipev": (PATTERN, Row(pp=2, micro_batch=2), DUALPIPEV),
+    **{
+        f"{name}-{where}": (model, row, layout)
+        for name, model in {
+            **{"sinks": SINKS, "off-by-one": OFF_BY_ONE, "gate": GATE, "no-rotary": NO_ROTARY, "caps": CAPS},
+            "all-variants": ALL_VARIANTS,
+        }.items()
+        for where, row, layout in (
+            ("tp2-cp2-sequence-recompute", Row(tp=2, cp=2, recompute=True), SEQUENCE_PARALLEL),
+            ("tp4-zero3", Row(tp=4, dp=2, micro_batch=2), ZERO3),
+            ("tp2-pp2-dp2-zero1-dropout", Row(tp=2, pp=2, dp=2, zero=1), {}),
+            ("cp2-pp2-zero-bubble", Row(cp=2, pp=2), {"parallel": {"pipeline_schedule": "zero-bubble"}}),
+            ("pp2-dualpipev", Row(pp=2, micro_batch=2), DUALPIPEV),
+            ("dp2-zero2", Row(dp=2), ZERO2),
+        )
+    },
     "yarn-pp2-dualpipev": (YARN, Row(pp=2, micro_batch=2), DUALPIPEV),
     "llama3-rope-dp2-zero3": (LLAMA3_ROPE, Row(dp=2), ZERO3),
     "llama3-rope-tp4-sequence-recompute": (
@@ -251,13 +296,15 @@ LAYOUTS = {
 }
 
 
-@pytest.mark.gate(rows=1, also=["pattern-cp2-pp2-uneven"])
+@pytest.mark.gate(rows=1, also=["pattern-cp2-pp2-uneven", "all-variants-tp2-cp2-sequence-recompute"])
 @pytest.mark.parametrize("name", LAYOUTS)
 def test_every_layout_has_the_loss_and_the_grad_norm_of_one_process(name):
     model, row, layout = LAYOUTS[name]
     # Adam's first steps are about lr x sign(gradient), also where a gradient is zero up to rounding, unless
     # epsilon is larger.
     numbers = {"model": model, "optimizer": {"adam_eps": 1e-4}} if "gemma3" in name else {"model": model}
+    if name.endswith("dropout"):
+        numbers["model"] = {**model, **DROPOUT}
     assert_same_numbers(row, numbers=numbers, layout=layout)
 
 
@@ -273,7 +320,9 @@ RESUMERS = (Row(pp=2, dp=2, zero=1), Row(tp=4, dp=2, zero=1, micro_batch=2), Row
 
 @pytest.mark.full
 @pytest.mark.parametrize("saver", SAVERS)
-@pytest.mark.parametrize("model", [LLAMA, OLMO2, FALCON], ids=["llama", "olmo2", "falcon"])
+@pytest.mark.parametrize(
+    "model", [LLAMA, OLMO2, FALCON, ALL_VARIANTS], ids=["llama", "olmo2", "falcon", "all-variants"]
+)
 def test_a_checkpoint_opens_on_other_layouts(model, saver, tmp_path):
     changes = {"model": {**model, "make_vocab_size_divisible_by": 8}}
     expected = uninterrupted(changes)

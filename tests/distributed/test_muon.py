@@ -33,6 +33,7 @@ STEPS = 4
 MUON = {"optimizer": "muon", "muon_use_nesterov": True, "muon_extra_scale_factor": 0.2, "weight_decay": 0.1}
 # Without biases: the gradient of a key's bias is only rounding noise, which Adam scales up.
 GPT = {"disable_bias_linear": True}
+GATE = {**LLAMA, "attention_output_gate": True}
 LAYOUTS = {
     "TP 2 x DP 2, ZeRO 1": (Row(tp=2, dp=2, zero=1, micro_batch=2), {}),
     "TP 2 x PP 2 x DP 2": (Row(tp=2, pp=2, dp=2, micro_batch=2), {}),
@@ -61,18 +62,17 @@ def is_muons(name):
 def matrices_of(name, weight):
     """The matrices of a model with 4 heads in 2 groups of head size 8, by the definition of its layers."""
     if name.endswith("query_key_value.weight"):
-        heads = weight.view(2, 2 + 2, 8, -1)
-        return [
-            heads[:, part].reshape(-1, weight.shape[1]) for part in (slice(0, 2), slice(2, 3), slice(3, 4))
-        ]
+        heads = weight.view(2, -1, 8, weight.shape[1])
+        sizes = (2, 1, 1) if heads.shape[1] == 4 else (2, 2, 1, 1)  # with gates
+        return [part.reshape(-1, weight.shape[1]) for part in heads.split(sizes, 1)]
     return list(weight.chunk(2) if name.endswith("dense_h_to_4h.weight") else [weight])
 
 
-def differences_from_torch():
+def differences_from_torch(model):
     """Trains on one process. Returns the largest difference of a weight from torch.optim.Muon and AdamW,
     which take the same gradients, and the number of matrices."""
     optimizer = {**MUON, "muon_scale_mode": "spectral", "muon_matmul_dtype": "bf16", "clip_grad": 0.0}
-    engine = build_engine(config_of(Row(), model=LLAMA, optimizer=optimizer))
+    engine = build_engine(config_of(Row(), model=model, optimizer=optimizer))
     weights = {name: p.detach().clone() for name, p in engine.module.named_parameters()}
     is_matrix = {name: is_muons(name) for name in weights}
     matrices = {
@@ -118,9 +118,10 @@ def differences_from_torch():
     return max(differences), sum(map(len, matrices.values()))
 
 
-def test_one_process_equals_torch_optim_muon_and_adamw():
-    ((difference, matrices),) = run_world(1, differences_from_torch)
-    assert matrices == 4 * (3 + 1 + 2 + 1)
+@pytest.mark.parametrize("model", [LLAMA, GATE], ids=["llama", "gate"])
+def test_one_process_equals_torch_optim_muon_and_adamw(model):
+    ((difference, matrices),) = run_world(1, differences_from_torch, model)
+    assert matrices == 4 * (3 + (model is GATE) + 1 + 2 + 1)
     assert difference <= 1e-7
 
 
@@ -135,7 +136,7 @@ def expected_weights(changes):
 
 
 @pytest.mark.gate(rows=2)
-@pytest.mark.parametrize("model", [LLAMA, GPT], ids=["llama", "gpt"])
+@pytest.mark.parametrize("model", [LLAMA, GPT, GATE], ids=["llama", "gpt", "gate"])
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_every_layout_has_the_weights_of_one_process(layout, model):
     row, others = LAYOUTS[layout]

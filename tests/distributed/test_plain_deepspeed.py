@@ -21,7 +21,7 @@ from megatron.checkpoint.manager import load_checkpoint
 from megatron.checkpoint.record import TrainingState
 from megatron.checkpoint.selection import find_checkpoint
 from megatron.data.loader import MicroBatch
-from megatron.model.single_process import GPTModel, model_specs
+from megatron.model.inference.single_process import GPTModel, model_specs
 from megatron.mpu.mesh import Axis
 from megatron.mpu.pieces import Piece
 from tests.distributed.test_deepspeed_engine_files import module_of

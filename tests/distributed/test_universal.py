@@ -21,7 +21,7 @@ from megatron.checkpoint.manager import load_checkpoint
 from megatron.checkpoint.record import describe_start
 from megatron.checkpoint.selection import find_checkpoint, select_valid_checkpoint
 from megatron.errors import UserError
-from megatron.model.single_process import model_specs
+from megatron.model.inference.single_process import model_specs
 from megatron.mpu.mesh import Axis
 from megatron.mpu.pieces import Piece
 from tests.distributed.resharding import SHAPES, STEPS_BEFORE, resume_midway, save_before, uninterrupted

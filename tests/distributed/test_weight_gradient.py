@@ -106,7 +106,7 @@ def test_recomputation_ends_before_the_last_product(monkeypatch):
     """Nothing after the last product's input is saved, so only the first product is recomputed."""
     monkeypatch.setattr(layers, "fuses_accumulation", lambda weight: True)
     first, second = (torch.nn.Parameter(torch.randn(8, 8)) for _ in range(2))
-    x, products = torch.randn(3, 8, requires_grad=True), []
+    x, products = torch.randn(5, 8, requires_grad=True), []
     original = layers.F.linear
     monkeypatch.setattr(layers.F, "linear", lambda *args: products.append(args[1]) or original(*args))
     y = checkpoint(

@@ -17,8 +17,8 @@ from torch.distributed import distributed_c10d
 from megatron.engine.pipeline_engine import GPTEngine
 from megatron.engine.workarounds import disable_shm_comm_jit, set_default_group_timeout
 from megatron.model import gpt_model
+from megatron.model.inference.single_process import GPTModel
 from megatron.model.pipeline_module import GPTModelPipe
-from megatron.model.single_process import GPTModel
 from megatron.mpu.mesh import ONE_RANK
 from megatron.mpu.vector_math import initialize_vector_math
 from megatron.pipeline import layer_times

@@ -29,8 +29,19 @@ set -e
 {sys.executable} -m torch.distributed.run --standalone --nproc_per_node 2 "$@"
 echo done
 """
-# It ends as the argument of its rank says.
-RANK_BY_ARGUMENT = RANK.replace("sys.stdin.readline().strip()", "sys.argv[1 + int(os.environ['RANK'])]")
+# It ends as the argument of its rank says, when both ranks have a report: the launcher ends a rank that still
+# starts, which then cannot name the cause.
+BOTH_READY = """
+import time
+from pathlib import Path
+folder = Path(os.environ["TMPDIR"])
+(folder / os.environ["RANK"]).touch()
+while len(list(folder.glob("[01]"))) < 2:
+    time.sleep(0.01)
+with exit_on_error(report):"""
+RANK_BY_ARGUMENT = RANK.replace("\nwith exit_on_error(report):", BOTH_READY).replace(
+    "sys.stdin.readline().strip()", "sys.argv[1 + int(os.environ['RANK'])]"
+)
 
 
 def written(path: Path, text: str) -> str:

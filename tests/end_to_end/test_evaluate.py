@@ -12,7 +12,8 @@ import numpy as np
 import pytest
 
 from megatron.commands import ds_to_universal, evaluate
-from megatron.data.indexed_dataset import IndexedDataset, IndexedDatasetBuilder
+from megatron.data.dataset_builder import IndexedDatasetBuilder
+from megatron.data.indexed_dataset import IndexedDataset
 from tests.end_to_end.command import ROOT, environment
 from tests.end_to_end.trained import SEQ, VARIANTS, Trained
 from tests.support.forked import run_script

@@ -11,6 +11,7 @@ from tests.conftest import VOCAB_SIZE
 from tests.end_to_end.clone import commands_in, make_clone, run
 from tests.end_to_end.command import Run, pretrain
 from tests.end_to_end.flags import ABSOLUTE, MODEL, NO_DROPOUT
+from tests.support.chat_tokenizer import random_chats, write_rows
 from tests.unit.checkpoint.hugging_face_folder import save_hf
 
 # What is smaller than on the page.
@@ -50,7 +51,7 @@ def test_the_page_fine_tunes_bloom_and_converts_it_back(clone: Path) -> None:
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
-    convert, tokenize, tune, export, further = commands()
+    convert, tokenize, tune, export, *chats, further = commands()
     run(convert, clone)
     run(tokenize, clone)
     log = run(f"{tune} --exit-interval 2", clone)
@@ -67,6 +68,12 @@ def test_the_page_fine_tunes_bloom_and_converts_it_back(clone: Path) -> None:
         before["transformer.h.0.mlp.dense_4h_to_h.weight"], after["transformer.h.0.mlp.dense_4h_to_h.weight"]
     )
     assert len(AutoTokenizer.from_pretrained(clone / "my_bloom_tuned")) == VOCAB_SIZE
+    template = "{% for m in messages %}{{ m.role }}: {{ m.content }}{{ eos_token }}{% endfor %}"
+    (clone / "bloom-560m" / "chat_template.jinja").write_text(template)
+    write_rows(clone / "chat.jsonl", random_chats(100))
+    preprocess, verify, chat = chats
+    assert "count in the loss" in run(preprocess, clone) and "loss mask   " in run(verify, clone)
+    assert "4/       4" in run(chat, clone)
     log = run(further, clone)
     assert "weights from runs/tuned/global_step4, iteration 4" in log and "4/       4" in log
     record = json.loads((clone / "runs/tuned-further/global_step4/run.json").read_text())

@@ -11,7 +11,7 @@ import torch
 
 from megatron.checkpoint.reading import load_model, read_checkpoint
 from megatron.commands import generate
-from megatron.model import generation
+from megatron.model.inference import generation
 from tests.end_to_end.trained import NEW_TOKENS, SEQ, VARIANTS, Trained
 
 PROMPT = "def main(argv):\n    for argument in"
@@ -45,14 +45,12 @@ def test_padding_is_never_sampled(trained: Trained) -> None:
         table[checkpoint.vocab_size :] = 100 * table.abs().max()
     assert model(torch.zeros(1, 3, dtype=torch.int64)).shape == (1, 3, checkpoint.vocab_size)
 
-    from megatron.model.generation import Sampling
-    from megatron.model.generation import generate as tokens_after
-
-    tokens = list(
-        tokens_after(model, [5], 200, Sampling(temperature=50.0), window=SEQ, eod=checkpoint.eod, seed=3)
-    )
-    assert len(set(tokens)) > 10
-    assert max(tokens) < checkpoint.vocab_size
+    text = generation.Continuation(trained.tokenizer.detokenize, [5], 200)
+    sampling = generation.Sampling(temperature=50.0)
+    for _ in generation.generate(model, [text], sampling, window=SEQ, eod=checkpoint.eod, seed=3):
+        pass
+    assert len(set(text.tokens)) > 10
+    assert max(text.tokens) < checkpoint.vocab_size
 
 
 @pytest.mark.full
@@ -65,15 +63,20 @@ def test_a_sample_is_the_same_for_the_same_seed_and_another_for_another(
     assert first.startswith(PROMPT)
 
 
-@pytest.mark.full
 def test_several_prompts_do_not_influence_each_other(
-    trained: Trained, capsys: pytest.CaptureFixture[str]
+    trained: Trained, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
-    flags = ["--load", str(trained.folder), "--max-new-tokens", "10", "--top-k", "20", "--top-p", "0.9"]
-    alone = [output(capsys, *flags, "--prompt", prompt) for prompt in ("class A", "import os")]
-    rule = "-" * 40 + "\n"
-    both = output(capsys, *flags, "--prompt", "class A", "--prompt", "import os")
-    assert both == alone[0] + rule + alone[1]
+    """The texts of a batch are printed in the order of the prompts, whichever is complete first."""
+    flags = ["--load", str(trained.folder), "--max-new-tokens", "10", "--top-k", "20", "--stop", "e"]
+    prompts = ["class A", "import os", "x = 1\u2028y"]
+    alone = [output(capsys, *flags, "--prompt", prompt) for prompt in prompts]
+    assert len({len(text) for text in alone}) > 1
+    for prompt, text in zip(prompts, alone, strict=True):
+        assert text.startswith(prompt) and "e" not in text.removeprefix(prompt)
+    (tmp_path / "prompts").write_text("\n".join(prompts[1:]) + "\n", encoding="utf-8")
+    together = [*flags, "--prompt", prompts[0], "--prompt-file", str(tmp_path / "prompts")]
+    for size in ("1", "2", "8"):
+        assert output(capsys, *together, "--batch-size", size) == ("-" * 40 + "\n").join(alone)
 
 
 def test_a_prompt_comes_from_stdin(
@@ -108,7 +111,7 @@ def test_a_special_token_in_a_prompt_is_text_without_the_flag(
 ) -> None:
     given: list[list[int]] = []
     monkeypatch.setattr(
-        generation, "generate", lambda _model, tokens, *_, **__: given.append([*tokens]) or []
+        generation, "generate", lambda _model, texts, *_, **__: given.append(texts[0].prompt) or []
     )
     flags = ["--load", str(trained.folder), "--prompt", "a<|endoftext|>b"]
     for more in ((), ("--parse-special-tokens",)):
@@ -141,6 +144,9 @@ def test_a_prompt_beyond_the_sequence_length_is_truncated_with_a_note(
         (["--load", ".", "--prompt", "\udcff"], ["--prompt is not UTF-8 text"]),
         (["--load", "x" * 300], ["there is no such folder"]),
         (["--load", ".", "--max-new-tokens", "0"], ["--max-new-tokens is 0"]),
+        (["--load", ".", "--batch-size", "0"], ["--batch-size is 0"]),
+        (["--load", ".", "--stop", ""], ["--stop is an empty string"]),
+        (["--load", ".", "--prompt-file", "none"], ["--prompt-file none cannot be read"]),
         (["--load", ".", "--seed", "-1"], ["--seed is -1"]),
         (["--load", ".", "--temprature", "1"], ["--temprature"]),
         ([], ["--load"]),

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from megatron.data.indexed_dataset import IndexedDatasetBuilder
+from megatron.data.dataset_builder import IndexedDatasetBuilder
 from tests.end_to_end.command import pretrain
 from tests.unit.checkpoint.megatron_deepspeed_folder import ASSET_VOCAB, SEQ, plain_loss, unpack
 

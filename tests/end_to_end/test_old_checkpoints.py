@@ -11,7 +11,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from megatron.data.indexed_dataset import IndexedDatasetBuilder
+from megatron.data.dataset_builder import IndexedDatasetBuilder
 from tests.end_to_end.command import pretrain
 from tests.support.assets import unpack
 

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from megatron.commands import prepare_indices, verify_dataset
-from megatron.data.indexed_dataset import IndexedDatasetBuilder
+from megatron.data.dataset_builder import IndexedDatasetBuilder
 from tests.end_to_end.command import Run, pretrain
 
 SMALL = (

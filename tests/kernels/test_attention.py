@@ -60,20 +60,25 @@ def mask_of(seq, batch, slopes, documents, dropout, first_head=0, heads=1):
     return mask, ids, rng
 
 
-def dense_attention(query, key, value, scale, mask, ids, rng, tp_group):
+def dense_attention(query, key, value, sinks, scale, mask, ids, rng, tp_group):
     """Computes the definition in fp64. Returns [seq, batch, heads, head_dim], like the kernel."""
     seq, _, heads, _ = query.shape
     repeats = heads // key.shape[2]
     q, k, v = (x.double().permute(1, 2, 0, 3) for x in (query, key, value))
     k, v = k.repeat_interleave(repeats, 1), v.repeat_interleave(repeats, 1)
     scores = q @ k.transpose(2, 3) * scale
+    if mask.softcapping:
+        scores = mask.softcapping * torch.tanh(scores / mask.softcapping)
     if mask.slopes is not None:
         place = torch.arange(seq)
         scores = scores + mask.slopes.double()[:, None, None] * (place[None, :] - place[:, None])
     forbidden = torch.ones(seq, seq, dtype=torch.bool).triu(1)
     if ids is not None:
         forbidden = forbidden | (ids[:, None, :, None] != ids[:, None, None, :])
-    weights = scores.masked_fill(forbidden, -math.inf).softmax(-1)
+    scores = scores.masked_fill(forbidden, -math.inf)
+    if sinks is not None:
+        scores = torch.cat((sinks.double()[:, None, None].expand(*scores.shape[:3], 1), scores), -1)
+    weights = scores.softmax(-1)[..., -seq:]
     if mask.dropout:
         keep = keep_mask(weights, DropoutMask(mask.dropout, rng, SALT, 0, 1, tp_group))
         weights = weights * keep / (1.0 - mask.dropout)
@@ -81,13 +86,14 @@ def dense_attention(query, key, value, scale, mask, ids, rng, tp_group):
 
 
 def results(function, inputs, grad):
-    inputs = [x.detach().clone().requires_grad_() for x in inputs]
+    inputs = [x.detach().clone().requires_grad_() for x in inputs if x is not None]
     output = function(*inputs)
     return [output.detach(), *torch.autograd.grad(output, inputs, grad.to(output.dtype))]
 
 
 def assert_close(found, expected, dtype):
-    for name, a, b in zip(("output", "query", "key", "value"), found, expected, strict=True):
+    names = ("output", "query", "key", "value", "sinks")[: len(found)]
+    for name, a, b in zip(names, found, expected, strict=True):
         assert a.dtype == dtype and a.shape == b.shape
         # A gradient that should be 0, as a single token's query has, is the difference of two sums of
         # products. Their roundings depend on the instructions of the CPU: 2.5e-8 with AVX-512.
@@ -96,7 +102,9 @@ def assert_close(found, expected, dtype):
         assert error <= TOLERANCE[dtype], f"{name}: {error:.1e}"
 
 
-def compare(shape, dtype, slopes, documents, dropout, rank=0, size=1, rows=None):
+def compare(
+    shape, dtype, slopes, documents, dropout, rank=0, size=1, rows=None, has_sinks=False, softcapping=None
+):
     """rows: positions of the queries, with the keys up to the last of them; None: all queries."""
     seq, batch, heads, groups, head_dim = SHAPES[shape]
     scale = 1.0 / math.sqrt(head_dim)
@@ -104,15 +112,23 @@ def compare(shape, dtype, slopes, documents, dropout, rank=0, size=1, rows=None)
         some((seq, batch, count, head_dim), seed).to(dtype)
         for seed, count in enumerate((heads, groups, groups))
     ]
+    inputs += [some((heads,), 7).to(dtype)] if has_sinks else []
     mask, ids, rng = mask_of(seq, batch, slopes, documents, dropout, rank * heads, heads)
+    mask = mask._replace(softcapping=softcapping)
     rows = rows or range(seq)
     own, end = slice(rows.start, rows.stop), rows.stop
     grad = some((len(rows), batch, heads, head_dim), 9).to(dtype)
     part = mask._replace(seq=seq)
-    found = results(lambda q, k, v: flash_attention(q[own], k[:end], v[:end], scale, part), inputs, grad)
+    found = results(
+        lambda q, k, v, sinks=None: flash_attention(q[own], k[:end], v[:end], scale, part, sinks),
+        inputs,
+        grad,
+    )
     tp_group = Axis("tp", rank, size)
     expected = results(
-        lambda q, k, v: dense_attention(q, k, v, scale, mask, ids, rng, tp_group)[own], inputs, grad
+        lambda q, k, v, sinks=None: dense_attention(q, k, v, sinks, scale, mask, ids, rng, tp_group)[own],
+        inputs,
+        grad,
     )
     assert_close(found, expected, dtype)
 
@@ -131,6 +147,24 @@ def test_fp32_is_that_of_dense_attention(shape, kind):
 )
 def test_16_bit_is_that_of_dense_attention_to_its_rounding(dtype, shape, kind):
     compare(shape, dtype, *kind)
+
+
+@pytest.mark.gate(rows=4)
+@pytest.mark.parametrize(
+    "dtype,shape,variant",
+    itertools.product(
+        TOLERANCE, ("blocks", "grouped", "one token"), ((True, None), (False, 0.5), (True, 0.5))
+    ),
+)
+def test_sinks_and_capped_scores_are_those_of_dense_attention(dtype, shape, variant):
+    """variant: whether there are sinks, and the cap, which the scores reach."""
+    has_sinks, softcapping = variant
+    for kind in ((False, False, False), (not softcapping, True, True)):
+        compare(shape, dtype, *kind, has_sinks=has_sinks, softcapping=softcapping)
+
+
+def test_sinks_and_capped_scores_of_a_chunk_of_queries():
+    compare("grouped", torch.float32, False, True, True, rows=range(35, 70), has_sinks=True, softcapping=0.5)
 
 
 @pytest.mark.gate(rows=1)

@@ -92,7 +92,7 @@ def test_a_logit_that_is_not_finite_makes_its_row_nan(bad):
 
 @pytest.mark.gate(rows=4)
 @pytest.mark.parametrize("dtype", TOLERANCE)
-@pytest.mark.parametrize("options", [{}, {"z_loss_weight": 0.01}])
+@pytest.mark.parametrize("options", [{}, {"z_loss_weight": 0.01, "softcapping": 2.0}])
 @pytest.mark.parametrize("upstream", ["sum", "any"])
 def test_the_fused_loss_with_kernels_is_that_without(dtype, options, upstream, monkeypatch):
     """Chunks, padding of the vocabulary, and a gradient that is recomputed because it differs per token."""

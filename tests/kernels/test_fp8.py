@@ -196,6 +196,11 @@ def test_weights_are_quantized_once_until_they_change():
     assert sum(copy.nbytes for copy in layers_fp8.copies) == 2 * weight.numel() + 2 * 4 * 4
 
 
+def test_a_shard_that_is_no_whole_number_of_blocks_is_rejected():
+    with pytest.raises(ValueError, match=r"\[576, 2304\]: expected multiples of 128"):
+        Fp8Products(Fp8(settings(fp8_recipe="blockwise"), ONE_RANK), torch.empty(576, 2304))
+
+
 def test_layers_and_matrices_in_bf16_have_plain_products():
     """Layers are chosen by their number in the model, matrices by their global sizes: on each
     layout 192 for [768, 256], 171 for [512, 256], and 128 for [256, 256]."""

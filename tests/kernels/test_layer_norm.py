@@ -7,6 +7,7 @@ import itertools
 import pytest
 import torch
 
+from megatron.config.registries import NORMALIZATIONS
 from megatron.kernels import layer_norm
 from megatron.model import norm as norms
 from megatron.model.norm import MixedFusedLayerNorm, RMSNorm, add_and_norm, in_kernel, norm_with_input
@@ -16,7 +17,7 @@ from megatron.mpu.random import DropoutMask, DropoutRNG
 
 # Sums over rows in fp32, and rounding to 16 bits.
 TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 1.6e-2, torch.float16: 2e-3}
-NORMS = {"LayerNorm": MixedFusedLayerNorm, "RMSNorm": RMSNorm}
+NORMS = {name: NORMALIZATIONS.load(name) for name in NORMALIZATIONS}
 
 
 def new_norm(kind, width, zero_centered, dtype):

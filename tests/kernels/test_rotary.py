@@ -24,6 +24,8 @@ LAYERS = {
     "own keys": "--hidden-size 160 --num-attention-heads 10",
     "a part is rotated": "--hidden-size 72 --num-attention-heads 3 --rotary-percent 0.5",
     "interleaved": "--hidden-size 48 --num-attention-heads 2 --rotary-interleaved",
+    "gates": "--hidden-size 96 --num-attention-heads 4 --group-query-attention --num-query-groups 2 "
+    "--attention-output-gate --rotary-percent 0.5",
     "one group": "--hidden-size 96 --num-attention-heads 4 --group-query-attention --num-query-groups 1",
 }
 
@@ -45,7 +47,7 @@ def test_query_key_and_value_and_the_gradient_are_those_of_the_reference(
     for kernels in (False, True):
         monkeypatch.setattr(position, "uses_kernels", lambda _, answer=kernels: answer)
         x = projected.clone().requires_grad_()
-        parts = attention._split(x, ids)
+        parts = [part for part in attention._split(x, ids) if part.numel()]  # the gate, with gates
         upstream = upstream or [torch.randn(part.shape).to(dtype) for part in parts]
         results.append([*(part.detach() for part in parts), *torch.autograd.grad(parts, x, upstream)])
         assert not kernels or all(part.is_contiguous() for part in parts)

@@ -18,6 +18,7 @@ class PlainExperts:
         pre_softmax=False,
         groups=None,
         group_topk=None,
+        group_score=None,
         factor=1.0,
         balance=None,
         coefficient=0.0,
@@ -26,6 +27,7 @@ class PlainExperts:
     ):
         self.k, self.score, self.pre_softmax, self.factor = k, score, pre_softmax, factor
         self.groups, self.group_topk = groups, group_topk
+        self.group_score = group_score or (k // group_topk if groups else 0)
         self.balance, self.coefficient, self.z_coefficient = balance, coefficient, z_coefficient
         self.bias_rate = bias_rate
         self.bias, self.load = {}, {}
@@ -51,8 +53,7 @@ class PlainExperts:
             size = len(scores) // self.groups
             parts = [list(range(g * size, (g + 1) * size)) for g in range(self.groups)]
             best = [
-                sum(sorted((scores[e] for e in part), reverse=True)[: self.k // self.group_topk])
-                for part in parts
+                sum(sorted((scores[e] for e in part), reverse=True)[: self.group_score]) for part in parts
             ]
             order = sorted(range(self.groups), key=lambda g: (-best[g], g))[: self.group_topk]
             allowed = [expert for g in sorted(order) for expert in parts[g]]
@@ -61,7 +62,7 @@ class PlainExperts:
     def layer(self, weights, index, x, feed):
         """x [batch, seq, hidden] -> the same shape. feed: (prefix of names of an MLP, matrices of one expert,
         token) -> output."""
-        logits = x @ weights[f"{index}.mlp.router.weight"].T
+        logits = x @ weights[f"{index}.mlp.router.weight"].T + weights.get(f"{index}.mlp.router.bias", 0.0)
         scores = logits.softmax(-1) if self.score == "softmax" else logits.sigmoid()
         outputs, counts = [], torch.zeros(logits.shape[-1])
         for sample in range(len(x)):

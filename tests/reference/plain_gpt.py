@@ -5,11 +5,16 @@ pipeline's layer list, attention is spelled out, the loss is `F.cross_entropy`.
 """
 
 import math
+from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
 
 from tests.reference.plain_experts import expert_mlp
+from tests.reference.plain_latent import latent_attention
+
+GLU_LIMIT = 0.05
+"""The limit of the clamped gates and values with glu="quick_geglu", which many of them reach."""
 
 
 def plain_gpt_logits(
@@ -32,40 +37,50 @@ def plain_gpt_logits(
     scale_embeddings=False,
     zero_centered=False,
     experts=None,
+    no_rope="R",
+    variant=None,
+    latent=None,
+    next_tokens=(),
 ):
-    """tokens [batch, seq] -> logits [batch, seq, vocab] of the true vocabulary.
+    """tokens [batch, seq] -> logits [batch, seq, vocab] of the true vocabulary. next_tokens: for each layer
+    of multi-token prediction the tokens [batch, seq] whose embeddings it reads; the logits are then a list,
+    the main model's first.
 
     groups: number of head groups that share keys and values. rotary: arguments of `rotate`. window: number of
     tokens that a token attends to, in the layers that have a W in `pattern`; the others have an F, and the
     arguments `full` of `rotate`. A norm without bias is an RMS norm. `weights` decides whether linear
     layers have biases, attention has norms of queries and keys, and the head is untied. scale_embeddings:
     by sqrt(hidden). zero_centered: norms multiply by 1 + weight. experts: `PlainExperts` of the layers that
-    have a router.
+    have a router. no_rope: layers with an N in this pattern have no rotary embeddings. variant: the `Variant`
+    of the attention. latent: arguments of `latent_attention`.
     """
+    variant = variant or Variant()
     embedding = weights["tied_modules.embed.word_embeddings.weight"]
-    x = embedding[tokens]
-    seq, hidden = x.shape[1], x.shape[2]
-    if scale_embeddings:
-        x = x * hidden**0.5
+    seq, hidden = tokens.shape[1], embedding.shape[1]
+    scale = hidden**0.5 if scale_embeddings else 1.0
+    x = embedding[tokens] * scale
     if zero_centered:
-        norms = ("layernorm.weight", f"{layers + 4}.weight")
+        norms = ("layernorm.weight", f"{layers + 4}.weight", ".enorm.weight", ".hnorm.weight")
         weights = {name: w + 1 if name.endswith(norms) else w for name, w in weights.items()}
     if embed_norm:
         name = "tied_modules.embed.word_embeddings.norm"
         x = F.layer_norm(x, (hidden,), weights[f"{name}.weight"], weights[f"{name}.bias"])
     if positions == "absolute":
         x = x + weights["tied_modules.embed.position_embeddings.weight"][:seq]
-    for index in range(3, 3 + layers):
 
-        def attend(x, index=index):
-            is_full = pattern[(index - 3) % len(pattern)] == "F"
+    def layer(index, number, x):
+        def attend(x):
+            is_full = pattern[number % len(pattern)] == "F"
             angles, width = (full, None) if is_full else (rotary, window)
-            return attention(weights, index, x, heads, groups or heads, positions, angles or {}, width)
+            kind = None if no_rope[number % len(no_rope)] == "N" else positions
+            if latent is not None:
+                return latent_attention(weights, index, x, heads, norm, window=width, **latent)
+            return attention(weights, index, x, heads, groups or heads, kind, angles or {}, width, variant)
 
-        def feed(x, index=index):
+        def feed(x):
             return mlp(weights, index, x, glu, exact_gelu, experts)
 
-        def normed(name, x, index=index):
+        def normed(name, x):
             return norm(weights, f"{index}.{name}_layernorm", x)
 
         if arrangement == "pre-norm":
@@ -81,8 +96,36 @@ def plain_gpt_logits(
             x = x + attend(normed("input", x)) + feed(normed("post_attention", x))
         elif arrangement == "parallel-one-norm":
             x = x + attend(normed("input", x)) + feed(normed("input", x))
+        return x
+
+    for number in range(layers):
+        x = layer(number + 3, number, x)
     x = norm(weights, str(layers + 4), x)
-    return x @ weights.get(f"{layers + 5}.lm_head.weight", embedding)[:vocab].T
+    found, head = [x], weights.get(f"{layers + 5}.lm_head.weight", embedding)[:vocab]
+    for index, later in enumerate(next_tokens, layers + 7):
+        both = (norm(weights, f"{index}.enorm", embedding[later] * scale), norm(weights, f"{index}.hnorm", x))
+        x = linear(weights, f"{index}.eh_proj", torch.cat(both, -1))
+        x = norm(weights, f"{index}.final_layernorm", layer(f"{index}.transformer_layer", layers - 1, x))
+        found.append(x)
+    logits = [soft_capped(x @ head.T, variant.logit_cap) for x in found]
+    return logits if next_tokens else logits[0]
+
+
+@dataclass(frozen=True)
+class Variant:
+    """sink: the additional score of off-by-one; a learnable sink is among the weights. has_gate: the rows of
+    the gates follow the queries of their group. score_cap, logit_cap: bounds of X * tanh(x / X). largest: if
+    given, gets the largest score of each head [heads] of each layer."""
+
+    sink: float | None = None
+    has_gate: bool = False
+    score_cap: float | None = None
+    logit_cap: float | None = None
+    largest: list | None = None
+
+
+def soft_capped(x, cap):
+    return x if cap is None else cap * torch.tanh(x / cap)
 
 
 def norm(weights, name, x):
@@ -95,18 +138,19 @@ def linear(weights, name, x):
     return x @ weights[f"{name}.weight"].T + weights.get(f"{name}.bias", 0.0)
 
 
-def attention(weights, index, x, heads, groups, positions, rotary, window=None):
+def attention(weights, index, x, heads, groups, positions, rotary, window=None, variant=Variant()):
     batch, seq, hidden = x.shape
     dim, shared = hidden // heads, heads // groups
+    first = shared * (1 + variant.has_gate)  # the place of the key in a group
     qkv = linear(weights, f"{index}.self_attention.query_key_value", x)
-    qkv = qkv.reshape(batch, seq, groups, shared + 2, dim).transpose(1, 2)  # [batch, groups, seq, ., dim]
+    qkv = qkv.reshape(batch, seq, groups, first + 2, dim).transpose(1, 2)  # [batch, groups, seq, ., dim]
     q = torch.stack([qkv[:, h // shared, :, h % shared] for h in range(heads)], 1)  # [batch, heads, seq, dim]
-    k, v = (torch.stack([qkv[:, h // shared, :, shared + i] for h in range(heads)], 1) for i in range(2))
+    k, v = (torch.stack([qkv[:, h // shared, :, first + i] for h in range(heads)], 1) for i in range(2))
     q = heads_norm(weights, f"{index}.self_attention.q_layernorm", q)
     k = heads_norm(weights, f"{index}.self_attention.k_layernorm", k, shared)
     if positions == "rotary":
         q, k = rotate(q, **rotary), rotate(k, **rotary)
-    scores = q @ k.transpose(2, 3) / math.sqrt(dim)
+    scores = soft_capped(q @ k.transpose(2, 3) / math.sqrt(dim), variant.score_cap)
     if positions == "alibi":
         slopes = torch.tensor([2 ** (-8 * (h + 1) / heads) for h in range(heads)])  # heads: a power of two
         distance = torch.arange(seq)[None, :] - torch.arange(seq)[:, None]
@@ -115,7 +159,18 @@ def attention(weights, index, x, heads, groups, positions, rotary, window=None):
     if window is not None:
         allowed = allowed.triu(1 - window)
     scores = scores.masked_fill(~allowed, float("-inf"))
-    context = (scores.softmax(-1) @ v).transpose(1, 2).reshape(batch, seq, hidden)
+    if variant.largest is not None:
+        variant.largest.append(scores.amax((0, 2, 3)))
+    exponentials = scores.exp()
+    total = exponentials.sum(-1, keepdim=True)
+    name = f"{index}.self_attention.core_attention.softmax_offset"
+    if name in weights or variant.sink is not None:
+        total = total + weights.get(name, torch.full((heads,), variant.sink or 0.0)).exp()[:, None, None]
+    context = exponentials / total @ v  # [batch, heads, seq, dim]
+    if variant.has_gate:
+        gate = torch.stack([qkv[:, h // shared, :, shared + h % shared] for h in range(heads)], 1)
+        context = context / (1.0 + (-gate).exp())
+    context = context.transpose(1, 2).reshape(batch, seq, hidden)
     return linear(weights, f"{index}.self_attention.dense", context)
 
 
@@ -148,7 +203,10 @@ def mlp(weights, index, x, glu, exact_gelu=False, experts=None):
         if glu is None:
             return F.gelu(wide, approximate="none" if exact_gelu else "tanh")
         value, gate = wide.chunk(2, -1)
+        if glu == "quick_geglu":  # clamped, with an offset, as in gpt-oss
+            value, gate = value.clamp(-GLU_LIMIT, GLU_LIMIT) + 1, gate.clamp(max=GLU_LIMIT)
         gates = {"geglu": F.gelu, "swiglu": F.silu, "reglu": F.relu, "liglu": lambda g: g}
+        gates["quick_geglu"] = lambda g: g * torch.sigmoid(1.702 * g)
         gates["geglu_tanh"] = lambda g: F.gelu(g, approximate="tanh")
         return value * gates[glu](gate)
 
@@ -158,8 +216,11 @@ def mlp(weights, index, x, glu, exact_gelu=False, experts=None):
     return linear(weights, f"{index}.mlp.dense_4h_to_h", wide)
 
 
-def train_plain_gpt(weights, batches, *, lr, vocab, decay=0.01, clip=1.0, experts=None, **model):
-    """Trains on `batches`, a list of (tokens, labels) global batches; returns [(loss, grad norm), ...]."""
+def train_plain_gpt(
+    weights, batches, *, lr, vocab, decay=0.01, clip=1.0, experts=None, mtp_layers=0, mtp_factor=0.1, **model
+):
+    """Trains on `batches`, a list of (tokens, labels) global batches; returns [(loss, grad norm), ...], with
+    mtp_layers and each layer's loss of multi-token prediction."""
     weights = {
         name: w.clone().requires_grad_() for name, w in weights.items() if ".router.expert" not in name
     }
@@ -172,13 +233,19 @@ def train_plain_gpt(weights, batches, *, lr, vocab, decay=0.01, clip=1.0, expert
     for tokens, labels in batches:
         if experts is not None:
             experts.begin_step()
-        logits = plain_gpt_logits(weights, tokens, vocab=vocab, experts=experts, **model)
-        loss = F.cross_entropy(logits.reshape(-1, vocab), labels.reshape(-1))
+        later = [F.pad(labels[:, k:], (0, k)) for k in range(mtp_layers)]
+        logits = plain_gpt_logits(weights, tokens, vocab=vocab, experts=experts, next_tokens=later, **model)
+        logits = logits if later else [logits]
+        loss, *others = [
+            F.cross_entropy(each[:, : labels.shape[1] - k].reshape(-1, vocab), labels[:, k:].reshape(-1))
+            for k, each in enumerate(logits)
+        ]
         optimizer.zero_grad()
-        (loss if experts is None else loss + experts.losses).backward()
+        total = loss + sum(mtp_factor / mtp_layers * other for other in others)
+        (total if experts is None else total + experts.losses).backward()
         total = torch.nn.utils.clip_grad_norm_(weights.values(), clip)
         optimizer.step()
         if experts is not None:
             experts.end_step()
-        history.append((loss.item(), total.item()))
+        history.append((loss.item(), total.item(), *(other.item() for other in others)))
     return history

@@ -1,9 +1,13 @@
 """Writes tests/assets/torch_dist_<kind>.tar.gz with Megatron-Core, in an environment that has it:
 
-    pip install megatron-core==0.16.1      (0.13.1 for the last kind)
+    pip install megatron-core==0.16.1      (0.13.1 for model_space, 0.19.2 for hybrid_experts)
     torchrun --nproc-per-node 8 tests/reference/write_torch_dist.py KIND torch_dist_KIND
 
     llama              fp32 weights, Megatron-Core's FP32Optimizer (--nproc-per-node 4)
+    attention          as llama, with sinks, an output gate, and a layer without rotary embeddings
+    latent             as llama, with latent attention and YaRN, with the names of --transformer-impl local,
+                       and TP 1 (--nproc-per-node 2): with TP 2 and without sequence parallelism,
+                       version 0.16.1 does not sum the gradients of the shared key over the ranks
     float16            bf16 weights, Float16OptimizerWithFloat16Params
     reshardable        bf16 weights, DistributedOptimizer, `fully_reshardable`
     model_space        bf16 weights, DistributedOptimizer, `fully_sharded_model_space`, which only
@@ -13,6 +17,9 @@
                        that number the optimizers
     experts_mixed      experts in every second layer, with the gated shared expert, groups and the bias
                        of experts, with the names of Transformer Engine (--nproc-per-node 4)
+    hybrid             as llama, a HybridModel with the pattern *-*- (--nproc-per-node 4)
+    hybrid_experts     as reshardable, a HybridModel with the pattern *-*E*-*E, on EP 2 instead of TP 2
+                       (--nproc-per-node 4)
 
 The folder is a checkpoint of the format `torch_dist`, as Megatron-LM saves it after three steps of Adam with
 TP 2, PP 2 and DP 2 (llama: DP 1). `expected.json` has the losses of these steps and of the next ones, which
@@ -48,18 +55,38 @@ from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec,
 from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
+from megatron.core.ssm.mlp_layer import MLPLayer
+from megatron.core.transformer import multi_latent_attention
 from megatron.core.transformer.moe import moe_utils
 from megatron.core.transformer.moe.router import TopKRouter
-from megatron.core.transformer.transformer_config import TransformerConfig
+from megatron.core.transformer.spec_utils import ModuleSpec
+from megatron.core.transformer.torch_norm import WrappedTorchNorm
+from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
+from megatron.core.transformer.transformer_layer import TransformerLayer, TransformerLayerSubmodules
 from torch.overrides import TorchFunctionMode
+
+try:
+    from megatron.core.models.hybrid import hybrid_block as hybrid_stack
+    from megatron.core.models.hybrid.hybrid_model import HybridModel
+
+    PATTERN_NAME = "hybrid_layer_pattern"
+except ImportError:  # until version 0.17
+    from megatron.core.models.mamba import MambaModel as HybridModel
+    from megatron.core.ssm import mamba_block as hybrid_stack
+
+    PATTERN_NAME = "hybrid_override_pattern"
 
 STEPS, MORE_STEPS, SEQ, BATCH, VOCAB = 3, 4, 32, 4, 64
 KIND = sys.argv[1]
-LR = 2e-3 if KIND == "llama" else 2e-2
-DTYPE = torch.float32 if KIND == "llama" else torch.bfloat16
-HIDDEN, FFN = (32, 64) if KIND == "llama" else (16, 32)
+IS_FP32 = KIND in ("llama", "hybrid", "latent", "attention")
+LR = 2e-3 if IS_FP32 else 2e-2
+DTYPE = torch.float32 if IS_FP32 else torch.bfloat16
+HIDDEN, FFN = (32, 64) if KIND in ("llama", "latent", "attention") else (16, 32)
+PATTERN = {"hybrid": "*-*-", "hybrid_experts": "*-*E*-*E"}.get(KIND, "")
+ATTENTION = {"softmax_type": "learnable", "attention_output_gate": True, "no_rope_freq": [0, 1]}
+ATTENTION = ATTENTION if KIND == "attention" else {}
 SHARDING = {
-    **dict.fromkeys(("reshardable", "experts", "experts_mixed"), "fully_reshardable"),
+    **dict.fromkeys(("reshardable", "experts", "experts_mixed", "hybrid_experts"), "fully_reshardable"),
     "model_space": "fully_sharded_model_space",
 }.get(KIND)
 EXPERTS = {
@@ -73,11 +100,19 @@ MIXED = {
     **{"moe_router_num_groups": 4, "moe_router_group_topk": 2},
     **{"moe_shared_expert_intermediate_size": 24, "moe_shared_expert_gate": True},
 }
-MOE = {"experts": EXPERTS, "experts_mixed": MIXED}.get(KIND, {})
-TP, EP = (1, 2) if MOE else (2, 1)
+LATENT = {
+    **{"multi_latent_attention": True, "group_query_attention": False, "num_query_groups": 1},
+    **{"qk_layernorm": True},
+    **{"q_lora_rank": 12, "kv_lora_rank": 10, "qk_head_dim": 6, "qk_pos_emb_head_dim": 4, "v_head_dim": 6},
+    **{"rope_type": "yarn", "rotary_scaling_factor": 4.0, "original_max_position_embeddings": 16},
+    **{"beta_slow": 0.5, "beta_fast": 2.0, "mscale": 0.7, "mscale_all_dim": 1.3},
+}
+MOE = {"experts": EXPERTS, "experts_mixed": MIXED, "hybrid_experts": EXPERTS}.get(KIND, {})
+TP, EP = (1, 2) if MOE else (1 if KIND == "latent" else 2, 1)
 METADATA: dict[str, Any] = {} if SHARDING is None else {"distrib_optim_sharding_type": SHARDING}
 if KIND == "experts_mixed":  # as the newest versions of Megatron-LM
     METADATA["chained_optim_avoid_prefix"] = True
+ADAM = {"adam_beta1": 0.9, "adam_beta2": 0.95, "adam_eps": 1e-8, "weight_decay": 0.0}
 ARGS = {
     "num_layers": 2,
     "hidden_size": HIDDEN,
@@ -97,16 +132,18 @@ ARGS = {
     "tensor_model_parallel_size": TP,
     "pipeline_model_parallel_size": 2,
     **MOE,
+    **ATTENTION,
+    **(LATENT if KIND == "latent" else {}),
     "norm_epsilon": 1e-5,
     "rotary_base": 10000,
     "rotary_percent": 1.0,
     "make_vocab_size_divisible_by": VOCAB // 2,
-    "adam_beta1": 0.9,
-    "adam_beta2": 0.95,
-    "adam_eps": 1e-8,
-    "weight_decay": 0.0,
-    "bf16": KIND != "llama",
+    **ADAM,
+    "bf16": not IS_FP32,
 }
+if PATTERN:  # Megatron-LM counts the layers of the pattern
+    ARGS |= {"num_layers": len(PATTERN), PATTERN_NAME: PATTERN}
+    ARGS |= {"is_hybrid_model": True} if PATTERN_NAME == "hybrid_override_pattern" else {}
 
 
 class OnCpu(TorchFunctionMode):
@@ -137,7 +174,28 @@ def experts_of(arguments: dict) -> dict:
     }
 
 
+class PlainAttention(torch.nn.Module):
+    """Attention of heads whose values have another size: Megatron-Core has it only in Transformer Engine."""
+
+    def __init__(self, *_: Any, softmax_scale: float, **others: Any) -> None:
+        super().__init__()
+        self.scale = softmax_scale
+
+    def forward(self, query, key, value, mask, **_):
+        """[seq, batch, heads, size] -> [seq, batch, heads x size of the values]."""
+        scores = torch.einsum("ibnd,jbnd->bnij", query, key) * self.scale
+        weights = scores.masked_fill(mask, float("-inf")).softmax(-1)
+        return torch.einsum("bnij,jbnd->ibnd", weights, value).flatten(2)
+
+
 def layer_spec(config: TransformerConfig) -> Any:
+    if PATTERN:
+        return hybrid_spec(config)
+    if KIND == "latent":
+        latent = {"multi_latent_attention": True, "qk_layernorm": True}
+        spec = get_gpt_layer_local_spec(normalization=config.normalization, **latent)
+        spec.submodules.self_attention.submodules.core_attention = PlainAttention
+        return spec
     if config.num_moe_experts is None:
         return get_gpt_layer_local_spec(normalization=config.normalization)
     specs = get_gpt_decoder_block_spec(config, False, config.normalization)
@@ -148,20 +206,35 @@ def layer_spec(config: TransformerConfig) -> Any:
     return specs
 
 
+def hybrid_spec(config: TransformerConfig) -> ModuleSpec:
+    """Returns `hybrid_stack_spec` without Transformer Engine: its modules are not on CPUs."""
+    dense = get_gpt_layer_local_spec(normalization=config.normalization)
+    experts = get_gpt_layer_local_spec(config.num_moe_experts, False, normalization=config.normalization)
+
+    def layer(module: type, spec: ModuleSpec, keys: dict[str, str], *names: str) -> ModuleSpec:
+        parts = {name: getattr(spec.submodules, name) for name in names}
+        submodules = TransformerLayerSubmodules(**parts, sharded_state_dict_keys_map=keys)
+        return ModuleSpec(module, submodules=submodules)
+
+    norm, mlp = {"input_layernorm.": "self_attention.linear_qkv.layer_norm_"}, ("mlp", "mlp_bda")
+    attention = layer(TransformerLayer, dense, norm, "input_layernorm", "self_attention", "self_attn_bda")
+    norm, before_mlp = {"pre_mlp_layernorm.": "mlp.linear_fc1.layer_norm_"}, "pre_mlp_layernorm"
+    layers = {"attention_layer": attention, "mlp_layer": layer(MLPLayer, dense, norm, before_mlp, *mlp)}
+    layers["moe_layer"] = layer(TransformerLayer, experts, {}, before_mlp, *mlp)
+    return ModuleSpec(hybrid_stack.MambaStack, submodules=hybrid_stack.MambaStackSubmodules(**layers))
+
+
 def build(dtype: torch.dtype) -> GPTModel:
     """Returns this rank's part of the model that the arguments describe, as Megatron-LM reads them."""
-    config = TransformerConfig(
-        num_layers=ARGS["num_layers"],
-        hidden_size=ARGS["hidden_size"],
-        ffn_hidden_size=ARGS["ffn_hidden_size"],
-        num_attention_heads=ARGS["num_attention_heads"],
+    names = {*ATTENTION, "num_layers", "hidden_size", "ffn_hidden_size", "num_attention_heads"}
+    names |= {"normalization", "add_bias_linear", *(LATENT if KIND == "latent" else ())}
+    config = (MLATransformerConfig if KIND == "latent" else TransformerConfig)(
+        **{name: ARGS[name] for name in names - {"group_query_attention", "num_query_groups"}},
         num_query_groups=ARGS["num_query_groups"] if ARGS["group_query_attention"] else None,
-        normalization=ARGS["normalization"],
         layernorm_epsilon=ARGS["norm_epsilon"],
         gated_linear_unit=ARGS["swiglu"],
         activation_func=F.silu if ARGS["swiglu"] else F.gelu,
-        add_bias_linear=ARGS["add_bias_linear"],
-        init_method_std=0.25 if KIND == "llama" else 0.02,  # a wrong rotation must change the losses
+        init_method_std=0.25 if IS_FP32 or PATTERN else 0.02,  # a wrong rotation must change the losses
         hidden_dropout=0.0,
         attention_dropout=0.0,
         use_cpu_initialization=True,
@@ -175,7 +248,8 @@ def build(dtype: torch.dtype) -> GPTModel:
         masked_softmax_fusion=False,
         gradient_accumulation_fusion=False,
     )
-    model = GPTModel(
+    pattern = {PATTERN_NAME: ARGS[PATTERN_NAME]} if PATTERN else {}
+    model = (HybridModel if PATTERN else GPTModel)(
         config,
         layer_spec(config),
         vocab_size=VOCAB,
@@ -186,6 +260,7 @@ def build(dtype: torch.dtype) -> GPTModel:
         position_embedding_type=ARGS["position_embedding_type"],
         rotary_base=ARGS["rotary_base"],
         rotary_percent=ARGS["rotary_percent"],
+        **pattern,
     )
     model.to(dtype)
     for module in routers(model):
@@ -218,9 +293,7 @@ class Training:
             optimizer="adam",
             lr=LR,
             min_lr=0.0,
-            weight_decay=0.0,
-            adam_beta1=0.9,
-            adam_beta2=0.95,
+            **ADAM,
             clip_grad=0.0,
             bf16=DTYPE == torch.bfloat16,
             params_dtype=DTYPE,
@@ -263,8 +336,8 @@ class Training:
             scheduler = OptimizerParamScheduler(
                 self.optimizer,
                 **rates,
-                lr_decay_style="linear",
                 **decay,
+                lr_decay_style="linear",
                 use_checkpoint_opt_param_scheduler=True,
             )
             scheduler.load_state_dict(state["opt_param_scheduler"])
@@ -375,8 +448,11 @@ def main(folder: Path, loaded: Path | None) -> None:
     # Megatron-Core asks for the current GPU, waits for it, and draws dropout from its generator.
     torch.cuda.current_device = lambda: "cpu"
     torch.cuda.synchronize = lambda: None
+    torch.cuda.current_stream = lambda *_: None
+    hybrid_stack.TENorm = WrappedTorchNorm
     tracker = tensor_parallel.random.get_cuda_rng_tracker()
     tracker.fork = lambda *_: contextlib.nullcontext()
+    multi_latent_attention.TELinear = ()  # without Transformer Engine it is None, which isinstance rejects
     moe_utils.te_general_gemm = None  # without Transformer Engine the module lacks the name
     DistributedOptimizer._set_main_param_and_optimizer_states = set_states_without_step
     if KIND == "model_space":
@@ -387,7 +463,7 @@ def main(folder: Path, loaded: Path | None) -> None:
     training = Training()
     generator = torch.Generator().manual_seed(7)
     tokens = torch.randint(VOCAB, (STEPS + MORE_STEPS, BATCH, SEQ + 1), generator=generator)
-    if KIND != "llama":  # a batch that is learned: rounded weights change the losses by more than 1e-5
+    if not IS_FP32:  # a batch that is learned: rounded weights change the losses by more than 1e-5
         tokens = tokens[:1].expand_as(tokens)
     if loaded is not None:
         training.step(tokens[0])  # other weights and moments: all must be replaced

@@ -18,6 +18,10 @@ LLAMA = (
 GROUPS = "--group-query-attention --num-query-groups 4"
 QWEN3 = f"{LLAMA} {GROUPS} --qk-layernorm"
 OLMO2 = f"{QWEN3} --qk-layernorm-scope projection --layer-arrangement post-norm"
+LATENT = (
+    f"{LLAMA} --multi-latent-attention --qk-layernorm --q-lora-rank 96 --kv-lora-rank 64 --qk-head-dim 32 "
+    "--qk-pos-emb-head-dim 16 --v-head-dim 32"
+)
 NEOX = "--position-embedding-type rotary --rotary-percent 0.25 --layer-arrangement parallel"
 FALCON = (
     "--position-embedding-type rotary --layer-arrangement parallel-one-norm --disable-bias-linear "
@@ -65,6 +69,10 @@ LAYOUTS = {
     "context-2-pipeline-2-alibi-documents": f"{WORLD_4} {CP_2} --bf16 {PP_2} --position-embedding-type alibi "
     f"--reset-attention-mask {ZERO_1}",
     "context-2-zero-bubble-2-muon": f"{WORLD_4} {CP_2} {MUON} --bf16 {PP_2} {ZERO_BUBBLE} {LLAMA}",
+    "tensor-2-gate-sinks-no-rotary": f"{WORLD_2} {TP_2} --bf16 {QWEN3} --attention-output-gate "
+    "--softmax-type learnable --no-rope-freq 4",
+    "tensor-2-capped-sequence": f"{WORLD_2} {TP_2} {SEQUENCE} --bf16 {LLAMA} {GROUPS} "
+    "--attn-logit-softcapping 50 --final-logit-softcapping 30",
     "tensor-2": f"{WORLD_2} {TP_2} --bf16 {NO_DROPOUT}",
     "tensor-2-dropout-embed-norm": f"{WORLD_2} {TP_2} --fp16 --embed-layernorm",
     "tensor-2-sequence": f"{WORLD_2} {TP_2} --bf16 {SEQUENCE}",
@@ -112,6 +120,9 @@ LAYOUTS = {
     "dualpipev-2-llama-8-bit": f"{WORLD_2} {PP_2} {DUALPIPEV} --bf16 --use-bnb-optimizer {LLAMA} {GROUPS}",
     "alone-qwen3": f"--bf16 {QWEN3}",
     "alone-olmo2-recompute": f"--bf16 {OLMO2} {RECOMPUTE}",
+    "tensor-2-latent": f"{WORLD_2} {TP_2} --bf16 {LATENT}",
+    "context-2-tensor-2-latent-sequence": f"{WORLD_4} {CP_2} {TP_2} --bf16 {SEQUENCE} {LATENT}",
+    "pipeline-2-latent-recompute": f"{WORLD_2} {PP_2} --bf16 {RECOMPUTE} {LATENT} --v-head-dim 64",
     "alone-neox": f"--bf16 {NEOX}",
     "alone-falcon-recompute": f"--bf16 {FALCON} {NO_DROPOUT} {RECOMPUTE}",
     "alone-window-multi-query": f"--bf16 {LLAMA} {GROUPS} --window-size 32",
@@ -170,6 +181,10 @@ LAYOUTS = {
     f"{SEQUENCE} {ZERO_1} {RECOMPUTE}",
     "fp8-experts-2-pipeline-2": f"{WORLD_4} {EP_2} {PP_2} --bf16 --fp8-recipe blockwise --fp8-min-size 0 "
     "--moe-ffn-hidden-size 256",
+    "multi-token-2-buckets": f"{WORLD_4} {TP_2} --bf16 {ZERO_1} {SEQUENCE} {LLAMA} --mtp-num-layers 2 "
+    "--ddp-bucket-size 1",
+    "multi-token-zero-bubble-2-experts": f"{WORLD_4} {EP_2} {PP_2} {ZERO_BUBBLE} --bf16 {LLAMA} "
+    "--moe-layer-freq D E E E --mtp-num-layers 1 --reset-attention-mask",
     "all-three-spikes": f"{WORLD_8} {TP_2} {PP_2} --fp16 --spike-policy skip --sync-tp-duplicated-parameters",
 }
 
@@ -200,6 +215,12 @@ MORE = {
     "documents": f"{WORLD_4} {TP_2} {PP_2} --bf16 --position-embedding-type rotary --reset-position-ids",
     "sequence-fp32-residual": f"{WORLD_4} {TP_2} {PP_2} --bf16 {SEQUENCE} --fp32-residual-connection "
     f"{RECOMPUTE} {NO_DROPOUT}",
+    "multi-token-zero3-recompute": f"{WORLD_2} --bf16 {ZERO_3} {RECOMPUTE} {NO_DROPOUT} --mtp-num-layers 1 "
+    "--position-embedding-type rotary",
+    "multi-token-2-plain": f"{WORLD_2} {PP_2} --bf16 --mtp-num-layers 2 --position-embedding-type alibi "
+    "--loss-implementation plain --num-layers 8",
+    "multi-token-partition-activations": f"{WORLD_2} --bf16 {TP_2} {RECOMPUTE} --partition-activations "
+    "--mtp-num-layers 2 --position-embedding-type rotary",
     "mup-swiglu": f"{WORLD_4} {TP_2} --bf16 {ZERO_1} --mup --mup-base-hidden-size 32 --glu-activation swiglu",
 }
 

@@ -227,10 +227,11 @@ def _rotary_cases() -> Iterator[Case]:
         ("bf16, a group per rank", "bf16", llama._replace(groups=1), 1, 1),
         ("bf16 80", "bf16", llama._replace(head_dim=80, rotary_dim=80), 4, 4),
         ("bf16, a quarter", "bf16", llama._replace(rotary_dim=32), 4, 4),
+        ("bf16, gates", "bf16", llama._replace(gates=4), 4, 4),
         ("fp16, interleaved", "fp16", llama._replace(interleaved=1), 4, 4),
         ("fp32", "fp32", llama, 1, 1),
     ):
-        width = heads.groups * (heads.group + 2) * heads.head_dim
+        width = heads.groups * (heads.group + heads.gates + 2) * heads.head_dim
         projected = _tensor(dtype, SEQ, batch, width)
         table = _tensor("fp32", SEQ, table_batch, 1, heads.rotary_dim).detach()
 
@@ -238,7 +239,7 @@ def _rotary_cases() -> Iterator[Case]:
             return sum(part.sum() for part in split_and_rotate(projected, table, table, heads))
 
         yield f"rotary {label}", work
-        if label not in ("bf16", "bf16, a quarter", "fp16, interleaved", "fp32"):
+        if label not in ("bf16", "bf16, a quarter", "bf16, gates", "fp16, interleaved", "fp32"):
             continue
         for is_rms in (True, False) if label == "bf16" else (False,):
             vectors = [_tensor(dtype, heads.head_dim) for _ in range(2 if is_rms else 4)]
@@ -256,12 +257,13 @@ def _rotary_cases() -> Iterator[Case]:
 
 
 def _gated_cases() -> Iterator[Case]:
-    cases = [(activation, "bf16") for activation in GATED_ACTIVATIONS]
-    for activation, dtype in (*cases, ("swiglu", "fp16"), ("swiglu", "fp32")):
+    cases = [((activation,), "bf16") for activation in GATED_ACTIVATIONS]
+    cases += [(("quick_geglu", 7.0, 1.0), "bf16"), (("swiglu",), "fp16"), (("swiglu",), "fp32")]
+    for gate, dtype in cases:
         wide = _tensor(dtype, SEQ, 1, 8 * HIDDEN)
         yield (
-            f"gated {activation} {dtype}",
-            lambda wide=wide, activation=activation: gated_activation(wide, activation),
+            f"gated {' '.join(map(str, gate))} {dtype}",
+            lambda wide=wide, gate=gate: gated_activation(wide, *gate),
         )
 
 
@@ -398,13 +400,14 @@ def _attention_cases() -> Iterator[Case]:
             f"attention {dtype} {head_dim}, {shape}",
             partial(attention_work, dtype, head_dim, "adr", (seq, batch, heads, groups), first_head),
         )
-    for dtype, head_dim in itertools.product(("bf16", "fp16"), (128, 64)):
-        for features in ("", "d", "r"):
-            name = f"attention {dtype} {head_dim}, {FEATURES.get(features, 'plain')}"
+    for dtype, head_dim, features in itertools.product(DTYPES, (128, 64), FEATURES):
+        if dtype != "fp32" or features == "drsc":
+            name = f"attention {dtype} {head_dim}, {FEATURES[features]}"
             yield name, partial(attention_work, dtype, head_dim, features)
 
 
-FEATURES = {"d": "dropout", "r": "ranges of keys"}
+FEATURES = {"": "plain", "d": "dropout", "r": "ranges of keys", "s": "sinks", "c": "capped scores"}
+FEATURES["drsc"] = "sinks and all but ALiBi"
 
 
 def attention_work(
@@ -414,16 +417,18 @@ def attention_work(
     sizes: tuple[int, int, int, int] = (SEQ, 2, 8, 2),
     first_head: int = 0,
 ) -> Tensor:
-    """Runs attention on tensors without data. features: letters, a for ALiBi, d for dropout, r for ranges of
-    keys (documents or a window). sizes: tokens, samples, heads, groups."""
+    """Runs attention on tensors without data. features: letters as in `FEATURES`, and a for ALiBi; ranges
+    of keys are those of documents or a window. sizes: tokens, samples, heads, groups."""
     seq, batch, heads, groups = sizes
     ranges = _integers(batch, seq, dtype=torch.int32) if "r" in features else None
     slopes = _tensor("fp32", heads).detach() if "a" in features else None
     sample_keys, dropout = (_integers(batch), 0.1) if "d" in features else (None, 0.0)
     mask = AttentionMask(slopes, ranges, ranges, sample_keys, dropout, first_head)
+    mask = mask._replace(softcapping=50.0 if "c" in features else None)
+    sinks = _tensor(dtype, heads) if "s" in features else None
     fused = _tensor(dtype, seq, batch, groups, heads // groups + 2, head_dim)
     query, key, value = fused.split((fused.shape[3] - 2, 1, 1), dim=3)
-    return flash_attention(query.flatten(2, 3), key.squeeze(3), value.squeeze(3), 0.1, mask)
+    return flash_attention(query.flatten(2, 3), key.squeeze(3), value.squeeze(3), 0.1, mask, sinks)
 
 
 # Kernel of attention -> products of queries, keys and elements of a head.

@@ -20,7 +20,7 @@ from megatron.checkpoint.formats.universal_info import spec_record
 from megatron.checkpoint.record import TrainingState
 from megatron.checkpoint.saving.run_record import layout_record
 from megatron.config import Config, padded_vocab_size
-from megatron.model.single_process import model_specs
+from megatron.model.inference.single_process import model_specs
 from megatron.mpu.mesh import Axis, Mesh
 from megatron.mpu.parameter_spec import ParameterSpec
 from megatron.mpu.parameters import new_parameter

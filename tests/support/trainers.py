@@ -71,7 +71,7 @@ def make_trainer(config: Config, bad_iterations: tuple[int, ...] = (), steps: in
             yield replace(batch, labels=torch.full_like(batch.labels, POISON)) if bad else batch
 
     def data(*_: object) -> SimpleNamespace:
-        return SimpleNamespace(train=SimpleNamespace(micro_batches=read), valid=None)
+        return SimpleNamespace(train=SimpleNamespace(micro_batches=read, masks_tokens=False), valid=None)
 
     folder = config.checkpoint.save or ""
     checkpoints = CheckpointManager(engine, folder)

@@ -72,6 +72,7 @@ def test_the_measured_configurations_are_accepted() -> None:
         "data.py --gigabytes 0.01 --megabytes 0.5 --prefixes 20 --documents 10000",
         "expert_speed.py --tiny --out FOLDER",
         "failure_drills.py --each 1 --faults kill",
+        "generation.py --new-tokens 8 --prompts 2 --rounds 1",
         "host_time.py --rounds 1 --calls 1",
         "kills.py --kills 2",
         "memory.py conversion --layers 1 --folder FOLDER",

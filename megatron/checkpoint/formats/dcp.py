@@ -24,7 +24,7 @@ from dataclasses import dataclass
 from functools import cached_property, lru_cache, partial
 from math import prod
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -96,6 +96,14 @@ class StoredTensor:
     chunks: tuple[Chunk, ...]
 
 
+class StoredObject(NamedTuple):
+    """The place of an object's archive."""
+
+    file: str
+    start: int
+    length: int
+
+
 class _MetadataUnpickler(pickle.Unpickler):
     """Makes a `Stub` of every record, and calls nothing else."""
 
@@ -125,8 +133,8 @@ class _MetadataUnpickler(pickle.Unpickler):
         )
 
 
-def read_metadata(folder: Path) -> dict[str, StoredTensor]:
-    """Returns the tensors of a DCP folder by name; objects that are not tensors are not returned.
+def read_metadata(folder: Path) -> tuple[dict[str, StoredTensor], dict[str, StoredObject]]:
+    """Returns the tensors of a DCP folder by name, and the objects that are not tensors.
 
     Raises UserError if `.metadata` is damaged, HostileFileError if it names code, or a file outside the
     folder, and OSError if it cannot be read now.
@@ -149,11 +157,17 @@ def read_metadata(folder: Path) -> dict[str, StoredTensor]:
         places: dict[tuple[str, tuple[int, ...]], Any] = {}
         for index, info in metadata.storage_data.items():
             places[index.fqn, tuple(getattr(index, "offset", None) or ())] = info
-        return {
+        tensors = {
             str(name): _stored_tensor(str(name), entry, places, path)
             for name, entry in metadata.state_dict_metadata.items()
             if hasattr(entry, "chunks")
         }
+        objects = {
+            str(name): StoredObject(*_place_of(info, path))
+            for (name, _), info in places.items()
+            if name not in tensors
+        }
+        return tensors, objects
 
 
 def _stored_tensor(name: str, entry: Any, places: Mapping[Any, Any], path: Path) -> StoredTensor:
@@ -174,11 +188,16 @@ def _stored_tensor(name: str, entry: Any, places: Mapping[Any, Any], path: Path)
             raise ValueError(f"a chunk of {shown(name)} is outside of the tensor, or in no file")
         if getattr(info, "transform_descriptors", None):
             raise ValueError(f"{shown(name)} is stored compressed, which this program does not read")
-        file = check_plain(info.relative_path, path)
-        chunks.append(Chunk(offsets, sizes, file, *_sizes((info.offset, info.length))))
+        chunks.append(Chunk(offsets, sizes, *_place_of(info, path)))
     if sum(prod(chunk.shape) for chunk in chunks) != prod(shape):
         raise ValueError(f"the chunks of {shown(name)} do not make the whole tensor")
     return StoredTensor(name, shape, dtype, tuple(chunks))
+
+
+def _place_of(info: Any, path: Path) -> tuple[str, int, int]:
+    """Returns file, offset and length of an archive."""
+    start, length = _sizes((info.offset, info.length))
+    return check_plain(info.relative_path, path), start, length
 
 
 def _sizes(values: Any) -> tuple[int, ...]:
@@ -195,9 +214,25 @@ class DcpFolder:
         self._open = lru_cache(_OPEN_CHUNKS)(self._map_chunk)
 
     @cached_property
+    def _table(self) -> tuple[dict[str, StoredTensor], dict[str, StoredObject]]:
+        return read_metadata(self.folder)
+
+    @property
     def tensors(self) -> dict[str, StoredTensor]:
         """All tensors by name. See `read_metadata` for errors."""
-        return read_metadata(self.folder)
+        return self._table[0]
+
+    @property
+    def objects(self) -> dict[str, StoredObject]:
+        """All objects that are not tensors, by name."""
+        return self._table[1]
+
+    def read_object(self, name: str) -> Any:
+        """Returns an object, as `read_file` does. Raises UserError if there is none."""
+        if name not in self.objects:
+            raise UserError(f"checkpoint {self.folder} holds no object {name}: it is incomplete")
+        file, start, length = self.objects[name]
+        return read_file(self.folder / file, (start, length))
 
     def tensor(self, name: str) -> StoredTensor:
         """Returns the record of a tensor. Raises UserError if there is none."""

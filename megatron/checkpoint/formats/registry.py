@@ -58,7 +58,7 @@ FORMATS = Registry(
             "torch_dist of Megatron-Core",
             "megatron.checkpoint.formats.torch_dist:TorchDistReader",
             writer="megatron.checkpoint.formats.torch_dist_writer:TorchDistWriter",
-            markers=(".metadata", "metadata.json", "common.pt"),
+            markers=(".metadata", "metadata.json"),
         ),
         DCP: CheckpointFormat(
             "torch.distributed.checkpoint, which PyTorch opens without this program",

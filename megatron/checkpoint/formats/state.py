@@ -51,6 +51,19 @@ def lacks_experts(checkpoint: Checkpoint, config: Config) -> UserError:
     )
 
 
+def lacks_mtp(names: Iterable[str]) -> bool:
+    """Returns whether a model with these parameters has no layer for multi-token prediction."""
+    return not any(name.endswith(".eh_proj.weight") for name in names)
+
+
+def lacks_mtp_layers(checkpoint: Checkpoint, config: Config) -> UserError:
+    """Returns the error for a checkpoint without the layers of --mtp-num-layers."""
+    return UserError(
+        f"checkpoint {checkpoint.folder} has no layers for multi-token prediction, --mtp-num-layers is "
+        f"{config.model.mtp_num_layers}: add --finetune, which initializes them, or remove --mtp-num-layers"
+    )
+
+
 class ReplicaMismatch:
     """The largest difference between replicas on TP ranks so far."""
 
@@ -153,7 +166,7 @@ class StateReader(ABC):
         if self.checkpoint.is_external:
             return {}
         # Imported only here: it builds a model, which needs DeepSpeed.
-        from megatron.model.single_process import model_specs
+        from megatron.model.inference.single_process import model_specs
 
         checkpoint = self.checkpoint
         with expect_layout(self.folder / RUN_FILE, "the record of a model that can be built"):
@@ -183,7 +196,7 @@ class StateReader(ABC):
     def check_external(self, config: Config, vocab_size: int) -> None:
         """Raises UserError if a checkpoint of another framework is of a different model, judged by its
         parameter names and `external_differences`. Shapes are compared when tensors are read."""
-        from megatron.model.single_process import model_specs
+        from megatron.model.inference.single_process import model_specs
 
         specs = model_specs(config, vocab_size, None)
         differences = self.external_differences(config, specs, vocab_size)
@@ -191,6 +204,8 @@ class StateReader(ABC):
         held = set(self.stored_names)
         if differences and config.model.num_experts and not any(".experts." in name for name in held):
             raise lacks_experts(self.checkpoint, config)
+        if config.model.mtp_num_layers and lacks_mtp(held):
+            raise lacks_mtp_layers(self.checkpoint, config)
         for difference, what in ((specs.keys() - held, "it lacks"), (held - specs.keys(), "it also has")):
             if names := [name for name in difference if not name.endswith(ONLY_IN_TRAINING)]:
                 differences.append(f"{what} {len(names)} parameters, among them {min(names)}")

@@ -126,7 +126,9 @@ _BUILTINS: dict[str, Callable[..., Any]] = {
 }
 # Classes that become stubs: Megatron programs save such objects beside tensors.
 _STUBBED = {
-    "types.SimpleNamespace",
+    *("types.SimpleNamespace", "signal.Signals", "_io.BytesIO"),
+    *(f"megatron.core.rerun_state_machine.Rerun{name}" for name in ("Diagnostic", "Mode", "State")),
+    "megatron.core.optimizer.optimizer_config.OptimizerConfig",
     *(f"pathlib.{name}" for name in ("Path", "PosixPath", "PurePath", "PurePosixPath")),
     *(f"numpy.{core}.multiarray.{name}" for core in ("core", "_core") for name in ("_reconstruct", "scalar")),
     "numpy.ndarray",

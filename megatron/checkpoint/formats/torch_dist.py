@@ -1,7 +1,8 @@
 """Checkpoints of Megatron-Core's format `torch_dist`: weights and Adam's state of a GPT.
 
     .metadata, __<rank>_<N>.distcp      torch.distributed.checkpoint
-    common.pt                           iteration, arguments, the optimizer's step and groups
+    common.pt                           iteration, arguments, the optimizer's step and groups; since version
+                                        0.19 an object of torch.distributed.checkpoint
     metadata.json                       the name of the format
 
 The distributed optimizer stores its state under Megatron-Core's names of the weights too: in their shape
@@ -13,6 +14,10 @@ of models whose layers differ have a tensor per layer, `decoder.layers.<N>...`: 
 experts. Experts are stacked, too: `mlp.experts.experts.linear_fc1.weight` is [layers, experts, ffn, hidden].
 A gated MLP stacks (gate, value) in Megatron-Core, and (value, gate) in this program. The bias of experts is a
 buffer, of which the optimizer has no state.
+
+A HybridModel has a tensor per layer, and two layers for each transformer layer: see `hybrid_layers`.
+
+The layers for multi-token prediction are never stacked: `mtp.layers.<N>.transformer_layer...`.
 """
 
 from __future__ import annotations
@@ -34,27 +39,37 @@ from megatron.checkpoint.foreign_arguments import MEGATRON_CORE, Program, plain_
 from megatron.checkpoint.formats.dcp import DcpFolder, DcpReader
 from megatron.checkpoint.formats.deepspeed_files import VALUES
 from megatron.checkpoint.formats.torch_archive import read_file
+from megatron.checkpoint.hybrid_layers import hybrid_layer, transformer_arguments
 from megatron.checkpoint.names import shown
 from megatron.checkpoint.record import Checkpoint, TrainingState
 from megatron.config import Config, ModelConfig
 from megatron.config.sections.layer_pattern import EXPERTS
 from megatron.errors import UserError
 from megatron.files import expect_layout
-from megatron.model.layer_list import EMBEDDING, FIRST_TRANSFORMER_LAYER, WORD_EMBEDDINGS, final_norm_of
+from megatron.model.layer_list import (
+    EMBEDDING,
+    FIRST_TRANSFORMER_LAYER,
+    WORD_EMBEDDINGS,
+    final_norm_of,
+    first_mtp_layer_of,
+    layer_number,
+)
 from megatron.mpu.parameter_spec import Box, ParameterSpec
 from megatron.mpu.parameters import narrowed, part_of_box
 
 COMMON_FILE = "common.pt"
+# Since version 0.19: a list of the dict.
+_COMMON_OBJECT = "common_state/shard_0_1"
 # In `run.json` of a converted checkpoint: see `TorchDistReader.recorded_optimizer`.
 OPTIMIZER_KEY = "megatron_core_optimizer"
-_LAYERS = "decoder.layers."
+_FINAL_NORM, _HYBRID_FINAL_NORM = "decoder.final_layernorm.", "decoder.final_norm."
 # Name in Megatron-Core -> name in this program, outside of the transformer layers. {final} and {head} are
 # indices in the pipeline's layer list.
 _OUTER = {
     "embedding.word_embeddings.weight": WORD_EMBEDDINGS,
     "embedding.position_embeddings.weight": f"{EMBEDDING}position_embeddings.weight",
-    "decoder.final_layernorm.weight": "{final}.weight",
-    "decoder.final_layernorm.bias": "{final}.bias",
+    f"{_FINAL_NORM}weight": "{final}.weight",
+    f"{_FINAL_NORM}bias": "{final}.bias",
     "output_layer.weight": "{head}.lm_head.weight",
 }
 # Modules of a transformer layer in Megatron-Core -> in this program.
@@ -64,6 +79,16 @@ _MODULES = {
     "self_attention.linear_proj.": "self_attention.dense.",
     "self_attention.q_layernorm.": "self_attention.q_layernorm.",
     "self_attention.k_layernorm.": "self_attention.k_layernorm.",
+    # Of latent attention. Transformer Engine's norms belong to the matrices after them.
+    "input_layernorm.": "input_layernorm.",
+    "self_attention.linear_q_proj.": "self_attention.q_proj.",
+    "self_attention.linear_q_down_proj.": "self_attention.q_down_proj.",
+    "self_attention.linear_q_up_proj.": "self_attention.q_up_proj.",
+    "self_attention.linear_kv_down_proj.": "self_attention.kv_down_proj.",
+    "self_attention.linear_kv_up_proj.": "self_attention.kv_up_proj.",
+    "self_attention.kv_layernorm.": "self_attention.kv_layernorm.",
+    "self_attention.linear_q_up_proj.layer_norm_": "self_attention.q_layernorm.",
+    "self_attention.linear_kv_up_proj.layer_norm_": "self_attention.kv_layernorm.",
     "mlp.linear_fc1.layer_norm_": "post_attention_layernorm.",
     "mlp.linear_fc1.": "mlp.dense_h_to_4h.",
     "mlp.linear_fc2.": "mlp.dense_4h_to_h.",
@@ -78,9 +103,18 @@ _MODULES = {
 _ROUTER_STATE = ("mlp.router.expert_bias", "mlp.router.expert_load")
 # Names of parameters in a transformer layer in Megatron-Core -> in this program.
 _INNER = {module + kind: own + kind for module, own in _MODULES.items() for kind in ("weight", "bias")}
-_INNER |= {name: name for name in ("mlp.router.weight", *_ROUTER_STATE)}
+_SINKS = "self_attention.core_attention.softmax_offset"
+_INNER |= {name: name for name in ("mlp.router.weight", "mlp.router.bias", *_ROUTER_STATE, _SINKS)}
 _INNER["mlp.shared_experts.gate_weight"] = "mlp.shared_expert_gate.weight"
 _IN_LAYER = re.compile(r"decoder\.layers\.(?:(\d{1,6})\.)?(.+)")
+# Layers for multi-token prediction.
+_MTP, _IN_MTP = "mtp.layers.", re.compile(r"mtp\.layers\.(\d{1,6})\.(.+)")
+_NORMS_OF_MTP = ("enorm", "hnorm", "final_layernorm")
+_INNER_MTP = {
+    **{f"{norm}.{kind}": f"{norm}.{kind}" for norm in _NORMS_OF_MTP for kind in ("weight", "bias")},
+    "eh_proj.weight": "eh_proj.weight",
+    **{f"transformer_layer.{key}": f"transformer_layer.{own}" for key, own in _INNER.items()},
+}
 _FC1, _FC2 = ".dense_h_to_4h.", ".dense_4h_to_h."
 # Older versions number the optimizers of dense parameters and of experts in the names.
 _OPTIMIZER = re.compile(r"(?:chained_\d+\.)?(optimizer\..+)")
@@ -94,13 +128,12 @@ class TorchDistReader(DcpReader):
 
     @classmethod
     def open_external(cls, folder: Path) -> Checkpoint:
-        path = folder / COMMON_FILE
         common = read_common(folder)
         args = vars(common["args"]) if isinstance(common.get("args"), Namespace) else {}
         iteration, samples = common.get("iteration"), args.get("consumed_train_samples")
         if not (type(iteration) is type(samples) is int and iteration >= 0 and samples >= 0):
             raise UserError(
-                f"checkpoint file {path} has no iteration, or no consumed_train_samples in its arguments, so "
+                f"checkpoint {folder} has no iteration, or no consumed_train_samples in its arguments, so "
                 "the position in the data is not known"
             )
         sequence = args.get("seq_length")
@@ -118,7 +151,7 @@ class TorchDistReader(DcpReader):
         self, config: Config, specs: Mapping[str, ParameterSpec], vocab_size: int
     ) -> list[str]:
         """See `StateReader`. Compares the arguments of Megatron-Core, and the rows of the vocabulary."""
-        options = config.checkpoint
+        differences, options = MEGATRON_CORE.differences(self._args, config), config.checkpoint
         needs_moments = not (options.finetune or options.no_load_optim or config.training.no_train)
         if needs_moments and config.optimizer.moments and not self.moments:
             raise UserError(
@@ -127,7 +160,6 @@ class TorchDistReader(DcpReader):
                 "--dist-ckpt-optim-fully-reshardable; or start pretrain_gpt.py from it with --no-load-optim, "
                 "which loads only the weights and saves a checkpoint that can be converted"
             )
-        differences = MEGATRON_CORE.differences(self.checkpoint.run["args"], config)
         words = next(name for name, spec in specs.items() if spec.num_valid_rows is not None)
         rows = self.shape_of(words, VALUES)[0] if words in self.stored_names else vocab_size
         if rows < vocab_size:
@@ -135,16 +167,16 @@ class TorchDistReader(DcpReader):
         return differences
 
     def recorded_model(self) -> tuple[dict[str, Any], int]:
-        args = self.checkpoint.run["args"]
+        args = self._args
         lacking = [name for name in ("num_layers", "hidden_size", "num_attention_heads") if name not in args]
         if lacking:
-            raise UserError(f"checkpoint file {self.folder / COMMON_FILE}: its arguments lack {lacking[0]}")
+            raise UserError(f"checkpoint {self.folder}: its arguments lack {lacking[0]}")
         fields = MEGATRON_CORE.settings(args, self.folder)
         return fields, self.stored.tensor("embedding.word_embeddings.weight").shape[0]
 
     def recorded_optimizer(self) -> dict[str, Any]:
         """See `StateReader`. Returns the state of the learning-rate scheduler, and the optimizer's groups."""
-        with expect_layout(self.folder / COMMON_FILE, "the optimizer's state of Megatron-Core"):
+        with expect_layout(self.folder, "the optimizer's state of Megatron-Core"):
             state = _first_optimizer(self._common.get("optimizer") or {})
             groups = state.get("optimizer", state).get("param_groups") or []
             scheduler = self._common.get("opt_param_scheduler") or {}
@@ -153,6 +185,14 @@ class TorchDistReader(DcpReader):
     @cached_property
     def _common(self) -> Mapping[str, Any]:
         return read_common(self.folder)
+
+    @cached_property
+    def _args(self) -> Mapping[str, Any]:
+        """The arguments that Megatron-Core saved, with the names and the layers of a GPTModel."""
+        try:
+            return transformer_arguments(self.checkpoint.run["args"])
+        except ValueError as error:
+            raise UserError(f"checkpoint {self.folder}: {error}") from error
 
     @cached_property
     def _keys(self) -> dict[str, tuple[str, int | None]]:
@@ -276,7 +316,7 @@ class TorchDistReader(DcpReader):
         """See `StateReader`. Megatron-Core has one step for all parameters."""
         if len(self.state_names(name)) == 1:
             return {}
-        with expect_layout(self.folder / COMMON_FILE, "the optimizer's state of Megatron-Core"):
+        with expect_layout(self.folder, "the optimizer's state of Megatron-Core"):
             state = _first_optimizer(self._common["optimizer"])
             state = state.get("optimizer", state)
             step = state.get("state", {}).get("common_step")
@@ -302,10 +342,14 @@ def _scalars(state: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def read_common(folder: Path) -> Mapping[str, Any]:
-    """Returns the content of common.pt. Raises UserError if it holds no dict."""
-    content = read_file(folder / COMMON_FILE)
+    """Returns the content of common.pt, or the object in its place. Raises UserError if it is no dict."""
+    if (folder / COMMON_FILE).exists():
+        content = read_file(folder / COMMON_FILE)
+    else:
+        content = DcpFolder(folder).read_object(_COMMON_OBJECT)
+        content = content[0] if isinstance(content, list) and content else None
     if not isinstance(content, dict):
-        raise UserError(f"checkpoint file {folder / COMMON_FILE} holds no dict: it is not of Megatron-Core")
+        raise UserError(f"checkpoint {folder}: {COMMON_FILE} holds no dict: it is not of Megatron-Core")
     return content
 
 
@@ -314,53 +358,88 @@ def parameter_keys(stored: DcpFolder) -> dict[str, tuple[str, int | None]]:
     and the index of the layer in it (None: the tensor holds one parameter). Raises UserError for a tensor
     that no model of this program has."""
     keys: dict[str, tuple[str, int | None]] = {}
-    outer, num_layers = [], 0
+    is_hybrid = f"{_HYBRID_FINAL_NORM}weight" in stored.tensors
+    outer, of_mtp, num_layers, outer_names = [], [], 0, _outer_names(0, is_hybrid)
     for key, tensor in stored.tensors.items():
         if _OPTIMIZER.fullmatch(key) or key.startswith("rng_state"):
             continue
-        match = _IN_LAYER.fullmatch(key)
-        if key in _OUTER:
+        match, in_mtp = _IN_LAYER.fullmatch(key), _IN_MTP.fullmatch(key)
+        number, inner = match.groups() if match else (None, "")
+        layers = _layers_of(number, inner, tensor.shape[0], is_hybrid)
+        if key in outer_names:
             outer.append(key)
-        elif match is None or match[2] not in _INNER:
+        elif in_mtp and in_mtp[2] in _INNER_MTP and not is_hybrid:
+            of_mtp.append((key, int(in_mtp[1]), _INNER_MTP[in_mtp[2]]))
+        elif not layers:
             raise UserError(
                 f"checkpoint {stored.folder} holds {shown(key)}, which no model of this program has"
             )
-        else:
-            is_stacked = match[1] is None
-            for layer in range(tensor.shape[0]) if is_stacked else [int(match[1])]:
-                name = f"{FIRST_TRANSFORMER_LAYER + layer}.{_INNER[match[2]]}"
-                keys[name] = (key, layer if is_stacked else None)
-                num_layers = max(num_layers, layer + 1)
-    names = _outer_names(num_layers)
+        for layer in layers:
+            name = f"{FIRST_TRANSFORMER_LAYER + layer}.{_INNER[inner]}"
+            keys[name] = (key, layer if number is None else None)
+            num_layers = max(num_layers, layer + 1)
+    names, first = _outer_names(num_layers, is_hybrid), first_mtp_layer_of(num_layers)
+    keys |= {f"{first + layer}.{own}": (key, None) for key, layer, own in of_mtp}
     return keys | {names[key]: (key, None) for key in outer}
 
 
-def _outer_names(num_layers: int) -> dict[str, str]:
+def _layers_of(number: str | None, name: str, rows: int, is_hybrid: bool) -> Sequence[int]:
+    """Returns the transformer layers whose parameter a tensor holds; none if no model has it.
+
+    number: of the layer in the tensor's name; None if the tensor stacks `rows` layers. name: what follows.
+    """
+    if name not in _INNER:
+        return ()
+    if number is None:
+        return range(rows)
+    layer = int(number) // 2 if is_hybrid else int(number)
+    return (layer,) if not is_hybrid or hybrid_layer(layer, name) == int(number) else ()
+
+
+def _outer_names(num_layers: int, is_hybrid: bool) -> dict[str, str]:
     """Returns name in Megatron-Core -> name in this program, of parameters outside of transformer layers."""
     final = final_norm_of(num_layers)
-    return {key: name.format(final=final, head=final + 1) for key, name in _OUTER.items()}
+    names = {key: name.format(final=final, head=final + 1) for key, name in _OUTER.items()}
+    return {key.replace(_FINAL_NORM, _HYBRID_FINAL_NORM) if is_hybrid else key: names[key] for key in names}
 
 
-def stored_name(name: str, model: ModelConfig) -> tuple[str, int | None]:
+def stored_name(name: str, model: ModelConfig, is_hybrid: bool = False) -> tuple[str, int | None]:
     """Returns the name of a parameter in Megatron-Core, and its layer in the tensor that stacks all layers;
-    None for the layer if the tensor holds one parameter. Raises UserError if Megatron-Core has none."""
-    if name in (names := {own: key for key, own in _outer_names(model.num_layers).items()}):
+    None for the layer if the tensor holds one parameter. Raises UserError if Megatron-Core has none.
+
+    is_hybrid: the name in a HybridModel.
+    """
+    if name in (names := {own: key for key, own in _outer_names(model.num_layers, is_hybrid).items()}):
         return names[name], None
     index, _, inner = name.partition(".")
-    keys = [key for key, own in _INNER.items() if own == inner]
-    if not keys or not index.isdigit():
+    mtp_layer = int(index) - first_mtp_layer_of(model.num_layers) if index.isdigit() else -1
+    keys = [key for key, own in (_INNER if mtp_layer < 0 else _INNER_MTP).items() if own == inner]
+    if not keys or not index.isdigit() or (is_hybrid and mtp_layer >= 0):
         raise UserError(f"{name} has no equivalent in Megatron-Core: use --format dcp")
-    layer = int(index) - FIRST_TRANSFORMER_LAYER
-    # The norm before an MLP belongs to the first matrix, the norm before experts to the layer.
-    key = keys[-1] if model.has_experts(layer) else keys[0]
-    if has_stacked_layers(model):
-        return f"{_LAYERS}{key}", layer
-    return f"{_LAYERS}{layer}.{key}", None
+    layer = layer_number(int(index), model.num_layers)
+    # The norm before an MLP belongs to the first matrix, the norm before experts to the layer. Norms of the
+    # attention have other names with latent attention.
+    of_attention = not inner.removeprefix("transformer_layer.").startswith(
+        ("post_attention_layernorm.", "mlp.")
+    )
+    is_last = model.multi_latent_attention if of_attention else model.has_experts(layer)
+    key = keys[-1] if is_last else keys[0]
+    if mtp_layer >= 0:
+        return f"{_MTP}{mtp_layer}.{key}", None
+    stored = name_in_layer(layer, key, model, is_hybrid)
+    return stored, layer if has_stacked_layers(model, is_hybrid) else None
 
 
-def has_stacked_layers(model: ModelConfig) -> bool:
-    """Returns whether Megatron-Core stacks the layers: all of them have experts, or none."""
-    return model.num_experts is None or model.moe_layer_freq == (EXPERTS,)
+def name_in_layer(layer: int, name: str, model: ModelConfig, is_hybrid: bool) -> str:
+    """Returns the name in Megatron-Core of a part of a transformer layer. name: of the part."""
+    if has_stacked_layers(model, is_hybrid):
+        return f"decoder.layers.{name}"
+    return f"decoder.layers.{hybrid_layer(layer, name) if is_hybrid else layer}.{name}"
+
+
+def has_stacked_layers(model: ModelConfig, is_hybrid: bool) -> bool:
+    """Returns whether Megatron-Core stacks the layers: those of a GPTModel, if all have experts, or none."""
+    return not is_hybrid and (model.num_experts is None or model.moe_layer_freq == (EXPERTS,))
 
 
 def gate_dim(name: str) -> int:

@@ -28,6 +28,7 @@ from megatron.checkpoint.formats.torch_dist import (
     OPTIMIZER_KEY,
     gate_dim,
     has_stacked_layers,
+    name_in_layer,
     stored_halves,
     stored_name,
 )
@@ -36,6 +37,7 @@ from megatron.checkpoint.formats.writing import (
     has_all_digests,
     in_rows,
 )
+from megatron.checkpoint.hybrid_layers import hybrid_arguments
 from megatron.errors import UserError
 from megatron.files import write_json
 from megatron.model.layer_list import PARAMETER_DTYPES
@@ -48,19 +50,21 @@ FULLY_RESHARDABLE = "fully_reshardable"
 # Holds the name of the format.
 CONFIG_FILE = "metadata.json"
 # Megatron-Core also stores an object for each of these modules of a layer, None without Transformer Engine.
-_ATTENTION = ("self_attention.linear_qkv", "self_attention.linear_proj")
+_ATTENTION = {"query_key_value": "qkv", "dense": "proj"}
 _LINEAR = ("linear_fc1", "linear_fc2")
 
 
 class TorchDistWriter(CheckpointWriter):
     """Writes a checkpoint of Megatron-Core, with `run.json` beside it."""
 
-    def __init__(self, folder: Path, source: StateReader) -> None:
+    def __init__(self, folder: Path, source: StateReader, hybrid_model: bool = False) -> None:
+        """hybrid_model: write a HybridModel, otherwise a GPTModel."""
         super().__init__(folder, source)
         reader = source
         self._config = reader.checkpoint.config
         self._model = self._config.model
-        self._args = MEGATRON_CORE.arguments(self._config.model)  # rejects other models before writing
+        args = MEGATRON_CORE.arguments(self._config.model)  # rejects other models before writing
+        self._args, self._is_hybrid = hybrid_arguments(args) if hybrid_model else args, hybrid_model
         self._recorded = reader.checkpoint.run.get(OPTIMIZER_KEY) or {}
         # The weights of a 16-bit run have no digests.
         has_digests = self._config.precision.name == "fp32" and has_all_digests(reader)
@@ -69,7 +73,7 @@ class TorchDistWriter(CheckpointWriter):
         self._tensors: dict[str, tuple[tuple[int, ...], torch.dtype]] = {}
         self._names = list(reader.specs)
         for name in self._names:
-            stored_name(name, self._model)  # rejects other models, too
+            stored_name(name, self._model, self._is_hybrid)  # rejects other models, too
             moments = sorted(set(reader.state_names(name)) - {VALUES})
             if moments not in ([], ["exp_avg", "exp_avg_sq"]):
                 raise UserError(
@@ -86,7 +90,7 @@ class TorchDistWriter(CheckpointWriter):
 
     def write_parameter(self, name: str, pieces: Iterator[Piece]) -> None:
         spec = self.reader.specs[name]
-        key, layer = stored_name(name, self._model)
+        key, layer = stored_name(name, self._model, self._is_hybrid)
         shape, num_valid = self._padded(spec), spec.valid_shape[0]
         zeros = (0,) * (len(shape) - 1)
         gated = bool(self._model.glu_activation) and ".dense_h_to_4h." in name
@@ -134,7 +138,7 @@ class TorchDistWriter(CheckpointWriter):
             table.add(key, chunk, *self._tensors[key])
         is_fp32 = self._config.precision.name == "fp32"
         trained = (name for name in self._names if self.reader.specs[name].has_gradient)
-        for key in {stored_name(name, self._model)[0] for name in trained}:
+        for key in {stored_name(name, self._model, self._is_hybrid)[0] for name in trained}:
             table.add_name(DISTRIBUTED_PARAM + key, key if is_fp32 else FP32_PARAM + key)
         with self._files.append() as (archives, file):
             for name in self._extra_states():
@@ -149,23 +153,34 @@ class TorchDistWriter(CheckpointWriter):
 
     def _extra_states(self) -> Iterator[str]:
         """Yields the names of the objects that Megatron-Core stores beside linear layers."""
-        model, is_stacked = self._model, has_stacked_layers(self._model)
-        for layer in range(model.num_layers):
-            prefix, place = "decoder.layers.", ([layer], [model.num_layers])
-            if not is_stacked:
-                prefix, place = f"decoder.layers.{layer}.", ([0], [1])
+        model, stacked = self._model, has_stacked_layers(self._model, self._is_hybrid)
+        later = range(model.num_layers, model.num_layers + (model.mtp_num_layers or 0))
+        yield from (_extra_state(f"mtp.layers.{index}.eh_proj", [0], [1]) for index in range(len(later)))
+        for number in range(model.num_layers + len(later)):
+            layer, is_stacked = min(number, model.num_layers - 1), stacked and number not in later
+            offsets, shape = ([layer], [model.num_layers]) if is_stacked else ([], [])
             has_experts = model.has_experts(layer)
-            modules = [*_ATTENTION]
+            matrices = model.attention_matrices
+            modules = [f"self_attention.linear_{_ATTENTION.get(name, name)}" for name in matrices]
+            modules += ["self_attention.core_attention"] * (model.softmax_type == "learnable")
             if not has_experts:
                 modules += [f"mlp.{linear}" for linear in _LINEAR]
             elif model.moe_shared_expert_intermediate_size:
                 modules += [f"mlp.shared_experts.{linear}" for linear in _LINEAR]
-            yield from (_extra_state(prefix + module, *place) for module in modules)
+            for module in modules:
+                yield _extra_state(self._name(number, module), offsets or [0], shape or [1])
             for expert in range(model.num_experts or 0) if has_experts else ():
-                offsets, shape = ([layer], [model.num_layers]) if is_stacked else ([], [])
                 for linear in _LINEAR:
-                    module = f"{prefix}mlp.experts.experts.{linear}"
+                    module = self._name(number, f"mlp.experts.experts.{linear}")
                     yield _extra_state(module, [*offsets, expert], [*shape, model.num_experts or 0])
+        if self._is_hybrid:
+            yield _extra_state("output_layer", [0], [1])
+
+    def _name(self, layer: int, module: str) -> str:
+        later = layer - self._model.num_layers
+        if later >= 0:
+            return f"mtp.layers.{later}.transformer_layer.{module}"
+        return name_in_layer(layer, module, self._model, self._is_hybrid)
 
     def abandon(self) -> None:
         self._files.abandon()

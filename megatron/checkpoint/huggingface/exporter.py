@@ -232,8 +232,9 @@ class HuggingFaceWriter(CheckpointWriter):
         if name.endswith(ONLY_IN_TRAINING):
             return
         parameter = self._parameters[name]
-        parts = self._converted(pieces, parameter)
-        for hf_name, part in zip(parameter.hf, parts, strict=True):
+        parts = dict(zip(parameter.hf, self._converted(pieces, parameter), strict=True))
+        parts |= {copy: parts[parameter.hf[0]].clone() for copy in parameter.copies}
+        for hf_name, part in parts.items():
             if self._pending_bytes + part.nbytes > self._max_file_bytes:
                 self._write_pending()
             self._pending[hf_name] = part
@@ -279,7 +280,7 @@ class HuggingFaceWriter(CheckpointWriter):
         writes the digests. Raises UserError if a weight is in none of the files, or in two."""
         files: list[WeightFile] = [file for table in tables for file in table]
         found = Counter(name for file in files for name in file.names)
-        found.subtract(name for parameter in self._parameters.values() for name in parameter.hf)
+        found.subtract(name for each in self._parameters.values() for name in (*each.hf, *each.copies))
         if wrong := sorted(name for name, count in found.items() if count):
             raise UserError(
                 f"{self.folder} has {found[wrong[0]] + 1} weights {wrong[0]}, expected 1 ({len(wrong)} such "

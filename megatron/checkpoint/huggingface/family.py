@@ -19,7 +19,7 @@ from megatron.config.config import settings_of_section
 from megatron.config.fields import option_name, value_text
 from megatron.config.registry import Choice, Registry
 from megatron.errors import UserError, one_line
-from megatron.model.layer_list import FIRST_TRANSFORMER_LAYER, final_norm_of
+from megatron.model.layer_list import FIRST_TRANSFORMER_LAYER, final_norm_of, first_mtp_layer_of
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig
@@ -66,13 +66,15 @@ IDENTITY = one_to_one(lambda x, model: x, lambda x, model: x)
 
 @dataclass(frozen=True)
 class Parameter:
-    """A parameter's Megatron name and its Hugging Face names. In `megatron`, three placeholders stand for
-    indices in the pipeline's layer list: `{layer}` for a transformer layer, `{final}` for the final norm,
-    `{head}` for an untied LM head. In `hf`, `{block}` counts transformer layers from 0, and `{expert}` the
-    experts of a layer: all names of an expert precede the names of the next.
+    """A parameter's Megatron name and its Hugging Face names. In `megatron`, placeholders stand for indices
+    in the pipeline's layer list: `{layer}` for a transformer layer, `{final}` for the final norm, `{head}`
+    for an untied LM head, `{mtp}` for a layer of multi-token prediction. In `hf`, `{block}` counts
+    transformer layers from 0, then layers of multi-token prediction, and `{expert}` the experts of a layer:
+    all names of an expert precede the names of the next.
 
     exists: whether the model, or its transformer layer of this number from 0, has the parameter.
     is_fp32: whether Hugging Face's files hold it in fp32, whatever the precision of the weights.
+    copies: names of copies in Hugging Face's files, with `{block}` for each layer of multi-token prediction.
     """
 
     megatron: str
@@ -80,6 +82,7 @@ class Parameter:
     transform: Transform = IDENTITY
     exists: Callable[[ModelConfig, int], bool] = lambda _model, _block: True
     is_fp32: bool = False
+    copies: tuple[str, ...] = ()
 
 
 def with_bias(
@@ -152,7 +155,8 @@ class Family:
     head. prefix: begins all Hugging Face names except the head's; files that were saved without the head lack
     it. buffers: ignored names in Hugging Face files that are not weights. ignored: Hugging Face settings that
     do not change the model. aliases: names of weights in files of other transformers versions -> names in the
-    table.
+    table. config_type: the model type of the same architecture in transformers, if transformers does not have
+    the family's.
     """
 
     title: str
@@ -173,6 +177,7 @@ class Family:
     prefix: str = "transformer."
     ignored: tuple[str, ...] = ()
     aliases: Mapping[str, str] = dataclasses.field(default_factory=dict)
+    config_type: str | None = None
 
     def differences(self, model: ModelConfig) -> dict[str, Any]:
         """Returns the settings that the family cannot express: field -> the value that the family needs.
@@ -221,22 +226,37 @@ class Family:
         pairs = {setting for _, setting in self.fields + self.training_fields}
         return pairs.union(self.hf_constants, self.ignored, *(pair.hf for pair in self.conversions))
 
+    def named_experts(self, model: ModelConfig) -> int:
+        """Returns the number of experts of a layer that have weights of their own, not one for all."""
+        is_named = any("{expert}" in name for parameter in self.parameters for name in parameter.hf)
+        return (model.num_experts or 0) * is_named
+
+    def names_of_head(self, model: ModelConfig) -> tuple[str, ...]:
+        """Returns the names of the LM head, and of its copies, in files of a model."""
+        tied = dataclasses.replace(model, untie_embeddings_and_output_weights=True)
+        heads = [each for each in self.names(tied) if self.head is not None and each.hf == self.head.hf]
+        return tuple(name for each in heads for name in (*each.hf, *each.copies))
+
     def names(self, model: ModelConfig) -> Iterator[Parameter]:
         """Yields the parameters of a model, with the numbers of layers and experts filled in."""
-        final = final_norm_of(model.num_layers)
+        final, first_mtp = final_norm_of(model.num_layers), first_mtp_layer_of(model.num_layers)
+        later = range(model.num_layers, model.num_layers + (model.mtp_num_layers or 0))
         head = (self.head,) if model.untie_embeddings_and_output_weights and self.head is not None else ()
         for parameter in (*self.parameters, *head):
-            blocks = range(model.num_layers) if "{layer}" in parameter.megatron else (0,)
+            blocks = range(model.num_layers) if "{layer}" in parameter.megatron else range(1)
+            blocks = later if "{mtp}" in parameter.megatron else blocks
             is_expert = any("{expert}" in name for name in parameter.hf)
             experts = range(model.num_experts or 0) if is_expert else (0,)
-            for block in (block for block in blocks if parameter.exists(model, block)):
-                layer = FIRST_TRANSFORMER_LAYER + block
+            # Layers of multi-token prediction are of the last layer's kind.
+            for block in (n for n in blocks if parameter.exists(model, min(n, model.num_layers - 1))):
+                layer, mtp = FIRST_TRANSFORMER_LAYER + block, first_mtp + block - model.num_layers
                 yield dataclasses.replace(
                     parameter,
-                    megatron=parameter.megatron.format(layer=layer, final=final, head=final + 1),
+                    megatron=parameter.megatron.format(layer=layer, final=final, head=final + 1, mtp=mtp),
                     hf=tuple(
                         name.format(block=block, expert=expert) for expert in experts for name in parameter.hf
                     ),
+                    copies=tuple(name.format(block=block) for block in later for name in parameter.copies),
                 )
 
 
@@ -285,13 +305,46 @@ FAMILIES = Registry(
         "qwen3": Choice("Qwen 3", f"{_FAMILIES}.llama:QWEN3"),
         "olmo2": Choice("OLMo 2", f"{_FAMILIES}.llama:OLMO2"),
         "olmo3": Choice("OLMo 3", f"{_FAMILIES}.llama:OLMO3"),
-        "gemma3_text": Choice("Gemma 3 (text)", f"{_FAMILIES}.llama:GEMMA3"),
+        "gemma": Choice("Gemma", f"{_FAMILIES}.gemma:GEMMA"),
+        "gemma2": Choice("Gemma 2", f"{_FAMILIES}.gemma:GEMMA2"),
+        "gemma3_text": Choice("Gemma 3 (text)", f"{_FAMILIES}.gemma:GEMMA3"),
         "gpt_neox": Choice("GPT-NeoX and Pythia", f"{_FAMILIES}.gpt_neox:GPT_NEOX"),
         "falcon": Choice("Falcon 7B", f"{_FAMILIES}.falcon:FALCON"),
         "mixtral": Choice("Mixtral", f"{_FAMILIES}.experts:MIXTRAL"),
         "olmoe": Choice("OLMoE", f"{_FAMILIES}.experts:OLMOE"),
         "qwen3_moe": Choice("Qwen 3 with experts", f"{_FAMILIES}.experts:QWEN3_MOE"),
         "glm4_moe": Choice("GLM 4.5 to 4.7", f"{_FAMILIES}.experts:GLM4_MOE"),
+        "deepseek_v3": Choice("DeepSeek-V3 and R1", f"{_FAMILIES}.latent:DEEPSEEK_V3"),
+        "deepseek_v2": Choice("DeepSeek-V2", f"{_FAMILIES}.latent:DEEPSEEK_V2"),
+        "kimi_k2": Choice("Kimi K2", f"{_FAMILIES}.latent:KIMI_K2"),
+        "glm4_moe_lite": Choice("GLM 4.7 Flash", f"{_FAMILIES}.latent:GLM4_MOE_LITE"),
+        "cohere": Choice("Cohere's Command R and Aya", f"{_FAMILIES}.cohere:COHERE"),
+        "cohere2": Choice("Cohere's Command R7B and A", f"{_FAMILIES}.cohere:COHERE2"),
+        "smollm3": Choice("SmolLM3", f"{_FAMILIES}.relatives:SMOLLM3"),
+        "seed_oss": Choice("Seed-OSS", f"{_FAMILIES}.relatives:SEED_OSS"),
+        "ernie4_5": Choice("ERNIE 4.5", f"{_FAMILIES}.relatives:ERNIE"),
+        "helium": Choice("Helium", f"{_FAMILIES}.relatives:HELIUM"),
+        "ministral": Choice("Ministral", f"{_FAMILIES}.relatives:MINISTRAL"),
+        "cwm": Choice("CWM", f"{_FAMILIES}.relatives:MINISTRAL"),
+        "internlm3": Choice("InternLM 3", f"{_FAMILIES}.llama:LLAMA"),
+        "iquestcoder": Choice("IQuest-Coder", f"{_FAMILIES}.llama:LLAMA"),
+        "exaone4": Choice("EXAONE 4", f"{_FAMILIES}.relatives:EXAONE4"),
+        "stablelm": Choice("StableLM", f"{_FAMILIES}.relatives:STABLELM"),
+        "starcoder2": Choice("StarCoder 2", f"{_FAMILIES}.relatives:STARCODER2"),
+        "phi3": Choice("Phi 3 and 4", f"{_FAMILIES}.fused:PHI3"),
+        "glm": Choice("GLM 4", f"{_FAMILIES}.fused:GLM"),
+        "glm4": Choice("GLM-4-0414", f"{_FAMILIES}.fused:GLM4"),
+        "gpt_oss": Choice("gpt-oss", f"{_FAMILIES}.gpt_oss:GPT_OSS"),
+        "qwen2_moe": Choice("Qwen 1.5 and 2 with experts", f"{_FAMILIES}.experts:QWEN2_MOE"),
+        "flex_olmo": Choice("FlexOlmo", f"{_FAMILIES}.experts:FLEX_OLMO"),
+        "mellum": Choice("Mellum", f"{_FAMILIES}.experts:MELLUM"),
+        "dots1": Choice("dots.llm1", f"{_FAMILIES}.sigmoid_experts:DOTS1"),
+        "solar_open": Choice("Solar Open", f"{_FAMILIES}.experts:GLM4_MOE"),
+        "hy_v3": Choice("Hunyuan 3", f"{_FAMILIES}.sigmoid_experts:HUNYUAN3"),
+        "exaone_moe": Choice("K-EXAONE", f"{_FAMILIES}.sigmoid_experts:K_EXAONE"),
+        "afmoe": Choice("Trinity (AFMoE)", f"{_FAMILIES}.sigmoid_experts:TRINITY"),
+        "minimax_m2": Choice("MiniMax M2", f"{_FAMILIES}.sigmoid_experts:MINIMAX_M2"),
+        "flint": Choice("Flint", f"{_FAMILIES}.sigmoid_experts:FLINT"),
     },
 )
 

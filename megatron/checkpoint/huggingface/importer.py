@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from pathlib import Path
@@ -23,10 +24,11 @@ from megatron.checkpoint.formats.torch_archive import read_file as load_torch_fi
 from megatron.checkpoint.huggingface.family import (
     FAMILIES,
     LM_HEAD,
-    NEXT_TOKEN_LAYERS,
     Family,
     Parameter,
 )
+from megatron.checkpoint.huggingface.missing import lacking_for
+from megatron.checkpoint.huggingface.mxfp4 import with_unpacked
 from megatron.checkpoint.huggingface.rope import check_numbers
 from megatron.checkpoint.names import check_plain, is_plain, shown
 from megatron.config import BatchConfig, Config, DataConfig, ModelConfig, ScheduleConfig
@@ -35,8 +37,8 @@ from megatron.config.fields import option_name
 from megatron.config.mistakes import raise_first
 from megatron.errors import UserError, one_line
 from megatron.files import HostileFileError, expect_layout, open_regular, read_json
+from megatron.model.inference.single_process import model_specs
 from megatron.model.layer_list import PARAMETER_DTYPES, WORD_EMBEDDINGS
-from megatron.model.single_process import model_specs
 from megatron.mpu.parameter_spec import ParameterSpec
 from megatron.tokenizer.flags import tokenizer_settings
 
@@ -92,6 +94,8 @@ class HuggingFaceModel:
         """Returns the memory-mapped Hugging Face tensors of a parameter; with several ranks, the share of one
         of them."""
         names = self.parameters[name].hf
+        if len(names) == 1:  # all experts in one tensor
+            return [self.stored[names[0]].read().chunk(ranks)[rank]]
         first, stop = (len(names) * end // ranks for end in (rank, rank + 1))
         return [self.stored[hf_name].read() for hf_name in names[first:stop]]
 
@@ -155,8 +159,10 @@ def read_settings(folder: Path) -> tuple[Family, dict[str, Any]]:
     with expect_layout(path, "the settings of a model that can be built"):
         try:
             check_numbers(settings)
-            hf_config = _hf_config(folder)
+            hf_config = _hf_config(folder, settings, family.config_type)
             fields = _fields(family, hf_config, settings)
+            if fields.get("mtp_num_layers") and not _has_layer(folder, family, fields["num_layers"]):
+                fields["mtp_num_layers"] = None  # transformers writes models without these layers
             raise_first(ModelConfig(**fields).router_mistakes())
         except UserError as error:
             pairs = [(*pair.megatron, *pair.hf) for pair in family.conversions if len(pair.hf) == 1]
@@ -167,10 +173,12 @@ def read_settings(folder: Path) -> tuple[Family, dict[str, Any]]:
     return family, fields
 
 
-def _hf_config(folder: Path) -> PreTrainedConfig:
+def _hf_config(folder: Path, settings: Mapping[str, Any], config_type: str | None) -> PreTrainedConfig:
     from transformers import AutoConfig
 
     try:
+        if config_type is not None:
+            return AutoConfig.for_model(config_type).from_dict({**settings, "model_type": config_type})
         # Without trust_remote_code=False, transformers would ask whether to run the folder's code.
         return AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
     except Exception as error:  # the error's type depends on the problem
@@ -206,10 +214,13 @@ def _check_settings(folder: Path) -> dict[str, Any]:
         raise UserError(f"{folder} is not the folder of a Hugging Face model ({one_line(error)})") from error
     if not isinstance(settings, dict):
         raise UserError(f"{path} holds a {type(settings).__name__}, expected an object with settings")
-    if not isinstance(settings.get("model_type"), str) or settings["model_type"] not in FAMILIES:
+    if isinstance(kind := settings.get("model_type"), str) and (lacking := lacking_for(kind)):
         raise UserError(
-            f"{folder} holds a model of type {one_line(settings.get('model_type'))}: expected "
-            f"one of {', '.join(FAMILIES)}"
+            f"{folder} holds a model of type {kind}, which needs {lacking}: it is not implemented"
+        )
+    if not isinstance(kind, str) or kind not in FAMILIES:
+        raise UserError(
+            f"{folder} holds a model of type {one_line(kind)}: expected one of {', '.join(FAMILIES)}"
         )
     for name, value in settings.items():
         limit = _LARGEST_COUNT if name in _COUNTS else _LARGEST_SETTING
@@ -241,7 +252,6 @@ def _check_names(
 _NOT_CONVERTED = {
     "router_aux_loss_coef": "transformers normalizes the balance loss in another way, so that "
     "router_aux_loss_coef is not converted: to train with a balance loss, set --moe-aux-loss-coeff",
-    NEXT_TOKEN_LAYERS: "layers for multi-token prediction, if the folder has them, are not converted",
 }
 
 
@@ -253,18 +263,18 @@ def losses(folder: Path) -> list[str]:
 
 def _all_weights(folder: Path, _: ModelConfig) -> Mapping[str, StoredWeight]:
     """Returns every weight in a folder by its stored name."""
-    return {name: tensor for file in _weight_files(folder) for name, tensor in _read(file).items()}
+    files = _weight_files(folder)
+    return with_unpacked({name: tensor for file in files for name, tensor in _read(file).items()})
 
 
 def _known_weights(
     folder: Path, family: Family, stored: Mapping[str, StoredWeight], fields: Mapping[str, Any]
 ) -> dict[str, StoredWeight]:
     """Returns the weights in the family's table, by Hugging Face name. Raises UserError if a weight is
-    missing, and for any other weight except buffers, a copy of the tied weight, and the layers that
-    NEXT_TOKEN_LAYERS in config.json counts."""
+    missing, and for any other weight except buffers and equal copies of a weight."""
     model = ModelConfig(**fields)
-    num_layers, num_experts = model.num_layers, model.num_experts or 0
-    num_experts *= sum(map(model.has_experts, range(num_layers)))
+    num_layers = model.num_layers
+    num_experts = family.named_experts(model) * sum(map(model.has_experts, range(num_layers)))
     if max(num_layers, num_experts) > len(stored):
         raise HostileFileError(
             f"{folder} has {num_layers:,} layers and {num_experts:,} experts in its config.json, and "
@@ -272,19 +282,20 @@ def _known_weights(
         )
     expected = {name: parameter for parameter in family.names(model) for name in parameter.hf}
     buffers = {name.format(block=block) for name in family.buffers for block in range(num_layers)}
-    num_unread = _check_settings(folder).get(NEXT_TOKEN_LAYERS) or 0
-    unread = tuple(f"{family.prefix}layers.{num_layers + n}." for n in range(min(num_unread, len(stored))))
     found: dict[str, StoredWeight] = {}
-    unexpected, heads = [], []
-    head_names = {LM_HEAD, *(family.head.hf if family.head else ())}
+    unexpected, copies = [], dict[str, tuple[str, StoredWeight]]()
+    (words,) = (name for name, parameter in expected.items() if parameter.megatron == WORD_EMBEDDINGS)
+    copied = {copy: one.hf[0] for one in expected.values() for copy in one.copies}
+    # The head of a model with tied embeddings.
+    copied |= dict.fromkeys((LM_HEAD, *family.names_of_head(model)), words) if LM_HEAD not in expected else {}
     for stored_name, tensor in stored.items():
         name = family.aliases.get(stored_name, stored_name)
         full_name = name if name.startswith(family.prefix) or name in expected else family.prefix + name
         if full_name in expected:
             found[full_name] = tensor
-        elif name in head_names:
-            heads.append(tensor)
-        elif full_name not in buffers and not full_name.startswith(unread):
+        elif original := copied.get(name, copied.get(full_name)):
+            copies[name] = original, tensor
+        elif full_name not in buffers:
             unexpected.append(name if is_plain(name) else shown(name))
     if missing := expected.keys() - found.keys():
         raise UserError(f"{folder} lacks {len(missing)} weights, among them {min(missing)}")
@@ -293,13 +304,21 @@ def _known_weights(
             f"{folder} holds {len(unexpected)} weights that the model does not have, among them "
             f"{min(unexpected)}"
         )
-    (embeddings,) = (name for name, parameter in expected.items() if parameter.megatron == WORD_EMBEDDINGS)
-    if any(not torch.equal(head.read(), found[embeddings].read()) for head in heads):
-        raise UserError(
-            f"{folder} holds {LM_HEAD} that differs from {embeddings}, although its config.json ties them: "
-            "the files are not of one model"
-        )
+    for name, (original, tensor) in copies.items():
+        if not torch.equal(tensor.read(), found[original].read()):
+            raise UserError(
+                f"{folder} holds {name} that differs from {original}, although its config.json ties them: "
+                "the files are not of one model"
+            )
     return found
+
+
+def _has_layer(folder: Path, family: Family, layer: int) -> bool:
+    """Returns whether a folder has a weight of a layer, counted from 0."""
+    with suppress(UserError):
+        prefix = f"{family.prefix}layers.{layer}."
+        return any(name.startswith(prefix) for file in _weight_files(folder) for name in _read(file))
+    return False
 
 
 def _weight_files(folder: Path) -> list[Path]:

@@ -7,7 +7,8 @@ a sliding window in some layers (`layer_types`) have `rope_parameters` for each 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -15,13 +16,20 @@ from megatron.checkpoint.huggingface.family import Conversion, checked_count
 from megatron.checkpoint.names import shown
 from megatron.config import ModelConfig
 from megatron.config.registries import ROPE_SCALINGS
-from megatron.config.sections.layer_pattern import FULL, WINDOW, WINDOW_PATTERN
+from megatron.config.sections.layer_pattern import (
+    FULL,
+    NO_ROTARY,
+    ROTARY,
+    ROTARY_PATTERN,
+    WINDOW,
+    WINDOW_PATTERN,
+)
 from megatron.errors import UserError, one_line
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig
 
-# Fields of ModelConfig for the RoPE scaling -> keys of rope_parameters.
+# Fields of ModelConfig for the RoPE scaling -> keys of rope_parameters, which are numbers.
 _KEYS = {
     "rope_scaling_factor": "factor",
     "rope_original_max_position_embeddings": "original_max_position_embeddings",
@@ -43,9 +51,16 @@ def _to_hf(model: ModelConfig) -> dict[str, Any]:
     rope: dict[str, Any] = {"rope_type": "default", "rope_theta": model.rotary_base}
     if model.rope_scaling_type is not None:
         rope["rope_type"] = model.rope_scaling_type
-        for name in ROPE_SCALINGS[model.rope_scaling_type].settings:
+        for name in _numbers(model.rope_scaling_type):
             rope[_KEYS[name]] = getattr(model, name)
+        if model.rope_scaling_type == "yarn" and model.rope_exact_range:
+            rope["truncate"] = False
     return {"rope_parameters": rope}
+
+
+def _numbers(kind: str) -> list[str]:
+    """Returns the fields of a RoPE scaling in `_KEYS`."""
+    return [name for name in ROPE_SCALINGS[kind].settings if name in _KEYS]
 
 
 def check_numbers(settings: Mapping[str, Any]) -> None:
@@ -59,7 +74,7 @@ def check_numbers(settings: Mapping[str, Any]) -> None:
         kind = rope.get("rope_type", rope.get("type"))
         if not isinstance(kind, str) or kind not in ROPE_SCALINGS:
             continue
-        for field in ROPE_SCALINGS[kind].settings:
+        for field in _numbers(kind):
             key = _KEYS[field]
             # YaRN's factor may be null: it is then the ratio of two context lengths.
             optional = key in _HF_DEFAULTS or (kind == "yarn" and key == "factor")
@@ -95,7 +110,7 @@ def _fields_of(
         )
     values = {"rotary_base": rope.pop("rope_theta", 10000.0)}
     if kind != "default":
-        for name in ROPE_SCALINGS[kind].settings:
+        for name in _numbers(kind):
             value = rope.pop(_KEYS[name], None)
             values[name] = value or _HF_DEFAULTS.get(_KEYS[name], value)
         if kind == "yarn" and values["rope_scaling_factor"] is None:
@@ -105,6 +120,8 @@ def _fields_of(
         _expect_number(_KEYS.get(name, "rope_theta"), value, kind)
     if kind != "default":
         values["rope_scaling_type"] = kind
+    if kind == "yarn" and not rope.pop("truncate", True):  # transformers also takes null and 0 for false
+        values["rope_exact_range"] = True
     without_effect = {**_WITHOUT_EFFECT, "type": kind}  # an older name of rope_type
     if kind == "yarn" and type(rope.get("attention_factor")) is float:
         used = 0.1 * math.log(values["rope_scaling_factor"]) + 1.0  # also without this key
@@ -150,7 +167,7 @@ def _compare_with_used(
 
 
 ROPE = Conversion(
-    megatron=("rotary_base", "rope_scaling_type", *_KEYS),
+    megatron=("rotary_base", "rope_scaling_type", *_KEYS, "rope_exact_range"),
     hf=("rope_parameters", "rope_scaling", *_OUTSIDE),
     to_hf=_to_hf,
     to_megatron=_to_megatron,
@@ -182,6 +199,46 @@ PARTIAL_ROPE = Conversion(
 )
 """The conversion for families that may rotate only a part of each head."""
 
+_FACTORS = ("mscale", "mscale_all_dim")
+
+
+def _latent_to_hf(model: ModelConfig) -> dict[str, Any]:
+    rope = _to_hf(model)["rope_parameters"]
+    if model.rope_scaling_type == "yarn":
+        rope |= {name: getattr(model, name) for name in _FACTORS}
+    return {"rope_parameters": rope}
+
+
+def _latent_to_megatron(hf_config: PreTrainedConfig) -> dict[str, Any]:
+    """transformers reads both factors only if both are above 0, and one only for the scores."""
+    rope = getattr(hf_config, "rope_parameters", None)
+    fields = _to_megatron(hf_config, _FACTORS)
+    if fields.get("rope_scaling_type") != "yarn" or not isinstance(rope, dict):
+        return fields
+    turned, scores = (rope.get(name) or 0.0 for name in _FACTORS)
+    for name, value in zip(_FACTORS, (turned, scores), strict=True):
+        _expect_number(name, value, "yarn")
+    if scores and not turned:
+        raise UserError(
+            f"the model's rope_parameters have mscale_all_dim = {scores} without mscale, which has no "
+            "equivalent in this program: expected both"
+        )
+    return fields | ({"mscale": float(turned), "mscale_all_dim": float(scores)} if scores else {})
+
+
+def _needed_factors(model: ModelConfig) -> dict[str, Any]:
+    return {} if model.mscale_all_dim or model.rope_scaling_type != "yarn" else {"mscale": 1.0}
+
+
+LATENT_ROPE = replace(
+    ROPE,
+    megatron=(*ROPE.megatron, *_FACTORS),
+    to_hf=_latent_to_hf,
+    to_megatron=_latent_to_megatron,
+    needed=_needed_factors,
+)
+"""The conversion for families with latent attention, whose YaRN has two more factors."""
+
 _FULL, _SLIDING = "full_attention", "sliding_attention"
 
 
@@ -189,16 +246,20 @@ def _layers_to_hf(model: ModelConfig) -> dict[str, Any]:
     full = _to_hf(model)["rope_parameters"]
     base = model.window_rotary_base or model.rotary_base
     sliding = {"rope_type": "default", "rope_theta": base} if model.window_pattern else full
+    return {**_kinds_to_hf(model), "rope_parameters": {_FULL: full, _SLIDING: sliding}}
+
+
+def _kinds_to_hf(model: ModelConfig) -> dict[str, Any]:
     return {
         "layer_types": [_SLIDING if model.has_window(layer) else _FULL for layer in range(model.num_layers)],
         # transformers needs a number, even if no layer has a window.
         "sliding_window": model.window_size or model.max_position_embeddings,
-        "rope_parameters": {_FULL: full, _SLIDING: sliding},
     }
 
 
-def _layers_to_megatron(hf_config: PreTrainedConfig) -> dict[str, Any]:
-    kinds, by_kind = hf_config.layer_types, hf_config.rope_parameters
+def _kinds_to_megatron(hf_config: PreTrainedConfig) -> dict[str, Any]:
+    """Returns the window, and the layers that have it."""
+    kinds = hf_config.layer_types
     if (
         not isinstance(kinds, list)
         or len(kinds) != hf_config.num_hidden_layers
@@ -208,17 +269,26 @@ def _layers_to_megatron(hf_config: PreTrainedConfig) -> dict[str, Any]:
             f"the model has layer_types = {one_line(kinds)}: expected {_FULL} or {_SLIDING} for each of the "
             f"{hf_config.num_hidden_layers} layers"
         )
+    if _SLIDING not in kinds:
+        return {}
+    size = checked_count("sliding_window", hf_config.sliding_window)
+    letters = [WINDOW if kind == _SLIDING else FULL for kind in kinds]
+    pattern = WINDOW_PATTERN.parse(letters, len(kinds))
+    return {"window_size": size} | ({"window_pattern": pattern} if _FULL in kinds else {})
+
+
+def _layers_to_megatron(hf_config: PreTrainedConfig) -> dict[str, Any]:
+    windows, by_kind = _kinds_to_megatron(hf_config), hf_config.rope_parameters
     if by_kind.keys() != {_FULL, _SLIDING} or not all(isinstance(rope, dict) for rope in by_kind.values()):
         raise UserError(
             f"the model's rope_parameters are {one_line(by_kind)}: expected an object for {_FULL} and one "
             f"for {_SLIDING}"
         )
-    if _SLIDING not in kinds:
+    if not windows:
         return _fields_of(by_kind[_FULL], hf_config)
-    size = checked_count("sliding_window", hf_config.sliding_window)
     sliding = _fields_of(by_kind[_SLIDING], hf_config)
-    if _FULL not in kinds:
-        return {"window_size": size, **sliding}
+    if "window_pattern" not in windows:
+        return {**windows, **sliding}
     if "rope_scaling_type" in sliding:
         raise UserError(
             f"the model's rope_parameters of {_SLIDING} are of rope_type {sliding['rope_scaling_type']}: "
@@ -227,8 +297,7 @@ def _layers_to_megatron(hf_config: PreTrainedConfig) -> dict[str, Any]:
     fields = _fields_of(by_kind[_FULL], hf_config)
     if sliding["rotary_base"] != fields["rotary_base"]:
         fields["window_rotary_base"] = sliding["rotary_base"]
-    letters = [WINDOW if kind == _SLIDING else FULL for kind in kinds]
-    return {"window_size": size, "window_pattern": WINDOW_PATTERN.parse(letters, len(kinds)), **fields}
+    return {**windows, **fields}
 
 
 def _check_layers(settings: Mapping[str, Any], hf_config: PreTrainedConfig) -> None:
@@ -237,6 +306,10 @@ def _check_layers(settings: Mapping[str, Any], hf_config: PreTrainedConfig) -> N
     _compare_with_used(settings, inside.get(_FULL), by_kind[_FULL], _OUTSIDE)
     local = {"rope_local_base_freq": settings.get("rope_local_base_freq")}
     _compare_with_used(local, None, by_kind[_SLIDING], {"rope_local_base_freq": "rope_theta"})
+    _check_pattern(settings, hf_config)
+
+
+def _check_pattern(settings: Mapping[str, Any], hf_config: PreTrainedConfig) -> None:
     pattern = settings.get("sliding_window_pattern")
     if type(pattern) is int and pattern > 0:
         kinds = [
@@ -256,7 +329,72 @@ LAYERED_ROPE = Conversion(
     to_megatron=_layers_to_megatron,
     check_file=_check_layers,
 )
-"""The conversion for families with a sliding window in some layers."""
+"""The conversion for families with a sliding window in some layers, and with a rotation for each kind."""
+
+
+def _windows_to_megatron(hf_config: PreTrainedConfig) -> dict[str, Any]:
+    fields = {**_to_megatron(hf_config), **_kinds_to_megatron(hf_config)}
+    return fields | {"window_rope_scaling": fields.keys() >= {"window_pattern", "rope_scaling_type"}}
+
+
+def _scaling_in_windows(model: ModelConfig) -> dict[str, Any]:
+    return {"window_rope_scaling": bool(model.window_pattern and model.rope_scaling_type)}
+
+
+def _check_windows(settings: Mapping[str, Any], hf_config: PreTrainedConfig) -> None:
+    _check_outside_settings(settings, hf_config)
+    _check_pattern(settings, hf_config)
+
+
+WINDOWS = Conversion(
+    megatron=(*ROPE.megatron, "window_size", "window_pattern", "window_rope_scaling"),
+    hf=(*ROPE.hf, "sliding_window", "sliding_window_pattern", "layer_types"),
+    to_hf=lambda model: {**_to_hf(model), **_kinds_to_hf(model)},
+    to_megatron=_windows_to_megatron,
+    needed=_scaling_in_windows,
+    check_file=_check_windows,
+)
+"""The conversion for families with a sliding window in some layers, and with one rotation for all layers."""
+
+
+def rotary_in_windows(without_windows: bool) -> Conversion:
+    """Returns the conversion for families in which only the layers with a window have rotary embeddings.
+    without_windows: whether all layers of a model without `sliding_window` have them."""
+
+    def pattern(has_window: Sequence[bool]) -> tuple[str, ...] | None:
+        letters = [ROTARY if each else NO_ROTARY for each in has_window]
+        return None if all(has_window) else ROTARY_PATTERN.parse(letters, len(letters))
+
+    def is_plain(model: ModelConfig) -> bool:
+        return without_windows and model.window_size is None and model.no_rope_freq is None
+
+    def to_hf(model: ModelConfig) -> dict[str, Any]:
+        return WINDOWS.to_hf(model) | ({"sliding_window": None} if is_plain(model) else {})
+
+    def to_megatron(hf_config: PreTrainedConfig) -> dict[str, Any]:
+        fields = WINDOWS.to_megatron(hf_config)
+        if without_windows and hf_config.sliding_window is None:
+            return fields
+        return fields | {"no_rope_freq": pattern([kind == _SLIDING for kind in hf_config.layer_types])}
+
+    def needed(model: ModelConfig) -> dict[str, Any]:
+        has_window = [model.has_window(layer) for layer in range(model.num_layers)]
+        rotary = {} if is_plain(model) else {"no_rope_freq": pattern(has_window)}
+        return _scaling_in_windows(model) | rotary
+
+    return Conversion(
+        megatron=(*WINDOWS.megatron, "no_rope_freq"),
+        hf=WINDOWS.hf,
+        to_hf=to_hf,
+        to_megatron=to_megatron,
+        needed=needed,
+        # These classes use sliding_window_pattern if a file has no layer_types.
+        check_file=_check_outside_settings,
+    )
+
+
+# Types of transformers 5 only, whose classes apply rope_scaling to all layers.
+_ONLY_NEW = ("mellum",)
 
 
 def flat_settings(settings: Mapping[str, Any]) -> dict[str, Any]:
@@ -264,7 +402,7 @@ def flat_settings(settings: Mapping[str, Any]) -> dict[str, Any]:
     and llama.cpp read them. transformers 5 reads the same values from them.
     """
     kind, rope = settings["model_type"], settings.get("rope_parameters")
-    if not rope:
+    if not rope or kind in _ONLY_NEW:
         return {}
     full = rope.get(_FULL, rope)
     names = _OUTSIDE_PARTIAL if kind == "gpt_neox" else _OUTSIDE
@@ -282,6 +420,8 @@ def is_lost_in_flat_settings(settings: Mapping[str, Any]) -> bool:
     """Returns whether `flat_settings` has no place for the rotary settings of layers with a window."""
     rope = settings.get("rope_parameters") or {}
     if _SLIDING not in settings.get("layer_types", ()) or _SLIDING not in rope:
+        return False
+    if settings["model_type"] in _ONLY_NEW:
         return False
     has_own_base = settings["model_type"] == "gemma3_text"
     base = rope[_SLIDING if has_own_base else _FULL]["rope_theta"]

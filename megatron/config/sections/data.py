@@ -165,6 +165,11 @@ class DataConfig(Section):
     )
     tokenizer_model: str | None = _file(help="model file of SentencePieceTokenizer")
 
+    @property
+    def resets_documents(self) -> bool:
+        """Whether a document's attention or positions do not depend on the documents before it."""
+        return self.reset_attention_mask or self.reset_position_ids
+
     def derive(self) -> dict[str, Any]:
         derived: dict[str, Any] = {}
         if self.valid_num_workers is None:

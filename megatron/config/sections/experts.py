@@ -104,8 +104,7 @@ class ExpertConfig(Section):
         None,
         summary="{} expert groups",
         help="number of groups of consecutive experts. A token chooses experts only in its "
-        "--moe-router-group-topk groups with the highest scores. The score of a group is the sum of its "
-        "--moe-router-topk / --moe-router-group-topk highest scores of experts",
+        "--moe-router-group-topk groups with the highest scores",
         needs={
             **_NEEDS["needs"],
             "model.moe_router_group_topk": "",
@@ -116,6 +115,14 @@ class ExpertConfig(Section):
         None,
         summary="{} groups per token",
         help="number of groups in which a token chooses experts",
+        needs={"model.moe_router_num_groups": ""},
+        **_COUNT,
+    )
+    moe_router_group_score_topk: int | None = flag(
+        None,
+        summary="group score of {} experts",
+        help="the score of a group is the sum of its N highest scores of experts: 1 in DeepSeek-V2, 2 in "
+        "DeepSeek-V3 (default: --moe-router-topk / --moe-router-group-topk, as in Megatron-LM)",
         needs={"model.moe_router_num_groups": ""},
         **_COUNT,
     )
@@ -194,6 +201,12 @@ class ExpertConfig(Section):
         return self.moe_ffn_hidden_size
 
     @property
+    def experts_of_group_score(self) -> int:
+        """Number of experts whose scores make the score of a group."""
+        groups = self.moe_router_group_topk or self.moe_router_num_groups or 1
+        return self.moe_router_group_score_topk or self.moe_router_topk // groups
+
+    @property
     def has_balance_loss(self) -> bool:
         """Whether a balance loss is added to the loss."""
         return self.moe_aux_loss_coeff > 0 and self.moe_router_load_balancing_type != "none"
@@ -214,10 +227,15 @@ class ExpertConfig(Section):
             yield (
                 f"{of_groups} is larger than --moe-router-num-groups {groups}: reduce --moe-router-group-topk"
             )
-        if chosen % best:
+        if (scored := self.moe_router_group_score_topk) is not None and scored > (experts // groups):
+            yield (
+                f"--moe-router-group-score-topk {scored} is larger than the {experts // groups} experts of a "
+                "group: reduce it"
+            )
+        if scored is None and chosen % best:
             yield (
                 f"{top_k} is not divisible by {of_groups}: the score of a group is a sum over their "
-                "quotient; change one of them"
+                "quotient; change one of them, or set --moe-router-group-score-topk"
             )
         elif chosen > (available := best * (experts // groups)) and best <= groups and chosen <= experts:
             yield (

@@ -51,7 +51,7 @@ class LayerPattern:
         except (ValueError, SyntaxError, RecursionError, MemoryError):
             raise ConfigError(
                 f"{self.flag} is '{one_line(text, 40)}': expected letters {self.one} and {self.zero}, as in "
-                f"{self.example}, or Megatron-LM's N or list, as in ([1]*3+[0])*8"
+                f"{self.example}, or Megatron-LM's N or list, as in ([0]*3+[1])*8"
             ) from None
         if len(numbers) != num_layers:
             raise ConfigError(
@@ -98,3 +98,9 @@ FP8_PATTERN = LayerPattern(
     "--fp8-layer-pattern", FP8, BF16, "F F F B", lambda number: FP8 * (number - 1) + BF16
 )
 """Layers that multiply FP8 matrices, and layers in bf16. N: every Nth layer is in bf16."""
+
+NO_ROTARY, ROTARY = "N", "R"
+ROTARY_PATTERN = LayerPattern(
+    "--no-rope-freq", NO_ROTARY, ROTARY, "R R R N", lambda number: ROTARY * (number - 1) + NO_ROTARY
+)
+"""Layers without rotary embeddings, and with them. N: every Nth layer has none."""

@@ -59,6 +59,12 @@ class LoggingConfig(Section):
     log_bubble: bool = flag(
         False, help="print the fraction of the step in which each pipeline rank is idle, with each log line"
     )
+    log_max_attention_logit: bool = flag(
+        False,
+        help="log the largest attention logit of training steps (before --attn-logit-softcapping); it is "
+        "always logged with --qk-clip",
+        unused_with=("optimizer.qk_clip",),
+    )
     moe_per_layer_logging: bool = flag(
         False,
         help="with --num-experts: also log what is logged of the experts for each layer",

@@ -16,9 +16,18 @@ from megatron.config.registries import (
     QK_NORMS,
     ROPE_SCALINGS,
 )
+from megatron.config.sections.attention_sizes import AttentionSizes
 from megatron.config.sections.experts import SIZE, ExpertConfig
 from megatron.config.sections.fp8_layers import Fp8LayerConfig
-from megatron.config.sections.layer_pattern import BF16, EXPERT_PATTERN, FP8_PATTERN, WINDOW, WINDOW_PATTERN
+from megatron.config.sections.layer_pattern import (
+    BF16,
+    EXPERT_PATTERN,
+    FP8_PATTERN,
+    ROTARY_PATTERN,
+    WINDOW,
+    WINDOW_PATTERN,
+)
+from megatron.config.sections.multi_token import MultiTokenConfig
 from megatron.errors import ConfigError
 
 _MUP_FLAG: dict[str, Any] = {"group": "initialization", "used_with": ("model.mup",)}
@@ -30,7 +39,7 @@ _ROPE_SCALING_FLAG: dict[str, Any] = {"group": "rotary embeddings", "changes_lay
 
 
 @dataclass(frozen=True, kw_only=True)
-class ModelConfig(ExpertConfig, Fp8LayerConfig):
+class ModelConfig(AttentionSizes, ExpertConfig, Fp8LayerConfig, MultiTokenConfig):
     """Sizes and variants of the GPT. Two runs with equal ModelConfigs have parameters of equal shapes.
 
     The arguments of `flag` are the only description of a field. The command line, checkpoints, summaries,
@@ -59,7 +68,11 @@ class ModelConfig(ExpertConfig, Fp8LayerConfig):
         help="number of attention heads", at_least=1, at_most=2**16, group=COMMON_FLAGS
     )
     kv_channels: int = flag(
-        derived="hidden size / heads", at_least=1, at_most=2**20, help="dimension of each attention head"
+        derived="hidden size / heads",
+        at_least=1,
+        at_most=2**20,
+        help="dimension of each attention head",
+        unused_with=("model.multi_latent_attention",),
     )
     group_query_attention: bool = flag(
         False,
@@ -83,6 +96,7 @@ class ModelConfig(ExpertConfig, Fp8LayerConfig):
     qk_layernorm_scope: str = flag(
         "head",
         choices=QK_NORMS,
+        unused_with=("model.multi_latent_attention",),
         summary="over the {}",
         help="elements that --qk-layernorm normalizes together",
         excludes={"model.apply_layernorm_1p": "norms over all heads have no 1 + weight"},
@@ -111,7 +125,8 @@ class ModelConfig(ExpertConfig, Fp8LayerConfig):
         summary="layers {}",
         help="layers that have the window of --window-size, as in W W W F: a W has it, an F attends to the "
         "whole sequence, and the letters are repeated to --num-layers (default: all layers have it). "
-        "--rope-scaling-type then applies only to the layers without a window. Megatron-LM's "
+        "--rope-scaling-type then applies only to the layers without a window, unless "
+        "--window-rope-scaling is given. Megatron-LM's "
         "--window-attn-skip-freq N (every Nth layer is an F) and its lists are accepted, too",
         changes_layer_time=False,
         needs={"model.window_size": ""},
@@ -157,6 +172,7 @@ class ModelConfig(ExpertConfig, Fp8LayerConfig):
     rotary_interleaved: bool = flag(
         False,
         group="rotary embeddings",
+        unused_with=("model.multi_latent_attention",),
         summary="interleaved rotation",
         help="rotate pairs of neighboring elements (2i, 2i + 1), as in the RoPE paper, instead of pairs (i, "
         "i + dimension / 2)",
@@ -209,6 +225,20 @@ class ModelConfig(ExpertConfig, Fp8LayerConfig):
         "are unchanged",
         **_ROPE_SCALING_FLAG,
     )
+    rope_exact_range: bool = flag(
+        False,
+        summary="exact YaRN range",
+        help="with --rope-scaling-type yarn: interpolate between the exact indices of --rope-beta-fast and "
+        "--rope-beta-slow, as in gpt-oss, instead of rounding them outwards",
+        **_ROPE_SCALING_FLAG,
+    )
+    window_rope_scaling: bool = flag(
+        False,
+        summary="scaling in windows",
+        help="with --window-pattern: --rope-scaling-type applies also to the layers with a window",
+        needs={"model.window_pattern": "", "model.rope_scaling_type": ""},
+        **_ROPE_SCALING_FLAG,
+    )
     # Layer times depend only on the padded vocabulary size, which layer_times.py records.
     vocab_size: int | None = flag(
         None,
@@ -245,6 +275,13 @@ class ModelConfig(ExpertConfig, Fp8LayerConfig):
         help="multiply the word embeddings by the square root of --hidden-size, rounded to the precision of "
         "the run, as in Gemma",
     )
+    logit_scale: float = flag(
+        1.0,
+        above=0,
+        summary="logits x {:g}",
+        help="multiplier of the logits, as in Cohere's models",
+        changes_layer_time=False,
+    )
     layer_arrangement: str = flag(
         "pre-norm",
         choices=LAYER_ARRANGEMENTS,
@@ -263,6 +300,22 @@ class ModelConfig(ExpertConfig, Fp8LayerConfig):
         choices=GLU_ACTIVATIONS,
         summary="{}",
         help="use a gated MLP with this activation function of the gate; replaces --activation",
+    )
+    activation_func_clamp_value: float | None = flag(
+        None,
+        above=0,
+        summary="clamped at {:g}",
+        help="with --glu-activation: limit the gate to at most X and the value to -X to X, before the "
+        "activation",
+        needs={"model.glu_activation": ""},
+        changes_layer_time=False,
+    )
+    glu_linear_offset: float = flag(
+        0.0,
+        summary="offset {:g}",
+        help="with --glu-activation: number that is added to the value: (value + X) * activation(gate)",
+        needs={"model.glu_activation": ""},
+        changes_layer_time=False,
     )
     disable_bias_linear: bool = flag(False, summary="no biases", help="use linear layers without bias")
     add_qkv_bias: bool = flag(
@@ -337,40 +390,6 @@ class ModelConfig(ExpertConfig, Fp8LayerConfig):
         """Whether attention and MLP read the output of a norm."""
         return "input_layernorm" in LAYER_ARRANGEMENTS[self.layer_arrangement].norms
 
-    @property
-    def query_groups(self) -> int:
-        """Number of key heads, and of value heads. Without grouped queries, the number of query heads."""
-        return self.num_query_groups if self.group_query_attention else self.num_attention_heads
-
-    def heads_problem(self, tp_size: int) -> str | None:
-        """Returns why the tensor-parallel ranks cannot have whole query groups or equal parts of one, and the
-        remedy; None if they can."""
-        heads, groups = self.num_attention_heads, self.query_groups
-        rows = 2 * self.kv_channels * groups
-        if heads % tp_size:
-            return (
-                f"--num-attention-heads {heads} is not divisible by --tensor-model-parallel-size {tp_size}: "
-                "change one of them"
-            )
-        if heads % groups:
-            return (
-                f"--num-attention-heads {heads} is not divisible by --num-query-groups {groups}, each group "
-                "has the same number of heads: change one of them"
-            )
-        if groups % tp_size and tp_size % groups:
-            return (
-                f"--num-query-groups {groups} with --tensor-model-parallel-size {tp_size}: expected one to "
-                "be a multiple of the other, so that a rank has whole groups or a part of one: change one of "
-                "them"
-            )
-        if tp_size > groups and rows % tp_size:
-            return (
-                f"--num-query-groups {groups} and a head dimension of {self.kv_channels} make {rows} rows of "
-                f"keys and values, which are not divisible by --tensor-model-parallel-size {tp_size}: "
-                "decrease the tensor-parallel size"
-            )
-        return None
-
     def has_window(self, layer: int) -> bool:
         """Returns whether a transformer layer, counted from 0, has the window of --window-size."""
         pattern = self.window_pattern
@@ -382,26 +401,6 @@ class ModelConfig(ExpertConfig, Fp8LayerConfig):
             return self.fp8_layer_pattern[layer % len(self.fp8_layer_pattern)] == BF16
         inner = range(self.num_layers_at_start_in_bf16, self.num_layers - self.num_layers_at_end_in_bf16)
         return self.first_last_layers_bf16 and layer not in inner
-
-    @property
-    def query_width(self) -> int:
-        """Total size of the query heads, which is also the size of the attention's output."""
-        return self.num_attention_heads * self.kv_channels
-
-    @property
-    def key_width(self) -> int:
-        """Total size of the key heads, and of the value heads."""
-        return self.query_groups * self.kv_channels
-
-    @property
-    def rotary_dim(self) -> int:
-        """Number of rotated elements in each head."""
-        return int(self.kv_channels * self.rotary_percent)
-
-    @property
-    def qkv_bias(self) -> bool:
-        """Whether the projection to queries, keys and values has a bias."""
-        return self.add_qkv_bias or not self.disable_bias_linear
 
     @property
     def width_ratio(self) -> float:
@@ -430,21 +429,17 @@ class ModelConfig(ExpertConfig, Fp8LayerConfig):
         return self.mup_input_mult if self.mup else 1.0
 
     @property
-    def attention_scale(self) -> float:
-        """Multiplier of the attention scores."""
-        default = self.mup_attn_mult / self.kv_channels if self.mup else 1.0 / math.sqrt(self.kv_channels)
-        return default if self.softmax_scale is None else self.softmax_scale
-
-    @property
     def logits_multiplier(self) -> float:
         """Multiplier of the logits."""
-        return self.mup_output_mult / self.width_ratio if self.mup else 1.0
+        return self.logit_scale * (self.mup_output_mult / self.width_ratio if self.mup else 1.0)
 
     def derive(self) -> dict[str, Any]:
         derived: dict[str, Any] = {}
         if self.ffn_hidden_size is None:
             derived["ffn_hidden_size"] = 4 * self.hidden_size
-        if self.kv_channels is None:
+        if self.multi_latent_attention:
+            derived["kv_channels"] = self.latent_head_dim
+        elif self.kv_channels is None:
             derived["kv_channels"] = self.hidden_size // self.num_attention_heads
             if self.hidden_size % self.num_attention_heads:
                 derived["kv_channels"] = ConfigError(
@@ -455,8 +450,11 @@ class ModelConfig(ExpertConfig, Fp8LayerConfig):
             derived["num_experts"] = None
         elif self.num_experts is not None and self.moe_ffn_hidden_size is None:
             derived["moe_ffn_hidden_size"] = derived.get("ffn_hidden_size", self.ffn_hidden_size)
-        patterns = {"window_pattern": WINDOW_PATTERN, "moe_layer_freq": EXPERT_PATTERN}
-        for name, syntax in {**patterns, "fp8_layer_pattern": FP8_PATTERN}.items():
+        patterns = {
+            **{"window_pattern": WINDOW_PATTERN, "no_rope_freq": ROTARY_PATTERN},
+            **{"moe_layer_freq": EXPERT_PATTERN, "fp8_layer_pattern": FP8_PATTERN},
+        }
+        for name, syntax in patterns.items():
             if (words := getattr(self, name)) is not None:
                 try:
                     derived[name] = syntax.parse(words, self.num_layers)

@@ -59,6 +59,28 @@ class OptimizerConfig(Section):
         help="with --optimizer muon: dtype of the Newton-Schulz iterations (default: fp32 in runs in fp32, "
         "otherwise bf16)",
     )
+    qk_clip: bool = flag(
+        False,
+        help="after each update, by any optimizer, scale the weights of queries and keys of heads whose "
+        "largest attention logit in the global batch is above --qk-clip-threshold, as MuonClip does "
+        "(arXiv:2507.20534); the largest logit of all heads is logged",
+        excludes={"model.attn_logit_softcapping": "the cap already limits the scores"},
+    )
+    qk_clip_alpha: float = flag(
+        0.5,
+        above=0,
+        below=1,
+        help="with eta = --qk-clip-threshold / largest logit: the weight of a query is multiplied by eta^X, "
+        "and the weight of a key by eta^(1 - X)",
+        metavar="X",
+        used_with=("optimizer.qk_clip",),
+    )
+    qk_clip_threshold: float = flag(
+        100.0,
+        above=0,
+        help="largest attention logit of a head whose weights are not scaled",
+        used_with=("optimizer.qk_clip",),
+    )
     sgd_momentum: float = flag(0.9, at_least=0, below=1, help="with --optimizer sgd: momentum")
     weight_decay: float = flag(
         0.01, at_least=0, help="weight decay; not applied to biases and norm parameters"

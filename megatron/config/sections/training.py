@@ -22,7 +22,7 @@ _OTHER_MODULES = {
     "mlp": f"{_WHOLE_LAYERS}, or mlp_act",
     "moe": f"{_WHOLE_LAYERS}, or moe_act",
     "shared_experts": f"{_WHOLE_LAYERS}, or mlp_act",
-    "mla_up_proj": "multi-latent attention is not implemented; remove it",
+    "mla_up_proj": "it is not implemented; set core_attn, or remove it",
 }
 """Modules of Megatron-LM -> the alternative."""
 _HARNESS = {"training.eval_harness_tasks": ""}

@@ -122,10 +122,10 @@ class _ObservedModel(GPTModelPipe):
             hidden.grad_fn.register_prehook(lambda gradients: self.recorder.begin("backward", index))
         return outputs
 
-    def loss(self, outputs: Tensor, labels_and_mask: tuple[Tensor, Tensor]) -> Tensor:
+    def loss(self, outputs: Tensor, loss_inputs: tuple[Tensor, ...]) -> Tensor:
         self._note_input(outputs)
         self.recorder.begin("forward", len(self.entries))
-        return super().loss(outputs, labels_and_mask)
+        return super().loss(outputs, loss_inputs)
 
     def begin_backward(self, host_bytes: int) -> None:
         """Ends the forward pass and begins the backward pass. host_bytes: bytes allocated in host memory."""
@@ -145,7 +145,8 @@ class _ObservedModel(GPTModelPipe):
         }
         found: dict[int, Deferred] = {}
         while deferred:
-            found.setdefault(owners[deferred[0][0]], []).append(deferred.pop(0))
+            owner = owners.get(deferred[0][0], len(self.entries))  # the loss, with multi-token prediction
+            found.setdefault(owner, []).append(deferred.pop(0))
         return found
 
     def _note_freed_input(self) -> None:
@@ -213,7 +214,9 @@ def _check_chunks(config: Config, vocab_size: int) -> None:
 def _run_micro_batch(rank: _Rank) -> tuple[Spec, ...]:
     """Runs the passes of a micro-batch, as the engine does. Returns shapes and dtypes of the loss's input."""
     model, optimizer, tokens = rank.model, rank.optimizer, rank.tokens()
-    labels = (torch.zeros_like(tokens), torch.ones(tokens.shape, device=tokens.device))
+    mask = torch.ones(tokens.shape, device=tokens.device)
+    inputs = [tokens] * model.loss_reads_tokens
+    labels = model.loss_inputs(torch.zeros_like(tokens), mask, [1] * model.loss_depths, *inputs)
     optimizer.unit_overlap.begin_micro_batch()
     scale = optimizer.scaler.scale
     with model.metrics.recording():

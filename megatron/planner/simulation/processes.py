@@ -83,7 +83,7 @@ class Worker:
 
     def end(self) -> None:
         """Ends the process."""
-        self._process.terminate()
+        self._process.kill()  # SIGTERM may be ignored, see `exit_on_interrupt`
 
 
 def _serve(connection: Connection, output: str, environment: dict[str, str]) -> None:

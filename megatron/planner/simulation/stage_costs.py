@@ -27,12 +27,13 @@ from megatron.config.sections.optimizer import OptimizerConfig
 from megatron.config.sections.parallel import ParallelConfig
 from megatron.config.sections.schedule import ScheduleConfig
 from megatron.config.sections.training import recomputation
-from megatron.model.attention_choice import run_uses_kernels
+from megatron.model.attention.choice import run_uses_kernels
+from megatron.model.attention.qk_clip import records_logits
 from megatron.model.layer_kinds import (
     LayerDescription,
     LayerKind,
     Role,
-    layer_kind,
+    layer_kinds,
     settings_for_kinds,
     transformer_layers,
 )
@@ -208,7 +209,7 @@ class _Parts:
         own = [kind for entry in entries if (kind := layers[entry].kind)]
         count, rest = divmod(len(own), per_group)
         stage = tuple(tuple(own[index * per_group : (index + 1) * per_group]) for index in range(count))
-        last = stage[-1] if stage else tuple((every * per_group)[:per_group])
+        last = stage[-1] if stage else tuple((every * per_group)[-per_group:])
         different = dict.fromkeys(stage or (last,))
         head = stage[:2] if prefetches else ()
         firsts = tuple(kind for kind in different if kind not in head)
@@ -288,8 +289,9 @@ def rank_update(run: Run, rank: int) -> UpdateCosts:
     parallel, last = config.parallel, max(plan.rank_of_stage)
     extrapolates = not config.optimizer.updates_matrices
     buckets: list[range] = []
+    predicted = [entry for entry in entries if plan.layers[entry].role is Role.MULTI_TOKEN]
     if parallel.bucket_size is not None:
-        sizes = [plan.parameters[entry] for entry in entries if entry in inner]
+        sizes = [plan.parameters[entry] for entry in entries if entry in inner or entry in predicted]
         buckets = divide_into_buckets(sizes, parallel.bucket_size)
 
     def record(entries: Sequence[int], kinds: Sequence[LayerKind], replicas: int) -> UpdateCosts:
@@ -323,7 +325,8 @@ def rank_update(run: Run, rank: int) -> UpdateCosts:
     else:  # the costs are affine in 1 / replicas
         update, fewer = with_replicas(many), with_replicas(many // 2)
         update = update.plus(1 - many / replicas, fewer, update)
-    same = [[recorded.index(kinds[layer]) for layer in bucket] for bucket in buckets]
+    same_costs = [*map(recorded.index, kinds), *range(len(recorded), len(recorded) + len(predicted))]
+    same = [[same_costs[layer] for layer in bucket] for bucket in buckets]
     return update.with_buckets(same).between_stages(last)
 
 
@@ -433,7 +436,7 @@ def _update_config(
         "parallel.pipeline_schedule": "1f1b",
         "parallel.virtual_pipeline_stages": 1,
         "parallel.ddp_bucket_size": 1 if has_buckets else _NO_BUCKETS,
-        **settings_for_kinds(kinds or [layer_kind(config.model, 0).without_window]),
+        **settings_for_kinds(kinds or [layer_kinds(config.model)[-1].without_window]),
         "model.hidden_dropout": 0.0,
         "model.attention_dropout": 0.0,
         "batch.micro_batch_size": 1,
@@ -454,6 +457,6 @@ def _without_run(config: Config, optimizer: OptimizerConfig) -> Config:
         optimizer=optimizer,
         schedule=ScheduleConfig(lr=1.0),
         checkpoint=CheckpointConfig(),
-        logging=LoggingConfig(),
+        logging=LoggingConfig(log_max_attention_logit=records_logits(config)),
         curriculum=None,
     )

@@ -19,7 +19,7 @@ from deepspeed.accelerator import get_accelerator
 from megatron.arguments.data_checks import no_harness
 from megatron.config import Config
 from megatron.engine.pipeline_engine import GPTEngine
-from megatron.model.distributed_inference import DistributedGPT, InferenceStopped
+from megatron.model.inference.distributed import DistributedGPT, InferenceStopped
 from megatron.tokenizer import build_tokenizer
 
 if TYPE_CHECKING:
@@ -80,6 +80,7 @@ def run_tasks(
     except InferenceStopped:
         return None
     finally:
+        engine.module.context.cache.clear()
         engine.module.train()
 
 

@@ -8,7 +8,6 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-import torch
 from lm_eval import simple_evaluate
 from lm_eval.api.instance import Instance
 from lm_eval.api.model import TemplateLM
@@ -17,8 +16,9 @@ from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
 
 from megatron.cluster.launch import temporary_environment
 from megatron.config import ConfigError
-from megatron.model.generation import Sampling, generate
-from megatron.model.scoring import LanguageModel
+from megatron.model.inference.generation import Continuation, Sampling, generate
+from megatron.model.inference.growing_texts import padded
+from megatron.model.inference.scoring import LanguageModel
 from megatron.tokenizer import Tokenizer
 
 # Task -> metric -> value.
@@ -75,7 +75,7 @@ class HarnessModel(TemplateLM):
             batch = order[start : start + self.batch_size]
             texts = [(requests[index][1] + requests[index][2])[-self.max_length - 1 :] for index in batch]
             # Padding is on the right, where no token attends to it.
-            rows = _padded(texts, self.eot_token_id)
+            rows = padded(texts, self.eot_token_id)
             log_probs, is_greedy = (x.cpu() for x in self.model.score(rows[:, :-1], rows[:, 1:]))
             for row, (index, text) in enumerate(zip(batch, texts, strict=True)):
                 scored = min(len(requests[index][2]), len(text) - 1)
@@ -98,33 +98,18 @@ class HarnessModel(TemplateLM):
     def generate_until(self, requests: list[Instance], disable_tqdm: bool = False) -> list[str]:
         """Returns greedy continuations, up to the first of the task's end texts. A context is truncated on
         the left to leave room for the continuation. Raises ConfigError as `generated_tokens` does."""
-        return [self._generate(*request.args) for request in requests]
+        texts = [self._continuation(*request.args) for request in requests]
+        greedy = Sampling(temperature=0)
+        for _ in generate(self.model, texts, greedy, window=self.max_length, eod=self.eot_token_id, seed=0):
+            pass
+        return [text.text for text in texts]
 
-    def _generate(self, context: str, settings: dict[str, Any]) -> str:
+    def _continuation(self, context: str, settings: dict[str, Any]) -> Continuation:
         count = generated_tokens(settings, self.max_length)
         until = settings.get("until") or []
-        ends = [until] if isinstance(until, str) else list(until)
-        tokens: list[int] = []
-        for token in generate(
-            self.model,
-            self.tok_encode(context)[count - self.max_length :],
-            count,
-            Sampling(temperature=0),
-            window=self.max_length,
-            eod=self.eot_token_id,
-            seed=0,
-        ):
-            tokens.append(token)
-            text = self.texts.detokenize(tokens)
-            if found := [text.index(end) for end in ends if end in text]:
-                return text[: min(found)]
-        return self.texts.detokenize(tokens)
-
-
-def _padded(texts: Sequence[list[int]], padding: int) -> torch.Tensor:
-    """Returns the texts as a tensor [texts, longest text], padded on the right."""
-    longest = max(map(len, texts))
-    return torch.tensor([text + [padding] * (longest - len(text)) for text in texts])
+        stop = [until] if isinstance(until, str) else list(until)
+        prompt = self.tok_encode(context)[count - self.max_length :]
+        return Continuation(self.texts.detokenize, prompt, count, stop)
 
 
 class Tasks:

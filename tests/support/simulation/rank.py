@@ -26,7 +26,7 @@ from megatron.cluster.watchdog import Watchdog
 from megatron.config import Config
 from megatron.engine.pipeline_engine import GPTEngine
 from megatron.engine.profiler_ranges import TRAIN_STEP
-from megatron.model.attention_choice import run_uses_kernels
+from megatron.model.attention.choice import run_uses_kernels
 from megatron.mpu.mesh import Mesh
 from megatron.optimizer.batch_schedule import RunLength
 from megatron.planner.layer_memory import planned_run
@@ -116,7 +116,7 @@ class _Accelerator(SimulatedAccelerator):
 
 def simulate_rank(config: Config, rank: int, micro_batches: int | None = None) -> StepRecord:
     """Simulates a training step of `rank`, and returns its record. The device runs Triton kernels if
-    `model.attention_choice.run_uses_kernels`. micro_batches: None takes `simulated_micro_batches`."""
+    `model.attention.choice.run_uses_kernels`. micro_batches: None takes `simulated_micro_batches`."""
     run = planned_run(config)
     mesh = Mesh.from_config(config.parallel, rank)
     count = micro_batches or simulated_micro_batches(config)

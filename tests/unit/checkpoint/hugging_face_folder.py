@@ -18,7 +18,7 @@ from megatron.checkpoint.huggingface.importer import HuggingFaceModel
 from megatron.checkpoint.record import Checkpoint
 from megatron.commands import convert_huggingface
 from megatron.errors import USER_ERROR_EXIT_CODE
-from megatron.model.single_process import GPTModel
+from megatron.model.inference.single_process import GPTModel
 from tests.distributed.test_model_variants import LLAMA, QWEN3
 from tests.support.layouts import SEQ, VOCAB
 from tests.unit.model.single_process import random_tokens

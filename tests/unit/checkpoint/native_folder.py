@@ -21,7 +21,7 @@ from megatron.checkpoint.record import TrainingState
 from megatron.checkpoint.saving.run_record import layout_record
 from megatron.commands import convert_checkpoint
 from megatron.config import Config, padded_vocab_size
-from megatron.model.single_process import model_specs
+from megatron.model.inference.single_process import model_specs
 from megatron.mpu.mesh import Axis
 from tests.reference.shards import shard_of
 from tests.support.layouts import EOD, VOCAB

@@ -37,6 +37,7 @@ from megatron.errors import UserError
 from megatron.files import HostileFileError
 from megatron.mpu.mesh import Axis
 from megatron.mpu.pieces import Piece
+from tests.distributed.test_latent_attention import YARN as LATENT_YARN
 from tests.end_to_end.clone import commands_in
 from tests.end_to_end.command import ROOT
 from tests.support import HANG_TIMEOUT_S
@@ -48,17 +49,19 @@ from tests.unit.checkpoint.native_folder import change_run, convert, flip_a_byte
 from tests.unit.hostile import checked_sentence, refusal
 
 GATED = {"glu_activation": "swiglu", "group_query_attention": True, "num_query_groups": 2}
-# A padded vocabulary, fused parts, grouped queries, an untied head, replicas of ZeRO, bf16.
+ATTENTION = {"attention_output_gate": True, "softmax_type": "learnable"}
+# A padded vocabulary, fused parts, grouped queries, gates and sinks, an untied head, replicas of ZeRO, bf16.
 CONFIGS = {
     "tied": config_of(Row(tp=2, pp=2, dp=2, zero=1, precision="bf16")),
-    "untied": config_of(Row(tp=2, zero=0), model={**GATED, "untie_embeddings_and_output_weights": True}),
+    "untied": config_of(
+        Row(tp=2, zero=0), model={**GATED, **ATTENTION, "untie_embeddings_and_output_weights": True}
+    ),
 }
-
-
 # Stacked layers, and layers of two kinds with the bias of experts.
 EXPERT_CONFIGS = {
     "experts": config_of(Row(tp=2, zero=1, precision="bf16"), model=MIXTRAL),
     "experts, dense": config_of(Row(tp=2, pp=2, dp=2, zero=1), model=GLM4_MOE),
+    "latent": config_of(Row(tp=2, pp=2), model=LATENT_YARN),
 }
 
 
@@ -168,12 +171,14 @@ def test_pytorch_alone_opens_a_dcp_checkpoint(native: Path, tmp_path: Path, smal
     assert len(content) - 1 + len(content["optimizer"]) == len(found)
 
 
-def test_the_commands_of_the_page_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("native", ["tied"], indirect=True)
+def test_the_commands_of_the_page_run(native: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    config = CONFIGS["tied"]
-    native = write_native(tmp_path / "checkpoints", config, random_wholes(config))
+    native = native.rename(tmp_path / "checkpoints")
     (tmp_path / "core").mkdir()
     core = unpack("torch_dist_llama", tmp_path).rename(tmp_path / "core" / "iter_0000100")
+    (tmp_path / "hybrid").mkdir()
+    unpack("torch_dist_hybrid", tmp_path).rename(tmp_path / "hybrid" / "iter_0000100")
     megatron_deepspeed_folder.unpack(tmp_path)
     (tmp_path / "swiglu").rename(tmp_path / "theirs")
     for command in commands_in("docs/conversion.md"):
@@ -418,14 +423,11 @@ def first_place(metadata: Metadata) -> Any:
     return next(iter(metadata.storage_data.values()))
 
 
+HUGE = torch.Size([1 << 60])
 DAMAGES: dict[str, tuple[Callable[[Metadata], object], type[UserError], str]] = {
     "code": (lambda m: setattr(m, "planner_data", Attack()), HostileFileError, "names posix.system"),
     "path": (lambda m: setattr(first_place(m), "relative_path", "../x"), HostileFileError, "names a file"),
-    "huge": (
-        lambda m: setattr(first_chunks(m)[0], "sizes", torch.Size([1 << 60])),
-        UserError,
-        "not laid out",
-    ),
+    "huge": (lambda m: setattr(first_chunks(m)[0], "sizes", HUGE), UserError, "not laid out"),
     "missing chunk": (lambda m: first_chunks(m).clear(), UserError, "not laid out"),
     "offset": (lambda m: setattr(first_place(m), "offset", -1), UserError, "not laid out"),
     "other chunk": (lambda m: setattr(first_place(m), "offset", 1 << 40), UserError, "cannot be read"),
@@ -433,13 +435,12 @@ DAMAGES: dict[str, tuple[Callable[[Metadata], object], type[UserError], str]] = 
 }
 
 
+@pytest.mark.parametrize("native", ["tied"], indirect=True)
 @pytest.mark.parametrize("kind", DAMAGES)
 def test_damaged_metadata_is_refused_in_one_sentence(
-    kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    kind: str, native: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    config = CONFIGS["tied"]
-    native = write_native(tmp_path / "native", config, random_wholes(config))
     folder = convert(native, tmp_path / "dcp", "dcp")
     change, error, text = DAMAGES[kind]
     change_metadata(folder, change)
@@ -472,9 +473,8 @@ def test_the_first_of_several_tasks_writes_a_format_that_one_process_writes(
     native: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     for rank in (1, 0):
-        task = {"SLURM_STEP_ID": "0", "SLURM_NTASKS": "2", "SLURM_PROCID": str(rank)}
-        for name, value in task.items():
-            monkeypatch.setenv(name, value)
+        for name, value in (("STEP_ID", "0"), ("NTASKS", "2"), ("PROCID", str(rank))):
+            monkeypatch.setenv(f"SLURM_{name}", value)
         convert_checkpoint.run(["--from", str(native), "--to", str(tmp_path / "dcp"), "--format", "dcp"])
         assert (tmp_path / "dcp").exists() == (rank == 0)
     assert capsys.readouterr().out.count(" parameters of ") == 1

@@ -17,7 +17,7 @@ from megatron.checkpoint.selection import find_checkpoint
 from megatron.config import Config
 from megatron.config.registry import Registry
 from megatron.errors import UserError
-from megatron.model.single_process import GPTModel, model_specs
+from megatron.model.inference.single_process import GPTModel, model_specs
 from megatron.mpu.parameter_spec import ParameterSpec
 from tests.support.layouts import EOD, VOCAB, Row, config_of, unconnected_run
 from tests.unit.checkpoint.native_folder import random_wholes

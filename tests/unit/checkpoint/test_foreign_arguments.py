@@ -21,11 +21,15 @@ from megatron.checkpoint.foreign_arguments import (
     Program,
     plain_arguments,
 )
+from megatron.checkpoint.foreign_latent import LATENT_ARGUMENTS
 from megatron.checkpoint.reading import load_model
 from megatron.checkpoint.selection import find_checkpoint
 from megatron.commands import convert_checkpoint
 from megatron.config import ModelConfig
 from megatron.errors import UserError
+from tests.distributed.test_latent_attention import DEEPSEEK_V2, PLAIN_QUERIES
+from tests.distributed.test_latent_attention import LATENT as PLAIN_LATENT
+from tests.distributed.test_latent_attention import YARN as YARN_LATENT
 from tests.distributed.test_torch_dist import config_for
 from tests.reference.plain_gpt import plain_gpt_logits
 from tests.support.assets import ASSETS, unpack
@@ -45,6 +49,9 @@ NEEDS: dict[str, dict[str, Any]] = {
     "add_qkv_bias": {"add_bias_linear": False},
     "window_attn_skip_freq": {"window_size": [7, 0], "num_layers": 4},
 }
+NEEDS |= dict.fromkeys(("mscale", "rotary_scaling_factor"), {"position_embedding_type": "yarn"})
+LATENT = {"multi_latent_attention": True, "rotary_scaling_factor": 4.0}
+NEEDS |= {name: LATENT for name in LATENT_ARGUMENTS[2:]}
 NEEDS |= {name: {"num_experts": 8, "num_layers": 4} for name in CHANGES_MODEL if name.startswith("moe_")}
 
 
@@ -157,15 +164,11 @@ def change(folder: Path, **values: Any) -> None:
 
 TOLD = {
     "rotary_seq_len_interpolation_factor": 8,
-    "no_rope_freq": [1, 0],
-    "softmax_type": "off-by-one",
-    "quick_geglu": True,
-    "glu_linear_offset": 1.0,
-    "activation_func_clamp_value": 7.0,
-    "apply_residual_connection_post_layernorm": True,
     "qk_l2_norm": True,
+    "quick_geglu": True,
+    "apply_residual_connection_post_layernorm": True,
     "mrope_section": (1, 1, 2),
-    "position_embedding_type": "yarn",
+    "position_embedding_type": "mrope",
 }
 
 
@@ -229,10 +232,16 @@ WRITTEN: list[dict[str, Any]] = [
         "glu_activation": "swiglu",
     },
     {"group_query_attention": True, "num_query_groups": 2, "untie_embeddings_and_output_weights": True},
+    {
+        **{"position_embedding_type": "rotary", "rope_scaling_type": "yarn", "rope_exact_range": True},
+        **{"window_size": 16, "window_pattern": ("W", "F"), "window_rope_scaling": True},
+        **{"glu_activation": "quick_geglu", "activation_func_clamp_value": 7.0, "glu_linear_offset": 1.0},
+    },
     MIXTRAL,
     QWEN3_MOE | {"moe_router_load_balancing_type": "none", "moe_z_loss_coeff": 1e-3},
     GLM4_MOE | {"moe_router_load_balancing_type": "global_aux_loss", "moe_aux_loss_coeff": 0.1},
     GLM4_MOE | {"moe_aux_loss_coeff": 0.1, "moe_router_bias_update_rate": 0.01},
+    *(model | {"init_method_std": 0.02} for model in (PLAIN_LATENT, YARN_LATENT, PLAIN_QUERIES)),
 ]
 
 
@@ -364,9 +373,11 @@ def test_foreign_arguments_that_are_written_give_the_same_logits(tmp_path: Path)
         {"glu_activation": "geglu"},
         {"disable_bias_linear": True},
         {"apply_residual_connection_post_layernorm": True},
-        {"position_embedding_type": "rotary", "rope_scaling_type": "yarn"},
+        {"position_embedding_type": "rotary", "rope_scaling_type": "yarn", "rotary_interleaved": True},
         {"position_embedding_type": "rotary", "rope_scaling_type": "llama3", "rope_scaling_factor": 4.0},
         {"mup": True},
+        DEEPSEEK_V2,
+        PLAIN_LATENT | {"rope_scaling_type": "linear"},
     ],
 )
 def test_models_without_foreign_arguments_are_not_written(fields: dict[str, Any], tmp_path: Path) -> None:

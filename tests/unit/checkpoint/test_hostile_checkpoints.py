@@ -304,7 +304,7 @@ def test_generation_does_not_run_a_model_with_a_flipped_bit(
     path = flip_a_bit(folder)
     texts: list[str] = []
     monkeypatch.setattr("megatron.checkpoint.reading.find_tokenizer", lambda *_: None)
-    monkeypatch.setattr(generate, "write_text", lambda model, *_: texts.append(type(model).__name__) or 0)
+    monkeypatch.setattr(generate, "write_texts", lambda model, *_: texts.append(type(model).__name__) or 0)
     with pytest.raises(SystemExit) as ended:
         generate.main(["--load", str(folder), "--prompt", "a"])
     assert ended.value.code == USER_ERROR_EXIT_CODE and f"{path.name} is damaged" in capsys.readouterr().err

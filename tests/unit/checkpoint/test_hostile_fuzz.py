@@ -23,7 +23,7 @@ from megatron.checkpoint.huggingface.importer import read_hugging_face
 from megatron.checkpoint.inspect import inspect_folder
 from megatron.checkpoint.reading import read_checkpoint
 from megatron.checkpoint.report import overview_text
-from megatron.model.single_process import model_specs
+from megatron.model.inference.single_process import model_specs
 from megatron.mpu.mesh import Axis
 from megatron.mpu.pieces import Piece
 from tests.support.conversion import to_universal

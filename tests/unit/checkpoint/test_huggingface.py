@@ -121,9 +121,9 @@ def test_several_files_hold_the_same_weights_as_one(tmp_path):
             Row(positions="rotary"),
             {
                 **{"normalization": "RMSNorm", "glu_activation": "swiglu", "disable_bias_linear": True},
-                **{"window_size": 5, "window_pattern": ("W", "F")},
+                **{"window_size": 5, "window_pattern": ("W", "F"), "window_rotary_base": 500.0},
             },
-            "with --window-pattern W F cannot be written .*: Mistral needs no --window-pattern",
+            "with --window-rotary-base 500.0 .*cannot be written .*Ministral needs no --window-rotary-base",
         ),
         (
             BLOOM,

@@ -8,29 +8,36 @@ import json
 import pytest
 import torch
 from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM
+from transformers.modeling_layers import MtpModel
 
 from megatron.checkpoint.discovery import open_checkpoint
 from megatron.checkpoint.formats.deepspeed_files import VALUES
 from megatron.checkpoint.formats.registry import open_reader
-from megatron.checkpoint.huggingface.exporter import HuggingFaceWriter, format_differences
+from megatron.checkpoint.huggingface.exporter import DIGEST_FILE, HuggingFaceWriter, format_differences
 from megatron.checkpoint.huggingface.family import FAMILIES, family_of
 from megatron.checkpoint.huggingface.importer import read_hugging_face
+from megatron.checkpoint.huggingface.missing import lacking_for
 from megatron.commands import convert_checkpoint
 from megatron.errors import UserError
-from megatron.model.layer_list import PARAMETER_DTYPES
+from megatron.model.inference.single_process import GPTModel
+from megatron.model.layer_list import PARAMETER_DTYPES, final_norm_of, first_mtp_layer_of
 from tests.support.conversion import write_hugging_face
-from tests.support.layouts import Row, config_of
+from tests.support.layouts import VOCAB, Row, config_of
 from tests.unit.checkpoint.hugging_face_folder import (
     EXPERTS,
     GLM4_MOE,
     MIXTRAL,
     OLMOE,
+    TOKENS,
     change_config,
     change_weights,
     convert,
+    hf_logits,
+    megatron_logits,
 )
 from tests.unit.checkpoint.native_folder import random_wholes, write_native
-from tests.unit.checkpoint.test_huggingface_llama import save_hf
+from tests.unit.checkpoint.test_huggingface_llama import assert_equal_logits, save_hf
 
 EXPERT = "model.layers.1.{}experts.{}.{}.weight"
 CHANGES = {
@@ -105,21 +112,117 @@ def test_the_bias_of_experts_is_never_rounded(precision, tmp_path):
     assert torch.equal(imported.read("4.mlp.router.expert_bias", VALUES), wholes["4.mlp.router.expert_bias"])
 
 
-@pytest.mark.parametrize("layers", [0, 1])
-def test_layers_for_multi_token_prediction_are_not_converted_and_noted(layers, tmp_path, capsys):
-    save_hf(tmp_path / "hf", "glm-4.5")
-    extra = {"model.layers.3.eh_proj.weight": torch.ones(32, 64)}
-    change_weights(tmp_path / "hf", lambda weights: weights | extra)
-    change_config(tmp_path / "hf", num_nextn_predict_layers=layers)
-    if layers == 0:
-        with pytest.raises(UserError, match=r"among them model\.layers\.3\.eh_proj"):
-            read_hugging_face(tmp_path / "hf")
-        return
-    convert("--from", tmp_path / "hf", "--to", tmp_path / "native")
-    assert (
-        "layers for multi-token prediction, if the folder has them, are not converted"
-        in capsys.readouterr().err
+def test_experts_of_4_bits_have_the_values_that_transformers_unpacks(tmp_path):
+    from transformers.integrations.mxfp4 import convert_moe_packed_tensors
+
+    save_hf(tmp_path, "gpt-oss", intermediate_size=64, dtype=torch.bfloat16)
+    torch.manual_seed(5)
+    values = {}
+
+    def pack(weights):
+        for name in [name for name in weights if name.endswith(("gate_up_proj", "down_proj"))]:
+            experts, inputs, rows = weights.pop(name).shape
+            blocks = torch.randint(256, (experts, rows, inputs // 32, 16), dtype=torch.uint8)
+            scales = torch.randint(120, 128, blocks.shape[:-1], dtype=torch.uint8)
+            weights |= {f"{name}_blocks": blocks, f"{name}_scales": scales}
+            values[name] = convert_moe_packed_tensors(blocks, scales)
+        return weights
+
+    change_weights(tmp_path, pack)
+    change_config(tmp_path, quantization_config={"quant_method": "mxfp4"})
+    stored = read_hugging_face(tmp_path).stored
+    assert len(values) == 6 and all(torch.equal(stored[name].read(), values[name]) for name in values)
+    change_config(tmp_path, quantization_config={"quant_method": "gptq"})
+    with pytest.raises(UserError, match="gptq.*expected mxfp4"):
+        read_hugging_face(tmp_path)
+
+
+def test_a_type_that_needs_a_missing_part_is_answered_by_name(tmp_path):
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "qwen3_next"}))
+    with pytest.raises(UserError, match="of type qwen3_next, which needs linear attention: it is not impl"):
+        read_hugging_face(tmp_path)
+    assert not {kind for kind in FAMILIES if lacking_for(kind)}
+
+
+@torch.no_grad()
+def logits_of_later_tokens(checkpoint, next_tokens):
+    """Returns the logits of each layer of multi-token prediction. next_tokens: what the layers read."""
+    model = GPTModel(checkpoint.config, checkpoint.vocab_size, checkpoint.eod)
+    open_reader(checkpoint).load_weights(model)
+    final, embedding = final_norm_of(checkpoint.config.model.num_layers), model.tied_modules["embed"]
+    is_untied = checkpoint.config.model.untie_embeddings_and_output_weights
+    head = model.get_submodule(str(final + 1)) if is_untied else embedding
+    hidden, found = model.eval().get_submodule(str(final))(model._hidden(TOKENS)), []
+    for index, tokens in enumerate(next_tokens, first_mtp_layer_of(checkpoint.config.model.num_layers)):
+        hidden = model.get_submodule(str(index))(hidden, tokens, embedding.word_embeddings)
+        found.append(hidden @ head.head_weight[:VOCAB].T)
+    return found
+
+
+@torch.no_grad()
+def their_logits_of_later_tokens(folder, layers, next_tokens):
+    """Returns the logits of transformers' layers for multi-token prediction."""
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+    # Otherwise the numbers of the layers in published models.
+    model._keys_to_ignore_on_load_unexpected = [rf"model\.layers\.{4 + n}\." for n in range(layers)]
+    later, found = MtpModel.from_pretrained(model).eval(), []
+    hidden = model.model(TOKENS).last_hidden_state
+    positions = torch.arange(TOKENS.shape[1])[None]
+    for layer, tokens in enumerate(next_tokens):
+        hidden = later.forward_layer(layer, hidden, positions, None, input_ids=tokens)
+        found.append(model.lm_head(hidden))
+    return found
+
+
+@pytest.mark.parametrize("layers, untied", [(1, True), (2, False)])
+def test_layers_for_multi_token_prediction_keep_their_logits_and_every_bit(layers, untied, tmp_path):
+    """Names, shapes and values are read by transformers, which runs these layers to draft tokens."""
+    ties = {"mtp_num_layers": layers, "untie_embeddings_and_output_weights": untied}
+    config = config_of(Row(), model=GLM4_MOE | ties)
+    wholes = random_wholes(config)
+    native = open_checkpoint(write_native(tmp_path / "native", config, wholes))
+    write_hugging_face(native, tmp_path / "hf")
+    settings = json.loads((tmp_path / "hf" / "config.json").read_text())
+    assert settings["num_nextn_predict_layers"] == layers
+    stored = load_file(tmp_path / "hf" / "model.safetensors")
+    assert stored["model.layers.4.eh_proj.weight"].shape == (32, 64)
+    assert {name for name in stored if name.startswith("model.layers.4.") and ".experts." not in name} >= {
+        f"model.layers.4.{name}.weight"
+        for name in ("enorm", "hnorm", "shared_head.norm", "embed_tokens", "self_attn.q_proj", "mlp.gate")
+    }
+    assert ("model.layers.4.shared_head.head.weight" in stored) == untied
+    assert_equal_logits(megatron_logits(native), hf_logits(tmp_path / "hf"))
+    later = [torch.nn.functional.pad(TOKENS[:, k:], (0, k)) for k in range(1, layers + 1)]
+    ours = logits_of_later_tokens(native, later)
+    for found, wanted in zip(ours, their_logits_of_later_tokens(tmp_path / "hf", layers, later), strict=True):
+        assert_equal_logits(found, wanted)
+    back = open_reader(open_checkpoint(tmp_path / "hf"))
+    assert back.recorded_model()[0]["mtp_num_layers"] == layers
+    assert set(back.stored_names) == wholes.keys()
+    for name, whole in wholes.items():
+        assert torch.equal(back.read(name, VALUES), whole)
+
+
+def test_copies_must_be_equal_and_missing_layers_are_no_error(tmp_path):
+    config = config_of(Row(), model=GLM4_MOE | {"mtp_num_layers": 1})
+    write_hugging_face(
+        open_checkpoint(write_native(tmp_path / "native", config, random_wholes(config))), tmp_path / "hf"
     )
+    (tmp_path / "hf" / DIGEST_FILE).unlink()
+    copy = "model.layers.4.embed_tokens.weight"
+    change_weights(tmp_path / "hf", lambda weights: weights | {copy: weights[copy] + 1})
+    with pytest.raises(UserError, match=f"{copy} that differs from model.embed_tokens.weight"):
+        read_hugging_face(tmp_path / "hf")
+    change_weights(
+        tmp_path / "hf", lambda weights: {k: w for k, w in weights.items() if ".layers.4." not in k}
+    )
+    assert read_hugging_face(tmp_path / "hf").model.mtp_num_layers is None
+    change_weights(tmp_path / "hf", lambda weights: weights | {copy: torch.ones(32, 64)})
+    with pytest.raises(UserError, match=r"lacks .* weights, among them model\.layers\.4"):
+        read_hugging_face(tmp_path / "hf")
+    change_config(tmp_path / "hf", num_nextn_predict_layers=0)
+    with pytest.raises(UserError, match=r"among them model\.layers\.4\.embed_tokens"):
+        read_hugging_face(tmp_path / "hf")
 
 
 def test_the_coefficient_of_the_balance_loss_is_noted_in_both_directions(tmp_path, capsys):
@@ -146,7 +249,7 @@ def test_the_coefficient_of_the_balance_loss_is_noted_in_both_directions(tmp_pat
         (GLM4_MOE | {"moe_shared_expert_gate": True}, "needs no --moe-shared-expert-gate"),
         (
             GLM4_MOE | {"moe_router_num_groups": 4, "moe_router_group_topk": 2},
-            "needs --moe-router-group-topk 1",
+            "needs --moe-router-group-score-topk 2",
         ),
         (GLM4_MOE | {"moe_router_enable_expert_bias": False}, "needs --moe-router-enable-expert-bias"),
     ],
@@ -159,7 +262,7 @@ def test_an_expert_model_without_hugging_face_form_is_refused_by_its_flag(model,
 MALFORMED = ("x", -1, 0, None, 1.5, [1])
 
 
-@pytest.mark.parametrize("name", CHANGES)
+@pytest.mark.parametrize("name", [*CHANGES, "deepseek-v3", "deepseek-v2", "glm-4.7-flash"])
 def test_a_malformed_setting_gets_one_sentence(name, tmp_path):
     """A setting that the family reads is as it was, has another valid value, or is named with its file."""
     save_hf(tmp_path, name)

@@ -13,7 +13,7 @@ from megatron.checkpoint.formats.deepspeed_files import VALUES
 from megatron.checkpoint.formats.registry import HUGGING_FACE, format_of, open_reader
 from megatron.checkpoint.huggingface import reader as reader_module
 from megatron.errors import UserError
-from megatron.model.single_process import model_specs
+from megatron.model.inference.single_process import model_specs
 from megatron.mpu.mesh import Axis
 from megatron.mpu.parameters import reshard
 from megatron.mpu.pieces import Piece
@@ -29,7 +29,7 @@ def load_flags(folder, *flags):
     return read_command_line(words, {})
 
 
-@pytest.mark.parametrize("name", ["llama-3", "qwen-2", "olmo-2", "pythia", "glm-4.5"])
+@pytest.mark.parametrize("name", ["llama-3", "qwen-2", "olmo-2", "pythia", "glm-4.5", "deepseek-v3"])
 @pytest.mark.parametrize("ranks", [2, 4])
 def test_each_rank_reads_its_shards(name, ranks, tmp_path, monkeypatch):
     save_hf(tmp_path, name)

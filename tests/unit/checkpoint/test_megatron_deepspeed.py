@@ -20,7 +20,7 @@ from megatron.checkpoint.selection import find_checkpoint
 from megatron.commands import ds_to_universal
 from megatron.errors import UserError
 from megatron.files import HostileFileError
-from megatron.model.single_process import GPTModel, model_specs
+from megatron.model.inference.single_process import GPTModel, model_specs
 from megatron.mpu.pieces import Piece
 from tests.reference.plain_gpt import plain_gpt_logits
 from tests.support.layouts import EOD, SEQ, VOCAB, Row, config_of, sample_tokens, unconnected_run

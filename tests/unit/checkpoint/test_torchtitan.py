@@ -14,7 +14,7 @@ from megatron.checkpoint.formats.dcp import DcpFolder
 from megatron.checkpoint.formats.deepspeed_files import VALUES
 from megatron.checkpoint.formats.registry import TORCHTITAN, format_of, open_reader
 from megatron.errors import UserError
-from megatron.model.single_process import model_specs
+from megatron.model.inference.single_process import model_specs
 from megatron.mpu.mesh import Axis
 from megatron.mpu.pieces import Piece
 from tests.support.assets import unpack

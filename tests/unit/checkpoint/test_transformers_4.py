@@ -31,7 +31,7 @@ from megatron.checkpoint.huggingface.family import FAMILIES, family_of
 from megatron.checkpoint.huggingface.importer import read_settings
 from megatron.checkpoint.huggingface.rope import flat_settings
 from megatron.config import Config
-from megatron.model.single_process import model_specs
+from megatron.model.inference.single_process import model_specs
 from megatron.tokenizer import build_tokenizer
 from megatron.tokenizer.hugging_face import save_as_hugging_face
 from tests.distributed.test_model_variants import (
@@ -58,6 +58,7 @@ from tests.unit.checkpoint.hugging_face_folder import (
     hf_logits,
     megatron_logits,
 )
+from tests.unit.checkpoint.hugging_face_models import LATER
 from tests.unit.checkpoint.native_folder import write_native
 from tests.unit.model.single_process import random_tokens
 from tests.unit.tokenizer.test_tokenizers import TRICKY, train_sentence_piece
@@ -139,8 +140,8 @@ def config_of_model(name: str) -> Config:
     return config_of(Row(), model={**model, "seq_length": 256, "max_position_embeddings": 256})
 
 
-def test_every_family_has_a_row_for_transformers_4():
-    assert {kind for kind, _, _ in MODELS.values()} == set(FAMILIES)
+def test_every_earlier_family_has_a_row_for_transformers_4():
+    assert {kind for kind, _, _ in MODELS.values()} == set(FAMILIES) - LATER
 
 
 @pytest.mark.parametrize("name", MODELS)

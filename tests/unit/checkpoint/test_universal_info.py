@@ -23,7 +23,7 @@ from megatron.checkpoint.formats.universal_info import (
     spec_record,
 )
 from megatron.errors import UserError
-from megatron.model.single_process import model_specs
+from megatron.model.inference.single_process import model_specs
 from megatron.mpu.parameter_spec import ParameterSpec, Shard
 from tests.support.layouts import EOD, VOCAB, Row, config_of
 

@@ -211,7 +211,7 @@ def test_a_pattern_needs_a_layer() -> None:
 def test_flags_of_peers_that_ask_for_what_is_always_done_are_accepted() -> None:
     megatron_lm = (
         "--moe-grouped-gemm --moe-permute-fusion --moe-router-fusion --moe-router-dtype fp32 "
-        "--expert-tensor-parallel-size 1 --moe-shared-expert-overlap --softmax-type vanilla"
+        "--expert-tensor-parallel-size 1 --moe-shared-expert-overlap"
     )
     microsoft = (
         "--moe-expert-parallel-size 1 --mlp-type standard --create-moe-param-group --use-tutel "
@@ -239,7 +239,6 @@ def test_flags_of_peers_with_another_meaning_are_answered() -> None:
         "--moe-enable-deepep": "--moe-token-dispatcher-type alltoall",
         "--overlap-moe-expert-parallel-comm": "does not overlap",
         "--moe-router-dtype fp64": "fp32",
-        "--softmax-type learnable": "expected vanilla",
         "--delay-wgrad-compute": "does not overlap",
         "--save-tokens-per-expert-interval 9": "--moe-per-layer-logging",
         "--moe-a-new-option": "not implemented",

@@ -13,6 +13,7 @@ MODEL = (
     "--micro-batch-size 1 --global-batch-size 8 --lr 1e-3 --train-iters 10 --vocab-size 1000 "
     "--dry-run --world-size 8"
 )
+ROTARY = "--position-embedding-type rotary"
 EXPERTS = "--num-experts 8 --moe-ffn-hidden-size 256"
 
 
@@ -93,6 +94,25 @@ def test_what_cannot_run_is_rejected(flags, message):
         flags += " --tensor-model-parallel-size 2"
     with pytest.raises(ConfigError, match=message):
         precision(flags)
+
+
+def test_the_projection_of_multi_token_prediction_is_checked_if_the_last_layer_is_in_fp8():
+    sizes = "--hidden-size 1152 --num-attention-heads 8 --kv-channels 128 --ffn-hidden-size 4096"
+    flags = f"--bf16 --fp8-recipe blockwise --tensor-model-parallel-size 2 {sizes} {ROTARY}"
+    assert precision(flags).fp8_recipe
+    with pytest.raises(ConfigError, match="--hidden-size 1152 / --tensor-model-parallel-size 2 is not divis"):
+        precision(f"{flags} --mtp-num-layers 1")
+    assert precision(f"{flags} --mtp-num-layers 1 --fp8-layer-pattern F F F B").fp8_recipe
+
+
+def test_the_gate_is_part_of_the_projection_whose_size_is_checked():
+    """[1536, 1024] would be small, and is if the gate is missing; [2304, 1024] computes in FP8."""
+    sizes = "--hidden-size 1024 --num-attention-heads 6 --kv-channels 128 --ffn-hidden-size 1024"
+    groups = "--group-query-attention --num-query-groups 3 --fp8-min-size 700"
+    flags = f"--bf16 --fp8-recipe blockwise {sizes} {groups}"
+    with pytest.raises(ConfigError, match="computes no matrix in FP8"):
+        precision(flags)
+    assert precision(f"{flags} --attention-output-gate").fp8_recipe
 
 
 def test_sizes_of_experts_are_not_divided_by_tensor_parallel_ranks():

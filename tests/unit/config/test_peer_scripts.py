@@ -101,13 +101,6 @@ def test_a_run_rejects_what_only_a_dry_run_ignores(flag: str, reason: str) -> No
         parse_args([*RUN, "--mock-data", "--vocab-size", "9", *flag.split()], {})
 
 
-def test_the_mean_over_tokens_is_rejected_where_it_is_not_the_mean_over_micro_batches() -> None:
-    words = [*SMALL, "--calculate-per-token-loss"]
-    parse_args(words, {})
-    with pytest.raises(ConfigError, match="--calculate-per-token-loss is not supported with --eod-mask-loss"):
-        parse_args([*words, "--eod-mask-loss"], {})
-
-
 @pytest.mark.parametrize(
     ("words", "size"),
     [

@@ -46,6 +46,8 @@ REFUSED = """
 --split 0,50,50 => --split 0,50,50 assigns no document to the train split
 --eval-only --load c --train-data-path a => --eval-only without --valid-data-path: there are no validation
 --mup --optimizer sgd => --mup without --optimizer adam
+--qk-clip --qk-layernorm => --qk-clip with --qk-layernorm; undo their scaling; remove --qk-layernorm
+--qk-clip --attn-logit-softcapping 30 => --qk-clip with --attn-logit-softcapping 30; remove one
 --mup --softmax-scale 0.5 => --softmax-scale 0.5; --mup-attn-mult
 --z-loss-weight 1e-4 --loss-implementation plain => --z-loss-weight 0.0001; plain; fused
 --world-size 2 --tensor-model-parallel-size 2 --tp-comm-overlap
@@ -133,7 +135,7 @@ REFUSED = """
 --recompute-granularity selective --recompute-modules shared_experts
     => --recompute-modules shared_experts is not supported; or mlp_act
 --recompute-granularity selective --recompute-modules mla_up_proj
-    => --recompute-modules mla_up_proj is not supported; multi-latent attention
+    => --recompute-modules mla_up_proj is not supported; core_attn
 --recompute-granularity selective --recompute-modules moe_act => moe_act without --num-experts; mlp_act
 --recompute-granularity selective --recompute-modules mlp_act --num-experts 4 --moe-ffn-hidden-size 8
     => --recompute-modules mlp_act: all MLPs are experts; moe_act

@@ -66,3 +66,18 @@ def test_a_pattern_needs_a_window():
     flags = [word for word in FLAGS if word not in ("--window-size", "32")]
     with pytest.raises(ConfigError, match="--window-pattern .*--window-size"):
         read_command_line([*flags, "--num-layers", "4", "--window-pattern", "W", "F"], {})
+
+
+def test_yarns_multiplier_of_scores_is_rejected_if_layers_with_a_window_have_no_yarn():
+    words = (
+        "--multi-latent-attention --rope-scaling-type yarn --rope-scaling-factor 4 "
+        "--rope-original-max-position-embeddings 32 --mscale-all-dim 1"
+    ).split()
+    pattern = ["--window-pattern", "W", "F"]
+    with pytest.raises(
+        ConfigError, match="--mscale-all-dim 1 without --window-rope-scaling: .*; add --window-"
+    ):
+        model_of(4, *words, *pattern)
+    model_of(4, *words)
+    model_of(4, *words, *pattern, "--window-rope-scaling")
+    model_of(4, *words[:-2], *pattern)

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 from megatron.config import ConfigError, DataConfig
-from megatron.data.blended_dataset import BlendedDataset, SampleDataset, integer_weights
+from megatron.data.blended_dataset import BlendedDataset, integer_weights
 from megatron.data.gpt_dataset import (
     GPTDataset,
     data_fingerprint,
@@ -22,6 +22,7 @@ from megatron.data.gpt_dataset import (
     requested_groups,
     same_data,
 )
+from megatron.data.sample import SampleDataset
 from megatron.errors import UserError
 from tests.unit.data import token_files
 from tests.unit.data.token_files import data_config, missing_files, numbered_documents, write_documents

@@ -19,7 +19,7 @@ import torch
 from megatron.config import DataConfig
 from megatron.config.registries import DATA_ORDERS
 from megatron.data import greedy_blend, helpers, indices
-from megatron.data.blended_dataset import BlendedDataset, SampleDataset
+from megatron.data.blended_dataset import BlendedDataset
 from megatron.data.gpt_dataset import (
     GPTDataset,
     data_fingerprint,
@@ -30,6 +30,7 @@ from megatron.data.gpt_dataset import (
 from megatron.data.greedy_blend import CoreBlend
 from megatron.data.indices import build_sample_index, build_sample_order
 from megatron.data.loader import GPTBatchLoader
+from megatron.data.sample import SampleDataset
 from megatron.errors import UserError
 from tests.support.assets import ASSETS, unpack
 from tests.unit.data.token_files import build

@@ -12,9 +12,9 @@ import pytest
 from hypothesis import strategies as st
 
 from megatron.data import text_files
+from megatron.data.batch_encoder import parse_line
 from megatron.data.indexed_dataset import IndexedDataset
 from megatron.data.indices import IndexRequest, load_sample_index, prepare_sample_index
-from megatron.data.preprocessing import parse_line
 from megatron.data.text_files import MAX_LINE_BYTES, read_batches
 from tests.unit.data.token_files import index_request
 from tests.unit.hostile import MUTATIONS, bounds, fuzz, mutated

@@ -19,8 +19,9 @@ import pytest
 
 from megatron import files
 from megatron.data import indices
+from megatron.data.dataset_builder import IndexedDatasetBuilder, _remove_leftovers
 from megatron.data.index_files import remove_leftovers, write_array
-from megatron.data.indexed_dataset import IndexedDataset, IndexedDatasetBuilder, _remove_leftovers
+from megatron.data.indexed_dataset import IndexedDataset
 from megatron.data.indices import IndexRequest, load_sample_index, prepare_sample_index
 from megatron.errors import UserError
 from tests.unit.data.token_files import index_request, numbered_documents, write_documents

@@ -10,7 +10,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from megatron.data.indexed_dataset import MAGIC, IndexedDataset, IndexedDatasetBuilder, smallest_dtype
+from megatron.data.dataset_builder import IndexedDatasetBuilder
+from megatron.data.indexed_dataset import MAGIC, IndexedDataset, smallest_dtype
 from megatron.errors import UserError
 from tests.unit.data.token_files import write_documents
 

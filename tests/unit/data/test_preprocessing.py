@@ -25,8 +25,9 @@ import pytest
 
 from megatron import files
 from megatron.commands import preprocess_data
-from megatron.data import indexed_dataset, preprocessing, text_files
-from megatron.data.indexed_dataset import IndexedDataset, IndexedDatasetBuilder
+from megatron.data import dataset_builder, preprocessing, text_files
+from megatron.data.dataset_builder import IndexedDatasetBuilder
+from megatron.data.indexed_dataset import IndexedDataset
 from megatron.data.preprocessing import Progress, preprocess
 from megatron.data.text_files import LineBatch
 from megatron.errors import UserError
@@ -191,7 +192,7 @@ def test_a_full_disk_is_one_sentence_that_names_the_file(
         file.free = free
         return io.BufferedWriter(file)
 
-    for module in (indexed_dataset, files):
+    for module in (dataset_builder, files):
         monkeypatch.setattr(module, "open", open_on_full_disk, raising=False)
     expected = rf"cannot write {tmp_path}/out_text_document.{full}: No space left on device: free"
     with pytest.raises(UserError, match=expected):

@@ -9,8 +9,9 @@ from pathlib import Path
 import numpy as np
 
 from megatron.config import DataConfig
+from megatron.data.dataset_builder import IndexedDatasetBuilder
 from megatron.data.gpt_dataset import Datasets, build_gpt_datasets, list_index_files, prepare_index_files
-from megatron.data.indexed_dataset import IndexedDataset, IndexedDatasetBuilder
+from megatron.data.indexed_dataset import IndexedDataset
 from megatron.data.indices import IndexRequest
 
 

@@ -11,14 +11,15 @@ import pytest
 import torch
 
 from megatron.arguments import parse_args
-from megatron.model import attention_choice, core_attention
-from megatron.model.attention_choice import (
+from megatron.model.attention import choice as attention_choice
+from megatron.model.attention import core_attention
+from megatron.model.attention.choice import (
     AttentionRequirements,
     Implementation,
     choose_attention,
     implementation_for,
 )
-from megatron.model.core_attention import CoreAttention
+from megatron.model.attention.core_attention import CoreAttention
 from megatron.model.layer_context import LayerContext
 from megatron.model.position import AttentionMasks, document_ids_of
 from megatron.mpu.compilation import compile_in_place
@@ -32,20 +33,26 @@ KERNELS = (None, "MEGATRON_KERNELS=pytorch is set")
 
 
 @for_each(
-    "dropout, alibi, documents, seq, head_dim, on_cpu, window, context, kernels, flash",
+    "dropout, alibi, documents, seq, head_dim, on_cpu, window, context, kernels, flash, sink, cap",
     itertools.product(
-        *((0.0, 0.1), BOTH, BOTH, (2048, 2049), (128, 256, 264), BOTH, (None, 64), BOTH, KERNELS, BOTH)
+        *((0.0, 0.1), BOTH, BOTH, (2048, 2049), (128, 256, 264), BOTH, (None, 64), BOTH, KERNELS, BOTH),
+        *(BOTH, (None, 50.0)),
     ),
 )
-def test_every_combination(dropout, alibi, documents, seq, head_dim, on_cpu, window, context, kernels, flash):
+def test_every_combination(
+    dropout, alibi, documents, seq, head_dim, on_cpu, window, context, kernels, flash, sink, cap
+):
     if on_cpu:
         kernels, flash = "the device is a CPU", False
-    requirements = (dropout, alibi, documents, seq, head_dim, on_cpu, kernels, window, context, flash)
+    requirements = (
+        *(dropout, alibi, documents, seq, head_dim, on_cpu, kernels, window, context, flash),
+        *(sink, cap),
+    )
     choice, reason = choose_attention(AttentionRequirements(*requirements))
-    plain = not (dropout or alibi or documents or window)
+    plain = not (dropout or alibi or documents or window or sink or cap)
     assert (choice == Implementation.SDPA) == plain
-    only_window = window and not (dropout or alibi or documents)
-    by_flash = only_window and flash and kernels is None and head_dim <= 256
+    of_flash = not plain and not (dropout or alibi or documents or cap)
+    by_flash = of_flash and flash and kernels is None and head_dim <= 256
     assert (choice == Implementation.FLASH_WINDOW) == bool(by_flash)
     fits = not plain and not by_flash and kernels is None and head_dim == 128
     assert (choice == Implementation.TRITON) == fits
@@ -53,9 +60,9 @@ def test_every_combination(dropout, alibi, documents, seq, head_dim, on_cpu, win
     if context or (not on_cpu and seq > 2048):
         assert not is_dense
     if is_dense:
-        assert (choice == Implementation.UNFUSED) == (dropout > 0)
-    words = ("dropout 0.1", "ALiBi", "document boundaries", "a window of 64 tokens")
-    for word, used in zip(words, (dropout, alibi, documents, window), strict=True):
+        assert (choice == Implementation.UNFUSED) == (dropout > 0 or sink or cap is not None)
+    words = ("dropout 0.1", "ALiBi", "document boundaries", "a window of 64 tokens", "a sink", "capped at 50")
+    for word, used in zip(words, (dropout, alibi, documents, window, sink, cap), strict=True):
         assert (word in reason) == bool(used)
     if choice in (Implementation.BLOCKS, Implementation.UNFUSED, Implementation.BIASED_SDPA):
         assert (kernels or f"heads of {head_dim} are larger than 128") in reason
@@ -175,7 +182,10 @@ def training_attention(flags, cp_group=None):
         {},
     )
     mesh = SimpleNamespace(tp=Axis("tp", 1, 2), cp=cp_group or Axis("cp"))
-    return CoreAttention(LayerContext(config, mesh, DropoutRNG(3, (5, 9))), 4)
+    attention = CoreAttention(LayerContext(config, mesh, DropoutRNG(3, (5, 9))), 4)
+    for parameter in attention.parameters():  # sinks
+        torch.nn.init.normal_(parameter, generator=torch.Generator().manual_seed(5))
+    return attention
 
 
 def outputs_and_gradients(attention, document_ids, key_heads):
@@ -185,7 +195,7 @@ def outputs_and_gradients(attention, document_ids, key_heads):
     ]
     output = attention(*inputs, document_ids)
     weights = torch.randn(output.shape, generator=torch.Generator().manual_seed(4))
-    return [output, *torch.autograd.grad((output * weights).sum(), inputs)]
+    return [output, *torch.autograd.grad((output * weights).sum(), [*inputs, *attention.parameters()])]
 
 
 FLAGS = {
@@ -194,6 +204,9 @@ FLAGS = {
     "documents": "--attention-dropout 0 --reset-attention-mask",
     "all": "--attention-dropout 0.2 --position-embedding-type alibi --reset-attention-mask",
     "window": "--attention-dropout 0 --window-size 6",
+    "sinks": "--attention-dropout 0 --softmax-type learnable",
+    "sink, capped scores": "--attention-dropout 0 --softmax-type off-by-one --attn-logit-softcapping 0.7",
+    "sinks of documents, dropout": "--attention-dropout 0.2 --reset-attention-mask --softmax-type learnable",
     "window of documents, dropout": "--attention-dropout 0.2 --window-size 6 --reset-attention-mask",
 }
 
@@ -230,8 +243,13 @@ class Ranks:
 
     def __init__(self, flags, size, monkeypatch):
         self.all = [training_attention(flags, Axis("cp", rank, size)) for rank in range(size)]
+        for attention in self.all:
+            attention.softmax_offset = self.all[0].softmax_offset
         # A rank gets the keys and values of the whole sequence, and keeps its own queries.
         monkeypatch.setattr(core_attention, "gather_keys_and_values", lambda key, value, _: (key, value))
+
+    def parameters(self):
+        return self.all[0].parameters()
 
     def __call__(self, query, key, value, document_ids):
         output = torch.zeros_like(query).flatten(2)

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from megatron.errors import UserError
-from megatron.model.generation import Sampling, generate
+from megatron.model.inference.generation import Continuation, Sampling, generate
 
 LOGITS = torch.tensor([0.0, 3.0, 1.0, 2.0, -1.0])
 EOD = 0
@@ -19,21 +19,27 @@ def frequencies(sampling, draws=4000):
 class Counting:
     """A fake model: it predicts t + 1 after a context that ends in t, and records the contexts."""
 
+    generation_batch_size = 1
+
     def __init__(self):
         self.contexts = []
 
-    def parameters(self):
-        yield torch.zeros(1)
+    def next_token_logits(self, texts):
+        self.contexts += texts
+        following = torch.tensor([(text[-1] + 1) % 10 for text in texts])
+        return torch.nn.functional.one_hot(following, 10).float()
 
-    def next_token_logits(self, tokens):
-        self.contexts.append(tokens.tolist())
-        return torch.nn.functional.one_hot((tokens[-1] + 1) % 10, 10).float()
+
+def decode(ids):
+    """Decodes UTF-8 bytes: token 1 is an `a`, 8 and 9 are the two bytes of a `é`."""
+    return bytes({8: 0xC3, 9: 0xA9}.get(token, 96 + token) for token in ids).decode(errors="replace")
 
 
 def run(prompt, max_new_tokens, window=4):
     model = Counting()
-    tokens = generate(model, prompt, max_new_tokens, Sampling(0.0), window=window, eod=EOD, seed=0)
-    return list(tokens), model.contexts
+    text = Continuation(decode, prompt, max_new_tokens)
+    assert list(generate(model, [text], Sampling(0.0), window=window, eod=EOD, seed=0))
+    return text.tokens, model.contexts
 
 
 def test_temperature_zero_takes_the_likeliest():
@@ -81,6 +87,37 @@ def test_the_model_sees_the_last_tokens_that_fit_its_window():
 
 def test_the_end_of_the_document_ends_the_text():
     assert run([7], 10)[0] == [8, 9]
+
+
+def test_texts_of_a_batch_keep_their_places():
+    model, prompts = Counting(), [[1], [8], [3], [4, 5]]
+    texts = [Continuation(decode, prompt, 3) for prompt in prompts]
+    for _ in generate(model, texts, Sampling(0.0), window=9, eod=EOD, seed=0, batch_size=2):
+        pass
+    assert [text.tokens for text in texts] == [[2, 3, 4], [9], [4, 5, 6], [6, 7, 8]]
+    batches = [[[1], [8]], [[1, 2], [8, 9]], [[1, 2, 3], [3]], [[4, 5], [3, 4]], [[4, 5, 6], [3, 4, 5]]]
+    assert model.contexts == [text for batch in batches for text in batch] + [[4, 5, 6, 7]]
+
+
+@pytest.mark.parametrize(
+    ("stop", "parts"),
+    [
+        ((), ["a", "ab", "abc", "abcdefg", "abcdefgé"]),
+        (("cd",), ["ab", "ab"]),  # a token for each letter: the `c` is held back
+        (("x", "gé", "fgé"), ["abcde", "abcde"]),
+        (("cx",), ["ab", "abcd", "abcdefgé"]),
+        (("d", "bcd"), ["a", "a"]),
+    ],
+)
+def test_text_up_to_a_stop_string(stop, parts):
+    text, found = Continuation(decode, [7], 9, stop, after=[7]), []
+    for token in range(1, 10):
+        text.append(token)
+        found.append(text.text)
+        if text.is_complete:
+            break
+    assert text.is_complete and found[-1] == parts[-1] and set(parts) <= set(found)
+    assert all(found[-1].startswith(part) for part in found)  # what was printed stays
 
 
 def test_an_empty_prompt_is_the_start_of_a_document():

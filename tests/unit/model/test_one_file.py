@@ -5,12 +5,12 @@ from __future__ import annotations
 import torch
 
 from megatron.model import gpt_model
-from megatron.model.single_process import GPTModel
+from megatron.model.inference.single_process import GPTModel
 from tests.end_to_end.command import ROOT
 from tests.support.layouts import EOD, VOCAB, Row, config_of
 
 # Parts of a layer with a separate file: of some there are several to choose from, additions choose a kernel.
-PARTS = {f"megatron.model.{name}" for name in ("core_attention", "norm", "position", "residual")}
+PARTS = {f"megatron.model.{name}" for name in ("attention.core_attention", "norm", "position", "residual")}
 
 
 def test_every_layer_is_defined_in_one_file() -> None:

@@ -16,7 +16,12 @@ from megatron.model.position import (
 )
 from tests.support.layouts import EOD, Row, config_of
 from tests.support.pool import run_world
-from tests.unit.model.single_process import logits, model_with_weights, random_tokens, random_weights
+from tests.unit.model.single_process import (
+    logits,
+    model_with_weights,
+    random_tokens,
+    random_weights,
+)
 
 ROTARY_DIM = 8
 

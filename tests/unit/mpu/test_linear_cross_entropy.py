@@ -41,10 +41,11 @@ def make_inputs(dtype, vocab_size=ROWS):
     return hidden, weight, torch.randint(0, vocab_size, (SEQ, BATCH), generator=GENERATOR).t()
 
 
-def reference(hidden, weight, labels, vocab_size, upstream, token_weights, z_loss_weight):
+def reference(hidden, weight, labels, vocab_size, upstream, token_weights, z_loss_weight, cap=None):
     """Losses and both gradients in float64, from the definition."""
     hidden, weight = (x.detach().double().requires_grad_() for x in (hidden, weight))
     logits = (hidden @ weight.t())[..., :vocab_size]
+    logits = logits if cap is None else cap * torch.tanh(logits / cap)
     log_sum = logits.logsumexp(-1)
     losses = log_sum - logits.gather(-1, labels.unsqueeze(-1)).squeeze(-1) + z_loss_weight * log_sum**2
     losses = losses if token_weights is None else losses * token_weights
@@ -59,19 +60,21 @@ def relative_error(found, expected):
 @pytest.mark.parametrize("upstream", UPSTREAM)
 @pytest.mark.parametrize("dtype", BOUNDS)
 @pytest.mark.parametrize("vocab_size", [ROWS, 70])
-@pytest.mark.parametrize("options", ["bare", "weights", "z-loss"])
+@pytest.mark.parametrize("options", ["bare", "weights", "z-loss", "capped"])
 def test_losses_and_gradients_are_those_of_the_definition(dtype, upstream, vocab_size, options):
     hidden, weight, labels = make_inputs(dtype, vocab_size)
     token_weights = torch.rand(BATCH, SEQ, generator=GENERATOR).round(decimals=1)
     token_weights = token_weights if options == "weights" else None
-    z_loss_weight = 0.01 if options == "z-loss" else 0.0
+    settings = {"z_loss_weight": 0.01 if options == "z-loss" else 0.0}
+    cap = 2.0 if options == "capped" else None
     losses = vocab_parallel_linear_cross_entropy(
-        hidden, weight, labels, ONE, vocab_size, token_weights=token_weights, z_loss_weight=z_loss_weight
+        hidden, weight, labels, ONE, vocab_size, token_weights=token_weights, softcapping=cap, **settings
     )
     assert losses.dtype == torch.float32 and losses.shape == labels.shape
     gradients = torch.autograd.grad(losses, (hidden, weight), UPSTREAM[upstream])
     assert [g.dtype for g in gradients] == [dtype, dtype]
-    expected = reference(hidden, weight, labels, vocab_size, UPSTREAM[upstream], token_weights, z_loss_weight)
+    upstream = UPSTREAM[upstream]
+    expected = reference(hidden, weight, labels, vocab_size, upstream, token_weights, *settings.values(), cap)
     for found, wanted in zip((losses, *gradients), expected, strict=True):
         assert relative_error(found, wanted) <= BOUNDS[dtype]
     assert gradients[1][vocab_size:].abs().sum() == 0

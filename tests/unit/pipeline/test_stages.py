@@ -1,13 +1,12 @@
 """The stages of a run, computed only from flags."""
 
-import dataclasses
 import json
 
 import pytest
 
 from megatron.arguments import read_command_line
 from megatron.config import ConfigError
-from megatron.config.sections.experts import ExpertConfig
+from megatron.config.config import settings_of_section
 from megatron.model.layer_kinds import layer_kinds, period, settings_for_kinds
 from megatron.pipeline import layer_times
 from megatron.planner.layer_memory import planned_run
@@ -157,19 +156,31 @@ def test_partition_methods_and_times_tell_layers_with_experts_from_dense_ones():
     assert {layer.time_name for layer in one_kind if layer.kind} == {"ParallelTransformerLayerPipe"}
 
 
-def test_times_of_a_version_without_experts_are_those_of_a_dense_model(tmp_path):
+def test_settings_that_a_profile_lacks_had_their_defaults(tmp_path):
     file = tmp_path / "times.json"
     flags = [*FLAGS.split(), "--partition-method", "profile", "--partition-profile", str(file)]
     dense = read_command_line(flags, {}).config
     older = layer_times._shapes(dense, 1000)
-    names = {field.name for field in dataclasses.fields(ExpertConfig)} & older.keys()
-    assert names == {"num_experts"}
-    del older["num_experts"]
+    defaults = {setting.field: setting.default for setting in settings_of_section("model")}
+    new = {"num_experts", "softmax_type", "attention_output_gate", "final_logit_softcapping"}
+    assert new <= (new_keys := {key for key, value in older.items() if value == defaults.get(key, older)})
+    for name in {*new_keys, "context_parallel_size", "fp8_format", "fp8_min_size", "recompute_modules"}:
+        del older[name]
     file.write_text(json.dumps({"measured_for": older, "seconds": {"EmbeddingPipe": 1.0}}))
     assert layer_times.read_layer_times(dense, 1000) == {"EmbeddingPipe": 1.0}
+    for words in (
+        "--num-experts 4",
+        "--softmax-type learnable",
+        "--recompute-granularity selective --recompute-modules mlp_act",
+    ):
+        changed = read_command_line([*flags, *words.split()], {}).config
+        with pytest.raises(ConfigError, match="was measured with other settings"):
+            layer_times.read_layer_times(changed, 1000)
+    del older["hidden_size"]
+    file.write_text(json.dumps({"measured_for": older, "seconds": {"EmbeddingPipe": 1.0}}))
+    with pytest.raises(ConfigError, match="it lacks the settings hidden_size"):
+        layer_times.read_layer_times(dense, 1000)
     experts = read_command_line([*flags, "--num-experts", "4"], {}).config
-    with pytest.raises(ConfigError, match="it lacks the settings .*moe_router_topk"):
-        layer_times.read_layer_times(experts, 1000)
     times = {"measured_for": layer_times._shapes(experts, 1000), "seconds": {"EmbeddingPipe": 1.0}}
     file.write_text(json.dumps(times))
     with pytest.raises(ConfigError, match="num_experts was 4, is None"):

@@ -35,7 +35,13 @@ LARGEST = (
     "--pad-vocab-size-to 2147483647 --group-query-attention --num-query-groups 65536 "
     "--position-embedding-type rotary --rope-scaling-type yarn "
     "--rope-original-max-position-embeddings 16777216 --num-experts 65536 --moe-router-topk 65536 "
-    "--moe-router-num-groups 65536 --moe-router-group-topk 65536"
+    "--moe-router-num-groups 65536 --moe-router-group-topk 65536 --moe-router-group-score-topk 1 "
+    "--mtp-num-layers 64"
+)
+LARGEST_LATENT = LARGEST.replace("--kv-channels 1048576", "").replace(
+    "--group-query-attention --num-query-groups 65536",
+    "--multi-latent-attention --q-lora-rank 524288 --kv-lora-rank 524288 --qk-head-dim 524288 "
+    "--qk-pos-emb-head-dim 524288 --v-head-dim 524288",
 )
 
 
@@ -43,6 +49,7 @@ LARGEST = (
     ("words", "parts"),
     [
         (LARGEST, ("16,777,216 tokens", "chunks", "Reduce one of the two")),
+        (LARGEST_LATENT, ("16,777,216 tokens", "chunks", "Reduce one of the two")),
         (
             f"--micro-batch-size {HUGE} --global-batch-size {HUGE} --train-samples {HUGE}",
             ("--micro-batch-size is 10000000000000", "at most 1000000"),
@@ -89,7 +96,7 @@ def test_every_size_of_the_model_has_a_bound() -> None:
     for field in dataclasses.fields(SECTIONS["model"]):
         if types[field.name] in (int, int | None) and field.name != "mup_base_hidden_size":
             no_size = ("size", "divisible_by", "_in_bf16")  # the last ones number layers
-            assert f"{option_name(field.name)} " in LARGEST or field.name.endswith(no_size)
+            assert f"{option_name(field.name)} " in LARGEST + LARGEST_LATENT or field.name.endswith(no_size)
             assert flag_of(field).at_most is not None, field.name
 
 

@@ -12,7 +12,7 @@ from megatron.arguments import parse_args, read_command_line
 from megatron.checkpoint.compatibility import starting_from
 from megatron.checkpoint.record import Checkpoint, TrainingState
 from megatron.config import Config
-from megatron.data.indexed_dataset import IndexedDatasetBuilder
+from megatron.data.dataset_builder import IndexedDatasetBuilder
 from megatron.data.vocabulary import Vocabulary
 from megatron.errors import UserError
 from megatron.pipeline.methods import Partition

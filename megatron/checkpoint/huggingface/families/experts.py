@@ -1,4 +1,5 @@
-"""Mixtures of experts, described by their differences from Llama: Mixtral, OLMoE, Qwen 3, GLM 4.5.
+"""Mixtures of experts, described by their differences from Llama: Mixtral, OLMoE, FlexOlmo, Qwen 2 and 3,
+Mellum, GLM 4.5.
 
 The coefficient of the balance loss (router_aux_loss_coef) is not converted: transformers pools the counts of
 all layers and does not divide them by the experts per token, so that no coefficient has an equal.
@@ -8,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -18,12 +20,16 @@ from megatron.checkpoint.huggingface.families.llama import (
     CONVERSIONS,
     FIELDS,
     LLAMA,
+    NO_WINDOW,
+    OLMO2,
     PARAMETERS,
     QK_NORM_PARAMETERS,
     QKV_BIAS,
     QUERY_GROUPS,
     UNTIED,
     WINDOW,
+    in_layer,
+    parameters_without,
 )
 from megatron.checkpoint.huggingface.family import (
     NEXT_TOKEN_LAYERS,
@@ -34,10 +40,11 @@ from megatron.checkpoint.huggingface.family import (
     checked_count,
     inverted,
 )
-from megatron.checkpoint.huggingface.rope import PARTIAL_ROPE
+from megatron.checkpoint.huggingface.rope import LAYERED_ROPE, PARTIAL_ROPE
 from megatron.config import ModelConfig
 from megatron.config.sections.layer_pattern import DENSE, EXPERT_PATTERN, EXPERTS
 from megatron.errors import UserError, one_line
+from megatron.model.layer_list import WORD_EMBEDDINGS
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig
@@ -56,38 +63,57 @@ EXPERT_GATES = Transform(
 STACKED = Transform(lambda x, model: list(x), lambda parts, model: torch.stack(list(parts)))
 
 
-def _expert_parameters(module: str, gate: str, value: str, output: str) -> tuple[Parameter, ...]:
+in_expert_layer = partial(in_layer, exists=ModelConfig.has_experts)
+
+
+def expert_parameters(
+    module: str, gate: str, value: str, output: str, router: str = "gate"
+) -> tuple[Parameter, ...]:
     """Returns the router and the experts of a layer. module: the MLP's name. gate, value, output: names of an
-    expert's matrices."""
-    layer = f"model.layers.{{block}}.{module}"
-    first = tuple(f"{layer}.experts.{{expert}}.{matrix}.weight" for matrix in (gate, value))
-    last = (f"{layer}.experts.{{expert}}.{output}.weight",)
+    expert's matrices. router: its name."""
+    first, value, last = (f"{module}.experts.{{expert}}.{matrix}.weight" for matrix in (gate, value, output))
     return (
-        Parameter("{layer}.mlp.router.weight", (f"{layer}.gate.weight",), exists=ModelConfig.has_experts),
-        Parameter("{layer}.mlp.experts.dense_h_to_4h.weight", first, EXPERT_GATES, ModelConfig.has_experts),
-        Parameter("{layer}.mlp.experts.dense_4h_to_h.weight", last, STACKED, ModelConfig.has_experts),
+        in_expert_layer("mlp.router.weight", f"{module}.{router}.weight"),
+        in_expert_layer("mlp.experts.dense_h_to_4h.weight", first, value, transform=EXPERT_GATES),
+        in_expert_layer("mlp.experts.dense_4h_to_h.weight", last, transform=STACKED),
     )
 
 
 _MLP = "{layer}.mlp."
-OUTSIDE_MLP = tuple(parameter for parameter in PARAMETERS if not parameter.megatron.startswith(_MLP))
+OUTSIDE_MLP = parameters_without("mlp")
 DENSE_MLP = tuple(
     replace(parameter, exists=lambda model, block: not model.has_experts(block))
     for parameter in PARAMETERS
     if parameter.megatron.startswith(_MLP)
 )
-EXPERT_PARAMETERS = _expert_parameters("mlp", "gate_proj", "up_proj", "down_proj")
+EXPERT_PARAMETERS = expert_parameters("mlp", "gate_proj", "up_proj", "down_proj")
 
-_TOP_K = ("moe_router_topk", "num_experts_per_tok")
-# Of families whose layers all have experts. Families that also have dense layers: _FIELDS_WITH_DENSE.
-_FIELDS = (
+
+def shared_expert(name: str) -> tuple[Parameter, ...]:
+    """Returns the parameters of the shared expert. name: of its module."""
+    return tuple(
+        replace(
+            parameter,
+            megatron=parameter.megatron.replace(".mlp.", ".mlp.shared_expert."),
+            hf=tuple(key.replace(".mlp.", f".mlp.{name}.") for key in parameter.hf),
+            exists=lambda model, block: (
+                model.has_experts(block) and model.moe_shared_expert_intermediate_size is not None
+            ),
+        )
+        for parameter in DENSE_MLP
+    )
+
+
+TOP_K = ("moe_router_topk", "num_experts_per_tok")
+# Of families whose layers all have experts. Families that also have dense layers: FIELDS_WITH_DENSE.
+ONLY_EXPERT_FIELDS = (
     *SIZES,
     ("moe_ffn_hidden_size", "intermediate_size"),
     ("layernorm_epsilon", "rms_norm_eps"),
-    _TOP_K,
+    TOP_K,
 )
-_EXPERT_SIZE = ("moe_ffn_hidden_size", "moe_intermediate_size")
-_FIELDS_WITH_DENSE = (*FIELDS, _TOP_K, ("kv_channels", "head_dim"), _EXPERT_SIZE)
+EXPERT_SIZE = ("moe_ffn_hidden_size", "moe_intermediate_size")
+FIELDS_WITH_DENSE = (*FIELDS, TOP_K, ("kv_channels", "head_dim"), EXPERT_SIZE)
 NOT_CONVERTED = ("router_aux_loss_coef", "output_router_logits")
 # A dense model belongs to other families.
 HAS_EXPERTS = Conversion(needed=lambda model: {"num_experts": model.num_experts or 8})
@@ -99,14 +125,15 @@ ONLY_EXPERTS = Conversion(
 # Renormalized scores of all experts are the softmax over the chosen experts.
 RENORMALIZED = inverted("moe_router_pre_softmax", "norm_topk_prob")
 
+MIXTRAL_EXPERTS = expert_parameters("block_sparse_moe", "w1", "w3", "w2")
 MIXTRAL = replace(
     LLAMA,
     title="Mixtral",
     architecture="MixtralForCausalLM",
-    fields=(*_FIELDS, ("kv_channels", "head_dim"), ("num_experts", "num_local_experts"), WINDOW),
+    fields=(*ONLY_EXPERT_FIELDS, ("kv_channels", "head_dim"), ("num_experts", "num_local_experts"), WINDOW),
     hf_constants={"hidden_act": "silu"},
     conversions=(*CONVERSIONS, HAS_EXPERTS, ONLY_EXPERTS),
-    parameters=(*OUTSIDE_MLP, *_expert_parameters("block_sparse_moe", "w1", "w3", "w2")),
+    parameters=(*OUTSIDE_MLP, *MIXTRAL_EXPERTS),
     # Noise of the router's input, in training.
     ignored=("router_jitter_noise", *NOT_CONVERTED),
 )
@@ -117,7 +144,7 @@ OLMOE = replace(
     LLAMA,
     title="OLMoE",
     architecture="OlmoeForCausalLM",
-    fields=(*_FIELDS, ("num_experts", "num_experts")),
+    fields=(*ONLY_EXPERT_FIELDS, ("num_experts", "num_experts")),
     megatron_constants={**CONSTANTS, "qk_layernorm": True, "qk_layernorm_scope": "projection"},
     hf_constants={"hidden_act": "silu", "attention_bias": False, "clip_qkv": None},
     conversions=(*CONVERSIONS, HAS_EXPERTS, ONLY_EXPERTS, RENORMALIZED),
@@ -125,7 +152,21 @@ OLMOE = replace(
     ignored=NOT_CONVERTED,
 )
 
-# --- Qwen 3: dense layers anywhere ---
+# --- FlexOlmo: OLMoE with norms after attention and MLP ---
+
+FLEX_OLMO = replace(
+    OLMOE,
+    title="FlexOlmo",
+    architecture="FlexOlmoForCausalLM",
+    megatron_constants={**OLMOE.megatron_constants, **OLMO2.megatron_constants},
+    hf_constants={"hidden_act": "silu", "attention_bias": False},
+    parameters=(
+        *(each for each in OLMO2.parameters if not each.megatron.startswith(_MLP)),
+        *EXPERT_PARAMETERS,
+    ),
+)
+
+# --- Qwen 2 and 3: dense layers anywhere ---
 
 
 def _qwen_layers_to_megatron(hf_config: PreTrainedConfig) -> dict[str, Any]:
@@ -160,13 +201,67 @@ QWEN3_MOE = replace(
     LLAMA,
     title="Qwen 3 with experts",
     architecture="Qwen3MoeForCausalLM",
-    fields=(*_FIELDS_WITH_DENSE, ("num_experts", "num_experts"), WINDOW),
+    fields=(*FIELDS_WITH_DENSE, ("num_experts", "num_experts"), WINDOW),
     megatron_constants={**CONSTANTS, "qk_layernorm": True},
     hf_constants={"hidden_act": "silu", "attention_bias": False},
     conversions=(*CONVERSIONS, USES_WINDOW, HAS_EXPERTS, QWEN_LAYERS, RENORMALIZED),
     parameters=(*OUTSIDE_MLP, *QK_NORM_PARAMETERS, *DENSE_MLP, *EXPERT_PARAMETERS),
     # Published models have it, and transformers does not read it.
     ignored=("max_window_layers", *NOT_CONVERTED),
+)
+
+QWEN2_MOE = replace(
+    QWEN3_MOE,
+    title="Qwen 2 with experts",
+    architecture="Qwen2MoeForCausalLM",
+    fields=(
+        *FIELDS,
+        *(TOP_K, EXPERT_SIZE, ("num_experts", "num_experts"), ("add_qkv_bias", "qkv_bias")),
+        ("moe_shared_expert_intermediate_size", "shared_expert_intermediate_size"),
+    ),
+    megatron_constants={**CONSTANTS, "moe_shared_expert_gate": True},
+    hf_constants={"hidden_act": "silu"},
+    conversions=(*CONVERSIONS, NO_WINDOW, HAS_EXPERTS, QWEN_LAYERS, RENORMALIZED),
+    parameters=(
+        *(*OUTSIDE_MLP, QKV_BIAS, *DENSE_MLP, *EXPERT_PARAMETERS, *shared_expert("shared_expert")),
+        in_expert_layer("mlp.shared_expert_gate.weight", "mlp.shared_expert_gate.weight"),
+    ),
+)
+
+# --- Mellum: Qwen 3 with windows in some layers, which have their own rotation ---
+
+
+def _kinds_to_megatron(hf_config: PreTrainedConfig) -> dict[str, Any]:
+    kinds, num_layers = hf_config.mlp_layer_types, hf_config.num_hidden_layers
+    if not isinstance(kinds, list) or len(kinds) != num_layers or {*kinds} - {"dense", "sparse"}:
+        raise UserError(
+            f"the model has mlp_layer_types = {one_line(kinds)}: expected dense or sparse for each of the "
+            f"{num_layers} layers"
+        )
+    if "sparse" not in kinds:
+        raise UserError(f"the model has mlp_layer_types = {one_line(kinds)}: no layer has experts")
+    letters = [EXPERTS if kind == "sparse" else DENSE for kind in kinds]
+    return {"moe_layer_freq": EXPERT_PATTERN.parse(letters, num_layers)}
+
+
+MLP_LAYER_TYPES = Conversion(
+    megatron=("moe_layer_freq",),
+    hf=("mlp_layer_types",),
+    to_hf=lambda model: {
+        "mlp_layer_types": [
+            "sparse" if model.has_experts(layer) else "dense" for layer in range(model.num_layers)
+        ]
+    },
+    to_megatron=_kinds_to_megatron,
+)
+
+MELLUM = replace(
+    QWEN3_MOE,
+    title="Mellum",
+    architecture="MellumForCausalLM",
+    fields=(*FIELDS_WITH_DENSE, ("num_experts", "num_experts")),
+    conversions=(QUERY_GROUPS, UNTIED, LAYERED_ROPE, HAS_EXPERTS, MLP_LAYER_TYPES, RENORMALIZED),
+    ignored=NOT_CONVERTED,
 )
 
 # --- GLM 4.5: sigmoid scores with a bias, a shared expert, and dense layers first ---
@@ -181,94 +276,115 @@ def _first_dense(model: ModelConfig) -> int:
     return next((layer for layer in range(model.num_layers) if model.has_experts(layer)), model.num_layers)
 
 
+def moe_layers(model: ModelConfig) -> list[bool]:
+    """Returns whether each layer has experts."""
+    return [model.has_experts(layer) for layer in range(model.num_layers)]
+
+
 def _dense_first(num_layers: int, num_dense: int) -> tuple[str, ...]:
     num_dense = min(num_dense, num_layers)
     return EXPERT_PATTERN.parse([DENSE * num_dense + EXPERTS * (num_layers - num_dense)], num_layers)
 
 
-def _first_dense_to_megatron(hf_config: PreTrainedConfig) -> dict[str, Any]:
-    num_dense, num_layers = hf_config.first_k_dense_replace, hf_config.num_hidden_layers
-    if type(num_dense) is not int or not 0 <= num_dense < num_layers:
-        raise UserError(
-            f"the model has first_k_dense_replace = {one_line(num_dense)}: expected 0 to {num_layers - 1}, "
-            "so that a layer has experts"
-        )
-    return {"moe_layer_freq": _dense_first(num_layers, num_dense)}
+def first_dense(setting: str) -> Conversion:
+    """Returns the conversion of the number of layers before the first that has experts."""
+
+    def to_megatron(hf_config: PreTrainedConfig) -> dict[str, Any]:
+        num_dense, num_layers = getattr(hf_config, setting, 0), hf_config.num_hidden_layers
+        if type(num_dense) is not int or not 0 <= num_dense < num_layers:
+            raise UserError(
+                f"the model has {setting} = {one_line(num_dense)}: expected 0 to {num_layers - 1}, so that a "
+                "layer has experts"
+            )
+        return {"moe_layer_freq": _dense_first(num_layers, num_dense)}
+
+    return Conversion(
+        megatron=("moe_layer_freq",),
+        hf=(setting,),
+        to_hf=lambda model: {setting: _first_dense(model)},
+        to_megatron=to_megatron,
+        needed=lambda model: {"moe_layer_freq": _dense_first(model.num_layers, _first_dense(model))},
+    )
 
 
-FIRST_DENSE = Conversion(
-    megatron=("moe_layer_freq",),
-    hf=("first_k_dense_replace",),
-    to_hf=lambda model: {"first_k_dense_replace": _first_dense(model)},
-    to_megatron=_first_dense_to_megatron,
-    needed=lambda model: {"moe_layer_freq": _dense_first(model.num_layers, _first_dense(model))},
-)
+FIRST_DENSE = first_dense("first_k_dense_replace")
 
 
-def _shared_size(model: ModelConfig) -> int | None:
+def shared_size(model: ModelConfig) -> int | None:
     """Returns the size of shared experts that each have the size of an expert, at least of one."""
     size, unit = model.moe_shared_expert_intermediate_size or 0, model.moe_ffn_hidden_size
     return unit and max(size // unit, 1) * unit
 
 
-SHARED_EXPERT = Conversion(
-    megatron=("moe_shared_expert_intermediate_size",),
-    hf=("n_shared_experts",),
-    to_hf=lambda model: {
-        "n_shared_experts": (model.moe_shared_expert_intermediate_size or 0) // model.expert_hidden_size
-    },
-    to_megatron=lambda hf_config: {
-        "moe_shared_expert_intermediate_size": _count(hf_config, "n_shared_experts")
-        * _count(hf_config, "moe_intermediate_size")
-    },
-    needed=lambda model: {"moe_shared_expert_intermediate_size": _shared_size(model)},
-)
-
-
-def _groups_to_megatron(hf_config: PreTrainedConfig) -> dict[str, Any]:
-    groups, chosen, top_k, experts = (
-        _count(hf_config, name)
-        for name in ("n_group", "topk_group", "num_experts_per_tok", "n_routed_experts")
+def shared_experts(setting: str) -> Conversion:
+    """Returns the conversion of the number of shared experts."""
+    return Conversion(
+        megatron=("moe_shared_expert_intermediate_size",),
+        hf=(setting,),
+        to_hf=lambda model: {
+            setting: (model.moe_shared_expert_intermediate_size or 0) // model.expert_hidden_size
+        },
+        to_megatron=lambda hf_config: {
+            "moe_shared_expert_intermediate_size": _count(hf_config, setting)
+            * _count(hf_config, "moe_intermediate_size")
+        },
+        needed=lambda model: {"moe_shared_expert_intermediate_size": shared_size(model)},
     )
+
+
+GROUP_FIELDS = (("moe_router_num_groups", "n_group"), ("moe_router_group_topk", "topk_group"))
+NO_GROUPS = dict.fromkeys(("moe_router_num_groups", "moe_router_group_topk"))
+
+
+def groups_of_experts(hf_config: PreTrainedConfig, experts_of_score: int) -> dict[str, Any]:
+    """Returns the settings of groups whose score is a sum over so many experts."""
+    name = "n_routed_experts" if hasattr(hf_config, "n_routed_experts") else "num_experts"
+    settings = ("n_group", "topk_group", "num_experts_per_tok", name)
+    groups, chosen, top_k, experts = (_count(hf_config, setting) for setting in settings)
     if groups == chosen and experts % groups == 0:
-        return dict.fromkeys(("moe_router_num_groups", "moe_router_group_topk"))
-    if groups != chosen and top_k != 2 * chosen:
-        raise UserError(
-            f"the model has num_experts_per_tok = {top_k} and topk_group = {chosen}: its score of a group is "
-            "the sum of two scores, which this program has only for num_experts_per_tok = 2 x topk_group"
-        )
-    return {}
+        return NO_GROUPS
+    is_derived = top_k == experts_of_score * chosen
+    return {
+        "moe_router_num_groups": groups,
+        "moe_router_group_topk": chosen,
+        **({} if is_derived else {"moe_router_group_score_topk": experts_of_score}),
+    }
 
 
-def _needed_groups(model: ModelConfig) -> dict[str, Any]:
-    if model.moe_router_num_groups is None:
-        return {}
-    return {"moe_router_group_topk": max(model.moe_router_topk // 2, 1)} | (
-        {"moe_router_topk": model.moe_router_topk + 1} if model.moe_router_topk % 2 else {}
+def groups_conversion(experts_of_score: int) -> Conversion:
+    """Returns the conversion of groups whose score is a sum over so many experts."""
+
+    def needed(model: ModelConfig) -> dict[str, Any]:
+        if model.moe_router_num_groups is None or model.experts_of_group_score == experts_of_score:
+            return {}
+        return {"moe_router_group_score_topk": experts_of_score}
+
+    return Conversion(
+        megatron=("moe_router_num_groups", "moe_router_group_topk", "moe_router_group_score_topk"),
+        hf=("n_group", "topk_group"),
+        to_hf=lambda model: {
+            "n_group": model.moe_router_num_groups or 1,
+            "topk_group": model.moe_router_group_topk or 1,
+        },
+        to_megatron=lambda hf_config: groups_of_experts(hf_config, experts_of_score),
+        needed=needed,
     )
 
 
-GROUPS = Conversion(
-    megatron=("moe_router_num_groups", "moe_router_group_topk"),
-    hf=("n_group", "topk_group"),
-    to_hf=lambda model: {
-        "n_group": model.moe_router_num_groups or 1,
-        "topk_group": model.moe_router_group_topk or 1,
-    },
-    to_megatron=_groups_to_megatron,
-    needed=_needed_groups,
-)
+SHARED_EXPERTS = shared_experts("n_shared_experts")
+GROUPS = groups_conversion(2)
 
 
-def _weights_to_megatron(hf_config: PreTrainedConfig) -> dict[str, Any]:
-    is_normalized, top_k = hf_config.norm_topk_prob, _count(hf_config, "num_experts_per_tok")
+def _weights_to_megatron(hf_config: PreTrainedConfig, scale: str = "routed_scaling_factor") -> dict[str, Any]:
+    is_normalized = getattr(hf_config, "norm_topk_prob", True)
+    top_k = _count(hf_config, "num_experts_per_tok")
     if is_normalized is not (top_k > 1):
         raise UserError(
             f"the model has norm_topk_prob = {one_line(is_normalized)} and num_experts_per_tok = {top_k}: "
             f"expected {top_k > 1}, since this program divides sigmoid scores by their sum if there are "
             "several"
         )
-    factor = hf_config.routed_scaling_factor
+    factor = getattr(hf_config, scale, 1.0)
     return {} if factor == 1.0 else {"moe_router_topk_scaling_factor": factor}
 
 
@@ -283,61 +399,100 @@ SIGMOID_WEIGHTS = Conversion(
 )
 
 
+def always_normalized(scale: str | None = None) -> Conversion:
+    """Returns the conversion for families that always divide sigmoid scores by their sum. scale: the setting
+    that multiplies the quotients."""
+    fields = () if scale is None else ("moe_router_topk_scaling_factor",)
+    return Conversion(
+        megatron=fields,
+        hf=fields and (scale or "",),
+        to_hf=lambda model: {scale: model.moe_router_topk_scaling_factor or 1.0} if scale else {},
+        to_megatron=partial(_weights_to_megatron, scale=scale or ""),
+        needed=lambda model: {"moe_router_topk": max(model.moe_router_topk, 2)},
+    )
+
+
 def _check_next_tokens(settings: Mapping[str, Any], hf_config: PreTrainedConfig) -> None:
     if (found := settings.get(NEXT_TOKEN_LAYERS)) is not None:
         checked_count(NEXT_TOKEN_LAYERS, found, at_least=0)
 
 
-# Layers for multi-token prediction, which transformers ignores, too.
+# Layers for multi-token prediction. transformers reads them only to generate text.
 NEXT_TOKENS = Conversion(
+    megatron=("mtp_num_layers",),
     hf=(NEXT_TOKEN_LAYERS, "num_mtp_layers"),
-    to_hf=lambda model: {NEXT_TOKEN_LAYERS: 0},
+    to_hf=lambda model: {NEXT_TOKEN_LAYERS: model.mtp_num_layers or 0},
+    to_megatron=lambda hf_config: {"mtp_num_layers": getattr(hf_config, NEXT_TOKEN_LAYERS, None) or None},
     check_file=_check_next_tokens,
 )
+_LATER = "model.layers.{block}."
+_NEXT_TOKEN_MODULES = {
+    **{name: name for name in ("enorm", "hnorm", "eh_proj")},
+    "final_layernorm": "shared_head.norm",
+}
 
+
+def with_next_tokens(parameters: tuple[Parameter, ...]) -> tuple[Parameter, ...]:
+    """Returns the parameters of a model, and those of its layers for multi-token prediction, as in
+    DeepSeek-V3: names of a transformer layer after the last, and of the modules around it. Each has a copy of
+    the word embedding."""
+    in_layers = [parameter for parameter in parameters if parameter.megatron.startswith("{layer}.")]
+    return (
+        *(
+            replace(parameter, copies=(f"{_LATER}embed_tokens.weight",))
+            if parameter.megatron == WORD_EMBEDDINGS
+            else parameter
+            for parameter in parameters
+        ),
+        *(
+            replace(parameter, megatron=parameter.megatron.replace("{layer}.", "{mtp}.transformer_layer."))
+            for parameter in in_layers
+        ),
+        *(
+            Parameter(f"{{mtp}}.{own}.weight", (f"{_LATER}{name}.weight",))
+            for own, name in _NEXT_TOKEN_MODULES.items()
+        ),
+    )
+
+
+assert LLAMA.head is not None
+NEXT_TOKEN_HEAD = replace(LLAMA.head, copies=(f"{_LATER}shared_head.head.weight",))
+"""The LM head, of which each layer for multi-token prediction has a copy."""
+
+SIGMOID = {"moe_router_score_function": "sigmoid", "moe_router_enable_expert_bias": True}
+
+
+def choice_bias(name: str) -> Parameter:
+    """Returns the bias of the experts' scores. name: in the layer."""
+    return in_expert_layer("mlp.router.expert_bias", name, is_fp32=True)
+
+
+MLP_PARAMETERS = (*DENSE_MLP, *EXPERT_PARAMETERS, *shared_expert("shared_experts"))
+EXPERT_BIAS = choice_bias("mlp.gate.e_score_correction_bias")
 GLM4_MOE = replace(
     LLAMA,
     title="GLM 4.5",
     architecture="Glm4MoeForCausalLM",
     fields=(
-        *_FIELDS_WITH_DENSE,
+        *FIELDS_WITH_DENSE,
         ("num_experts", "n_routed_experts"),
-        ("moe_router_num_groups", "n_group"),
-        ("moe_router_group_topk", "topk_group"),
+        *GROUP_FIELDS,
         ("qk_layernorm", "use_qk_norm"),
         ("add_qkv_bias", "attention_bias"),
     ),
-    megatron_constants={
-        **CONSTANTS,
-        "moe_router_score_function": "sigmoid",
-        "moe_router_enable_expert_bias": True,
-    },
+    megatron_constants={**CONSTANTS, **SIGMOID},
     hf_constants={"hidden_act": "silu"},
     conversions=(
         *(QUERY_GROUPS, UNTIED, PARTIAL_ROPE),
-        *(HAS_EXPERTS, FIRST_DENSE, SHARED_EXPERT, GROUPS, SIGMOID_WEIGHTS, NEXT_TOKENS),
+        *(HAS_EXPERTS, FIRST_DENSE, SHARED_EXPERTS, GROUPS, SIGMOID_WEIGHTS, NEXT_TOKENS),
     ),
-    parameters=(
-        *OUTSIDE_MLP,
-        *(replace(norm, exists=lambda model, _: model.qk_layernorm) for norm in QK_NORM_PARAMETERS),
-        replace(QKV_BIAS, exists=lambda model, _: model.add_qkv_bias),
-        *DENSE_MLP,
-        *EXPERT_PARAMETERS,
-        Parameter(
-            "{layer}.mlp.router.expert_bias",
-            ("model.layers.{block}.mlp.gate.e_score_correction_bias",),
-            exists=ModelConfig.has_experts,
-            is_fp32=True,
-        ),
-        *(
-            Parameter(
-                parameter.megatron.replace(".mlp.", ".mlp.shared_expert."),
-                tuple(name.replace(".mlp.", ".mlp.shared_experts.") for name in parameter.hf),
-                parameter.transform,
-                ModelConfig.has_experts,
-            )
-            for parameter in DENSE_MLP
-        ),
+    parameters=with_next_tokens(
+        (
+            *OUTSIDE_MLP,
+            *(replace(norm, exists=lambda model, _: model.qk_layernorm) for norm in QK_NORM_PARAMETERS),
+            *(QKV_BIAS, *MLP_PARAMETERS, EXPERT_BIAS),
+        )
     ),
+    head=NEXT_TOKEN_HEAD,
     ignored=NOT_CONVERTED,
 )

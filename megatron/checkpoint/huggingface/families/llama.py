@@ -1,9 +1,8 @@
-"""Llama 1 to 3: rotary positions, RMS norms, SwiGLU, grouped queries. Mistral, Qwen 2 and 3, OLMo 2 and 3,
-and Gemma 3 are described by their differences from Llama."""
+"""Llama 1 to 3: rotary positions, RMS norms, SwiGLU, grouped queries. Mistral, Qwen 2 and 3, OLMo 2 and 3 are
+described by their differences from Llama."""
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
@@ -12,6 +11,7 @@ import torch
 from torch import Tensor
 
 from megatron.checkpoint.huggingface.family import (
+    IDENTITY,
     INITIALIZATION,
     LM_HEAD,
     SIZES,
@@ -19,7 +19,6 @@ from megatron.checkpoint.huggingface.family import (
     Family,
     Parameter,
     Transform,
-    checked_count,
     inverted,
 )
 from megatron.checkpoint.huggingface.rope import LAYERED_ROPE, ROPE
@@ -32,10 +31,12 @@ if TYPE_CHECKING:
 
 
 def _split_heads(rows: Tensor, model: ModelConfig) -> list[Tensor]:
-    """Splits rows ordered (groups, heads per group + 2, head_dim) into queries, keys and values."""
+    """Splits rows ordered (groups, heads per group + 2, head_dim) into queries, keys and values. With
+    --attention-output-gate the gates follow the queries."""
     shared = model.num_attention_heads // model.query_groups
-    grouped = rows.unflatten(0, (model.query_groups, shared + 2, -1))
-    return [part.flatten(0, 2) for part in grouped.split((shared, 1, 1), dim=1)]
+    sizes = (*(shared,) * (1 + model.attention_output_gate), 1, 1)
+    grouped = rows.unflatten(0, (model.query_groups, sum(sizes), -1))
+    return [part.flatten(0, 2) for part in grouped.split(sizes, dim=1)]
 
 
 def _join_heads(parts: Sequence[Tensor], model: ModelConfig) -> Tensor:
@@ -78,27 +79,40 @@ CONSTANTS = {
     "glu_activation": "swiglu",
     "disable_bias_linear": True,
 }
+
+
+def in_layer(megatron: str, *hf: str, transform: Transform = IDENTITY, **settings: Any) -> Parameter:
+    """Returns a parameter of a transformer layer, with its names in the layer. settings: of `Parameter`."""
+    names = tuple(f"model.layers.{{block}}.{name}" for name in hf)
+    return Parameter(f"{{layer}}.{megatron}", names, transform, **settings)
+
+
 ATTENTION = "model.layers.{block}.self_attn"
 PARAMETERS = (
     Parameter(WORD_EMBEDDINGS, ("model.embed_tokens.weight",)),
-    Parameter("{layer}.input_layernorm.weight", ("model.layers.{block}.input_layernorm.weight",)),
-    Parameter(
-        "{layer}.self_attention.query_key_value.weight",
-        tuple(f"{ATTENTION}.{part}_proj.weight" for part in "qkv"),
-        HEADS,
+    in_layer("input_layernorm.weight", "input_layernorm.weight"),
+    in_layer(
+        "self_attention.query_key_value.weight",
+        *(f"self_attn.{part}_proj.weight" for part in "qkv"),
+        transform=HEADS,
     ),
-    Parameter("{layer}.self_attention.dense.weight", (f"{ATTENTION}.o_proj.weight",)),
-    Parameter(
-        "{layer}.post_attention_layernorm.weight", ("model.layers.{block}.post_attention_layernorm.weight",)
-    ),
-    Parameter(
-        "{layer}.mlp.dense_h_to_4h.weight",
-        ("model.layers.{block}.mlp.gate_proj.weight", "model.layers.{block}.mlp.up_proj.weight"),
-        GATE,
-    ),
-    Parameter("{layer}.mlp.dense_4h_to_h.weight", ("model.layers.{block}.mlp.down_proj.weight",)),
+    in_layer("self_attention.dense.weight", "self_attn.o_proj.weight"),
+    in_layer("post_attention_layernorm.weight", "post_attention_layernorm.weight"),
+    in_layer("mlp.dense_h_to_4h.weight", "mlp.gate_proj.weight", "mlp.up_proj.weight", transform=GATE),
+    in_layer("mlp.dense_4h_to_h.weight", "mlp.down_proj.weight"),
     Parameter("{final}.weight", ("model.norm.weight",)),
 )
+
+
+def parameters_without(*names: str) -> tuple[Parameter, ...]:
+    """Returns Llama's parameters without the modules of a transformer layer with these names."""
+    return tuple(
+        each
+        for each in PARAMETERS
+        if not each.megatron.startswith(tuple(f"{{layer}}.{name}." for name in names))
+    )
+
+
 HEAD = Parameter("{head}.lm_head.weight", (LM_HEAD,))
 
 LLAMA = Family(
@@ -160,11 +174,14 @@ QWEN_WINDOW = Conversion(
     to_hf=_window_to_hf,
     to_megatron=_window_to_megatron,
 )
+# Families whose windows depend on other settings.
+NO_WINDOW = replace(QWEN_WINDOW, needed=lambda _model: {"window_size": None})
 
-QKV_BIAS = Parameter(
-    "{layer}.self_attention.query_key_value.bias",
-    tuple(f"{ATTENTION}.{part}_proj.bias" for part in "qkv"),
-    HEADS,
+QKV_BIAS = in_layer(
+    "self_attention.query_key_value.bias",
+    *(f"self_attn.{part}_proj.bias" for part in "qkv"),
+    transform=HEADS,
+    exists=lambda model, _: model.qkv_bias,
 )
 
 QWEN2 = replace(
@@ -182,8 +199,7 @@ QWEN2 = replace(
 # --- Qwen 3: a norm of each query and key head, a separate head dimension and no biases ---
 
 QK_NORM_PARAMETERS = tuple(
-    Parameter(f"{{layer}}.self_attention.{part}_layernorm.weight", (f"{ATTENTION}.{part}_norm.weight",))
-    for part in "qk"
+    in_layer(f"self_attention.{part}_layernorm.weight", f"self_attn.{part}_norm.weight") for part in "qk"
 )
 
 QWEN3 = replace(
@@ -199,10 +215,7 @@ QWEN3 = replace(
 
 # --- OLMo 2: norms after attention and MLP, one norm over all query heads, and one over all key heads ---
 
-_INPUT_NORM = "{layer}.input_layernorm.weight"
-_OUTPUT_NORM = Parameter(
-    "{layer}.post_mlp_layernorm.weight", ("model.layers.{block}.post_feedforward_layernorm.weight",)
-)
+OUTPUT_NORM = in_layer("post_mlp_layernorm.weight", "post_feedforward_layernorm.weight")
 
 OLMO2 = replace(
     LLAMA,
@@ -217,9 +230,9 @@ OLMO2 = replace(
     },
     hf_constants={"hidden_act": "silu", "attention_bias": False},
     parameters=(
-        *(parameter for parameter in PARAMETERS if parameter.megatron != _INPUT_NORM),
+        *parameters_without("input_layernorm"),
         *QK_NORM_PARAMETERS,
-        _OUTPUT_NORM,
+        OUTPUT_NORM,
     ),
     ignored=(),
 )
@@ -231,64 +244,4 @@ OLMO3 = replace(
     title="OLMo 3",
     architecture="Olmo3ForCausalLM",
     conversions=(QUERY_GROUPS, UNTIED, LAYERED_ROPE),
-)
-
-# --- Gemma 3 (text): windows in five of six layers, four norms per layer with a factor of 1 + weight ---
-
-
-def _scale_to_hf(model: ModelConfig) -> dict[str, Any]:
-    scalar = max(round(model.attention_scale**-2), 1)
-    if not math.isclose(scalar**-0.5, model.attention_scale, rel_tol=1e-12):
-        raise UserError(
-            f"--softmax-scale {model.attention_scale} cannot be written for Gemma 3: expected 1 / sqrt(N) "
-            "with an integer N (query_pre_attn_scalar)"
-        )
-    return {"query_pre_attn_scalar": scalar}
-
-
-def _scale_to_megatron(hf_config: PreTrainedConfig) -> dict[str, Any]:
-    scalar = checked_count("query_pre_attn_scalar", hf_config.query_pre_attn_scalar)
-    return {} if scalar == hf_config.head_dim else {"softmax_scale": scalar**-0.5}
-
-
-SCALE = Conversion(
-    megatron=("softmax_scale",),
-    hf=("query_pre_attn_scalar",),
-    to_hf=_scale_to_hf,
-    to_megatron=_scale_to_megatron,
-)
-_NORMS = {"pre_mlp": "pre_feedforward", "post_mlp": "post_feedforward"}
-
-GEMMA3 = replace(
-    LLAMA,
-    title="Gemma 3",
-    architecture="Gemma3ForCausalLM",
-    megatron_constants={
-        **CONSTANTS,
-        "glu_activation": "geglu_tanh",
-        "layer_arrangement": "pre-post-norm",
-        "qk_layernorm": True,
-        "apply_layernorm_1p": True,
-        "scale_embeddings": True,
-    },
-    hf_constants={
-        "hidden_activation": "gelu_pytorch_tanh",
-        "attention_bias": False,
-        "attn_logit_softcapping": None,
-        "final_logit_softcapping": None,
-        "use_bidirectional_attention": False,
-    },
-    conversions=(QUERY_GROUPS, UNTIED, LAYERED_ROPE, SCALE),
-    parameters=(
-        *PARAMETERS,
-        *QK_NORM_PARAMETERS,
-        *(
-            Parameter(
-                f"{{layer}}.{own}_layernorm.weight", (f"model.layers.{{block}}.{theirs}_layernorm.weight",)
-            )
-            for own, theirs in _NORMS.items()
-        ),
-    ),
-    # Selects an implementation of the cache for generation.
-    ignored=("cache_implementation",),
 )

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import NamedTuple, Protocol
 
 import torch
@@ -27,11 +27,17 @@ class Scores(NamedTuple):
 class LanguageModel(Protocol):
     """A model in one process, or distributed over ranks."""
 
-    def score(self, tokens: Tensor, targets: Tensor) -> Scores:
-        """Returns the scores of `targets` [batch, seq], where targets[:, i] follows tokens[:, :i + 1]."""
+    @property
+    def generation_batch_size(self) -> int:
+        """Number of texts to generate at a time, whose keys and values fit in memory."""
 
-    def next_token_logits(self, tokens: Tensor) -> Tensor:
-        """tokens [seq] -> fp32 logits [vocab_size] of the next token, without padding."""
+    def score(self, tokens: Tensor, targets: Tensor, document_ids: Tensor | None = None) -> Scores:
+        """Returns the scores of `targets` [batch, seq], where targets[:, i] follows tokens[:, :i + 1].
+        document_ids: [batch, seq], see `MicroBatch`."""
+
+    def next_token_logits(self, texts: Sequence[list[int]]) -> Tensor:
+        """Returns the fp32 logits [texts, vocab_size], without padding, of the token after each text. It is
+        fast if each text, at its place in `texts`, is the text of the last call and one more token."""
 
 
 def score(logits: Tensor, targets: Tensor, tp_group: Axis, vocab_size: int) -> Scores:

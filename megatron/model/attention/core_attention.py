@@ -1,6 +1,8 @@
 """Core attention: scores, mask, softmax, dropout and the weighted sum of the values.
 
-For each sample and head: dropout(softmax(query @ key.T * scale + bias)) @ value.
+For each sample and head: dropout(softmax(query @ key.T * scale + bias)) @ value. With a sink
+(--softmax-type), the softmax has one more score, without a value. With --attn-logit-softcapping X, a score
+s = query @ key.T * scale is X * tanh(s / X).
 """
 
 import math
@@ -16,10 +18,14 @@ from torch.utils.checkpoint import checkpoint
 
 from megatron.kernels.attention import AttentionMask, flash_attention
 from megatron.kernels.windowed_attention import windowed_attention
-from megatron.model.attention_choice import Implementation, implementation_for
+from megatron.model.activations import soft_capped
+from megatron.model.attention.choice import Implementation, implementation_for
+from megatron.model.attention.qk_clip import LargestLogits, records_logits
 from megatron.model.layer_context import LayerContext
 from megatron.mpu.compilation import not_compiled
 from megatron.mpu.context_parallel import gather_keys_and_values, sequence_chunks
+from megatron.mpu.parameter_spec import ParameterSpec, Shard
+from megatron.mpu.parameters import new_parameter
 from megatron.mpu.random import Part, device_sample_keys, dropout
 
 QUERIES_PER_BLOCK = 512
@@ -28,33 +34,48 @@ _FLASH = (Implementation.TRITON, Implementation.FLASH_WINDOW)
 
 
 class CoreAttention(nn.Module):
-    """query [seq, batch, heads / TP, head_dim] -> [seq, batch, heads / TP * head_dim]. It has no parameters.
+    """query [seq, batch, heads / TP, head_dim] -> [seq, batch, heads / TP * head_dim].
 
     key, value: [seq, batch, groups, head_dim]. Each group serves an equal number of query heads. With context
-    parallelism all of them are [seq / CP, ...], the tokens of this rank.
+    parallelism all of them are [seq / CP, ...], the tokens of this rank. softmax_offset: the sinks of this
+    rank's heads, with --softmax-type learnable the only parameter; its initial values are Megatron-Core's.
 
-    `attention_choice.choose_attention` decides which implementation computes it.
+    `choice.choose_attention` decides which implementation computes it.
     """
 
     def __init__(self, context: LayerContext, layer_index: int) -> None:
         """`layer_index` is part of the dropout's salt, and selects the layer's window."""
         super().__init__()
-        self.scale = context.config.model.attention_scale
-        self.dropout_rate = context.config.model.attention_dropout
+        model = context.config.model
+        self.scale, self.softcapping = model.attention_scale, model.attn_logit_softcapping
+        self.dropout_rate = model.attention_dropout
         self.dropout_salt = f"{layer_index}.self_attention.attention_dropout"
         self.recompute = context.config.training.recomputes("core_attn")
         self.masks = context.masks(layer_index)
         self.tp_group, self.cp_group = context.tp_group, context.cp_group
-        self.dropout_rng = context.dropout_rng
+        self.dropout_rng, self.cache, self.layer_index = context.dropout_rng, context.cache, layer_index
+        self.has_sink, self.softmax_offset = model.softmax_type != "vanilla", None
+        self.num_heads = model.num_attention_heads // self.tp_group.size
+        self.largest_logits: Any = None
+        if records_logits(context.config):
+            self.largest_logits = LargestLogits(self.num_heads, self.masks, self.scale)
+        if model.softmax_type == "learnable":
+            options: Any = {"init_std": model.init_method_std, "weight_decay": False}
+            spec = ParameterSpec((model.num_attention_heads,), (Shard(0),), **options)
+            self.softmax_offset = new_parameter(spec, self.tp_group)
 
     def forward(self, query: Tensor, key: Tensor, value: Tensor, document_ids: Tensor | None) -> Tensor:
         """document_ids: [batch, seq], or None if the mask does not depend on documents."""
         local, batch, heads, head_dim = query.shape
         seq = local * self.cp_group.size
         rate = self.dropout_rate if self.training else 0.0
-        choice = implementation_for(query, seq, rate, self.masks)
+        kept = self.cache.update(self.layer_index, key, value)
+        if kept is not None:
+            return self._attend_to_cache(query, *kept, document_ids)
+        choice = implementation_for(query, seq, rate, self.masks, self.has_sink, self.softcapping)
         if self.cp_group.size > 1:
             return self._attend_chunks(query, key, value, document_ids, rate, choice)
+        self._record_logits(query, key, document_ids)
         if choice in _FLASH:
             return self._flash_attention(query, key, value, document_ids, rate, seq, choice).flatten(2)
         if choice == Implementation.SDPA:
@@ -71,6 +92,24 @@ class CoreAttention(nn.Module):
                 output = _biased_attention(query, key, value, bias, self.scale)
         return output.permute(2, 0, 1, 3).reshape(seq, batch, heads * head_dim)
 
+    def _record_logits(self, query: Tensor, key: Tensor, document_ids: Tensor | None) -> None:
+        if self.training and self.largest_logits is not None:
+            chunks = sequence_chunks(self.cp_group, len(key))
+            self.largest_logits.record(query, key, document_ids, chunks)
+
+    def _attend_to_cache(
+        self, query: Tensor, key: Tensor, value: Tensor, document_ids: Tensor | None
+    ) -> Tensor:
+        """Computes the queries of new tokens [new, batch, heads, head_dim], at the cache's positions, with
+        the keys and values of all tokens."""
+        positions = self.cache.positions
+        assert positions is not None
+        parts = (positions, len(key), query.dtype, document_ids)
+        bias = self.cache.once_per_pass(self.masks, lambda: self.masks.bias_at(*parts))
+        key, value = _for_each_head(query, key, value, Implementation.BIASED_SDPA)
+        query, key, value = (x.permute(1, 2, 0, 3) for x in (query, key, value))
+        return self._attend_with_bias(query, key, value, bias).permute(2, 0, 1, 3).flatten(2)
+
     @not_compiled  # hashes the salt in Python
     def _flash_attention(
         self,
@@ -86,8 +125,8 @@ class CoreAttention(nn.Module):
         the keys, which are the first ones of `seq` tokens."""
         window = self.masks.window_of(seq)
         if choice == Implementation.FLASH_WINDOW:
-            assert window is not None
-            return windowed_attention(query, key, value, self.scale, window)
+            # A window longer than the sequence is plain causal attention.
+            return windowed_attention(query, key, value, self.scale, window or seq + 1, self._sinks(query))
         _, batch, heads, _ = query.shape
         first_keys, end_queries = self.masks.ranges(seq, batch, query.device, document_ids)
         mask = AttentionMask(
@@ -99,8 +138,15 @@ class CoreAttention(nn.Module):
             first_head=self.tp_group.rank * heads,
             seq=seq,
             window=window,
+            softcapping=self.softcapping,
         )
-        return flash_attention(query, key, value, self.scale, mask)
+        return flash_attention(query, key, value, self.scale, mask, self._sinks(query))
+
+    def _sinks(self, query: Tensor) -> Tensor | None:
+        """Returns the sinks of this rank's heads, [heads]; None without sinks."""
+        if self.has_sink and self.softmax_offset is None:
+            return query.new_zeros(self.num_heads)
+        return self.softmax_offset
 
     @not_compiled  # keeps the collective as it is written
     def _attend_chunks(
@@ -115,7 +161,9 @@ class CoreAttention(nn.Module):
         """Computes this rank's chunks of queries with context parallelism. The queries of a chunk attend only
         to the keys up to its end, so all ranks compute about equally many scores."""
         seq = len(query) * self.cp_group.size
-        key, value = gather_keys_and_values(key, value, self.cp_group)
+        if len(key) < seq:  # latent attention computes them from gathered vectors
+            key, value = gather_keys_and_values(key, value, self.cp_group)
+        self._record_logits(query, key, document_ids)
         key, value = _for_each_head(query, key, value, choice)
         shares = key.shape[2] < query.shape[2]
         outputs = []
@@ -156,10 +204,8 @@ class CoreAttention(nn.Module):
         def attend(query: Tensor, key: Tensor, value: Tensor, first: int) -> Tensor:
             rows = range(first, first + query.shape[2])
             bias = self.masks.bias_of_rows(rows, query.dtype, query.device, document_ids)
-            if not rate:
-                return _biased_attention(query, key, value, bias, self.scale)
             with self.dropout_rng.use_samples(samples):
-                return self._attend_with_dropout(query, key, value, bias, (first, seq))
+                return self._attend_with_bias(query, key, value, bias, (first, seq))
 
         outputs = []
         for first in range(queries.start, queries.stop, QUERIES_PER_BLOCK):
@@ -183,6 +229,20 @@ class CoreAttention(nn.Module):
 
         return checkpoint(attend, query, key, value, use_reentrant=False, preserve_rng_state=False)
 
+    def _attend_with_bias(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        bias: Tensor,
+        rows: tuple[int, int] | None = None,
+    ) -> Tensor:
+        """Computes attention with a bias by PyTorch's kernel, or if that lacks a feature by
+        `_attend_with_dropout`."""
+        if self.has_sink or self.softcapping or (self.training and self.dropout_rate):
+            return self._attend_with_dropout(query, key, value, bias, rows)
+        return _biased_attention(query, key, value, bias, self.scale)
+
     def _attend_with_dropout(
         self,
         query: Tensor,
@@ -197,16 +257,19 @@ class CoreAttention(nn.Module):
         rows: (first row, number of all rows) if the queries are a block of rows.
         """
         seq = query.shape[2]
-        scores = torch.matmul(query, key.transpose(2, 3)) * self.scale
+        scores = soft_capped(torch.matmul(query, key.transpose(2, 3)) * self.scale, self.softcapping)
         if bias is None:
             future = torch.ones(seq, seq, dtype=torch.bool, device=query.device).triu_(1)
             scores = scores.masked_fill(future, -math.inf)
         else:
             scores = scores + bias
-        weights = F.softmax(scores, dim=-1, dtype=torch.float32).to(value.dtype)
+        if (sinks := self._sinks(query)) is not None:
+            sink = sinks[None, :, None, None].expand(*scores.shape[:3], 1)
+            scores = torch.cat((scores, sink.to(scores.dtype)), dim=-1)
+        weights = F.softmax(scores, dim=-1, dtype=torch.float32).to(value.dtype)[..., : key.shape[2]]
         weights = dropout(
             weights,
-            self.dropout_rate,
+            self.dropout_rate if self.training else 0.0,
             self.dropout_rng,
             self.dropout_salt,
             batch_dim=0,

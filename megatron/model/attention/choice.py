@@ -54,6 +54,7 @@ class AttentionRequirements:
     dropout: the dropout rate, 0 outside of training. window: number of tokens that a token attends to, itself
     included; None: no limit. kernels_unsupported_reason: why the Triton kernels cannot be used; None if they
     can. flash: whether PyTorch's flash kernels compute with the dtype; they need the GPUs that Triton needs.
+    sink, softcapping: see --softmax-type and --attn-logit-softcapping.
     """
 
     dropout: float
@@ -66,6 +67,8 @@ class AttentionRequirements:
     window: int | None = None
     context_parallel: bool = False
     flash: bool = False
+    sink: bool = False
+    softcapping: float | None = None
 
     @property
     def features(self) -> list[str]:
@@ -73,30 +76,36 @@ class AttentionRequirements:
         found = [f"dropout {self.dropout:g}"] if self.dropout else []
         found += ["ALiBi"] if self.alibi else []
         found += ["document boundaries"] if self.documents else []
+        found += [f"scores capped at {self.softcapping:g}"] if self.softcapping else []
+        found += ["a sink"] if self.sink else []
         return found + ([f"a window of {self.window} tokens"] if self.window else [])
 
     @property
-    def has_only_window(self) -> bool:
-        """Whether the window is the only feature, and the flash kernels accept the heads."""
+    def fits_flash(self) -> bool:
+        """Whether a window and a sink are the only features, and the flash kernels accept the heads."""
         fits = self.head_dim % 8 == 0 and self.head_dim <= windowed_attention.MAX_HEAD_DIM
-        return fits and bool(self.window) and len(self.features) == 1
+        return fits and len(self.features) == bool(self.window) + self.sink
 
 
 def choose_attention(required: AttentionRequirements) -> tuple[Implementation, str]:
     """Returns the implementation and the reason for it.
 
     PyTorch's fused kernel computes plain causal attention: it is faster than the Triton kernel. Its flash
-    kernel computes a window without other features in 16 bits. Dropout, ALiBi, document boundaries and
-    windows in fp32 need the Triton kernel. PyTorch's kernels would draw a different dropout mask; they take
-    biases only as [seq, seq] tensors, and documents only as lengths whose number the host must know. Without
-    kernels, CPUs and short sequences use [seq, seq] tensors; with context parallelism, whose queries are
-    chunks of the sequence, they never do.
+    kernel computes a window and a sink, without other features, in 16 bits. Dropout, ALiBi, document
+    boundaries, capped scores, and windows and sinks in fp32 need the Triton kernel. PyTorch's kernels would
+    draw a different dropout mask; they take biases only as [seq, seq] tensors, and documents only as lengths
+    whose number the host must know. Without kernels, CPUs and short sequences use [seq, seq] tensors; with
+    context parallelism, whose queries are chunks of the sequence, they never do.
+
+    Latent attention has values of another size than its keys, which only unfused attention and some of
+    PyTorch's kernels support. It pads the smaller ones with zeros, which change no score and no sum, so that
+    all implementations compute it.
     """
     features = ", ".join(required.features)
     if not features:
         return Implementation.SDPA, _PLAIN
     against = required.kernels_unsupported_reason
-    if against is None and required.flash and required.has_only_window:
+    if against is None and required.flash and required.fits_flash:
         return Implementation.FLASH_WINDOW, f"flash, {features} by PyTorch's flash kernel"
     if against is None and required.head_dim > MAX_HEAD_DIM:
         against = f"heads of {required.head_dim} are larger than {MAX_HEAD_DIM}"
@@ -110,7 +119,7 @@ def choose_attention(required: AttentionRequirements) -> tuple[Implementation, s
             Implementation.BLOCKS,
             f"PyTorch by blocks of queries, since {against}; {features}; {by_blocks}",
         )
-    if required.dropout:
+    if required.dropout or required.sink or required.softcapping:
         return Implementation.UNFUSED, f"PyTorch, all scores are stored, since {against}; {features}"
     return (
         Implementation.BIASED_SDPA,
@@ -134,21 +143,30 @@ def training_attention(config: Config, window: int | None = None, on_cpu: bool =
         alibi=POSITION_EMBEDDINGS.load(model.position_embedding_type).slopes is not None,
         documents=config.data.reset_attention_mask,
         seq_length=model.seq_length,
-        head_dim=model.kv_channels,
+        head_dim=model.attention_head_dim,
         on_cpu=on_cpu,
         kernels_unsupported_reason=None if run_uses_kernels(config) and not on_cpu else "no kernels",
         window=window if window and window < model.seq_length else None,
         context_parallel=config.parallel.context_parallel_size > 1,
         flash=config.precision.name != "fp32" and not on_cpu,
+        sink=model.softmax_type != "vanilla",
+        softcapping=model.attn_logit_softcapping,
     )
     return choose_attention(required)[0]
 
 
-def implementation_for(query: Tensor, seq: int, dropout: float, masks: AttentionMasks) -> Implementation:
+def implementation_for(
+    query: Tensor,
+    seq: int,
+    dropout: float,
+    masks: AttentionMasks,
+    sink: bool = False,
+    softcapping: float | None = None,
+) -> Implementation:
     """Returns the implementation for query [seq / CP, batch, heads, head_dim]; logs each reason once."""
     local, _, _, head_dim = query.shape
     alibi, documents, window = masks.slopes is not None, masks.within_documents, masks.window_of(seq)
-    if not (dropout or alibi or documents or window):
+    if not (dropout or alibi or documents or window or sink or softcapping):
         if not torch.compiler.is_compiling():
             _log_once(_PLAIN)
         return Implementation.SDPA
@@ -156,7 +174,10 @@ def implementation_for(query: Tensor, seq: int, dropout: float, masks: Attention
     if not uses_kernels(query):
         against = reason_against_kernels(query.device.type) or f"kernels do not support {query.dtype}"
     flash = query.dtype != torch.float32 and _has_flash_kernels(query.device.type)
-    required = (dropout, alibi, documents, seq, head_dim, on_cpu, against, window, local < seq, flash)
+    required = (
+        *(dropout, alibi, documents, seq, head_dim, on_cpu, against, window, local < seq, flash),
+        *(sink, softcapping),
+    )
     if torch.compiler.is_compiling():
         return choose_attention(AttentionRequirements(*required))[0]
     return _logged_choice(*required)

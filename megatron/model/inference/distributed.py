@@ -11,17 +11,18 @@ same order, so no message can wait for a later one, whatever the training schedu
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from enum import IntEnum
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megatron.model.layer_context import LayerIO
-from megatron.model.layer_list import final_norm_of
+from megatron.model.inference.growing_texts import GrowingTexts, Pass
+from megatron.model.inference.scoring import Scores, score_in_parts
+from megatron.model.layer_context import LayerIO, join_layer_io
+from megatron.model.layer_list import final_norm_of, first_mtp_layer_of
 from megatron.model.pipeline_module import GPTModelPipe
-from megatron.model.scoring import Scores, score_in_parts
 from megatron.mpu.context_parallel import gather_sequence
 from megatron.mpu.mesh import Mesh, chunks_of_rank
 
@@ -31,8 +32,9 @@ MICRO_BATCHES_PER_STAGE = 4
 
 class _Request(IntEnum):
     SCORE = 0
-    NEXT_TOKEN = 1
-    STOP = 2
+    START_TEXTS = 1
+    EXTEND_TEXTS = 2
+    STOP = 3
 
 
 class InferenceStopped(Exception):
@@ -59,9 +61,13 @@ class DistributedGPT:
         """Whether a request is being computed, so that an exception may come from a collective."""
         self._stop_requested, self._heartbeat = stop_requested, heartbeat
         parallel = module.config.parallel
+        # A context-parallel rank has no place for one token of a sequence.
+        self._cache = module.context.cache if parallel.context_parallel_size == 1 else None
+        self._texts = GrowingTexts(self._send_pass, micro_batch_size, self._cache is not None)
         self._rank_of_stage = parallel.rank_of_stage
         self._length_multiple = parallel.length_multiple
-        self._final_norm = final_norm_of(module.config.model.num_layers)
+        num_layers = module.config.model.num_layers
+        self._after_norm = range(final_norm_of(num_layers), first_mtp_layer_of(num_layers))
         self._device = next(module.parameters()).device
         self._pipeline = module.mpu().get_pipe_parallel_group()
 
@@ -72,14 +78,24 @@ class DistributedGPT:
         micro_batches = 1 if stages == 1 else MICRO_BATCHES_PER_STAGE * stages
         return self.micro_batch_size * self.mesh.dp_size * micro_batches
 
-    def score(self, tokens: Tensor, targets: Tensor) -> Scores:
+    @property
+    def generation_batch_size(self) -> int:
+        """See `LanguageModel`. The activations of a micro-batch in training need more memory."""
+        return self.micro_batch_size
+
+    def score(self, tokens: Tensor, targets: Tensor, document_ids: Tensor | None = None) -> Scores:
         """See `LanguageModel`. Only rank 0 calls it."""
-        log_probs, is_greedy = self._send_request(_Request.SCORE, torch.stack((tokens, targets)))
+        content = (tokens, targets) if document_ids is None else (tokens, targets, document_ids)
+        log_probs, is_greedy = self._send_request(_Request.SCORE, torch.stack(content))
         return Scores(log_probs, is_greedy > 0)
 
-    def next_token_logits(self, tokens: Tensor) -> Tensor:
+    def next_token_logits(self, texts: Sequence[list[int]]) -> Tensor:
         """See `LanguageModel`. Only rank 0 calls it."""
-        return self._send_request(_Request.NEXT_TOKEN, tokens.reshape(1, 1, -1))
+        return self._texts.logits(texts)
+
+    def _send_pass(self, content: Pass) -> Tensor:
+        request = _Request.START_TEXTS if content.is_start else _Request.EXTEND_TEXTS
+        return self._send_request(request, content.table.unsqueeze(0))
 
     def stop(self) -> None:
         """Ends `serve` on the other ranks. Only rank 0 calls it."""
@@ -112,15 +128,18 @@ class DistributedGPT:
 
     @torch.no_grad()
     def _respond(self, request: _Request, content: Tensor) -> Tensor:
-        """Returns [2, rows, length] for SCORE, [vocab_size] for NEXT_TOKEN; equal on all ranks."""
+        """Returns [2, rows, length] for SCORE, [texts, vocab_size] for others; equal on all ranks."""
         if self._stop_requested():
             raise InferenceStopped
-        result = self._next_token(content) if request is _Request.NEXT_TOKEN else self._scores(*content)
+        if request is _Request.SCORE:
+            result = self._scores(*content)
+        else:
+            result = self._next_tokens(Pass(request is _Request.START_TEXTS, content[0]))
         if self.mesh.world_size > 1:
             dist.all_reduce(result)
         return result
 
-    def _scores(self, tokens: Tensor, targets: Tensor) -> Tensor:
+    def _scores(self, tokens: Tensor, targets: Tensor, document_ids: Tensor | None = None) -> Tensor:
         """Returns [2, rows, length] with this rank's part of the rows, and zeros elsewhere."""
         rows, length = tokens.shape
         own_rows = -(-rows // self.mesh.dp_size)
@@ -131,7 +150,8 @@ class DistributedGPT:
         own = torch.zeros(2, own_rows, length, device=self._device)
         for start in range(0, own_rows, self.micro_batch_size):
             part = slice(start, start + self.micro_batch_size)
-            hidden = self._run_stages(tokens[index[part]])
+            ids = None if document_ids is None else document_ids[index[part]]
+            hidden = self._run_stages(tokens[index[part]], ids)
             if hidden is not None:
                 scores = score_in_parts(
                     self._head, hidden[:, :length], targets[index[part]], self.tp_group, self.vocab_size
@@ -142,23 +162,25 @@ class DistributedGPT:
             result[:, first : first + own_rows] = own[:, : max(rows - first, 0)]
         return result
 
-    def _next_token(self, content: Tensor) -> Tensor:
-        """Returns [vocab_size] logits after content [1, 1, length]: this rank's columns, zeros elsewhere."""
-        result = torch.zeros(self.vocab_size, device=self._device)
-        hidden = self._run_stages(content[0])
+    def _next_tokens(self, request: Pass) -> Tensor:
+        """Returns logits [texts, vocab_size]: this rank's columns, zeros elsewhere. All replicas compute all
+        texts."""
+        result = torch.zeros(len(request.table), self.vocab_size, device=self._device)
+        tokens, keeping = request.prepare(self._cache, self._length_multiple)
+        with keeping:
+            hidden = self._run_stages(tokens)
         if hidden is not None:
-            length = content.shape[2]
-            logits = self._head(hidden[:, length - 1 : length])[0, 0]
-            first = self.tp_group.rank * len(logits)
+            logits = self._head(request.last_of(hidden))[:, 0]
+            first = self.tp_group.rank * logits.shape[1]
             if self.mesh.dp_cp.rank == 0:
-                result[first : first + len(logits)] = logits[: max(self.vocab_size - first, 0)]
+                result[:, first : first + logits.shape[1]] = logits[:, : max(self.vocab_size - first, 0)]
         return result
 
     def _head(self, hidden: Tensor) -> Tensor:
         """Returns this rank's logits. From the final norm on, positions are independent."""
         logits: LayerIO = hidden
         for layer_index, function in self._functions_of(len(self._rank_of_stage) - 1).items():
-            if layer_index >= self._final_norm:
+            if layer_index in self._after_norm:
                 logits = function(logits)
         assert isinstance(logits, Tensor)
         return logits
@@ -168,13 +190,18 @@ class DistributedGPT:
         held = chunks_of_rank(self._rank_of_stage, self.mesh.pp.rank)
         return self.module.functions_of_chunk(held.index(stage))
 
-    def _run_stages(self, tokens: Tensor) -> Tensor | None:
-        """Runs tokens [rows, length] through this rank's stages. Returns the input of the final norm, [rows,
-        padded length, hidden], on the rank of the last stage; None on others."""
+    def _run_stages(self, tokens: Tensor, document_ids: Tensor | None = None) -> Tensor | None:
+        """Runs tokens [rows, length], perhaps with document ids, through this rank's stages. Returns the
+        input of the final norm, [rows, padded length, hidden], on the rank of the last stage; None on
+        others."""
         self._heartbeat()
         padding = -tokens.shape[1] % self._length_multiple
         padded = torch.nn.functional.pad(tokens, (0, padding))
-        layer_io: LayerIO = padded
+        # The padding is a document of its own, after all others.
+        ids = document_ids
+        if ids is not None:
+            ids = torch.nn.functional.pad(ids, (0, padding), value=tokens.shape[1])
+        layer_io = join_layer_io(padded, ids)
         own, last = self.mesh.pp.rank, len(self._rank_of_stage) - 1
         for stage, holder in enumerate(self._rank_of_stage):
             if holder != own:
@@ -182,7 +209,7 @@ class DistributedGPT:
             if stage and self._rank_of_stage[stage - 1] != own:
                 layer_io = self._receive(stage, *padded.shape)
             for layer_index, function in self._functions_of(stage).items():
-                if stage < last or layer_index < self._final_norm:
+                if stage < last or layer_index < self._after_norm.start:
                     layer_io = function(layer_io)
             if stage < last and self._rank_of_stage[stage + 1] != own:
                 self._send(layer_io, stage, *padded.shape)

@@ -1,6 +1,6 @@
 """The whole GPT in one process, without DeepSpeed's engine, for generation and for tools."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 
@@ -10,9 +10,11 @@ from torch import Tensor, nn
 
 from megatron.config import Config
 from megatron.model.gpt_model import pipeline_layers
-from megatron.model.layer_context import LayerContext
+from megatron.model.inference.growing_texts import GrowingTexts, Pass
+from megatron.model.inference.scoring import Scores, score_in_parts
+from megatron.model.layer_context import LayerContext, LayerIO, join_layer_io
+from megatron.model.layer_list import first_mtp_layer_of
 from megatron.model.norm import norm_class
-from megatron.model.scoring import Scores, score_in_parts
 from megatron.mpu.mesh import ONE_RANK
 from megatron.mpu.parameter_spec import ParameterSpec
 from megatron.mpu.parameters import spec_of
@@ -26,12 +28,16 @@ class GPTModel(nn.Module):
     with a checkpoint's `StateReader.load_weights`. It always uses PyTorch's layer norm, not apex's.
     """
 
+    generation_batch_size = 8
+    """See `scoring.LanguageModel`."""
+
     def __init__(self, config: Config, vocab_size: int, eod: int | None) -> None:
         """`vocab_size`: number of real tokens, without padding. `eod`: the end-of-document token, or None."""
         super().__init__()
         config = replace(config, optimizer=replace(config.optimizer, use_apex=False))
         context = LayerContext(config, ONE_RANK, DropoutRNG(config.training.seed))
-        self.vocab_size = vocab_size
+        self.vocab_size, self._cache = vocab_size, context.cache
+        self._texts = GrowingTexts(self._run)
         self.tied_modules = nn.ModuleDict()
         self._steps: list[Callable] = []
         for index, layer in enumerate(pipeline_layers(context, vocab_size, eod)):
@@ -43,6 +49,7 @@ class GPTModel(nn.Module):
             else:
                 self._steps.append(layer)
         norm = norm_class(config)
+        del self._steps[first_mtp_layer_of(config.model.num_layers) :]  # only the loss uses them
         (self._final_norm,) = (index for index, step in enumerate(self._steps) if isinstance(step, norm))
 
     def _tied_step(self, layer: TiedLayerSpec) -> Callable:
@@ -60,11 +67,13 @@ class GPTModel(nn.Module):
         hidden = self._hidden(tokens)
         return self._head(hidden[:, -1:] if last_only else hidden)
 
-    def _hidden(self, tokens: Tensor) -> Tensor:
-        """tokens [batch, seq] -> [batch, seq, hidden], the input of the final norm."""
-        state = tokens
+    def _hidden(self, inputs: LayerIO) -> Tensor:
+        """tokens [batch, seq], perhaps with document ids -> [batch, seq, hidden], the input of the final
+        norm."""
+        state = inputs
         for step in self._steps[: self._final_norm]:
             state = step(state)
+        assert isinstance(state, Tensor)
         return state
 
     def _head(self, hidden: Tensor) -> Tensor:
@@ -74,17 +83,25 @@ class GPTModel(nn.Module):
             state = step(state)
         return state[..., : self.vocab_size]
 
-    @torch.no_grad()
-    def next_token_logits(self, tokens: Tensor) -> Tensor:
+    def next_token_logits(self, texts: Sequence[list[int]]) -> Tensor:
         """See `scoring.LanguageModel`."""
-        tokens = tokens.to(next(self.parameters()).device)
-        return self(tokens.unsqueeze(0), last_only=True)[0, -1].float()
+        return self._texts.logits(texts)
 
     @torch.no_grad()
-    def score(self, tokens: Tensor, targets: Tensor) -> Scores:
+    def _run(self, request: Pass) -> Tensor:
+        """Returns the logits [texts, vocab_size] of a pass with the cache."""
+        request = request.to(next(self.parameters()).device)
+        tokens, keeping = request.prepare(self._cache)
+        with keeping:
+            hidden = self._hidden(tokens)
+        return self._head(request.last_of(hidden))[:, 0].float()
+
+    @torch.no_grad()
+    def score(self, tokens: Tensor, targets: Tensor, document_ids: Tensor | None = None) -> Scores:
         """See `scoring.LanguageModel`."""
         device = next(self.parameters()).device
-        hidden = self._hidden(tokens.to(device))
+        ids = None if document_ids is None else document_ids.to(device)
+        hidden = self._hidden(join_layer_io(tokens.to(device), ids))
         return score_in_parts(self._head, hidden, targets.to(device), ONE_RANK.tp, self.vocab_size)
 
 

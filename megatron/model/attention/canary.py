@@ -9,14 +9,15 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention import SDPBackend, current_flash_attention_impl
 
 from megatron.config import Config
 from megatron.errors import one_line
 from megatron.kernels.windowed_attention import windowed_attention
-from megatron.model.attention_choice import Implementation, training_attention
-from megatron.model.core_attention import causal_arguments, causal_attention
+from megatron.model.attention.choice import Implementation, training_attention
+from megatron.model.attention.core_attention import causal_arguments, causal_attention
 from megatron.model.layer_kinds import layer_kinds
 from megatron.model.layer_list import PARAMETER_DTYPES
 
@@ -32,7 +33,7 @@ _SMALLEST_ROW = 1e-2
 @dataclass(frozen=True)
 class AttentionCase:
     """The causal attention of a rank: query [seq, 1, heads, head_dim], key and value with `groups` heads.
-    window: number of keys that a query attends to; None: all."""
+    window: number of keys that a query attends to; None: all. has_sink: whether there is a sink of 0."""
 
     seq: int
     heads: int
@@ -40,11 +41,13 @@ class AttentionCase:
     head_dim: int
     dtype: torch.dtype
     window: int | None = None
+    has_sink: bool = False
 
 
 def attention_cases(config: Config) -> list[AttentionCase]:
     """Returns the cases of a run: its 16-bit attention that PyTorch computes, in training or in evaluation,
-    with and without a window. A long sequence is shortened by whole tiles, and the window to half of it."""
+    with and without a window. A long sequence is shortened by whole tiles, and the window to half of it. With
+    a sink, a window longer than the sequence stands for none."""
     model, parallel = config.model, config.parallel
     evaluation = config.with_settings({"model.attention_dropout": 0.0})
     kinds = {kind.window: training_attention(evaluation, kind.window) for kind in layer_kinds(model)}
@@ -52,12 +55,13 @@ def attention_cases(config: Config) -> list[AttentionCase]:
     ranks, cp_size = parallel.tensor_model_parallel_size, parallel.context_parallel_size
     seq = model.seq_length // (2 * cp_size if cp_size > 1 else 1)
     seq = min(seq, _MAX_TILES * _TILE + seq % _TILE)
-    heads = (model.num_attention_heads // ranks, max(model.query_groups // ranks, 1), model.kv_channels)
-    plain = AttentionCase(seq, *heads, dtype)
+    heads = (model.num_attention_heads // ranks, max(model.query_groups // ranks, 1))
+    plain = AttentionCase(seq, *heads, model.attention_head_dim, dtype)
     found = [plain] if Implementation.SDPA in kinds.values() else []
     for window, implementation in kinds.items():
-        if window is not None and implementation == Implementation.FLASH_WINDOW:
-            found.append(replace(plain, window=max(min(window, seq // 2), 1)))
+        if implementation == Implementation.FLASH_WINDOW:
+            size = seq + 1 if window is None else max(min(window, seq // 2), 1)
+            found.append(replace(plain, window=size, has_sink=model.softmax_type != "vanilla"))
     return found if dtype != torch.float32 else []
 
 
@@ -103,27 +107,29 @@ def _errors(case: AttentionCase, device: torch.device | str) -> dict[str, float]
     if case.window is None:
         output = causal_attention(query, key, value, scale)
     else:
-        output = windowed_attention(query, key, value, scale, case.window)
+        sinks = query.new_zeros(case.heads) if case.has_sink else None
+        output = windowed_attention(query, key, value, scale, case.window, sinks)
     found = (output.detach(), *torch.autograd.grad(output, leaves, grad))
     names = ("output", "gradient of the query", "gradient of the key", "gradient of the value")
     return dict(
-        zip(names, map(_largest_error, found, _reference(query, key, value, grad, case.window)), strict=True)
+        zip(names, map(_largest_error, found, _reference(query, key, value, grad, case)), strict=True)
     )
 
 
 def _reference(
-    query: Tensor, key: Tensor, value: Tensor, grad: Tensor, window: int | None
+    query: Tensor, key: Tensor, value: Tensor, grad: Tensor, case: AttentionCase
 ) -> tuple[Tensor, ...]:
     """Returns output and gradients of attention with operations on all scores, in fp32."""
     seq, _, heads, head_dim = query.shape
     query, key, value = leaves = [x.detach().float().requires_grad_() for x in (query, key, value)]
     forbidden = torch.ones(seq, seq, dtype=torch.bool, device=query.device)
-    forbidden = forbidden.triu(1) | forbidden.tril(-(window or seq))
+    forbidden = forbidden.triu(1) | forbidden.tril(-(case.window or seq))
     outputs = []
     for own in torch.arange(heads, device=query.device).split(_HEADS_AT_ONCE):
         group = own // (heads // key.shape[2])
         scores = torch.einsum("ibhd,jbhd->bhij", query[:, :, own], key[:, :, group]) * head_dim**-0.5
-        weights = scores.masked_fill(forbidden, -torch.inf).softmax(-1)
+        scores = F.pad(scores.masked_fill(forbidden, -torch.inf), (0, int(case.has_sink)))  # a sink of 0
+        weights = scores.softmax(-1)[..., :seq]
         output = torch.einsum("bhij,jbhd->ibhd", weights, value[:, :, group])
         output.backward(grad[:, :, own].float())
         outputs.append(output.detach())

@@ -1,0 +1,1 @@
+"""Attention: which implementation computes it, and the implementations; parts of its layers."""

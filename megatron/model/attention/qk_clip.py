@@ -1,0 +1,167 @@
+"""QK-clip: scales the weights of queries and keys, so that attention logits stay below a threshold.
+
+Part of MuonClip (Kimi K2, arXiv 2507.20534, section 2.1). A logit is a score, query @ key.T * scale + bias.
+After the update of a step, with m = the largest logit of a head in the global batch, threshold t, and
+eta = min(1, t / m), as Megatron-LM's `clip_qk` does:
+
+    rows of the query's weight                    x eta^alpha
+    rows of the key's weight                      x eta^(1 - alpha)
+    latent attention: rows of the rotated query   x eta        (all heads share the rotated key)
+
+Heads that share a key have the largest logit of their group. Biases are unchanged. The layers for multi-token
+prediction are scaled, too; Megatron-LM leaves them out.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from enum import Enum
+from typing import Any, Protocol, cast
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from megatron.config import Config
+from megatron.model.position import AttentionMasks
+from megatron.mpu.compilation import not_compiled
+from megatron.mpu.mesh import Mesh
+from megatron.mpu.parameters import spec_of
+from megatron.mpu.step_metrics import StepMetrics
+
+_SCORES_AT_ONCE, _QUERIES_AT_ONCE = 2**26, 1024
+"""Limits of a block of queries. A score takes at most 6 bytes."""
+
+
+def records_logits(config: Config) -> bool:
+    """Returns whether a run needs the largest logits of its training steps."""
+    return config.optimizer.qk_clip or config.logging.log_max_attention_logit
+
+
+class LargestLogits(nn.Module):
+    """The largest logit of each of this rank's heads since `reset`. A recomputed pass does not change it."""
+
+    largest: Tensor
+    """fp32 [heads / TP]; -inf before the first pass."""
+
+    def __init__(self, heads: int, masks: AttentionMasks, scale: float) -> None:
+        super().__init__()
+        self.masks, self.scale = masks, scale
+        self.register_buffer("largest", torch.full((heads,), -torch.inf), persistent=False)
+
+    def _apply(self, fn: Callable, recurse: bool = True) -> LargestLogits:
+        """Overrides torch's method, which `to` calls: the logits stay fp32 in a 16-bit model."""
+        super()._apply(fn, recurse)
+        self.largest = self.largest.float()
+        return self
+
+    def reset(self) -> None:
+        """Forgets all passes."""
+        self.largest.fill_(-torch.inf)
+
+    @not_compiled  # writes to a buffer
+    @torch.no_grad()
+    def record(
+        self, query: Tensor, key: Tensor, document_ids: Tensor | None, chunks: Sequence[range]
+    ) -> None:
+        """Computes the logits of a micro-batch, a block of queries at a time.
+
+        query: [queries, batch, heads, head_dim]. key: [seq, batch, groups, head_dim]. chunks: positions of
+        the queries in the sequence, in equal parts. document_ids: [batch, seq] or None."""
+        _, batch, groups, _ = key.shape
+        size = max(_SCORES_AT_ONCE // (batch * query.shape[2] * len(key)), 1)
+        size, masks = min(size, _QUERIES_AT_ONCE), self.masks
+        is_plain = masks.slopes is None and not masks.within_documents and masks.window_of(len(key)) is None
+        for chunk, own in zip(chunks, query.chunk(len(chunks)), strict=True):
+            for first in range(0, len(chunk), size):
+                rows, block = chunk[first : first + size], own[first : first + size]
+                keys = key[: rows.stop].permute(1, 2, 3, 0)  # [batch, groups, head_dim, keys]
+                block = block.unflatten(2, (groups, -1)).permute(1, 2, 3, 0, 4)
+                scores = torch.matmul(block.flatten(2, 3), keys).view(batch, -1, len(rows), rows.stop)
+                if is_plain:  # without an fp32 copy of the scores
+                    later = torch.ones(len(rows), len(rows), dtype=torch.bool, device=query.device).triu_(1)
+                    scores[..., rows.start :].masked_fill_(later, -torch.inf)
+                    logits = scores.amax((0, 2, 3)).float() * self.scale
+                else:
+                    bias = masks.bias_of_rows(rows, torch.float32, query.device, document_ids)
+                    logits = torch.add(bias, scores, alpha=self.scale).amax((0, 2, 3))
+                self.largest.copy_(self.largest.maximum(logits))
+
+
+class Rows(Enum):
+    """What consecutive rows of a weight compute."""
+
+    QUERY = "a query, whose product with a key is a part of the logit"
+    KEY = "a key"
+    QUERY_OF_SHARED_KEY = "a query for a key whose weight is not scaled"
+    OTHER = "no part of a logit"
+
+
+LogitWeight = tuple[nn.Parameter, tuple[tuple[int, Rows], ...]]
+"""A weight, and its consecutive rows for a group of heads: (number of rows, what they compute). The pattern
+repeats for all groups."""
+
+
+def fused_weight(weight: nn.Parameter, has_gate: bool) -> LogitWeight:
+    """Describes the weight of queries, keys and values. has_gate: whether it also has the rows of gates."""
+    kinds = (Rows.QUERY, *[Rows.OTHER] * has_gate, Rows.KEY, Rows.OTHER)
+    return weight, tuple(zip(spec_of(weight).matrix_rows, kinds, strict=True))
+
+
+class _Attention(Protocol):
+    core_attention: Any
+
+    def logit_weights(self) -> Sequence[LogitWeight]:
+        """Returns the weights that compute queries and keys."""
+
+
+class QKClip:
+    """A `StateRule` that returns the factors of the rows of weights; records the largest logit."""
+
+    def __init__(self, module: nn.Module, mesh: Mesh, config: Config, metrics: StepMetrics) -> None:
+        """module: this rank's stages."""
+        found = [child for child in module.modules() if hasattr(child, "logit_weights")]
+        self._attentions = [cast(_Attention, child) for child in found]
+        self._mesh, self._metrics, self._options = mesh, metrics, config.optimizer
+
+    def _logits(self) -> Iterator[LargestLogits]:
+        return (attention.core_attention.largest_logits for attention in self._attentions)
+
+    def begin_step(self) -> None:
+        """Forgets the passes outside of a step, such as measurements."""
+        for logits in self._logits():
+            logits.reset()
+
+    @torch.no_grad()
+    def end_step(self) -> dict[nn.Parameter, Tensor]:
+        """Returns the factors, fp32, of all rows of each full weight. Collective on the ranks of a pipeline
+        rank."""
+        if not self._attentions:
+            return {}
+        own = torch.stack([logits.largest for logits in self._logits()])  # [layers, heads / TP]
+        tp, heads = self._mesh.tp, own.shape[1]
+        largest = own.new_full((len(own), heads * tp.size), -torch.inf)
+        largest[:, tp.rank * heads : (tp.rank + 1) * heads] = own
+        if self._mesh.stage.size > 1:
+            dist.all_reduce(largest, op=dist.ReduceOp.MAX, group=self._mesh.stage.group)
+        self._metrics.record("max attention logit", largest.amax(), "max")
+        if not self._options.qk_clip:
+            return {}
+        return {
+            weight: self._factors(of_heads, parts, spec_of(weight).global_shape[0])
+            for attention, of_heads in zip(self._attentions, largest, strict=True)
+            for weight, parts in attention.logit_weights()
+        }
+
+    def _factors(self, largest: Tensor, parts: Sequence[tuple[int, Rows]], rows: int) -> Tensor:
+        """Returns [rows]. largest: of all heads of a layer."""
+        threshold, alpha = self._options.qk_clip_threshold, self._options.qk_clip_alpha
+        powers = {
+            Rows.QUERY: alpha,
+            Rows.KEY: 1.0 - alpha,
+            Rows.QUERY_OF_SHARED_KEY: 1.0,
+            Rows.OTHER: 0.0,
+        }
+        largest = largest.view(rows // sum(count for count, _ in parts), -1).amax(1)
+        eta = torch.where(largest > threshold, threshold / largest, 1.0)
+        return torch.cat([(eta ** powers[of])[:, None].expand(-1, count) for count, of in parts], 1).flatten()
