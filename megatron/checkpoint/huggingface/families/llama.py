@@ -31,19 +31,15 @@ if TYPE_CHECKING:
 
 
 def _split_heads(rows: Tensor, model: ModelConfig) -> list[Tensor]:
-    """Splits rows ordered (groups, heads per group + 2, head_dim) into queries, keys and values. With
+    """Splits rows ordered (groups, rows of a group) into queries, keys and values. With
     --attention-output-gate the gates follow the queries."""
-    shared = model.num_attention_heads // model.query_groups
-    sizes = (*(shared,) * (1 + model.attention_output_gate), 1, 1)
-    grouped = rows.unflatten(0, (model.query_groups, sum(sizes), -1))
-    return [part.flatten(0, 2) for part in grouped.split(sizes, dim=1)]
+    grouped = rows.unflatten(0, (model.query_groups, -1))
+    return [part.flatten(0, 1) for part in grouped.split(model.group_rows, dim=1)]
 
 
 def _join_heads(parts: Sequence[Tensor], model: ModelConfig) -> Tensor:
     """Returns the inverse of `_split_heads`."""
-    groups = model.query_groups
-    grouped = [part.unflatten(0, (groups, -1, model.kv_channels)) for part in parts]
-    return torch.cat(grouped, dim=1).flatten(0, 2)
+    return torch.cat([part.unflatten(0, (model.query_groups, -1)) for part in parts], dim=1).flatten(0, 1)
 
 
 HEADS = Transform(_split_heads, _join_heads, slice_dim=0, needs_whole_groups=True)
@@ -54,7 +50,11 @@ GATE = Transform(
 
 
 def _megatron_groups(hf_config: PreTrainedConfig) -> dict[str, Any]:
-    heads, groups = hf_config.num_attention_heads, hf_config.num_key_value_heads
+    return groups_of(hf_config.num_attention_heads, hf_config.num_key_value_heads)
+
+
+def groups_of(heads: Any, groups: Any) -> dict[str, Any]:
+    """Returns the settings of so many query heads and key heads. Raises UserError if they do not fit."""
     if type(heads) is not int or type(groups) is not int or groups < 1 or heads % groups:
         raise UserError(
             f"the model has num_key_value_heads = {one_line(groups)} and num_attention_heads = "
