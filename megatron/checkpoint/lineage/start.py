@@ -142,9 +142,9 @@ def choose_checkpoint(
         raise
     except UserError as error:  # no checkpoint in --save is complete
         return _with_reasons(given, given.skip_reason, str(error))
-    if own is None or not _was_started_from(given, own, config, path_of):
+    if own is None or (start := _start_of(own, given, config, path_of)) is None:
         return given
-    reason = f"this run has saved it since it started from {given.folder}"
+    reason = f"this run has saved it since it started from {start.folder}"
     return _with_reasons(own, reason, own.skip_reason)
 
 
@@ -171,18 +171,21 @@ def _continuation(
     return own if was_started_from(own, config.load) else None
 
 
-def _was_started_from(given: Checkpoint, own: Checkpoint, config: CheckpointConfig, path_of: PathOf) -> bool:
-    """Returns whether the run of `own` was started with these flags from `given`, or without
-    --universal_checkpoint from a universal checkpoint beside it: another run may have saved `given` since."""
+def _start_of(
+    own: Checkpoint, given: Checkpoint, config: CheckpointConfig, path_of: PathOf
+) -> Checkpoint | None:
+    """Returns the checkpoint from which the run of `own` was started with these flags: `given`, or without
+    --universal_checkpoint a universal checkpoint beside it, if another run has saved `given` since; otherwise
+    None."""
     if origin_matches(own.origin, given, config):
-        return True
+        return given
     if config.load is None or config.universal_checkpoint or config.branch_at is not None:
-        return False
+        return None
     try:
         universal = find_universal(path_of(config.load), with_files=False)
     except UserError:
-        return False
-    return origin_matches(own.origin, universal, config)
+        return None
+    return universal if origin_matches(own.origin, universal, config) else None
 
 
 def origin_record(checkpoint: Checkpoint) -> dict[str, Any]:

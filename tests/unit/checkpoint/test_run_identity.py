@@ -276,4 +276,6 @@ def test_a_run_from_a_universal_checkpoint_resumes_after_another_run_saved_besid
     Run(save, base).save(5, 6)
     Run(base, base).save(7)
     for overwrite in (False, True):
-        assert Run(save, base, overwrite_checkpoints=overwrite).started_from == "global_step6"
+        run = Run(save, base, overwrite_checkpoints=overwrite)
+        assert run.started_from == "global_step6"
+        assert run.start.skip_reason.endswith(f"started from {base / 'global_step0_universal'}")
