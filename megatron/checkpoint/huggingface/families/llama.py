@@ -87,15 +87,22 @@ def in_layer(megatron: str, *hf: str, transform: Transform = IDENTITY, **setting
     return Parameter(f"{{layer}}.{megatron}", names, transform, **settings)
 
 
+def _heads_from(*parts: str) -> Parameter:
+    names = (f"self_attn.{part}_proj.weight" for part in parts)
+    return in_layer("self_attention.query_key_value.weight", *names, transform=HEADS)
+
+
+def with_gate(parameters: Sequence[Parameter], part: str) -> tuple[Parameter, ...]:
+    """Returns the parameters with the gate of --attention-output-gate, which is `self_attn.PART_proj`."""
+    heads = _heads_from("q", part, "k", "v")
+    return tuple(heads if each.megatron == heads.megatron else each for each in parameters)
+
+
 ATTENTION = "model.layers.{block}.self_attn"
 PARAMETERS = (
     Parameter(WORD_EMBEDDINGS, ("model.embed_tokens.weight",)),
     in_layer("input_layernorm.weight", "input_layernorm.weight"),
-    in_layer(
-        "self_attention.query_key_value.weight",
-        *(f"self_attn.{part}_proj.weight" for part in "qkv"),
-        transform=HEADS,
-    ),
+    _heads_from("q", "k", "v"),
     in_layer("self_attention.dense.weight", "self_attn.o_proj.weight"),
     in_layer("post_attention_layernorm.weight", "post_attention_layernorm.weight"),
     in_layer("mlp.dense_h_to_4h.weight", "mlp.gate_proj.weight", "mlp.up_proj.weight", transform=GATE),

@@ -33,12 +33,12 @@ from megatron.checkpoint.huggingface.families.experts import (
 from megatron.checkpoint.huggingface.families.llama import (
     CONSTANTS,
     CONVERSIONS,
-    HEADS,
     LLAMA,
     QK_NORM_PARAMETERS,
     QUERY_GROUPS,
     UNTIED,
     in_layer,
+    with_gate,
 )
 from megatron.checkpoint.huggingface.rope import PARTIAL_ROPE, WINDOWS, rotary_in_windows
 
@@ -116,12 +116,7 @@ TRINITY = replace(
         *(shared_experts("num_shared_experts"), always_normalized("route_scale")),
     ),
     parameters=(
-        *(each for each in _PARAMETERS if "query_key_value" not in each.megatron),
-        in_layer(
-            "self_attention.query_key_value.weight",
-            *(f"self_attn.{part}_proj.weight" for part in ("q", "gate", "k", "v")),
-            transform=HEADS,
-        ),
+        *with_gate(_PARAMETERS, "gate"),
         *(
             in_layer(f"{name}_layernorm.weight", f"{name}_layernorm.weight")
             for name in ("pre_mlp", "post_mlp")

@@ -24,13 +24,13 @@ from megatron.checkpoint.huggingface.families.experts import (
 )
 from megatron.checkpoint.huggingface.families.llama import (
     CONSTANTS,
-    HEADS,
     LLAMA,
     QK_NORM_PARAMETERS,
     QKV_BIAS,
     UNTIED,
     groups_of,
     in_layer,
+    with_gate,
 )
 from megatron.checkpoint.huggingface.family import Conversion, checked_count
 from megatron.checkpoint.huggingface.rope import KINDS, partial_layered_rope
@@ -225,12 +225,7 @@ LAGUNA = replace(
         *(HAS_EXPERTS, MLP_LAYER_TYPES, always_normalized("moe_routed_scaling_factor")),
     ),
     parameters=(
-        *(each for each in OUTSIDE_MLP if "query_key_value" not in each.megatron),
-        in_layer(
-            "self_attention.query_key_value.weight",
-            *(f"self_attn.{part}_proj.weight" for part in "qgkv"),
-            transform=HEADS,
-        ),
+        *with_gate(OUTSIDE_MLP, "g"),
         *(*QK_NORM_PARAMETERS, *DENSE_MLP, *EXPERT_PARAMETERS, *shared_expert("shared_expert")),
         choice_bias("mlp.experts.e_score_correction_bias"),
     ),
