@@ -1,7 +1,7 @@
 # make train   set up, then train a small GPT on this machine's CPU and show the results
-# make test    set up, then run the tests that every change must pass: about 9 minutes on two cores
-# make test-slice SLICE=3/10  set up, then run slice 3 of 10 of the tests that `make test` leaves out
-# make test-all  set up, then run the full matrix (about 85 minutes on two cores)
+# make test    set up, then run the tests that every change must pass: about 18 minutes on two cores
+# make test-slice SLICE=3/10  set up, then run slice 3 of 10 of the tests that `make test` leaves out (10 to 14 minutes)
+# make test-all  set up, then run the full matrix (about two hours on two cores)
 # make test-newest  set up, then run a part of the tests with the newest torch of NEWEST_TORCH (5 GB of packages)
 # make setup   only make the virtual environment .venv, with PyTorch for CPUs; GPU=1: PyPI's PyTorch, for CUDA (README);
 #              GPU=0: for CPUs again

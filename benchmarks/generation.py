@@ -4,9 +4,9 @@
     python benchmarks/generation.py     four minutes
 
 The model has the sizes of examples/quickstart.sh and random weights, and the prompts have different lengths.
-The reference continues one prompt after the other, and computes the whole text for each token. The model's
-context is 128 tokens. In longer texts both compute the whole context for each token. Both take turns, and a
-figure is the best of all rounds, with one thread. The tokens must be equal.
+The reference continues one prompt after the other, and computes the visible text for each token. The model's
+context is 128 tokens. In longer texts the first visible token moves on by 64 tokens at a time. Both take
+turns, and a figure is the best of all rounds, with one thread. The tokens must be equal.
 """
 
 from __future__ import annotations

@@ -115,11 +115,11 @@ def main() -> None:
 
 
 @contextmanager
-def kernels_or_references(setting: str) -> Iterator[None]:
-    """Sets MEGATRON_KERNELS."""
+def references() -> Iterator[None]:
+    """Makes the operators compute with PyTorch."""
     forget_decisions()
     try:
-        with temporary_environment({"MEGATRON_KERNELS": setting}):
+        with temporary_environment({"MEGATRON_KERNELS": "pytorch"}):
             yield
     finally:
         forget_decisions()
@@ -146,7 +146,7 @@ def check(target: Target, dtype: torch.dtype) -> int:
 
 
 def errors(case: Case, exact: Case, dtype: torch.dtype) -> dict[str, Any]:
-    with kernels_or_references("pytorch"):
+    with references():
         reference, expected = outputs(case), outputs(exact)
     found = outputs(case)  # last: some backward passes overwrite their inputs
     error, of_reference = largest_error(found, expected), largest_error(reference, expected)
@@ -212,7 +212,7 @@ def compare_times(target: Target) -> int:
 
 def times(case: Case, target: Target) -> dict[str, Any]:
     kernel = seconds_of(case.work, target.device)
-    with kernels_or_references("pytorch"):
+    with references():
         reference = seconds_of(case.work, target.device)
     if case.flops:
         rate = f"{case.flops / kernel / 1e12:.0f} TFLOP/s"
@@ -358,10 +358,10 @@ def attention_calls(inputs: Inputs) -> dict[str, Callable[[], Sequence[Tensor]]]
     query, key, value, grad = (x.detach() for x in inputs.some(shape, 4))
     sample_keys = torch.ones(1, dtype=torch.int64, device=inputs.device)
     scale, dropout = sizes.head_dim**-0.5, 0.1
-    masks, numbers = (None, None), (scale, dropout, 0, sizes.seq, None)
+    masks, numbers = (None, None), (scale, None, dropout, 0, sizes.seq, None)
 
     def forward() -> Sequence[Tensor]:
-        return attention.attention_forward_op(query, key, value, *masks, sample_keys, *numbers)
+        return attention.attention_forward_op(query, key, value, *masks, sample_keys, None, *numbers)
 
     out, log_sums = forward()
 
@@ -374,7 +374,7 @@ def attention_calls(inputs: Inputs) -> dict[str, Callable[[], Sequence[Tensor]]]
     def backward_key() -> Sequence[Tensor]:
         tensors = (query, key, value, grad, log_sums, row_sums)
         return attention.attention_backward_key_op(
-            *tensors, *masks, row_keys, scale, dropout, sizes.seq, None
+            *tensors, *masks, row_keys, scale, None, dropout, sizes.seq, None
         )
 
     return {"forward": forward, "query": backward_query, "key": backward_key}

@@ -39,7 +39,6 @@ from tests.support.compiled_kernels import (
 
 def main() -> None:
     parser = benchmark_parser(__doc__)
-    parser.add_argument("--compile-only", action="store_true", help="compile, run nothing: the only mode")
     parser.add_argument("--sweep-tiles", action="store_true", help="compile attention with other tiles")
     parser.add_argument("--architectures", type=int, nargs="+", default=list(ARCHITECTURES), metavar="SM")
     parser.add_argument("--only", default="", metavar="TEXT", help="only kernels whose names begin with TEXT")

@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterator
 from importlib.util import find_spec
+from itertools import chain
 from pathlib import Path
 from shutil import which
 
@@ -325,7 +326,8 @@ def model_mistakes(config: Config) -> Iterator[str]:
             f"{model.max_position_embeddings}: increase --max-position-embeddings, or reduce --seq-length"
         )
     if model.position_embedding_type == "rotary":
-        yield from _rotary_mistakes(model)
+        kinds = (_rotary_mistakes(model.of_kind(has_window), has_window) for has_window in (False, True))
+        yield from dict.fromkeys(chain.from_iterable(kinds))
     if model.vocab_size is not None:
         padded_vocab_size(model.vocab_size, model, tensor)
     elif model.pad_vocab_size_to is not None:
@@ -366,7 +368,8 @@ def expert_mistakes(config: Config) -> Iterator[str]:
         )
 
 
-def _rotary_mistakes(model: ModelConfig) -> Iterator[str]:
+def _rotary_mistakes(model: ModelConfig, has_window: bool) -> Iterator[str]:
+    size, percent = (model.option_of(name, has_window) for name in ("kv_channels", "rotary_percent"))
     if model.multi_latent_attention:
         if model.qk_pos_emb_head_dim % 2:
             yield (
@@ -374,14 +377,15 @@ def _rotary_mistakes(model: ModelConfig) -> Iterator[str]:
                 "elements are rotated; change it"
             )
     elif model.kv_channels % 2:
+        default = "hidden size / heads" if size == "--kv-channels" else "--kv-channels"
         yield (
             f"--position-embedding-type rotary needs an even head dimension, but it is {model.kv_channels}: "
-            "change --kv-channels (default: hidden size / heads)"
+            f"change {size} (default: {default})"
         )
     elif model.rotary_dim % 2 or not model.rotary_dim:
         yield (
-            f"--rotary-percent {model.rotary_percent:g} rotates {model.rotary_dim} of {model.kv_channels} "
-            "elements of each head: expected an even number above 0; change --rotary-percent"
+            f"{percent} {model.rotary_percent:g} rotates {model.rotary_dim} of {model.kv_channels} elements "
+            f"of each head: expected an even number above 0; change {percent}"
         )
     for low, high in (
         ("rope_low_freq_factor", "rope_high_freq_factor"),

@@ -39,7 +39,8 @@ def fp8_mistakes(config: Config) -> Iterator[str]:
             f"and in bf16; change {option}, or remove it{'' if layers else ', --fp8-format and --fp8-recipe'}"
         )
     least, tensor = config.precision.fp8_min_size, config.parallel.tensor_model_parallel_size
-    found = [matrix for kind in {*map(model.has_experts, layers)} for matrix in _matrices(model, kind)]
+    kinds = dict.fromkeys((model.has_window(layer), model.has_experts(layer)) for layer in layers)
+    found = [matrix for kind in kinds for matrix in _matrices(model, *kind)]
     if model.mtp_num_layers and model.num_layers - 1 in layers:  # eh_proj
         hidden = model.hidden_size
         found.append((("--hidden-size", hidden, True), ("2 x --hidden-size =", 2 * hidden, False), 1))
@@ -65,11 +66,11 @@ def _has_fp8(gpu: str) -> bool:
     return rates["fp8"] > rates["fp32"]
 
 
-def _matrices(model: ModelConfig, has_experts: bool) -> Iterator[tuple[_Size, _Size, int]]:
+def _matrices(model: ModelConfig, has_window: bool, has_experts: bool) -> Iterator[tuple[_Size, _Size, int]]:
     """Yields (rows, columns, fused parts with these rows) of the linear layers of a transformer layer, except
     the down projection of latent keys and values, which is in bf16."""
-    flags = _flags_of_attention(model)
-    for name, sizes in model.attention_matrices.items():
+    flags = _flags_of_attention(model, has_window)
+    for name, sizes in model.of_kind(has_window).attention_matrices.items():
         if name in flags:
             of_rows, of_columns, sharded = flags[name]
             yield (of_rows, sizes[0], sharded == 0), (of_columns, sizes[1], sharded == 1), 1
@@ -84,18 +85,24 @@ def _matrices(model: ModelConfig, has_experts: bool) -> Iterator[tuple[_Size, _S
         yield hidden, size, 1
 
 
-def _flags_of_attention(model: ModelConfig) -> dict[str, tuple[str, str, int | None]]:
+def _flags_of_attention(model: ModelConfig, has_window: bool) -> dict[str, tuple[str, str, int | None]]:
     """Returns name of a linear layer -> (flags of its rows, flags of its columns, the dimension that
     tensor-parallel ranks divide)."""
     hidden, rank, compressed = "--hidden-size", "--q-lora-rank", "--kv-lora-rank"
-    heads = f"({'2 x ' * model.attention_output_gate}--num-attention-heads + 2 x --num-query-groups)"
-    queries = "--num-attention-heads x (--qk-head-dim + --qk-pos-emb-head-dim) ="
-    value = "--v-head-dim" if model.multi_latent_attention else "--kv-channels"
+    heads, groups, size = (
+        model.option_of(name, has_window)
+        for name in ("num_attention_heads", "num_query_groups", "kv_channels")
+    )
+    rows = f"({'2 x ' * model.attention_output_gate}{heads} + 2 x {groups}) x {size}"
+    if model.v_channels or model.attention_output_gate_scope == "head":
+        rows = f"rows of queries, keys, values and gates ({heads}, {groups}, {size}, --v-channels)"
+    queries = f"{heads} x (--qk-head-dim + --qk-pos-emb-head-dim) ="
+    value = "--v-head-dim" if model.multi_latent_attention else "--v-channels" if model.v_channels else size
     return {
-        "query_key_value": (f"{heads} x --kv-channels =", hidden, 0),
+        "query_key_value": (f"{rows} =", hidden, 0),
         "q_proj": (queries, hidden, 0),
         "q_down_proj": (rank, hidden, None),
         "q_up_proj": (queries, rank, 0),
-        "kv_up_proj": ("--num-attention-heads x (--qk-head-dim + --v-head-dim) =", compressed, 0),
-        "dense": (hidden, f"--num-attention-heads x {value} =", 1),
+        "kv_up_proj": (f"{heads} x (--qk-head-dim + --v-head-dim) =", compressed, 0),
+        "dense": (hidden, f"{heads} x {value} =", 1),
     }

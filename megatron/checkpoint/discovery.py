@@ -262,6 +262,21 @@ def _readable_checkpoints(folder: Path, names: Mapping[str, Path]) -> dict[str, 
     return {name: checkpoint for name, checkpoint in found.items() if checkpoint is not None}
 
 
+def only_universal(folder: str | Path, with_files: bool = True) -> Checkpoint | None:
+    """Returns the universal checkpoint that `latest_universal` names in a folder without native checkpoints;
+    None if there is none. Raises UserError if a run has saved to the folder: starting from an older universal
+    checkpoint, because the run's checkpoints were deleted, would lose the run."""
+    folder = as_path(folder)
+    if not (folder / LATEST_UNIVERSAL_FILE).is_file():
+        return None
+    if (folder / RECORD_FILE).exists():
+        raise UserError(
+            f"{folder} holds a universal checkpoint, and no native one of the run that saved to it: add "
+            "--universal_checkpoint to start from the universal one"
+        )
+    return find_universal(folder, with_files)
+
+
 def find_universal(folder: str | Path, with_files: bool = True) -> Checkpoint:
     """Returns the universal checkpoint that `latest_universal` in `folder` names, or `folder` itself if it is
     one. Raises UserError if there is none, or if it cannot be read. with_files: see `open_checkpoint`."""
@@ -276,9 +291,7 @@ def find_universal(folder: str | Path, with_files: bool = True) -> Checkpoint:
             )
         folder = folder / name
     if format_of(folder) != UNIVERSAL:
-        raise UserError(
-            f"--universal_checkpoint: {folder} is not a universal checkpoint: it has no {PARAMETER_FOLDER}/"
-        )
+        raise UserError(f"{folder} is not a universal checkpoint: it has no {PARAMETER_FOLDER}/")
     return open_checkpoint(folder, with_files)
 
 

@@ -7,9 +7,10 @@ loads the checkpoint ask the same `Program`, so that neither takes one model for
 
 from __future__ import annotations
 
+import fnmatch
+import re
 from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass
-from fnmatch import fnmatchcase
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -173,11 +174,16 @@ def harmless_in_hugging_face() -> frozenset[str]:
 def _is_harmless(name: str, value: Any) -> bool:
     if value is None or name in _table()["values"]:
         return value is None or value in _table()["values"][name]
-    patterns = (pattern for lines in _table()["harmless"].values() for pattern in _words(lines))
     is_own = _CHANGES_MODEL.get(name) is False
     is_known = is_own or name in _ignored_arguments()
     # 0 is equal to False.
-    return is_known or value in (False, "", [], ()) or any(fnmatchcase(name, pattern) for pattern in patterns)
+    return is_known or value in (False, "", [], ()) or _harmless_names().match(name) is not None
+
+
+@cache
+def _harmless_names() -> re.Pattern[str]:
+    patterns = (pattern for lines in _table()["harmless"].values() for pattern in _words(lines))
+    return re.compile("|".join(map(fnmatch.translate, patterns)))
 
 
 @cache

@@ -8,7 +8,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from megatron.checkpoint.discovery import current_path, find_latest, find_universal, open_checkpoint
+from megatron.checkpoint.discovery import (
+    current_path,
+    find_latest,
+    find_universal,
+    only_universal,
+    open_checkpoint,
+)
 from megatron.checkpoint.files import MAY_BE_INTACT
 from megatron.checkpoint.formats.registry import HUGGING_FACE, TORCHTITAN, format_of
 from megatron.checkpoint.lineage.branch import find_branch_point, is_branch_of
@@ -98,8 +104,12 @@ def read_saved_config(options: CheckpointConfig) -> SavedConfig:
     try:
         if options.branch_at is not None:
             checkpoint = find_branch_point(options, with_files=False)
+        elif options.universal_checkpoint:
+            checkpoint = find_universal(load, with_files=False)
+        elif (found := _newest(load) or only_universal(load, with_files=False)) is not None:
+            checkpoint = found
         else:
-            checkpoint = _newest(load, options.universal_checkpoint)
+            raise UserError(f"--load {load} holds no checkpoint")
     except (UserError, OSError) as error:
         if is_access_error(error):
             raise
@@ -130,23 +140,18 @@ def read_saved_config(options: CheckpointConfig) -> SavedConfig:
 
 def _newest_or_none(folder: Path) -> Checkpoint | None:
     try:
-        return _newest(folder, universal=False)
+        return _newest(folder)
     except (UserError, OSError) as error:
         if is_access_error(error):
             raise
         return None
 
 
-def _newest(folder: Path, universal: bool) -> Checkpoint:
-    """Returns the checkpoint in `folder`, or the one that `latest` or `latest_universal` in it names."""
-    if universal:
-        return find_universal(folder, with_files=False)
+def _newest(folder: Path) -> Checkpoint | None:
+    """Returns the checkpoint in `folder`, or the one that `latest` in it names; None if there is none."""
     if (folder / RUN_FILE).is_file():
         return open_checkpoint(folder, with_files=False)
     latest = read_latest(folder)
     if latest is not None and (current_path(folder, latest) / RUN_FILE).is_file():
         return open_checkpoint(current_path(folder, latest), with_files=False)
-    checkpoint = find_latest(folder) if folder.is_dir() else None
-    if checkpoint is None:
-        raise UserError(f"--load {folder} holds no checkpoint (a universal one needs --universal_checkpoint)")
-    return checkpoint
+    return find_latest(folder) if folder.is_dir() else None

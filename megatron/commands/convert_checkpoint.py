@@ -62,6 +62,10 @@ if TYPE_CHECKING:
 # model.
 MAX_DROPPED_SHARE = 0.05
 WORKERS = 4
+TARGET_HELP = (
+    "folder to write. A Hugging Face model becomes the checkpoint global_step0_universal in it, which --load "
+    "of the folder opens, or if its name is global_step... or ends with _universal, the folder itself"
+)
 ONLY_TO_UNIVERSAL = (
     f"--allow-replica-mismatch acts only from {NATIVE} to --format {UNIVERSAL}: remove the flag"
 )
@@ -76,7 +80,7 @@ def build_parser() -> ToolParser:
         metavar="FOLDER",
         help="checkpoint to convert, or a folder whose `latest` or `latest_universal` names it",
     )
-    parser.add_argument("--to", dest="target", required=True, metavar="FOLDER", help="folder to write")
+    parser.add_argument("--to", dest="target", required=True, metavar="FOLDER", help=TARGET_HELP)
     written = {name: entry for name, entry in FORMATS.items() if entry.writer}
     parser.add_argument(
         "--format",
@@ -314,6 +318,9 @@ def convert_arguments(arguments: argparse.Namespace, is_model: bool, mistakes: M
     """Converts as the flags say. is_model: whether --from has only the weights of a model. mistakes: found
     before. Raises ConfigError with all mistakes."""
     source = Path(arguments.source or "")
+    name = Path(arguments.target or "").name
+    if is_model and not (name.startswith("global_step") or name.endswith("_universal")):
+        arguments.target = os.path.join(arguments.target or "", "global_step0_universal")
     arguments.format = arguments.format or (UNIVERSAL if is_model else NATIVE)
     writes_model = arguments.format == HUGGING_FACE
     given = {"--dtype": arguments.dtype, "--no-tokenizer": arguments.no_tokenizer}
@@ -331,7 +338,9 @@ def convert_arguments(arguments: argparse.Namespace, is_model: bool, mistakes: M
     if arguments.no_tokenizer and tokenizer_settings(arguments):
         mistakes.add("--no-tokenizer contradicts the tokenizer's flags: remove one of them")
     if arguments.hybrid_model and arguments.format != TORCH_DIST:
-        mistakes.add(f"--hybrid-model acts only on --format {TORCH_DIST}: remove it")
+        mistakes.add(
+            f"--hybrid-model acts only on --format {TORCH_DIST}: add this format, or remove the flag"
+        )
     if arguments.allow_replica_mismatch and (is_model or writes_model):
         mistakes.add(ONLY_TO_UNIVERSAL)
     if is_model and arguments.universal_checkpoint:

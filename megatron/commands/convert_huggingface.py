@@ -15,10 +15,14 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Sequence
-from pathlib import Path
 
 from megatron.checkpoint.formats.registry import HUGGING_FACE, UNIVERSAL
-from megatron.commands.convert_checkpoint import add_flags_of_models, convert_arguments, task_of
+from megatron.commands.convert_checkpoint import (
+    TARGET_HELP,
+    add_flags_of_models,
+    convert_arguments,
+    task_of,
+)
 from megatron.config.mistakes import Mistakes
 from megatron.config.tool_parser import ToolParser, check_folder, exit_on_interrupt
 from megatron.errors import exit_on_user_error
@@ -51,8 +55,7 @@ def build_parser() -> ToolParser:
         dest="target",
         required=True,
         metavar="FOLDER",
-        help="folder to write. For a universal checkpoint that a run opens with --load CKPT: CKPT with "
-        "--from, CKPT/global_step0_universal with --from-hugging-face",
+        help=TARGET_HELP,
     )
     add_flags_of_models(parser)
     return parser
@@ -67,8 +70,6 @@ def run(argv: Sequence[str] | None) -> None:
     with mistakes.collect([flag]):
         check_folder(flag, folder)
     is_detected = flag == "--from" and os.path.isfile(os.path.join(folder, "config.json"))
-    if is_detected and not Path(arguments.target or "").name.endswith("_universal"):
-        arguments.target = os.path.join(arguments.target or "", "global_step0_universal")
     is_model = is_detected or flag == "--from-hugging-face"
     arguments.source, arguments.format = folder, UNIVERSAL if is_model else HUGGING_FACE
     arguments.workers, arguments.allow_replica_mismatch, arguments.hybrid_model = None, False, False

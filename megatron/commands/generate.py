@@ -4,7 +4,8 @@
     echo "import os" | python tools/generate.py --load checkpoints/global_step300 --greedy
 
 The checkpoint may have any layout. It names the model and the tokenizer; set the tokenizer flags only if the
-tokenizer's files have moved. Text is written to stdout, notes to stderr.
+tokenizer's files have moved. Text is written to stdout, notes to stderr. The context is the training's
+sequence length. Beyond it the model sees the last tokens of a text, between half and all of the context.
 """
 
 from __future__ import annotations
@@ -14,10 +15,17 @@ import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from megatron.config import LoggingConfig
-from megatron.config.tool_parser import ToolParser, add_verify_digests_flag, at_least_1, check_folder
+from megatron.config.mistakes import Mistakes
+from megatron.config.tool_parser import (
+    ToolParser,
+    add_universal_flag,
+    add_verify_digests_flag,
+    at_least_1,
+    check_folder,
+)
 from megatron.errors import UserError, exit_on_user_error
 from megatron.tokenizer.flags import add_parse_special_flag, add_tokenizer_flags, check_parse_special
 
@@ -38,8 +46,9 @@ def build_parser() -> ToolParser:
         "--load",
         required=True,
         metavar="FOLDER",
-        help="folder with the file `latest`, or a global_stepN folder",
+        help="folder with the file `latest` or `latest_universal`, or a global_stepN folder",
     )
+    add_universal_flag(group, "the folder")
     group.add_argument(
         "--prompt",
         action="append",
@@ -111,17 +120,25 @@ def read_prompts(arguments: argparse.Namespace) -> list[str]:
     return prompts
 
 
-def read_sampling(arguments: argparse.Namespace) -> Sampling:
-    """Returns the sampling settings. Raises UserError for invalid values."""
+def read_sampling(arguments: argparse.Namespace, mistakes: Mistakes) -> Sampling:
+    """Returns the sampling settings. Adds invalid values to the mistakes, and raises all of them."""
     # Late: torch and DeepSpeed take seconds to import.
     from megatron.model.inference.generation import Sampling
 
     if not 0 <= arguments.seed <= MAX_SEED:
-        raise UserError(f"--seed is {arguments.seed}, expected 0 to {MAX_SEED}")
+        mistakes.add(f"--seed is {arguments.seed}, expected 0 to {MAX_SEED}")
     if "" in (arguments.stop or ()):
-        raise UserError("--stop is an empty string, expected a text: remove it")
-    temperature = 0.0 if arguments.greedy else arguments.temperature
-    return Sampling(temperature, arguments.top_k, arguments.top_p)
+        mistakes.add("--stop is an empty string, expected a text: remove it")
+    settings: dict[str, Any] = {
+        "temperature": arguments.temperature,
+        "top_k": arguments.top_k,
+        "top_p": arguments.top_p,
+    }
+    for name, value in settings.items():
+        with mistakes.collect():
+            Sampling(**{name: value})
+    mistakes.raise_all()
+    return Sampling(**settings | {"temperature": 0.0} if arguments.greedy else settings)
 
 
 def write_texts(
@@ -134,7 +151,7 @@ def write_texts(
 ) -> int:
     """Prints each prompt with its text as it arrives, in their order; returns the number of new tokens."""
     # Late: torch and DeepSpeed take seconds to import.
-    from megatron.model.inference.generation import Continuation, generate
+    from megatron.model.inference.generation import Continuation, first_visible, generate
 
     window, texts = checkpoint.config.model.seq_length, []
     for prompt in prompts:
@@ -142,7 +159,7 @@ def write_texts(
         if len(tokens) > window:
             print(
                 f"note: the prompt has {len(tokens):,} tokens, and the model's sequence length is "
-                f"{window:,}: only the last tokens are used",
+                f"{window:,}: only the last {len(tokens) - first_visible(len(tokens), window):,} are used",
                 file=sys.stderr,
             )
         stop = arguments.stop or ()
@@ -172,9 +189,13 @@ def write_texts(
 
 @exit_on_user_error()
 def main(argv: Sequence[str] | None = None) -> None:
-    arguments = build_parser().parse_args(argv)
-    check_folder("--load", arguments.load)
-    prompts = read_prompts(arguments)
+    mistakes = Mistakes()
+    arguments = build_parser().collect(sys.argv[1:] if argv is None else argv, mistakes)
+    with mistakes.collect(["--load"]):
+        check_folder("--load", arguments.load or "")
+    prompts = list[str]()
+    with mistakes.collect():
+        prompts = read_prompts(arguments)
 
     # Late: torch and DeepSpeed take seconds to import.
     from megatron.cluster.processes import configure_logging, use_device_alone
@@ -183,8 +204,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     use_device_alone()
     from megatron.checkpoint.reading import find_tokenizer, load_model, read_checkpoint
 
-    sampling = read_sampling(arguments)
-    checkpoint = read_checkpoint(arguments.load)
+    sampling = read_sampling(arguments, mistakes)
+    checkpoint = read_checkpoint(arguments.load, arguments.universal_checkpoint)
     tokenizer = find_tokenizer(arguments, checkpoint, arguments.parse_special_tokens)
     check_parse_special(tokenizer, arguments.parse_special_tokens)
     model = load_model(checkpoint, verify=not arguments.no_verify_digests, fp32_on_cpu=True)

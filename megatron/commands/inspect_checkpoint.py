@@ -68,8 +68,9 @@ def _print(report: Any, as_json: bool, as_text: Callable[[Any], str]) -> None:
     print(json.dumps(asdict(report), indent=2) if as_json else printable(as_text(report)))
 
 
-def run(argv: Sequence[str] | None) -> int:
-    """Runs the tool and returns the exit code. Raises UserError for a user's mistake."""
+@exit_on_user_error()
+def main(argv: Sequence[str] | None = None) -> int:
+    """Runs the tool and returns the exit code."""
     arguments = build_parser().parse_args(argv)
     folders = [Path(folder) for folder in arguments.folders]
     if len(folders) > 2:
@@ -89,11 +90,6 @@ def run(argv: Sequence[str] | None) -> int:
         show_two(folders, arguments.json)
         return 0
     return 0 if show_one(folders[0], arguments.json, arguments.verify) else USER_ERROR_EXIT_CODE
-
-
-def main(argv: Sequence[str] | None = None) -> int:
-    with exit_on_user_error():
-        return run(argv)
 
 
 if __name__ == "__main__":

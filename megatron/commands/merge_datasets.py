@@ -59,7 +59,14 @@ def check_arguments(arguments: argparse.Namespace) -> None:
 
 
 def _prefixes_of(word: str, output: str) -> list[str]:
-    """Returns the data sets that a word of --input names."""
+    """Returns the data sets that a word of --input names. Raises UserError if there are none."""
+    if os.path.isdir(word) and not os.path.exists(index_path(word)):
+        pattern = os.path.join(glob.escape(word), "*")
+        count = len(glob.glob(index_path(pattern)))
+        raise UserError(
+            f"--input {word} is a folder with {count} data sets: expected data sets without .bin and .idx; "
+            + (f"set '{pattern}' for all of them" if count > 1 else "name at least 2")
+        )
     if not glob.has_magic(word) or os.path.exists(index_path(word)):
         return [word]
     found = sorted(path.removesuffix(".idx") for path in glob.glob(index_path(word)))

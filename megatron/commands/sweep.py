@@ -148,7 +148,9 @@ def write_report(folder: SweepFolder) -> str:
     return f"{report_text(summary)}\nwrote {folder.path}/report.md, .csv, .png and .json"
 
 
-def run(argv: Sequence[str] | None) -> None:
+@exit_on_interrupt("interrupted: the same command continues the sweep")
+@exit_on_user_error()
+def main(argv: Sequence[str] | None = None) -> None:
     options = build_parser().parse_args(argv)
     options.argv = argv
     folder = SweepFolder(options.folder)
@@ -198,12 +200,6 @@ def _run(folder: SweepFolder, options: argparse.Namespace) -> None:
         timeout_s=options.timeout,
         retry_failed=options.retry_failed,
     )
-
-
-@exit_on_interrupt("interrupted: the same command continues the sweep")
-@exit_on_user_error()
-def main(argv: Sequence[str] | None = None) -> None:
-    run(argv)
 
 
 if __name__ == "__main__":

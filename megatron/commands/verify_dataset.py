@@ -38,13 +38,13 @@ from megatron.config.config import settings_of_section
 from megatron.config.flag_parser import make_parser
 from megatron.config.foreign_flags import rewrite
 from megatron.config.mistakes import Mistakes
-from megatron.config.tool_parser import ToolParser
+from megatron.config.tool_parser import FLAG, ToolParser
 from megatron.data.flags import SPLIT_NAMES
 from megatron.data.gpt_dataset import find_sample, requested_groups
 from megatron.data.indexed_dataset import LOSS_MASK_KEY, IndexedDataset, check_loss_mask, data_path
 from megatron.data.statistics import dataset_statistics
 from megatron.engine.deepspeed_config import with_curriculum
-from megatron.errors import USER_ERROR_EXIT_CODE, UserError, exit_on_user_error, printable
+from megatron.errors import USER_ERROR_EXIT_CODE, ConfigError, UserError, exit_on_user_error, printable
 from megatron.planner.command import check_batch_size, without_settings
 from megatron.planner.page import write_page
 from megatron.text_table import format_table
@@ -72,6 +72,11 @@ class VerifyParser(ToolParser):
             _add_sample_flags(own)
             mistakes = Mistakes()
             sampled, run = own.collect_known(words, mistakes)
+            if run and not FLAG.match(run[0]):
+                raise ConfigError(
+                    f"PREFIX {run[0]} with --sample: a sample is of the data sets of a run. Remove {run[0]} "
+                    "and set the flags of the run (--data-path, --seq-length, ...), or remove --sample"
+                )
             make_parser().collect(run, mistakes)
             sampled.run = sampled_run(run, mistakes)
             return sampled

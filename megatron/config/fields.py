@@ -148,8 +148,24 @@ class Section:
         return {name for registry, value in self.choices_made() for name in registry[value].settings}
 
     def unused_fields(self) -> set[str]:
-        """Returns the fields without effect with the chosen values: `Choice.settings` of other choices."""
-        return {name for registry, value in self.choices_made() for name in registry.unused_settings(value)}
+        """Returns the fields without effect with the other values of the section: `Choice.settings` of other
+        choices, and by `Flag.unused_with`."""
+        unused = {name for registry, value in self.choices_made() for name in registry.unused_settings(value)}
+        for field in dataclasses.fields(self):
+            if any(self.holds(condition) for condition in flag_of(field).unused_with):
+                unused.add(field.name)
+        return unused
+
+    def holds(self, condition: str) -> bool:
+        """Returns whether a condition of `Flag` holds, without '|'; False for a field of another section.
+        'section.field': the value is neither the default nor off. 'section.field=value': the setting has this
+        value."""
+        name, equals, wanted = condition.partition(".")[2].partition("=")
+        field = self.__dataclass_fields__.get(name)
+        if field is None:
+            return False
+        value = getattr(self, name)
+        return str(value) == wanted if equals else value not in (None, False, (), field.default)
 
     def choices_made(self) -> Iterator[tuple[Registry[Any], str]]:
         """Yields the registries of the section's settings, each with the chosen name."""
@@ -210,5 +226,7 @@ def _wrong_bounds(field: dataclasses.Field[Any], value: Any) -> str | None:
             return f"{option_name(field.name)} is {number}: expected a finite number"
         for words, _, bound, holds in bounds_of(description):
             if not holds(number, bound):
-                return f"{option_name(field.name)} is {number}: expected {words} {bound}"
+                remedy = " or remove it" * (field.default is not dataclasses.MISSING)
+                sentence = f"{option_name(field.name)} is {number}: expected {words} {bound}"
+                return f"{sentence}; set such a number{remedy}"
     return None

@@ -151,6 +151,7 @@ POSITION_EMBEDDINGS = Registry(
             settings=(
                 "rotary_base",
                 "window_rotary_base",
+                "window_rotary_percent",
                 "rotary_percent",
                 "rotary_interleaved",
                 "rope_scaling_type",
@@ -372,7 +373,7 @@ TOKENIZERS = Registry(
             settings=("vocab_file", "merge_file"),
         ),
         "PretrainedFromHF": TokenizerChoice(
-            "a tokenizer of Hugging Face transformers",
+            "a tokenizer of Hugging Face transformers (Megatron-LM's HuggingFaceTokenizer)",
             "megatron.tokenizer.hugging_face:HuggingFaceTokenizer",
             settings=("tokenizer_name_or_path",),
         ),

@@ -37,16 +37,8 @@ def is_default(config: Config, setting: str) -> bool:
 
 
 def _is_given(config: Config, condition: str) -> bool:
-    """Returns whether a condition of `Flag` holds. 'section.field': the value is neither the default nor off.
-    'section.field=value': the setting has this value. 'condition|condition': one of them holds."""
-    first, _, others = condition.partition("|")
-    if others:
-        return _is_given(config, first) or _is_given(config, others)
-    setting, equals, wanted = condition.partition("=")
-    value = config.value(setting)
-    if equals:
-        return str(value) == wanted
-    return value not in (None, False, ()) and not is_default(config, setting)
+    """Returns whether a condition of `Flag`, or one of several with '|' between them, holds."""
+    return any(getattr(config, one.partition(".")[0]).holds(one) for one in condition.split("|"))
 
 
 def _flag_text(config: Config, condition: str) -> str:

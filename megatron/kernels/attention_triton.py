@@ -54,7 +54,7 @@ def attention_forward_kernel(
     key += sample.to(tl.int64) * key_strides.batch + head // group * key_strides.head
     value += sample.to(tl.int64) * value_strides.batch + head // group * value_strides.head
     q = _load_rows(query, first_row, query_strides.seq, queries, HEAD_DIM, BLOCK_QUERIES, BLOCK_DIM)
-    slope = tl.load(slopes + head) if slopes is not None else 0.0
+    scaling = scale, tl.load(slopes + head) if slopes is not None else None, softcapping
     firsts, first_block, last_first = _first_keys(
         first_keys, sample, positions, first_position, keys, seq, BLOCK_QUERIES, BLOCK_KEYS
     )
@@ -71,18 +71,9 @@ def attention_forward_kernel(
     for start in range(first_block, tl.minimum(first_position + BLOCK_QUERIES, keys), BLOCK_KEYS):
         k = _load_rows(key, start, key_strides.seq, keys, HEAD_DIM, BLOCK_KEYS, BLOCK_DIM)
         scores = tl.dot(q, tl.trans(k), input_precision=FP32_PRODUCT)
-        scores = _masked_scores(
-            scores,
-            positions[:, None],
-            (start + columns)[None, :],
-            firsts,
-            scale,
-            slope,
-            softcapping,
-            (start + BLOCK_KEYS > first_position + 1) | (start < last_first),
-            slopes is not None,
-            first_keys is not None,
-        )
+        has_mask = (start + BLOCK_KEYS > first_position + 1) | (start < last_first)
+        places = positions[:, None], (start + columns)[None, :]
+        scores = _masked_scores(scores, places, scaling, firsts, has_mask)
         new_largest = tl.maximum(largest, tl.max(scores, 1))
         weights = tl.exp2(scores - new_largest[:, None])
         shrink = tl.exp2(largest - new_largest)
@@ -151,7 +142,7 @@ def attention_backward_query_kernel(
     tl.store(row_sums + in_rows, row_sum, mask=inside)
     q = _load_rows(query, first_row, query_strides.seq, queries, HEAD_DIM, BLOCK_QUERIES, BLOCK_DIM)
     log_sum = tl.load(log_sums + in_rows, mask=inside, other=float("inf"))
-    slope = tl.load(slopes + head) if slopes is not None else 0.0
+    scaling = scale, tl.load(slopes + head) if slopes is not None else None, softcapping
     firsts, first_block, last_first = _first_keys(
         first_keys, sample, positions, first_position, keys, seq, BLOCK_QUERIES, BLOCK_KEYS
     )
@@ -163,18 +154,9 @@ def attention_backward_query_kernel(
     for start in range(first_block, tl.minimum(first_position + BLOCK_QUERIES, keys), BLOCK_KEYS):
         k = _load_rows(key, start, key_strides.seq, keys, HEAD_DIM, BLOCK_KEYS, BLOCK_DIM)
         scores = tl.dot(q, tl.trans(k), input_precision=FP32_PRODUCT)
-        scores = _masked_scores(
-            scores,
-            positions[:, None],
-            (start + columns)[None, :],
-            firsts,
-            scale,
-            slope,
-            softcapping,
-            (start + BLOCK_KEYS > first_position + 1) | (start < last_first),
-            slopes is not None,
-            first_keys is not None,
-        )
+        has_mask = (start + BLOCK_KEYS > first_position + 1) | (start < last_first)
+        places = positions[:, None], (start + columns)[None, :]
+        scores = _masked_scores(scores, places, scaling, firsts, has_mask)
         v = _load_rows(value, start, value_strides.seq, keys, HEAD_DIM, BLOCK_KEYS, BLOCK_DIM)
         grad_weights = tl.dot(do, tl.trans(v), input_precision=FP32_PRODUCT)
         if sample_keys is not None:
@@ -244,7 +226,7 @@ def attention_backward_key_kernel(
     begin = begin // BLOCK_QUERIES * BLOCK_QUERIES
     head, start = key_index * group, begin
     for _ in range(group * tl.cdiv(end - begin, BLOCK_QUERIES)):
-        slope = tl.load(slopes + head) if slopes is not None else 0.0
+        scaling = scale, tl.load(slopes + head) if slopes is not None else None, softcapping
         in_heads = (sample * heads + head).to(tl.int64)
         rows = start + tl.arange(0, BLOCK_QUERIES)
         inside = rows < queries
@@ -252,9 +234,7 @@ def attention_backward_key_kernel(
         of_head = query + head * query_strides.head
         q = _load_rows(of_head, start, query_strides.seq, queries, HEAD_DIM, BLOCK_QUERIES, BLOCK_DIM)
         scores = tl.dot(k, tl.trans(q), input_precision=FP32_PRODUCT)
-        scores = _scaled_scores(
-            scores, (past + rows)[None, :], columns[:, None], scale, slope, softcapping, slopes is not None
-        )
+        scores = _scaled_scores(scores, ((past + rows)[None, :], columns[:, None]), scaling)
         if (first_column + BLOCK_KEYS > past + start + 1) | (start + BLOCK_QUERIES > full_end):
             allowed = columns[:, None] <= (past + rows)[None, :]
             if end_queries is not None:
@@ -325,52 +305,45 @@ def _first_keys(
     BLOCK_QUERIES: tl.constexpr,
     BLOCK_KEYS: tl.constexpr,
 ):
-    """Returns each query's first key [queries, 1], the first key of the tile's first block of keys, and the
-    first key of the tile's last query. A block of keys from this one on, and not after the tile's first
-    query, has no masked score."""
-    firsts, first_block, last_first = positions, 0, 0
+    """Returns each query's first key [queries, 1] (None: 0), the first key of the tile's first block of keys,
+    and the first key of the tile's last query. A block of keys from this one on, and not after the tile's
+    first query, has no masked score."""
+    firsts, first_block, last_first = None, 0, 0
     if first_keys is not None:
         first_keys += sample.to(tl.int64) * seq
-        firsts = tl.load(first_keys + positions, mask=positions < keys, other=0)
+        firsts = tl.load(first_keys + positions, mask=positions < keys, other=0)[:, None]
         first_block = tl.load(first_keys + first_position) // BLOCK_KEYS * BLOCK_KEYS
         last_first = tl.load(first_keys + tl.minimum(first_position + BLOCK_QUERIES, keys) - 1)
-    return firsts[:, None], first_block, last_first
+    return firsts, first_block, last_first
 
 
 @triton.jit
-def _masked_scores(
-    scores,
-    rows,
-    columns,
-    firsts,
-    scale,
-    slope,
-    softcapping,
-    has_mask,
-    HAS_SLOPES: tl.constexpr,
-    HAS_RANGES: tl.constexpr,
-):
-    """Returns `_scaled_scores`, with -inf where a query does not attend to a key. has_mask: whether the block
-    has such a pair. Most blocks have none."""
-    scores = _scaled_scores(scores, rows, columns, scale, slope, softcapping, HAS_SLOPES)
+def _masked_scores(scores, places, scaling, firsts, has_mask):
+    """Returns `_scaled_scores`, with -inf where a query does not attend to a key. firsts: see `_first_keys`.
+    has_mask: whether the block has such a pair. Most blocks have none."""
+    scores = _scaled_scores(scores, places, scaling)
     if has_mask:
+        rows, columns = places
         allowed = columns <= rows
-        if HAS_RANGES:
+        if firsts is not None:
             allowed &= columns >= firsts
         scores = tl.where(allowed, scores, -float("inf"))
     return scores
 
 
 @triton.jit
-def _scaled_scores(scores, rows, columns, scale, slope, softcapping, HAS_SLOPES: tl.constexpr):
-    """Returns scaled and capped scores with ALiBi's bias, times log2(e)."""
+def _scaled_scores(scores, places, scaling):
+    """Returns scaled and capped scores with ALiBi's bias, times log2(e). places: positions of the queries
+    and of the keys. scaling: scale, slope (None: no ALiBi) and cap (None: no cap)."""
+    scale, slope, softcapping = scaling
     if softcapping is None:
         scores *= scale * LOG2_E
     else:
         # tanh(x) = 2 / (1 + exp(-2x)) - 1
         sigmoid = 1.0 / (1.0 + tl.exp2(scores * (-2.0 * LOG2_E * scale / softcapping)))
         scores = (2.0 * sigmoid - 1.0) * (softcapping * LOG2_E)
-    if HAS_SLOPES:
+    if slope is not None:
+        rows, columns = places
         scores += (columns - rows).to(tl.float32) * (slope * LOG2_E)
     return scores
 

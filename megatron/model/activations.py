@@ -33,6 +33,13 @@ def soft_capped(x: Tensor, cap: float | None) -> Tensor:
     return x if cap is None else ((x.float() / cap).tanh() * cap).to(x.dtype)
 
 
+def gated(output: Tensor, gate: Tensor, activation: str) -> Tensor:
+    """Returns output [seq, batch, heads * n] * activation(gate). gate: [seq, batch, heads, n], or with one
+    element per head. activation: sigmoid or softplus."""
+    function = torch.sigmoid if activation == "sigmoid" else F.softplus
+    return (output.unflatten(2, (gate.shape[2], -1)) * function(gate)).flatten(2)
+
+
 def mlp_activation(model: ModelConfig) -> "Activation | Callable[[Tensor], Tensor]":
     """Returns the function between the two matrices of an MLP."""
     if model.glu_activation is None:

@@ -16,6 +16,7 @@ hidden x hidden elements, and the head.
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Sequence
 
 from megatron.config import Config, ModelConfig
 from megatron.config.model import padded_vocab_size
@@ -51,19 +52,17 @@ def iteration_flops(
     kinds, predicted = _kinds_in_training(model), model.mtp_num_layers or 0
     layers = 2 * tokens * sum(kind.active_elements for kind in kinds)
     layers += 4 * tokens * predicted * model.hidden_size**2
-    widths = model.query_width + model.output_width
-    layers += 2 * tokens * sum(kind.keys(seq_length) for kind in kinds) * widths
+    layers += 2 * tokens * _scores(model, kinds, seq_length)
     head = 2 * tokens * model.hidden_size * padded * (1 + predicted)
     recomputed = 0
     if with_recomputation and config.training.recomputes_layers:
         recomputed = layers
     elif with_recomputation:
-        keys = sum(
-            number * kind.keys(seq_length)
+        recomputed = sum(
+            2 * tokens * number * kind.keys(seq_length) * kind.of(model).query_width
             for kind, number in Counter(kinds).items()
             if recomputes_scores(config, kind.window, on_cpu)
         )
-        recomputed = 2 * tokens * model.query_width * keys
     return _FORWARD_AND_BACKWARD * (layers + head) + recomputed
 
 
@@ -81,9 +80,8 @@ def palm_flops(config: Config, vocab_size: int, num_parameters: int, batch_size:
     if model.position_embedding_type == "absolute":
         lookups += model.max_position_embeddings
     lookups -= padded * (model.mtp_num_layers or 0)  # layers that also multiply with the head's matrix
-    keys = sum(kind.keys(model.seq_length) for kind in _kinds_in_training(model))
-    widths = model.query_width + model.output_width
-    per_token = 6 * (num_parameters - lookups * model.hidden_size) + 6 * keys * widths
+    scores = _scores(model, _kinds_in_training(model), model.seq_length)
+    per_token = 6 * (num_parameters - lookups * model.hidden_size) + 6 * scores
     return per_token * (batch_size or config.batch.global_batch_size) * model.seq_length
 
 
@@ -104,6 +102,12 @@ def layer_flops(config: Config, layer: LayerDescription, padded_vocab_size: int)
     return inner + projection + head
 
 
+def _scores(model: ModelConfig, kinds: Sequence[LayerKind], seq_length: int) -> int:
+    """Returns the multiply-adds per token between queries and keys, and between scores and values."""
+    widths = {kind: kind.of(model).query_width + kind.of(model).output_width for kind in {*kinds}}
+    return sum(kind.keys(seq_length) * widths[kind] for kind in kinds)
+
+
 def _kinds_in_training(model: ModelConfig) -> list[LayerKind]:
     """Returns the kinds of all transformer layers, also of the layers in multi-token prediction."""
     kinds = layer_kinds(model)
@@ -119,7 +123,7 @@ def _transformer_layer_flops(config: Config, kind: LayerKind, skips_product: boo
     have 7. PyTorch's recomputation stops after the last saved tensor, so often the last matrix product of a
     group of layers is not recomputed (`skips_last_product`).
     """
-    model, training, batch = config.model, config.training, config.batch.micro_batch_size
+    model, training, batch = kind.of(config.model), config.training, config.batch.micro_batch_size
     attention = training_attention(config, kind.window)
     skips = attention in (Implementation.TRITON, Implementation.FLASH_WINDOW)
     window = kind.window if skips else None
@@ -128,7 +132,7 @@ def _transformer_layer_flops(config: Config, kind: LayerKind, skips_product: boo
     chunks = sequence_chunks(Axis("cp", size=config.parallel.context_parallel_size), model.seq_length)
     scores_of_head = sum(scores_within(window, len(queries), queries.stop) for queries in chunks)
     scores = 2 * batch * scores_of_head * model.num_attention_heads * model.attention_head_dim
-    forward = 2 * tokens * (kind.active_elements + _repeated_elements(config)) + 2 * scores
+    forward = 2 * tokens * (kind.active_elements + _repeated_elements(config, model)) + 2 * scores
     total: float = _FORWARD_AND_BACKWARD * forward
     if attention == Implementation.TRITON:
         total += 3 * scores
@@ -142,10 +146,11 @@ def _transformer_layer_flops(config: Config, kind: LayerKind, skips_product: boo
     return total / config.parallel.tensor_model_parallel_size
 
 
-def _repeated_elements(config: Config) -> float:
+def _repeated_elements(config: Config, model: ModelConfig) -> float:
     """Returns the elements of latent attention's matrices that a rank multiplies with more than its share of
-    the tokens: the sum over the tensor-parallel ranks, without their fair share."""
-    model, parallel = config.model, config.parallel
+    the tokens: the sum over the tensor-parallel ranks, without their fair share. model: of the layer's
+    kind."""
+    parallel = config.parallel
     if not model.multi_latent_attention:
         return 0
     sizes = {name: n_out * n_in for name, (n_out, n_in) in model.attention_matrices.items()}

@@ -52,7 +52,7 @@ from torch import Tensor, nn
 
 from megatron.config.model import padded_vocab_size
 from megatron.config.registries import LAYER_ARRANGEMENTS, QK_NORMS
-from megatron.model.activations import linear_and_activation, mlp_activation, soft_capped
+from megatron.model.activations import gated, linear_and_activation, mlp_activation, soft_capped
 from megatron.model.attention.core_attention import CoreAttention
 from megatron.model.attention.latent import LatentSelfAttention
 from megatron.model.attention.qk_clip import LogitWeight, fused_weight
@@ -67,7 +67,7 @@ from megatron.model.layer_list import (
     layer_number,
 )
 from megatron.model.multi_token_prediction import MultiTokenPredictionPipe
-from megatron.model.norm import norm_arguments, norm_class
+from megatron.model.norm import new_norm, norm_arguments, norm_class
 from megatron.model.position import document_ids_of, positions_within_documents
 from megatron.model.residual import ResidualAddition
 from megatron.mpu.context_parallel import shard_sequence
@@ -156,7 +156,7 @@ class EmbeddingPipe(nn.Module):
         if is_head:
             return
         if model.embed_layernorm:
-            self.word_embeddings.norm = norm_class(context.config)(*norm_arguments(context.config))
+            self.word_embeddings.norm = new_norm(context.config)
         table = context.positions.table
         self.position_embeddings: Any = None if table is None else table(model)
         self.eod = eod
@@ -175,7 +175,7 @@ class EmbeddingPipe(nn.Module):
         tokens, document_ids = split_layer_io(inputs)
         if document_ids is None and (self.reset_position_ids or self.passes_document_ids):
             document_ids = document_ids_of(tokens, self.eod)
-        hidden = self.word_embeddings(shard_sequence(self.cache.new_tokens(tokens), self.cp_group, dim=1))
+        hidden = self.word_embeddings(shard_sequence(self.cache.new_tokens(tokens), self.cp_group))
         if self.embed_norm:
             hidden = self.word_embeddings.norm(hidden)
         if self.position_embeddings is not None:
@@ -192,7 +192,7 @@ class EmbeddingPipe(nn.Module):
         return join_layer_io(hidden, document_ids if self.passes_document_ids else None)
 
     def _position_vectors(self, positions: Tensor, batch: int) -> Tensor:
-        positions = shard_sequence(self.cache.new_tokens(positions), self.cp_group, dim=1)
+        positions = shard_sequence(self.cache.new_tokens(positions), self.cp_group)
         if not self.sequence_parallel:
             return self.position_embeddings(positions, batch)
         own = positions.chunk(self.tp_group.size, dim=1)[self.tp_group.rank]
@@ -257,7 +257,7 @@ class ParallelTransformerLayerPipe(nn.Module):
         def norm(name: str) -> nn.Module:
             if name not in LAYER_ARRANGEMENTS[model.layer_arrangement].norms:
                 return nn.Identity()
-            return norm_class(context.config)(*norm_arguments(context.config))
+            return new_norm(context.config)
 
         self.input_layernorm = norm("input_layernorm")
         self.self_attention = new_attention(context, layer_index)
@@ -317,7 +317,7 @@ class ParallelSelfAttention(nn.Module):
     The rows of the fused projection are ordered (groups, heads per group + 2, head_dim): for each group its
     query heads, one key head, one value head. With one head per group this is (heads, 3, head_dim). A
     contiguous slice of rows is a set of whole groups, so one full weight serves every tensor-parallel degree.
-    With --attention-output-gate, the gates of a group's query heads follow these heads, as in Megatron-Core.
+    With --attention-output-gate, gates follow a group's query heads, as in Megatron-Core: see `group_rows`.
 
     With fewer groups than ranks, each block of TP / groups consecutive ranks computes one group. A rank
     projects its part of the group's rows; the block gathers the parts. Each rank keeps its own query heads,
@@ -331,24 +331,24 @@ class ParallelSelfAttention(nn.Module):
         self.heads = model.num_attention_heads // ranks
         self.groups = max(model.query_groups // ranks, 1)
         self.ranks_per_group = max(ranks // model.query_groups, 1)
-        self.head_dim = model.kv_channels
         self.tp_group = context.tp_group
         first, second = _linear_layer_settings(context)
         self.has_gate = model.attention_output_gate
-        queries = (model.query_width // model.query_groups,) * (1 + self.has_gate)  # and gates, of a group
-        rows = (*queries, self.head_dim, self.head_dim)
-        width = model.query_groups * sum(rows)
-        projection = {**first, "bias": model.qkv_bias, "matrix_rows": rows}
+        self.gate_activation = model.attention_output_gate_activation
+        self.group_rows = model.group_rows
+        *of_heads, key, value = self.group_rows
+        self.own_rows = (*(rows // self.ranks_per_group for rows in of_heads), key, value)
+        projection = {**first, "bias": model.qkv_bias, "matrix_rows": self.group_rows}
+        width, _ = model.attention_matrices["query_key_value"]
         self.query_key_value = ColumnParallelLinear(model.hidden_size, width, context.tp_group, **projection)
-        self.q_layernorm: Any = None
-        self.k_layernorm: Any = None
-        if model.qk_layernorm:
-            self.q_layernorm, self.k_layernorm = QK_NORMS.load(model.qk_layernorm_scope)(context)
-        self.norms_in_kernel = not model.qk_layernorm or model.qk_layernorm_scope == "head"
+        norms: Any = QK_NORMS.load(model.qk_layernorm_scope)(context) if model.qk_layernorm else (None, None)
+        self.q_layernorm, self.k_layernorm = norms
+        equal_parts = len({*of_heads}) == 1 and key == value
+        self.fits_kernel = equal_parts and (not model.qk_layernorm or model.qk_layernorm_scope == "head")
         self.rotary = context.rotary(layer_index)
         self.reset_position_ids = context.resets_rotary_positions
         self.core_attention = CoreAttention(context, layer_index)
-        self.dense = RowParallelLinear(model.query_width, model.hidden_size, context.tp_group, **second)
+        self.dense = RowParallelLinear(model.output_width, model.hidden_size, context.tp_group, **second)
 
     @property
     def skipped_bias(self) -> Tensor | None:
@@ -365,35 +365,35 @@ class ParallelSelfAttention(nn.Module):
         if self.ranks_per_group > 1:
             of_group = gather_from_rank_block(projected, self.tp_group, self.ranks_per_group)
             projected = self._rows_of_own_heads(of_group)
-        query, key, value, gate = self._split(projected, document_ids)
+        query, key, value, *gate = self._split(projected, document_ids)
         output = self.core_attention(query, key, value, document_ids)
-        return self.dense(output * torch.sigmoid(gate.flatten(2)) if self.has_gate else output)
+        return self.dense(gated(output, gate[0], self.gate_activation) if self.has_gate else output)
 
-    def _split(self, projected: Tensor, document_ids: Tensor | None) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    def _split(self, projected: Tensor, document_ids: Tensor | None) -> tuple[Tensor, ...]:
         """Returns query [seq, batch, heads / TP, head_dim], key and value of this rank's groups, with norms
-        and rotary positions, and the gate in the query's shape (without one, with 0 heads)."""
+        and rotary positions, and with --attention-output-gate the gate of each head."""
         group = self.heads // self.groups
         positions = positions_within_documents(document_ids) if self.reset_position_ids else None
-        if self.rotary is not None and self.norms_in_kernel and self.rotary.in_kernel(projected):
+        if self.rotary is not None and self.fits_kernel and self.rotary.in_kernel(projected):
             norms = head_norm_vectors(self.q_layernorm, self.k_layernorm)
-            arguments = (projected, self.groups, group, positions, norms)
-            return self.rotary.split_and_rotate(*arguments, has_gate=self.has_gate)
-        sizes = (group, group * self.has_gate, 1, 1)
-        heads = projected.view(*projected.shape[:2], self.groups, sum(sizes), self.head_dim)
-        query, gate, key, value = (part.flatten(2, 3) for part in heads.split(sizes, dim=3))
+            arguments = (projected, self.groups, group, positions, norms, self.has_gate)
+            return self.rotary.split_and_rotate(*arguments)
+        parts = projected.unflatten(2, (self.groups, -1)).split(self.own_rows, dim=3)
+        counts = (*(group,) * (len(parts) - 2), 1, 1)
+        heads = (part.unflatten(3, (n, -1)).flatten(2, 3) for part, n in zip(parts, counts, strict=True))
+        query, *gate, key, value = heads
         if self.q_layernorm is not None:
             query, key = self.q_layernorm(query), self.k_layernorm(key)
         if self.rotary is not None:
             query, key = self.rotary.rotate(query, key, positions)
-        return query, key, value, gate
+        return query, key, value, *gate
 
     def _rows_of_own_heads(self, group: Tensor) -> Tensor:
         """Selects this rank's query heads, their gates, the key and the value of a whole group."""
-        width = self.heads * self.head_dim
-        own, ranks = self.tp_group.rank % self.ranks_per_group, self.ranks_per_group
-        starts = [(own + ranks * part) * width for part in range(1 + self.has_gate)]
-        parts = [group.narrow(-1, start, width) for start in starts]
-        return torch.cat((*parts, group[..., -2 * self.head_dim :]), dim=-1)
+        *of_heads, key, value = group.split(self.group_rows, dim=-1)
+        own = self.tp_group.rank % self.ranks_per_group
+        parts = (part.chunk(self.ranks_per_group, dim=-1)[own] for part in of_heads)
+        return torch.cat((*parts, key, value), dim=-1)
 
 
 def new_mlp(context: LayerContext, layer_index: int) -> "ParallelMLP | ExpertMLP":

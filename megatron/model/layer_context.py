@@ -26,6 +26,7 @@ from megatron.mpu.weight_gradient import DeferredGradients
 # What a layer receives and returns, and what a stage sends to the next: hidden, or (hidden, document_ids).
 LayerIO = Tensor | tuple[Tensor, Tensor]
 TensorSpec = tuple[tuple[int, ...], torch.dtype]
+_ROTATION = ("rotary_base", "rotary_dim", "rope_scaling_type")
 
 
 def split_layer_io(layer_io: LayerIO) -> tuple[Tensor, Tensor | None]:
@@ -54,12 +55,14 @@ class LayerContext:
     cache: KeyValueCache = field(default_factory=KeyValueCache)
 
     def of_layer(self, layer_index: int) -> "LayerContext":
-        """Returns the context of a layer of the layer list: without FP8 if the layer is in bf16. All layers
-        share masks and rotary tables."""
-        layer = layer_number(layer_index, self.config.model.num_layers)
-        if self.fp8 is None or not self.config.model.is_bf16_layer(layer):
+        """Returns the context of a layer of the layer list: its model has the settings of the layer, and
+        there is no FP8 if the layer is in bf16. All layers share masks and rotary tables."""
+        model = self.config.model
+        layer = layer_number(layer_index, model.num_layers)
+        own, fp8 = model.of_layer(layer), None if model.is_bf16_layer(layer) else self.fp8
+        if own is model and fp8 is self.fp8:
             return self
-        context = replace(self, fp8=None)
+        context = replace(self, config=replace(self.config, model=own), fp8=fp8)
         vars(context).update(_masks=self._masks, _rotary=self._rotary)  # the cached properties
         return context
 
@@ -104,14 +107,15 @@ class LayerContext:
     @cached_property
     def _masks(self) -> dict[bool, AttentionMasks]:
         """The masks that all layers with a window share (True), and all layers without (False)."""
-        slopes, all_slopes = None, self.positions.slopes
-        if all_slopes is not None:
-            heads = self.config.model.num_attention_heads // self.tp_group.size
-            first = self.tp_group.rank * heads
-            slopes = all_slopes(self.config.model.num_attention_heads)[first : first + heads]
-        within_documents, size = self.config.data.reset_attention_mask, self.config.model.window_size
-        windows = {True: size, False: None}
-        return {kind: AttentionMasks(slopes, within_documents, window) for kind, window in windows.items()}
+        all_slopes, within_documents = self.positions.slopes, self.config.data.reset_attention_mask
+        masks = {}
+        for has_window, window in ((True, self.config.model.window_size), (False, None)):
+            slopes, heads = None, self.config.model.of_kind(has_window).num_attention_heads
+            if all_slopes is not None:
+                own = heads // self.tp_group.size
+                slopes = all_slopes(heads)[self.tp_group.rank * own :][:own]
+            masks[has_window] = AttentionMasks(slopes, within_documents, window)
+        return masks
 
     @cached_property
     def _rotary(self) -> dict[bool, RotaryEmbedding] | None:
@@ -121,10 +125,8 @@ class LayerContext:
         if rotary is None:
             return None
         full = window = rotary(model, self.cp_group, self.cache)
-        scaling = model.rope_scaling_type if model.window_rope_scaling else None
-        if model.window_pattern and (model.window_rotary_base or model.rope_scaling_type != scaling):
-            base = model.window_rotary_base or model.rotary_base
-            of_window = replace(model, rotary_base=base, rope_scaling_type=scaling)
+        of_window = model.of_kind(has_window=True)
+        if any(getattr(of_window, name) != getattr(model, name) for name in _ROTATION):
             window = rotary(of_window, self.cp_group, self.cache)
         return {True: window, False: full}
 

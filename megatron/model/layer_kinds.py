@@ -33,7 +33,8 @@ class LayerKind:
     unused_elements: number of those that a token does not use, because they belong to other experts than its
     own. window_letter, expert_letter, fp8_letter, rotary_letter: stand for the kind in --window-pattern,
     --moe-layer-freq, --fp8-layer-pattern and --no-rope-freq; '' without a pattern, without experts, and if
-    all layers have one precision. suffix: follows the class name in the names that --partition-method
+    all layers have one precision. window_parameters: whether layers with a window and without may have
+    parameters of different shapes. suffix: follows the class name in the names that --partition-method
     type:REGEX matches; '' if all layers are of one kind.
     """
 
@@ -44,6 +45,7 @@ class LayerKind:
     expert_letter: str = ""
     fp8_letter: str = ""
     rotary_letter: str = ""
+    window_parameters: bool = False
     suffix: str = field(default="", compare=False)
 
     @property
@@ -57,9 +59,15 @@ class LayerKind:
         return self.matrix_elements - self.unused_elements
 
     @property
-    def without_window(self) -> LayerKind:
-        """The kind with equal parameters that has no window."""
+    def parameter_kind(self) -> LayerKind:
+        """The kind that stands for all with equal parameters: without a window, unless these depend on it."""
+        if self.window_parameters:
+            return self
         return replace(self, window=None, window_letter="", suffix="")
+
+    def of(self, model: ModelConfig) -> ModelConfig:
+        """Returns the model with the settings of layers of this kind."""
+        return model.of_kind(has_window=self.window is not None)
 
     def keys(self, seq_length: int) -> int:
         """Returns the number of keys with which each query is multiplied."""
@@ -69,7 +77,8 @@ class LayerKind:
 def layer_kind(model: ModelConfig, layer: int) -> LayerKind:
     """Returns the kind of a transformer layer, counted from 0."""
     hidden, matrices = model.hidden_size, 3 if model.glu_activation else 2
-    elements, unused = sum(n_out * n_in for n_out, n_in in model.attention_matrices.values()), 0
+    attention = model.of_layer(layer).attention_matrices
+    elements, unused = sum(n_out * n_in for n_out, n_in in attention.values()), 0
     window_letter = expert_letter = fp8_letter = rotary_letter = suffix = ""
     if model.window_pattern is not None:
         window_letter = WINDOW if model.has_window(layer) else FULL
@@ -93,7 +102,7 @@ def layer_kind(model: ModelConfig, layer: int) -> LayerKind:
         suffix += "@rotary" if model.has_rotary(layer) else "@no-rotary"
     window = model.window_size if model.has_window(layer) else None
     letters = (window_letter, expert_letter, fp8_letter, rotary_letter)
-    return LayerKind(window, elements, unused, *letters, suffix)
+    return LayerKind(window, elements, unused, *letters, model.windows_have_own_parameters, suffix)
 
 
 def layer_kinds(model: ModelConfig) -> list[LayerKind]:
@@ -145,6 +154,11 @@ class LayerDescription:
     role: Role = Role.FUNCTION
     kind: LayerKind | None = None
     is_tied: bool = False
+
+    @property
+    def has_transformer_layer(self) -> bool:
+        """Whether it is a transformer layer, or contains one."""
+        return self.role in (Role.TRANSFORMER, Role.MULTI_TOKEN)
 
     @property
     def title(self) -> str:

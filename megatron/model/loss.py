@@ -76,6 +76,6 @@ class CrossEntropy:
         if self.cp_group.size > 1:
             token_weights = token_weights * self.cp_group.size
         return (
-            shard_sequence(labels, self.cp_group, dim=1),
-            shard_sequence(token_weights, self.cp_group, dim=1),
+            shard_sequence(labels, self.cp_group),
+            shard_sequence(token_weights, self.cp_group),
         )

@@ -29,7 +29,7 @@ from torch import Tensor, nn
 
 from megatron.model.layer_context import LayerContext, LayerIO, join_layer_io, split_layer_io
 from megatron.model.layer_kinds import LayerDescription, Role
-from megatron.model.norm import norm_arguments, norm_class
+from megatron.model.norm import new_norm
 from megatron.model.residual import ResidualAddition
 from megatron.mpu.context_parallel import shard_sequence
 from megatron.mpu.layers import ColumnParallelLinear, VocabParallelEmbedding
@@ -51,11 +51,7 @@ class MultiTokenPredictionPipe(nn.Module):
         super().__init__()
         config, model = context.config, context.config.model
         of_layer = context.of_layer(layer_index)
-
-        def norm() -> nn.Module:
-            return norm_class(config)(*norm_arguments(config))
-
-        self.enorm, self.hnorm = norm(), norm()
+        self.enorm, self.hnorm = new_norm(config), new_norm(config)
         self.eh_proj = ColumnParallelLinear(
             2 * model.hidden_size,
             model.hidden_size,
@@ -69,7 +65,7 @@ class MultiTokenPredictionPipe(nn.Module):
             fp8=of_layer.fp8,
         )
         self.transformer_layer = transformer_layer(context, layer_index)
-        self.final_layernorm = norm()
+        self.final_layernorm = new_norm(config)
         self.tp_group, self.cp_group = context.tp_group, context.cp_group
         self.sequence_parallel = context.sequence_parallel
         self.multiplier = context.embedding_multiplier
@@ -83,7 +79,7 @@ class MultiTokenPredictionPipe(nn.Module):
         """tokens: int64 [batch, seq], the token of each position whose embedding the layer reads."""
         hidden, document_ids = split_layer_io(layer_io)
         hidden = hidden.transpose(0, 1).contiguous()
-        vectors = embedding(shard_sequence(tokens, self.cp_group, dim=1))
+        vectors = embedding(shard_sequence(tokens, self.cp_group))
         if self.sequence_parallel:
             hidden = scatter_to_sequence_region(hidden, self.tp_group)
         else:

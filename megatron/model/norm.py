@@ -38,6 +38,11 @@ def norm_arguments(
     return arguments
 
 
+def new_norm(config: Config) -> nn.Module:
+    """Returns a norm over the hidden size."""
+    return norm_class(config)(*norm_arguments(config))
+
+
 class _Norm(nn.Module):
     """A norm over the last dimension; statistics in fp32, output in the parameters' dtype."""
 

@@ -51,7 +51,8 @@ from megatron.mpu.random import DropoutRNG
 from megatron.mpu.step_metrics import StepMetrics
 from megatron.mpu.weight_gradient import DeferredGradients
 
-_UNITS = (Role.TRANSFORMER, Role.MULTI_TOKEN)
+recompute = partial(checkpoint, use_reentrant=False, preserve_rng_state=False)
+"""Calls a function, and computes what its backward pass needs by a second call."""
 
 
 def describe(layer: LayerSpec | Callable) -> LayerDescription:
@@ -62,6 +63,11 @@ def describe(layer: LayerSpec | Callable) -> LayerDescription:
         return LayerDescription(layer.typename.__name__, Role.NORM)
     found: LayerDescription = layer.typename.describe(*layer.module_args, **layer.module_kwargs)
     return found
+
+
+def compile_transformer_layer(layer: nn.Module) -> None:
+    """Compiles a transformer layer, or the one that a layer for multi-token prediction contains."""
+    compile_in_place(getattr(layer, "transformer_layer", layer))
 
 
 def layer_parameter_counts(
@@ -156,7 +162,7 @@ class GPTModelPipe(PipelineModule):
         self._check_head()
         dtype, sharded = PARAMETER_DTYPES[config.precision.name], config.parallel.shards_weights
         layers = [
-            _DeviceLayerSpec(layer, dtype, sharded) if description.role in _UNITS else layer
+            _DeviceLayerSpec(layer, dtype, sharded) if description.has_transformer_layer else layer
             for layer, description in zip(layers, self.descriptions, strict=True)
         ]
         with contextlib.redirect_stdout(io.StringIO()):  # hides DeepSpeed's stage map
@@ -166,7 +172,7 @@ class GPTModelPipe(PipelineModule):
         super().to(dtype)
         if training.compile:
             for layer in self.transformer_layers().values():
-                compile_in_place(getattr(layer, "transformer_layer", layer))
+                compile_transformer_layer(layer)
 
     def initial_values(self, name: str, elements: range) -> Tensor:
         """Returns the initial values of some elements of this rank's flat shard of a parameter, fp32,
@@ -189,7 +195,7 @@ class GPTModelPipe(PipelineModule):
     def transformer_layers(self) -> dict[str, nn.Module]:
         """Returns this rank's transformer layers, and its layers for multi-token prediction, which contain
         one each, by the layer index in their parameters' names."""
-        return {str(i): f for i, f in self.layers.items() if self.descriptions[i].role in _UNITS}
+        return {str(i): f for i, f in self.layers.items() if self.descriptions[i].has_transformer_layer}
 
     def stages_record(self) -> dict[str, Any]:
         """Returns which layers each stage holds, for the checkpoint."""
@@ -404,7 +410,7 @@ class ActivationCheckpointing:
         partition = training.partition_activations and tp_group.size > 1
         # On a CPU there is nothing to move, and DeepSpeed would free the only copy (workarounds.py: 11).
         move = training.checkpoint_in_cpu and get_accelerator().device_name() != "cpu"
-        self._checkpoint: Callable = _checkpoint
+        self._checkpoint: Callable = recompute
         if partition or move:
             deepspeed_checkpointing.configure(
                 _AxisAsMpu(tp_group),
@@ -442,7 +448,3 @@ class _AxisAsMpu:
 
     def get_tensor_model_parallel_group(self) -> dist.ProcessGroup | None:
         return self.tp_group.group
-
-
-def _checkpoint(function: Callable[[Tensor], Tensor], hidden: Tensor) -> Tensor:
-    return checkpoint(function, hidden, use_reentrant=False, preserve_rng_state=False)

@@ -301,7 +301,7 @@ class RotaryEmbedding:
         # Kept on the device: a copy in every layer would synchronize the host with it.
         self.inverse_frequency = self.inverse_frequency.to(device)
         if positions is not None:
-            positions = shard_sequence(self.cache.new_tokens(positions), self.cp_group, dim=1)
+            positions = shard_sequence(self.cache.new_tokens(positions), self.cp_group)
         elif self.cache.positions is not None:
             positions = self.cache.positions
         else:

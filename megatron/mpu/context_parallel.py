@@ -37,12 +37,12 @@ def sequence_chunks(cp_group: Axis, seq: int) -> tuple[range, ...]:
     return tuple(range(index * width, (index + 1) * width) for index in indices)
 
 
-def shard_sequence(x: Tensor, cp_group: Axis, dim: int) -> Tensor:
-    """Returns the chunks of this rank: [..., seq, ...] -> [..., seq / CP, ...]. No autograd."""
+def shard_sequence(x: Tensor, cp_group: Axis) -> Tensor:
+    """Returns the chunks of this rank: [batch, seq, ...] -> [batch, seq / CP, ...]. No autograd."""
     if cp_group.size == 1:
         return x
-    chunks = sequence_chunks(cp_group, x.shape[dim])
-    return torch.cat([x.narrow(dim, chunk.start, len(chunk)) for chunk in chunks], dim)
+    chunks = sequence_chunks(cp_group, x.shape[1])
+    return torch.cat([x[:, chunk.start : chunk.stop] for chunk in chunks], dim=1)
 
 
 def positions_of(cp_group: Axis, length: int, device: torch.device) -> Tensor:
@@ -79,11 +79,9 @@ def _gather(x: Tensor, cp_group: Axis) -> Tensor:
     return _GatherParts.apply(cp_group, x)[0]
 
 
-def gather_sequence(x: Tensor, cp_group: Axis, dim: int) -> Tensor:
-    """All-gathers [..., seq / CP, ...] -> [..., seq, ...] in the order of the sequence. No autograd."""
-    if cp_group.size == 1:
-        return x
-    return _all_gather(x.movedim(dim, 0), cp_group).movedim(0, dim)
+def gather_sequence(x: Tensor, cp_group: Axis) -> Tensor:
+    """All-gathers [batch, seq / CP, ...] -> [batch, seq, ...] in the order of the sequence. No autograd."""
+    return x if cp_group.size == 1 else _all_gather(x.transpose(0, 1), cp_group).transpose(0, 1)
 
 
 @first_order

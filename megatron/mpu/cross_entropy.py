@@ -78,9 +78,8 @@ def vocab_parallel_linear_cross_entropy(
     If `weight` has a `main_grad` (the optimizer sets it), the forward pass adds the weight's gradient to it
     in fp32, and autograd gets None.
 
-    The forward pass also computes the gradients of the summed losses: three matrix products in all. Without
-    main_grad they are exact for any function of the losses. But if the gradient of the losses differs between
-    tokens, the weight's gradient is recomputed with two more matrix products. So pass known factors as
+    The forward pass also computes the gradients of the summed losses: three matrix products in all. So the
+    backward pass raises RuntimeError if the gradient of the losses differs between tokens: pass factors as
     token_weights. Without autograd only the losses are computed. The backward pass can run only once.
     Raises ValueError for shapes and dtypes that do not match.
     """
@@ -208,9 +207,8 @@ class _VocabParallelLinearCrossEntropy(torch.autograd.Function):
     ) -> torch.Tensor:
         needs_hidden, needs_weight = (grad_enabled and needed for needed in ctx.needs_input_grad[:2])
         flat_labels = labels.reshape(-1)
-        ctx.chunk_settings = (tp_group, vocab_size, z_loss_weight, softcapping)
-        chunks = LogitChunks(hidden, weight, flat_labels, *ctx.chunk_settings)
-        losses, largest, exp_sum = hidden.new_empty(3, *flat_labels.shape, dtype=torch.float32)
+        chunks = LogitChunks(hidden, weight, flat_labels, tp_group, vocab_size, z_loss_weight, softcapping)
+        losses = hidden.new_empty(flat_labels.shape, dtype=torch.float32)
         grad_hidden = (
             torch.empty_like(hidden, memory_format=torch.contiguous_format) if needs_hidden else None
         )
@@ -227,9 +225,7 @@ class _VocabParallelLinearCrossEntropy(torch.autograd.Function):
             grad_weight, beta = next_main_grad(weight)
         pending = []
         for chunk in chunks.chunks:
-            losses[chunk], largest[chunk], exp_sum[chunk], gradient = chunks.losses(
-                chunk, needs_hidden or needs_weight
-            )
+            losses[chunk], gradient = chunks.losses(chunk, needs_hidden or needs_weight)
             if grad_hidden is not None:
                 part = torch.mm(gradient, weight, out=grad_hidden[chunk])
                 if tp_group.size > 1:
@@ -240,10 +236,10 @@ class _VocabParallelLinearCrossEntropy(torch.autograd.Function):
         for work in pending:
             work.wait()
 
-        ctx.save_for_backward(hidden, weight, flat_labels, token_weights, largest, exp_sum)
+        ctx.save_for_backward(token_weights)
         ctx.gradients = grad_hidden, None if is_added else grad_weight
         ctx.loss_gradient = loss_gradient if is_added else None
-        ctx.largest_weight = largest_weight
+        ctx.largest_weight, ctx.weight_dtype = largest_weight, weight.dtype
         ctx.scales = (chunks.gradient_scale, chunks.gradient_scale * chunks.hidden_scale)
         losses.masked_fill_((flat_labels < 0) | (flat_labels >= vocab_size), torch.nan)
         return (losses if token_weights is None else losses * token_weights).view(labels.shape)
@@ -255,7 +251,7 @@ class _VocabParallelLinearCrossEntropy(torch.autograd.Function):
                 "second backward pass through vocab_parallel_linear_cross_entropy: the first one freed its "
                 "buffers"
             )
-        hidden, weight, labels, token_weights, largest, exp_sum = ctx.saved_tensors
+        (token_weights,) = ctx.saved_tensors
         (grad_hidden, grad_weight), ctx.gradients = ctx.gradients, None
         hidden_made_for, weight_made_for = ctx.scales
         per_token = grad_losses.reshape(-1)
@@ -266,16 +262,10 @@ class _VocabParallelLinearCrossEntropy(torch.autograd.Function):
         if grad_hidden is not None:
             grad_hidden.mul_((per_token / hidden_made_for).unsqueeze(-1))
         if grad_weight is not None:
-            if _is_uniform(grad_losses):
-                factor = ctx.largest_weight * grad_losses.reshape(-1)[:1]
-            else:
-                relative, factor = _normalized(per_token)
-                chunks = LogitChunks(hidden, weight, labels, *ctx.chunk_settings)
-                for index, chunk in enumerate(chunks.chunks):
-                    gradient = chunks.gradient(chunk, largest[chunk], exp_sum[chunk])
-                    beta = float(index > 0)
-                    chunks.add_to_weight_gradient(grad_weight, chunk, gradient, relative, 1.0, beta)
-            grad_weight = grad_weight.mul_(factor / weight_made_for).to(weight.dtype)
+            if not _is_uniform(grad_losses):
+                raise RuntimeError("the losses have different gradients: multiply them by token_weights")
+            factor = ctx.largest_weight * grad_losses.reshape(-1)[:1]
+            grad_weight = grad_weight.mul_(factor / weight_made_for).to(ctx.weight_dtype)
         return grad_hidden, grad_weight, *[None] * 8
 
 

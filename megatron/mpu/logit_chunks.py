@@ -121,21 +121,19 @@ class LogitChunks:
             self.minus_label = self.own_label.unsqueeze(-1) * -self.gradient_scale
         self.product: torch.Tensor | None = None
 
-    def losses(
-        self, chunk: slice, with_gradient: bool
-    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Returns, for the n tokens of the chunk: losses, largest logit and sum(exp(logit - largest)) over
-        the full vocabulary, fp32 [n]; and if with_gradient, gradient_scale * gradient [n, columns]."""
+    def losses(self, chunk: slice, with_gradient: bool) -> tuple[torch.Tensor, torch.Tensor]:
+        """Returns the losses of the n tokens of the chunk, fp32 [n]; and if with_gradient, gradient_scale *
+        gradient [n, columns]."""
         logits = self._make_logits(chunk)
         compute = self._statistics_in_kernel if self.in_kernel else self._statistics
         largest, exp_sum, target_logit = compute(logits, chunk, with_gradient)
-        if with_gradient:
-            self._multiply_by_slopes(logits)
+        if with_gradient and self.slopes is not None:
+            logits.mul_(self.slopes[: len(logits)])
         log_sum = exp_sum.log()
         losses = (largest - target_logit).add_(log_sum)
         if self.z_loss_weight:
             losses.add_((largest + log_sum).square(), alpha=self.z_loss_weight)
-        return losses, largest, exp_sum, logits
+        return losses, logits
 
     def _statistics(
         self, logits: torch.Tensor, chunk: slice, with_gradient: bool
@@ -179,29 +177,9 @@ class LogitChunks:
         if self.tp_group.size > 1:
             largest, exp_sum, target_logit = self._combine_ranks(largest, exp_sum, target_logit)
             if with_gradient:
-                self._write_gradient_in_kernel(logits, chunk, largest, exp_sum)
+                settings = self.num_valid_columns, self.gradient_scale, self.z_loss_weight
+                write_logit_gradient_op(logits, targets, largest, exp_sum, *settings)
         return largest, exp_sum, target_logit
-
-    def _write_gradient_in_kernel(
-        self, logits: torch.Tensor, chunk: slice, largest: torch.Tensor, exp_sum: torch.Tensor
-    ) -> None:
-        targets, scale = self.kernel_target[chunk], self.gradient_scale
-        write_logit_gradient_op(
-            logits, targets, largest, exp_sum, self.num_valid_columns, scale, self.z_loss_weight
-        )
-
-    def gradient(self, chunk: slice, largest: torch.Tensor, exp_sum: torch.Tensor) -> torch.Tensor:
-        """Recomputes the gradient of `losses` from its results."""
-        logits = self._make_logits(chunk)
-        if self.in_kernel:
-            self._write_gradient_in_kernel(logits, chunk, largest, exp_sum)
-        else:
-            factor = self._factor(largest, exp_sum)
-            for rows in self._row_blocks(logits):
-                exponentials = self._exponentials(logits[rows], largest[rows])
-                self._write_gradient(logits, chunk, rows, exponentials, factor[rows])
-        self._multiply_by_slopes(logits)
-        return logits
 
     def add_to_weight_gradient(
         self,
@@ -255,11 +233,6 @@ class LogitChunks:
             tanh = logits[rows].float().div_(self.softcapping).tanh_()
             slopes[rows] = 1.0 - tanh.square()
             logits[rows] = tanh * self.softcapping
-
-    def _multiply_by_slopes(self, gradient: torch.Tensor) -> None:
-        """Turns the gradient of capped logits into the gradient of the logits."""
-        if self.slopes is not None:
-            gradient.mul_(self.slopes[: len(gradient)])
 
     def _row_blocks(self, logits: torch.Tensor) -> list[slice]:
         count = logits.shape[0]

@@ -57,9 +57,11 @@ def _multiply_few_rows(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor
     """Returns `Products.output` of few tokens, as a model generates at a time. With MKL the transposed
     product is faster: measured 2.5 times as fast for two rows, which need less time than one."""
     rows = x.reshape(-1, x.shape[-1])
-    two = torch.cat((rows, rows)) if rows.shape[0] == 1 else rows
-    y = weight.mm(two.t()) if bias is None else torch.addmm(bias[:, None], weight, two.t())
-    return y.t()[: rows.shape[0]].contiguous().view(*x.shape[:-1], weight.shape[0])
+    is_one = rows.shape[0] == 1
+    y = weight.mm((torch.cat((rows, rows)) if is_one else rows).t()).t()
+    output = x.new_empty(*x.shape[:-1], weight.shape[0])
+    part = (y[:1] if is_one else y).view_as(output)
+    return output.copy_(part) if bias is None else torch.add(part, bias, out=output)
 
 
 class Fp8:

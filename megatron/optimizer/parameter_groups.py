@@ -164,17 +164,15 @@ def make_adam(groups: list[dict[str, Any]], config: OptimizerConfig, fused: bool
 
 def _apex_adam(groups: list[dict[str, Any]], settings: dict[str, Any]) -> torch.optim.Optimizer:
     """Returns NVIDIA apex's FusedAdam. Raises ConfigError if apex, or its CUDA extension, is missing."""
-    advice = "install NVIDIA's apex with its CUDA extensions, or remove --use-apex"
     try:
         from apex.optimizers import FusedAdam
-    except ImportError as error:
-        raise ConfigError(
-            f"--use-apex: apex.optimizers.FusedAdam cannot be imported ({error}): {advice}"
-        ) from None
-    try:
+
         return FusedAdam(groups, adam_w_mode=True, **settings)
     except (RuntimeError, ImportError) as error:
-        raise ConfigError(f"--use-apex: apex's FusedAdam cannot be used ({error}): {advice}") from None
+        raise ConfigError(
+            f"--use-apex: apex's FusedAdam cannot be used ({error}): install NVIDIA's apex with its CUDA "
+            "extensions, or remove --use-apex"
+        ) from None
 
 
 def _eight_bit_adam(groups: list[dict[str, Any]], settings: dict[str, Any]) -> torch.optim.Optimizer:

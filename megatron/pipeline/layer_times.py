@@ -20,13 +20,10 @@ import torch
 from deepspeed.accelerator import get_accelerator
 from deepspeed.pipe import LayerSpec, TiedLayerSpec
 from torch import Tensor
-from torch.utils.checkpoint import checkpoint
 
 from megatron.config import Config, ConfigError
 from megatron.config.config import SETTINGS, settings_of_section
 from megatron.config.model import padded_vocab_size
-from megatron.config.sections.experts import OPTIONS_OF_EXPERTS
-from megatron.config.sections.latent_attention import OPTIONS_OF_LATENT_ATTENTION
 from megatron.files import HostileFileError, read_json, write_json
 from megatron.model.flops import recomputes_scores
 from megatron.model.gpt_model import pipeline_layers
@@ -34,8 +31,7 @@ from megatron.model.layer_context import LayerContext, join_layer_io, split_laye
 from megatron.model.layer_kinds import Role
 from megatron.model.layer_list import PARAMETER_DTYPES
 from megatron.model.loss import CrossEntropy
-from megatron.model.pipeline_module import describe
-from megatron.mpu.compilation import compile_in_place
+from megatron.model.pipeline_module import compile_transformer_layer, describe, recompute
 from megatron.mpu.mesh import Mesh
 from megatron.mpu.products import Fp8
 from megatron.mpu.random import DropoutRNG
@@ -115,12 +111,10 @@ def _shapes(config: Config, vocab_size: int) -> dict[str, Any]:
     """Returns the settings that the times depend on, which exclude the numbers of layers and stages."""
     tensor_size = config.parallel.tensor_model_parallel_size
     device = get_accelerator().device_name()
-    unused, of_experts = {*OPTIONS_OF_EXPERTS}, dict[str, Any]()
+    unused, of_experts = config.model.unused_fields(), dict[str, Any]()
     if config.model.num_experts is not None:
         names = ("expert_model_parallel_size", "moe_token_dispatcher_type")
-        unused, of_experts = set(), {name: getattr(config.parallel, name) for name in names}
-    if not config.model.multi_latent_attention:
-        unused |= {"multi_latent_attention", *OPTIONS_OF_LATENT_ATTENTION}
+        of_experts = {name: getattr(config.parallel, name) for name in names}
     return {
         **{
             setting.field: getattr(config.model, setting.field)
@@ -173,8 +167,6 @@ def _measure(config: Config, mesh: Mesh, vocab_size: int, eod: int | None) -> di
         if description.role is Role.MULTI_TOKEN:
             words = _build_module(layers[1], config, device).word_embeddings
             function = _build(layer, config, device, partial(_predict, tokens, words))
-            if config.training.recomputes_layers:
-                function = _recomputed(function)
             seconds[name], _ = _time(function, join_layer_io(head_io, document_ids))
             continue
         if head and (fused or description.role is not Role.FUNCTION):
@@ -188,8 +180,6 @@ def _measure(config: Config, mesh: Mesh, vocab_size: int, eod: int | None) -> di
             function = _build(layer, config, device, lambda m, x: loss.from_hidden(x, m.head_weight, labels))
         else:
             function = _build(layer, config, device)
-        if description.role is Role.TRANSFORMER and config.training.recomputes_layers:
-            function = _recomputed(function)
         seconds[name], layer_io = _time(function, layer_io)
     if not fused:
         seconds[head] += _time(lambda logits: loss(logits, labels), layer_io)[0]
@@ -202,10 +192,6 @@ def _predict(tokens: Tensor, embedding: Callable, layer: Callable, layer_io: Any
     return layer(layer_io, tokens, embedding)
 
 
-def _recomputed(function: Callable) -> Callable:
-    return partial(checkpoint, function, use_reentrant=False, preserve_rng_state=False)
-
-
 def _build(
     layer: LayerSpec | Callable, config: Config, device: torch.device, forward: Callable | None = None
 ) -> Callable:
@@ -216,11 +202,13 @@ def _build(
     if not isinstance(layer, LayerSpec):
         return layer
     module = _build_module(layer, config, device)
-    if config.training.compile and describe(layer).role in (Role.TRANSFORMER, Role.MULTI_TOKEN):
-        compile_in_place(getattr(module, "transformer_layer", module))
+    if config.training.compile and describe(layer).has_transformer_layer:
+        compile_transformer_layer(module)
     if forward is None and isinstance(layer, TiedLayerSpec):
         forward = layer.forward_fn
-    return (lambda layer_io: forward(module, layer_io)) if forward else module
+    function = partial(forward, module) if forward else module
+    recomputes = config.training.recomputes_layers and describe(layer).has_transformer_layer
+    return partial(recompute, function) if recomputes else function
 
 
 def _build_module(layer: LayerSpec, config: Config, device: torch.device) -> Any:

@@ -16,11 +16,13 @@ from megatron.tokenizer.factory import TOKENIZER_TYPES
 def add_tokenizer_flags(parser: argparse.ArgumentParser, title: str = "tokenizer") -> argparse._ArgumentGroup:
     """Adds the tokenizer flags to `parser`; its result satisfies `TokenizerFlags`. Returns their group."""
     group = parser.add_argument_group(title)
+    spellings = SETTINGS["data.tokenizer_type"].flag.spellings
     group.add_argument(
         "--tokenizer-type",
-        type=lambda name: SETTINGS["data.tokenizer_type"].flag.spellings.get(name, name),
+        type=lambda name: spellings.get(name, name),
         choices=TOKENIZER_TYPES,
-        help="default: the type that the given files fit",
+        help="default: the type that the given files fit. Names of other programs: "
+        + ", ".join(f"{theirs} ({own})" for theirs, own in spellings.items()),
     )
     for name in TOKENIZERS.settings():
         group.add_argument(option_name(name), help=SETTINGS[f"data.{name}"].flag.help)

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from itertools import chain
 from pathlib import Path
 
+import numpy as np
 import torch.distributed as dist
 
 from megatron.config import Config, ConfigError, DataConfig
@@ -26,6 +27,7 @@ from megatron.data.gpt_dataset import (
     requested_groups,
 )
 from megatron.data.index_stamp import IndexStamp
+from megatron.data.indexed_dataset import IndexedDataset, data_path
 from megatron.data.loader import GPTBatchLoader
 from megatron.data.mock_dataset import MockDataset
 from megatron.data.sample import SampleDataset
@@ -36,6 +38,8 @@ from megatron.text_table import format_table
 # Building this takes about a second per 100 MB, and a file some milliseconds.
 _LARGE_INDEX_BYTES = 500_000_000
 _MANY_INDICES = 300
+# Tokens whose loss mask is read for the log: 4 MB.
+_MASK_TOKENS = 1 << 22
 
 
 @dataclass(frozen=True)
@@ -84,8 +88,19 @@ def data_report(run: Run) -> str:
             "its weight, raise the limit, or set --max-epochs-action renormalize"
         )
     notes = [note for group, _ in chain(*groups) for note in group.notes]
+    notes += [loss_mask_note(dataset) for dataset in {one.prefix: one for one in masked}.values()]
     return usage_table(
         usages, data.max_epochs_per_dataset, [*empty_split_notes(data, samples, groups), *notes]
+    )
+
+
+def loss_mask_note(dataset: IndexedDataset) -> str:
+    """Returns a sentence about the loss mask of a data set, of which only the beginning is read."""
+    assert dataset.loss_mask is not None
+    numbers = np.memmap(data_path(dataset.loss_mask.prefix), dtype=np.uint8, mode="r")[:_MASK_TOKENS]
+    return (
+        f"{dataset.prefix} has a loss mask (prompts or chats): {numbers.mean():.1%} of its first "
+        f"{len(numbers):,} tokens count in the loss"
     )
 
 

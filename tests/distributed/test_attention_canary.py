@@ -128,6 +128,11 @@ def test_attention_canary_is_an_error_if_attention_is_wrong_without_cudnn():
         ("--bf16 --seq-length 4160 --max-position-embeddings 4160", [(1024 + 64, 4, 4, None)]),
         ("--bf16 --context-parallel-size 2", [(48, 4, 4, None)]),
         ("--bf16 --window-size 16 --window-pattern W F", [(192, 4, 4, None), (192, 4, 4, 16)]),
+        (
+            "--bf16 --window-size 16 --window-pattern W F --window-num-attention-heads 8 "
+            "--tensor-model-parallel-size 2",
+            [(192, 2, 2, None), (192, 4, 4, 16)],
+        ),
         ("--bf16 --window-size 191", [(192, 4, 4, 96)]),
         ("--bf16 --window-size 16 --reset-attention-mask", []),
         ("--window-size 16", []),

@@ -12,6 +12,8 @@ from tests.distributed.parity import (
     INTERLEAVED,
     SEQUENCE_PARALLEL,
     SHORT,
+    ZERO_BUBBLE,
+    merged,
     one_process,
 )
 from tests.distributed.resharding import STEPS_BEFORE, resume_midway, save_before, uninterrupted
@@ -28,15 +30,6 @@ WINDOW = {"model": {"window_size": 7}}
 DROPPED = {"model": DROPOUT}
 PLAIN = {"training": {"loss_implementation": "plain"}}
 PARTITIONED = {"training": {"checkpoint_activations": True, "partition_activations": True}}
-ZERO_BUBBLE = {"parallel": {"pipeline_schedule": "zero-bubble"}}
-
-
-def merged(*changes):
-    result = {}
-    for change in changes:
-        for section, fields in change.items():
-            result.setdefault(section, {}).update(fields)
-    return result
 
 
 def row(*numbers, layout=None, full=True, **settings):
@@ -46,7 +39,7 @@ def row(*numbers, layout=None, full=True, **settings):
 
 ROWS = [
     row(DOCUMENTS, DROPPED, GROUPED, cp=2, pp=2, zero=1, micro_batch=2, positions="rotary", full=False),
-    row(cp=2, dp=2, zero=3, positions="alibi", recompute=True, full=False),
+    row(cp=2, dp=2, zero=3, micro_batch=2, positions="alibi", recompute=True, full=False),
     row(DOCUMENTS, DROPPED, GROUPED, cp=2, tp=2, positions="rotary", layout=SEQUENCE_PARALLEL),
     row(cp=4, positions="rotary"),
     row(WINDOW, cp=4, zero=2),

@@ -44,7 +44,7 @@ def train_steps(row, steps, eight_bit=True, model="plain"):
 
 @cache
 def one_process(eight_bit, model="plain"):
-    return run_world(1, train_steps, Row(micro_batch=2), STEPS, eight_bit, model)[0]
+    return run_world(1, train_steps, Row(micro_batch=8), STEPS, eight_bit, model)[0]
 
 
 @pytest.mark.full

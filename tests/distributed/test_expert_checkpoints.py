@@ -200,7 +200,7 @@ def test_every_tool_takes_every_format(balance: str, kind: str, tmp_path: Path) 
     assert (("4.mlp.router.expert_load", "fp32") in states) == (balance == "global_aux_loss")
     if kind != "dcp":
         folder = convert(source, tmp_path / kind / f"global_step{STEPS}", kind)
-    assert inspect_checkpoint.run([str(folder), "--verify"]) == 0
+    assert inspect_checkpoint.main([str(folder), "--verify"]) == 0
     compared = compare_checkpoints(read_checkpoint(source), read_checkpoint(folder)).parameters
     assert len(compared) == len({name for name, _ in states}) and all(each.is_equal for each in compared)
     assert torch.equal(scores_of(folder), scores)

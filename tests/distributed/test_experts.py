@@ -13,7 +13,8 @@ import torch
 from megatron.model import experts as experts_module
 from megatron.model.experts import Router, RouterBalance
 from megatron.mpu.token_dispatch import AllToAll
-from tests.distributed.parity import assert_same_numbers
+from tests.distributed.parity import LAYOUTS as COMMON_LAYOUTS
+from tests.distributed.parity import assert_same_numbers, assert_same_on
 from tests.distributed.test_model_variants import LLAMA, initial_weights_and_history, plain_history
 from tests.reference.plain_experts import PlainExperts
 from tests.reference.plain_gpt import GLU_LIMIT
@@ -236,19 +237,16 @@ SOME_LAYOUTS = [
 ]
 
 
-BIASED = [
-    *SOME_LAYOUTS,
-    replace(ONE, tp=2, pp=2, dp=2, ep=4, zero=1, recompute=True),
-    replace(ONE, dp=4, ep=2, zero=3),
-    replace(ONE, tp=2, dp=2, zero=2, dispatcher="alltoall"),
-    replace(ONE, pp=2, dp=2, ep=2, micro_batch=1, schedule="dualpipev"),
-]
+# The gradient jumps at the limit. With 0.05 a gate came within 1e-8 of it; rounding put it on the other side,
+# and the grad norm differed by 3e-5 at once, 3e-4 later. With 0.5 none of the activations is within 2e-6.
+OSS_ON_LAYOUTS = {**OSS, "activation_func_clamp_value": 0.5}
+REJECTIONS = {"tp2-pp2-partitioned-activations": "--partition-activations with --sequence-parallel"}
 
 
-@pytest.mark.gate(rows=1)
-@pytest.mark.parametrize("layout", BIASED, ids=str)
+@pytest.mark.gate(rows=0, also=["dp2-zero2"])
+@pytest.mark.parametrize("layout", COMMON_LAYOUTS)
 def test_biases_of_experts_and_routers_do_not_depend_on_the_layout(layout):
-    assert_same_numbers(layout.row, numbers={"model": OSS}, layout=layout.changes)
+    assert_same_on(layout, {"model": OSS_ON_LAYOUTS}, REJECTIONS)
 
 
 @pytest.mark.gate(rows=2)

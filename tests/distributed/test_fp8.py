@@ -11,12 +11,14 @@ from unittest import mock
 
 import pytest
 
-from tests.distributed.parity import DUALPIPEV, INTERLEAVED, SEQUENCE_PARALLEL, Changes
+from tests.distributed.parity import DUALPIPEV, INTERLEAVED, SEQUENCE_PARALLEL, ZERO_BUBBLE, Changes
 from tests.support import layouts
 from tests.support.layouts import FP32_BOUND, LOW_PRECISION_BOUND, Row, relative_errors
 from tests.support.pool import run_world
 
 STEPS = 10
+BATCHES = 4
+"""Steps of equal weights."""
 SMALLEST_RATE, SMALL_RATE = 1e-12, 1e-4
 """With the smallest rate no bit of a weight changes, so each step compares the loss of another batch."""
 CONTEXT_BOUND, NORM_BOUND = 1e-4, 2e-3
@@ -37,7 +39,6 @@ MODELS: dict[str, Changes] = {
         "precision": {"fp8_recipe": "blockwise", **ANY_SIZE},
     },
 }
-ZERO_BUBBLE: Changes = {"parallel": {"pipeline_schedule": "zero-bubble"}}
 COMPILED: Changes = {"training": {"compile": True}}
 EXPERT_PARALLEL: Changes = {"parallel": {"expert_model_parallel_size": 2}}
 EXPERTS_OF_SEQUENCE_SHARDS: Changes = {
@@ -47,7 +48,7 @@ UNEVEN: Changes = {"parallel": {"partition_method": "stages:E+1,3+L"}}
 # Model, layout, further settings of the layout.
 LAYOUTS = [
     ("blockwise", Row(tp=2, micro_batch=2), {}),
-    ("blockwise", Row(tp=2, dp=2, zero=1), SEQUENCE_PARALLEL),
+    ("blockwise", Row(tp=2, dp=2, zero=1, micro_batch=2), SEQUENCE_PARALLEL),
     ("blockwise", Row(pp=2, micro_batch=2, recompute=True), {}),
     ("blockwise", Row(pp=2, dp=2), ZERO_BUBBLE),
     ("blockwise", Row(pp=2), DUALPIPEV),
@@ -119,4 +120,4 @@ def errors(model, row, layout, rate):
 def train_at(rate, row, **changes):
     """Trains with a learning rate, inside `run_world`."""
     with mock.patch.object(layouts, "RATE", rate):
-        return layouts.train_layout(row, STEPS, **changes)
+        return layouts.train_layout(row, BATCHES if rate == SMALLEST_RATE else STEPS, **changes)

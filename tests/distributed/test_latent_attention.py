@@ -1,23 +1,24 @@
 """Latent attention: one process against a GPT in plain PyTorch, and every layout against one process."""
 
+from dataclasses import replace
+
 import pytest
 
 from megatron.checkpoint.manager import load_checkpoint
 from megatron.checkpoint.selection import find_checkpoint
 from megatron.commands import convert_checkpoint
 from megatron.mpu.parameters import spec_of
-from tests.distributed.parity import DUALPIPEV, INTERLEAVED, SEQUENCE_PARALLEL, assert_same_numbers
-from tests.distributed.test_model_variants import (
-    LLAMA,
-    ZERO2,
-    ZERO3,
-    initial_weights_and_history,
-    plain_history,
+from tests.distributed.parity import (
+    LAYOUTS,
+    SEQUENCE_PARALLEL,
+    assert_same_numbers,
+    assert_same_on,
+    rows_of,
 )
+from tests.distributed.test_model_variants import LLAMA, initial_weights_and_history, plain_history
 from tests.reference.plain_experts import PlainExperts
 from tests.support.checkpoints import FINGERPRINT, make_manager, state_after
 from tests.support.layouts import (
-    DROPOUT,
     FP32_BOUND,
     STEPS,
     Row,
@@ -93,64 +94,39 @@ def test_one_process_trains_as_latent_attention_in_plain_pytorch_does(name):
     assert max(relative_errors(history[:steps], plain)) <= FP32_BOUND
 
 
-ZERO_BUBBLE = {"parallel": {"pipeline_schedule": "zero-bubble"}}
-EP2 = {"parallel": {"sequence_parallel": True, "expert_model_parallel_size": 2}}
-OVERLAP = {"parallel": {"sequence_parallel": True, "tp_comm_overlap": True}}
-LAYOUTS = {
-    "yarn-tp2-cp2-pp2-sequence": (YARN, Row(tp=2, cp=2, pp=2), SEQUENCE_PARALLEL),
-    "latent-tp2": (LATENT, Row(tp=2), {}),
-    "latent-tp4-zero1": (LATENT, Row(tp=4, dp=2, zero=1, micro_batch=2), {}),
-    "latent-tp4-sequence-recompute": (LATENT, Row(tp=4, micro_batch=2, recompute=True), SEQUENCE_PARALLEL),
-    "latent-tp2-overlap": (LATENT, Row(tp=2, micro_batch=2), OVERLAP),
-    "latent-cp2": (LATENT, Row(cp=2), {}),
-    "latent-tp2-cp2": (LATENT, Row(tp=2, cp=2, dp=2, zero=1), {}),
-    "latent-dropout-tp2-cp2": ({**LATENT, **DROPOUT}, Row(tp=2, cp=2), SEQUENCE_PARALLEL),
-    "latent-dropout-pp2": ({**LATENT, **DROPOUT}, Row(pp=2, dp=2, recompute=True), INTERLEAVED),
-    "yarn-pp2-dp2-zero1": (YARN, Row(pp=2, dp=2, zero=1), {}),
-    "yarn-tp2-pp2-zero-bubble": (
-        YARN,
-        Row(tp=2, pp=2),
-        {"parallel": {"pipeline_schedule": "zero-bubble", "sequence_parallel": True}},
-    ),
-    "yarn-tp2-pp2-zero-bubble-replicated": (YARN, Row(tp=2, pp=2), ZERO_BUBBLE),
-    "yarn-pp2-dualpipev": (YARN, Row(pp=2, micro_batch=2), DUALPIPEV),
-    "yarn-dp2-zero3": (YARN, Row(dp=2), ZERO3),
-    "yarn-tp2-dp2-zero2": (YARN, Row(tp=2, dp=2), ZERO2),
-    "yarn-tp2-dp2-zero3": (YARN, Row(tp=2, dp=2, micro_batch=2, recompute=True), ZERO3),
-    "yarn-tp2-pp2-bf16": (YARN, Row(tp=2, pp=2, precision="bf16"), SEQUENCE_PARALLEL),
-    "yarn-cp2-bf16": (YARN, Row(cp=2, precision="bf16"), {}),
-    "plain-queries-tp2-cp2-sequence": (PLAIN_QUERIES, Row(tp=2, cp=2), SEQUENCE_PARALLEL),
-    "plain-queries-tp2-pp2": (PLAIN_QUERIES, Row(tp=2, pp=2), {}),
-    "biases-tp2-pp2-sequence": (BIASES, Row(tp=2, pp=2), SEQUENCE_PARALLEL),
-    "deepseek-v3-tp2-ep2-pp2": (DEEPSEEK_V3, Row(tp=2, dp=2, pp=2, zero=1), EP2),
-    "deepseek-v3-tp2-cp2-ep2": (DEEPSEEK_V3, Row(tp=2, cp=2, micro_batch=2), EP2),
-    "deepseek-v2-tp2-dp2-ep2": (DEEPSEEK_V2, Row(tp=2, dp=2), EP2),
-    "deepseek-v2-dp2-ep2-zero3": (
-        DEEPSEEK_V2,
-        Row(dp=2),
-        {"parallel": {"expert_model_parallel_size": 2, "zero_stage": 3}},
-    ),
-    "deepseek-v3-pp2-dp2-ep2-zero-bubble": (
-        DEEPSEEK_V3,
-        Row(pp=2, dp=2),
-        {"parallel": {"expert_model_parallel_size": 2, "pipeline_schedule": "zero-bubble"}},
-    ),
-}
+ROWS = rows_of(
+    {
+        "yarn": LAYOUTS,
+        "plain-queries": ("tp2-cp2-sequence-recompute", "tp2-pp2-partitioned-activations"),
+        "biases": ("tp2-pp2-zero-bubble-sequence",),
+        "deepseek-v3": (
+            *("tp2-cp2-sequence-recompute", "tp2-pp2-dp2-zero1-dropout", "cp2-pp2-zero-bubble"),
+            "pp2-dp2-zero1-interleaved",
+        ),
+        "deepseek-v2": ("tp2-dp2-zero3", "dp2-zero2"),
+    }
+)
 
 
-@pytest.mark.gate(rows=1, also=["deepseek-v3-tp2-cp2-ep2"])
-@pytest.mark.parametrize("name", LAYOUTS)
-def test_every_layout_has_the_loss_and_the_grad_norm_of_one_process(name):
-    model, row, layout = LAYOUTS[name]
-    assert_same_numbers(row, STEPS, {"model": model}, layout)
+@pytest.mark.gate(rows=1, also=["deepseek-v3-tp2-cp2-sequence-recompute"])
+@pytest.mark.parametrize("model, layout", ROWS)
+def test_every_layout_has_the_loss_and_the_grad_norm_of_one_process(model, layout):
+    assert_same_on(layout, {"model": MODELS[model][0]})
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("row", [Row(tp=2, pp=2), Row(cp=2)], ids=str)
+def test_bf16_follows_the_fp32_loss(row):
+    assert_same_numbers(replace(row, precision="bf16"), STEPS, {"model": YARN})
 
 
 MUON = {"optimizer": "muon", "muon_extra_scale_factor": 0.2}
 OPTIMIZERS = {
     "muon-tp2-cp2-sequence": (Row(tp=2, cp=2), MUON, SEQUENCE_PARALLEL),
     "muon-tp2-dp2-zero1": (Row(tp=2, dp=2, zero=1, micro_batch=2), MUON, {}),
-    "muon-tp2-dp2-zero3": (Row(tp=2, dp=2, micro_batch=2), MUON, ZERO3),
+    "muon-tp2-dp2-zero3": (Row(tp=2, dp=2, zero=3, micro_batch=2), MUON, {}),
 }
+EP2 = {"parallel": {"sequence_parallel": True, "expert_model_parallel_size": 2}}
 WIDE = {"hidden_size": 64, "ffn_hidden_size": 100, "q_lora_rank": 72, "kv_lora_rank": 72}
 
 

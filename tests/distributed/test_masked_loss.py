@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from megatron.data.loader import MicroBatch
+from tests.distributed.parity import LAYOUTS, assert_same_on
 from tests.distributed.test_experts import MODELS
 from tests.reference.plain_experts import PlainExperts
 from tests.reference.plain_gpt import train_plain_gpt
@@ -44,17 +45,23 @@ def masked_micro_batches(engine, step):
         yield MicroBatch(samples, *(x[rows].contiguous() for x in (tokens, labels, mask)))
 
 
-def masked_history(row, changes):
-    """Returns the initial weights; (loss, grad norm) of each step, and (loss of an evaluation, 1)."""
+def weights_and_history(row, steps=STEPS, **changes):
+    """Returns the initial weights; (loss, grad norm) of each step, and with the last ones the loss of an
+    evaluation."""
     engine = build_engine(config_of(row, **changes))
     weights = {name: p.detach().clone() for name, p in engine.module.named_parameters()}
     history = []
-    for step in range(STEPS):
+    for step in range(steps):
         batches = masked_micro_batches(engine, step)
         loss = engine.train_step(batches, GLOBAL_BATCH, RATE, masks_tokens=True)
         history.append((loss.item(), engine.optimizer.grad_norm))
-    evaluated = evaluate(engine, masked_micro_batches(engine, STEPS), engine.micro_batches)
-    return weights, [*history, (evaluated.item(), 1.0)]
+    evaluated = evaluate(engine, masked_micro_batches(engine, steps), engine.micro_batches)
+    history[-1] += (evaluated.item(),)
+    return weights, history
+
+
+def masked_history(row, steps=STEPS, **changes):
+    return weights_and_history(row, steps, **changes)[1]
 
 
 def with_ignored_labels(step):
@@ -67,45 +74,42 @@ def plain(weights, **options):
     *history, (evaluated, _) = train_plain_gpt(
         weights, batches, lr=RATE, vocab=VOCAB, clip=CLIP, layers=4, heads=4, **options
     )
-    return [*history, (evaluated, 1.0)]
+    history[-1] = (*history[-1], evaluated)
+    return history
 
 
 @pytest.fixture(scope="module")
 def expected():
     """The history of the dense model in plain PyTorch."""
-    ((weights, _),) = run_world(1, masked_history, Row(micro_batch=4), {})
+    ((weights, _),) = run_world(1, weights_and_history, Row(micro_batch=4))
     return plain(weights)
 
 
-SCHEDULES = {
-    "interleaved": {"pipeline_schedule": "interleaved", "virtual_pipeline_stages": 2},
-    "zero-bubble": {"pipeline_schedule": "zero-bubble"},
-}
-LAYOUTS = {
+RUNS = {
     "1 process": (Row(micro_batch=8), {}),
-    "tp2 cp2": (Row(tp=2, cp=2, micro_batch=2), {}),
-    "dp4 zero2": (Row(dp=4, zero=2, micro_batch=2), {}),
-    "dp2 zero3": (Row(dp=2, zero=3), {}),
-    "pp2 dp2": (Row(pp=2, dp=2), {}),
-    "pp2 interleaved": (Row(pp=2, micro_batch=2), {"parallel": SCHEDULES["interleaved"]}),
-    "pp2 zero-bubble": (Row(pp=2, micro_batch=2), {"parallel": SCHEDULES["zero-bubble"]}),
     "plain head": (Row(dp=2, micro_batch=2), {"training": {"loss_implementation": "plain"}}),
     "graph": (Row(micro_batch=2), {"training": {"cuda_graph_impl": "local"}}),
 }
 
 
-@pytest.mark.gate(rows=3)
-@pytest.mark.parametrize("name", LAYOUTS)
+@pytest.mark.gate(rows=2)
+@pytest.mark.parametrize("name", RUNS)
 def test_a_masked_run_has_the_losses_of_plain_pytorch(expected, name):
-    row, changes = LAYOUTS[name]
-    for _, history in run_world(row.world_size, masked_history, row, changes):
+    row, changes = RUNS[name]
+    for history in run_world(row.world_size, masked_history, row, **changes):
         assert max(relative_errors(history, expected)) <= FP32_BOUND
+
+
+@pytest.mark.gate(rows=0, also=["pp2-uneven"])
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_every_layout_has_the_losses_of_one_process(layout):
+    assert_same_on(layout, {}, train=masked_history)
 
 
 @pytest.mark.parametrize("precision", ["bf16", "fp16"])
 def test_16_bits_follow(expected, precision):
     row = Row(tp=2, dp=2, precision=precision)
-    for _, history in run_world(row.world_size, masked_history, row, {}):
+    for history in run_world(row.world_size, masked_history, row):
         assert relative_errors(history, expected)[0] <= LOW_PRECISION_BOUND
 
 
@@ -114,7 +118,7 @@ def test_the_losses_of_a_router_keep_their_weight_beside_a_masked_loss(name):
     """Balance and z losses are means over all tokens, masked or not, as without a mask."""
     model, options = MODELS[name]
     changes = {"model": model}
-    ((weights, found),) = run_world(1, masked_history, Row(micro_batch=4), changes)
+    ((weights, found),) = run_world(1, weights_and_history, Row(micro_batch=4), **changes)
     reference = plain(
         weights,
         groups=model.get("num_query_groups"),
@@ -126,5 +130,5 @@ def test_the_losses_of_a_router_keep_their_weight_beside_a_masked_loss(name):
     assert max(relative_errors(found[: STEPS // 2], reference[: STEPS // 2])) <= FP32_BOUND
     row = Row(tp=2, dp=2, micro_batch=2)
     changes["parallel"] = {"sequence_parallel": True, "expert_model_parallel_size": 2}
-    for _, history in run_world(row.world_size, masked_history, row, changes):
+    for history in run_world(row.world_size, masked_history, row, **changes):
         assert max(relative_errors(history, found)) <= FP32_BOUND

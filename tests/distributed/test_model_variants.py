@@ -5,17 +5,11 @@ from dataclasses import replace
 
 import pytest
 
-from tests.distributed.parity import (
-    DUALPIPEV,
-    INTERLEAVED,
-    SEQUENCE_PARALLEL,
-    assert_same_numbers,
-)
+from tests.distributed.parity import LAYOUTS, assert_same_numbers, assert_same_on, rows_of
 from tests.distributed.resharding import resume_midway, save_before, uninterrupted
 from tests.reference.plain_gpt import Variant, train_plain_gpt
 from tests.support.layouts import (
     CLIP,
-    DROPOUT,
     FP32_BOUND,
     RATE,
     STEPS,
@@ -92,6 +86,14 @@ CAPS = {
     **{"attn_logit_softcapping": 0.5, "final_logit_softcapping": 2.0, "init_method_std": 0.2},
     **{**LLAMA, "num_query_groups": 1},
 }
+# As Laguna and MiMo-V2: with other heads in the layers with a window, and small value heads.
+HEADS = {
+    **{**PATTERN, "window_num_attention_heads": 8, "window_num_query_groups": 4, "num_query_groups": 1},
+    **{"window_softmax_type": "learnable", "v_channels": 4, "attention_value_scale": 0.7},
+    **{"attention_output_gate": True, "attention_output_gate_scope": "head", "init_method_std": 0.1},
+    **{"attention_output_gate_activation": "softplus", "qk_layernorm": True, "window_rotary_percent": 0.5},
+    "window_kv_channels": 12,
+}
 ALL_VARIANTS = {**PATTERN, **GATE, **CAPS, "no_rope_freq": ("R", "R", "N"), "softmax_type": "learnable"}
 
 # Name -> the changes to the tiny model, and the arguments of the plain GPT.
@@ -143,6 +145,23 @@ PLAIN_CASES = {
             "variant": Variant(has_gate=True, score_cap=0.5, logit_cap=2.0),
         },
     ),
+    "heads": (
+        HEADS,
+        {
+            **{"groups": 1, "window": 7, "pattern": "WWF"},
+            **{"rotary": {"base": 500.0, "part": 0.5}, "full": {"base": 50.0, "factor": 4.0}},
+            "variant": Variant(
+                **{
+                    "has_gate": True,
+                    "gates_heads": True,
+                    "softplus": True,
+                    "value_dim": 4,
+                    "value_scale": 0.7,
+                },
+                windows={"heads": 8, "groups": 4, "dim": 12},
+            ),
+        },
+    ),
     "zero-centered-layer-norm": ({"apply_layernorm_1p": True}, {"zero_centered": True}),
     "rms-norm": ({"normalization": "RMSNorm"}, {}),
     "untied": ({"untie_embeddings_and_output_weights": True}, {}),
@@ -192,120 +211,32 @@ def plain_history(weights, model, steps, **options):
     )
 
 
-INTERLEAVED_SEQUENCE = {"parallel": {**INTERLEAVED["parallel"], "sequence_parallel": True}}
-OFFLOAD = {"parallel": {"cpu_offload": True}}
-ZERO2, ZERO3 = ({"parallel": {"zero_stage": stage}} for stage in (2, 3))
-
-# Name -> the model, the layout and other changes. The first and the middle one are in the gate. With
-# MULTI_QUERY and 2 ranks, or LLAMA and 4, there are fewer groups than ranks.
-LAYOUTS = {
-    "multi-query-tp2-pp2-sequence-recompute": (
-        MULTI_QUERY,
-        Row(tp=2, pp=2, micro_batch=2, recompute=True),
-        SEQUENCE_PARALLEL,
-    ),
-    "llama-tp2": (LLAMA, Row(tp=2), {}),
-    "llama-tp4": (LLAMA, Row(tp=4, micro_batch=2), {}),
-    "llama-tp4-pp2-sequence": (LLAMA, Row(tp=4, pp=2, micro_batch=2), SEQUENCE_PARALLEL),
-    "llama-tp4-recompute": (LLAMA, Row(tp=4, recompute=True), {}),
-    "llama-pp4": (LLAMA, Row(pp=4), {}),
-    "llama-pp2-dp2-zero1": (LLAMA, Row(pp=2, dp=2, zero=1), {}),
-    "llama-tp2-pp2-dp2-zero1-recompute": (LLAMA, Row(tp=2, pp=2, dp=2, zero=1, recompute=True), {}),
-    "llama-dp2-zero2": (LLAMA, Row(dp=2), ZERO2),
-    "llama-tp2-dp2-zero3": (LLAMA, Row(tp=2, dp=2), ZERO3),
-    "llama-dp2-offload": (LLAMA, Row(dp=2, zero=1), OFFLOAD),
-    "llama-tp2-pp2-dualpipev": (LLAMA, Row(tp=2, pp=2), DUALPIPEV),
-    "llama-pp2-dp2-zero1-interleaved": (LLAMA, Row(pp=2, dp=2, zero=1), INTERLEAVED),
-    "qwen2-tp2-pp2-interleaved-sequence-recompute": (
-        QWEN2,
-        Row(tp=2, pp=2, recompute=True),
-        INTERLEAVED_SEQUENCE,
-    ),
-    "qwen2-tp2-pp2-sequence": (QWEN2, Row(tp=2, pp=2), SEQUENCE_PARALLEL),
-    "qwen2-tp4-dp2-zero1": (QWEN2, Row(tp=4, dp=2, zero=1), {}),
-    "qwen2-pp2-dualpipev": (QWEN2, Row(pp=2, micro_batch=2), DUALPIPEV),
-    "qwen3-tp2": (QWEN3, Row(tp=2), {}),
-    "qwen3-tp4-pp2-sequence": (QWEN3, Row(tp=4, pp=2, micro_batch=2), SEQUENCE_PARALLEL),
-    "qwen3-tp2-dp2-zero3-recompute": (QWEN3, Row(tp=2, dp=2, recompute=True), ZERO3),
-    "qwen3-pp2-dualpipev": (QWEN3, Row(pp=2, micro_batch=2), DUALPIPEV),
-    "yarn-tp2-pp2": (YARN, Row(tp=2, pp=2), {}),
-    "olmo2-tp2-pp2": (OLMO2, Row(tp=2, pp=2), {}),
-    "olmo2-tp4-sequence-recompute": (OLMO2, Row(tp=4, micro_batch=2, recompute=True), SEQUENCE_PARALLEL),
-    "olmo2-tp2-dp2-zero1": (OLMO2, Row(tp=2, dp=2, zero=1, recompute=True), {}),
-    "olmo2-tp2-dp2-zero2": (OLMO2, Row(tp=2, dp=2), ZERO2),
-    "olmo2-tp2-pp2-dualpipev": (OLMO2, Row(tp=2, pp=2), DUALPIPEV),
-    "neox-tp2-pp2-sequence-recompute": (NEOX, Row(tp=2, pp=2, recompute=True), SEQUENCE_PARALLEL),
-    "neox-tp2-pp2-dp2-zero1": (NEOX, Row(tp=2, pp=2, dp=2, zero=1, recompute=True), {}),
-    "neox-pp2-dualpipev": (NEOX, Row(pp=2, micro_batch=2), DUALPIPEV),
-    "falcon-tp2-pp2": (FALCON, Row(tp=2, pp=2), {}),
-    "falcon-tp4-sequence": (FALCON, Row(tp=4, micro_batch=2), SEQUENCE_PARALLEL),
-    "falcon-dp2-zero3": (FALCON, Row(dp=2), ZERO3),
-    "falcon-pp2-dualpipev": (FALCON, Row(pp=2, micro_batch=2), DUALPIPEV),
-    "window-tp2-pp2-sequence-recompute": (WINDOW, Row(tp=2, pp=2, recompute=True), SEQUENCE_PARALLEL),
-    "window-pp2-dp2-zero1": (WINDOW, Row(pp=2, dp=2, zero=1), {}),
-    "window-pp2-dualpipev": (WINDOW, Row(pp=2, micro_batch=2), DUALPIPEV),
-    "window-tp2-dp2-zero1": (WINDOW, Row(tp=2, dp=2, zero=1), {}),
-    "olmo2-window-tp4-zero3": (OLMO2_WINDOW, Row(tp=4, dp=2, micro_batch=2), ZERO3),
-    "pattern-cp2-pp2-uneven": (
-        PATTERN,
-        Row(cp=2, pp=2, micro_batch=2),
-        {"parallel": {"partition_method": "stages:E+3,1+L"}},
-    ),
-    "pattern-tp2-cp2-pp2-uneven-sequence": (
-        PATTERN,
-        Row(tp=2, cp=2, pp=2),
-        {"parallel": {"sequence_parallel": True, "partition_method": "stages:E+1,3+L"}},
-    ),
-    "pattern-pp2-interleaved-dropout": (
-        {**PATTERN, **DROPOUT},
-        Row(pp=2, dp=2, zero=1, recompute=True),
-        {**INTERLEAVED, "training": {"checkpoint_num_layers": 2}},
-    ),
-    "gemma3-tp2-pp2-sequence-recompute": (GEMMA3, Row(tp=2, pp=2, recompute=True), SEQUENCE_PARALLEL),
-    "gemma3-tp2-pp2-bf16": (GEMMA3, Row(tp=2, pp=2, precision="bf16"), {}),
-    "gemma3-tp4-dp2-zero3": (GEMMA3, Row(tp=4, dp=2, micro_batch=2), ZERO3),
-    "gemma3-cp2-pp2-zero-bubble": (
-        GEMMA3,
-        Row(cp=2, pp=2, zero=1),
-        {"parallel": {"pipeline_schedule": "zero-bubble"}},
-    ),
-    "pattern-tp2-dp2-zero3": (PATTERN, Row(tp=2, dp=2, micro_batch=2), ZERO3),
-    "pattern-pp2-dualpipev": (PATTERN, Row(pp=2, micro_batch=2), DUALPIPEV),
-    **{
-        f"{name}-{where}": (model, row, layout)
-        for name, model in {
-            **{"sinks": SINKS, "off-by-one": OFF_BY_ONE, "gate": GATE, "no-rotary": NO_ROTARY, "caps": CAPS},
-            "all-variants": ALL_VARIANTS,
-        }.items()
-        for where, row, layout in (
-            ("tp2-cp2-sequence-recompute", Row(tp=2, cp=2, recompute=True), SEQUENCE_PARALLEL),
-            ("tp4-zero3", Row(tp=4, dp=2, micro_batch=2), ZERO3),
-            ("tp2-pp2-dp2-zero1-dropout", Row(tp=2, pp=2, dp=2, zero=1), {}),
-            ("cp2-pp2-zero-bubble", Row(cp=2, pp=2), {"parallel": {"pipeline_schedule": "zero-bubble"}}),
-            ("pp2-dualpipev", Row(pp=2, micro_batch=2), DUALPIPEV),
-            ("dp2-zero2", Row(dp=2), ZERO2),
-        )
-    },
-    "yarn-pp2-dualpipev": (YARN, Row(pp=2, micro_batch=2), DUALPIPEV),
-    "llama3-rope-dp2-zero3": (LLAMA3_ROPE, Row(dp=2), ZERO3),
-    "llama3-rope-tp4-sequence-recompute": (
-        LLAMA3_ROPE,
-        Row(tp=4, micro_batch=2, recompute=True),
-        SEQUENCE_PARALLEL,
-    ),
+# With MULTI_QUERY and 2 ranks, or LLAMA and 4, there are fewer groups than ranks.
+FAMILIES = {
+    **{"multi-query": MULTI_QUERY, "llama": LLAMA, "qwen2": QWEN2, "qwen3": QWEN3, "yarn": YARN},
+    **{"olmo2": OLMO2, "neox": NEOX, "falcon": FALCON, "window": WINDOW, "olmo2-window": OLMO2_WINDOW},
+    **{"gemma3": GEMMA3, "pattern": PATTERN, "llama3-rope": LLAMA3_ROPE},
 }
+VARIANTS = {
+    **{"sinks": SINKS, "off-by-one": OFF_BY_ONE, "gate": GATE, "no-rotary": NO_ROTARY, "caps": CAPS},
+    **{"heads": HEADS, "all-variants": ALL_VARIANTS},
+}
+# Every family has four of the layouts, its neighbours the next ones.
+ROWS = rows_of(
+    {name: [*LAYOUTS][start % 6 :: 6] for start, name in enumerate(FAMILIES)}
+    | dict.fromkeys(VARIANTS, LAYOUTS)
+)
 
 
-@pytest.mark.gate(rows=1, also=["pattern-cp2-pp2-uneven", "all-variants-tp2-cp2-sequence-recompute"])
-@pytest.mark.parametrize("name", LAYOUTS)
-def test_every_layout_has_the_loss_and_the_grad_norm_of_one_process(name):
-    model, row, layout = LAYOUTS[name]
-    # Adam's first steps are about lr x sign(gradient), also where a gradient is zero up to rounding, unless
-    # epsilon is larger.
-    numbers = {"model": model, "optimizer": {"adam_eps": 1e-4}} if "gemma3" in name else {"model": model}
-    if name.endswith("dropout"):
-        numbers["model"] = {**model, **DROPOUT}
-    assert_same_numbers(row, numbers=numbers, layout=layout)
+@pytest.mark.gate(rows=1, also=["pattern-cp2", "all-variants-tp2-cp2-sequence-recompute"])
+@pytest.mark.parametrize("model, layout", ROWS)
+def test_every_layout_has_the_loss_and_the_grad_norm_of_one_process(model, layout):
+    numbers = {"model": (FAMILIES | VARIANTS)[model]}
+    if model == "gemma3":
+        # Adam's first steps are about lr x sign(gradient), also where a gradient is zero up to rounding,
+        # unless epsilon is larger.
+        numbers["optimizer"] = {"adam_eps": 1e-4}
+    assert_same_on(layout, numbers)
 
 
 # The layouts that save and those that resume, on a Llama-like model with an untied head; TP 4 has more ranks
@@ -321,7 +252,9 @@ RESUMERS = (Row(pp=2, dp=2, zero=1), Row(tp=4, dp=2, zero=1, micro_batch=2), Row
 @pytest.mark.full
 @pytest.mark.parametrize("saver", SAVERS)
 @pytest.mark.parametrize(
-    "model", [LLAMA, OLMO2, FALCON, ALL_VARIANTS], ids=["llama", "olmo2", "falcon", "all-variants"]
+    "model",
+    [LLAMA, OLMO2, FALCON, HEADS, ALL_VARIANTS],
+    ids=["llama", "olmo2", "falcon", "heads", "all-variants"],
 )
 def test_a_checkpoint_opens_on_other_layouts(model, saver, tmp_path):
     changes = {"model": {**model, "make_vocab_size_divisible_by": 8}}
@@ -334,12 +267,13 @@ def test_a_checkpoint_opens_on_other_layouts(model, saver, tmp_path):
 
 @pytest.mark.full
 @pytest.mark.parametrize("precision", ["bf16", "fp16"])
-@pytest.mark.parametrize("layout", [Row(), Row(tp=4, micro_batch=2), Row(tp=2, pp=2, dp=2, zero=1)], ids=str)
-def test_bf16_and_fp16_follow_the_fp32_loss(precision, layout):
-    assert_same_numbers(replace(layout, precision=precision), numbers={"model": LLAMA})
-
-
-@pytest.mark.full
-@pytest.mark.parametrize("row", [Row(tp=2), Row(tp=4, micro_batch=2, recompute=True), Row(pp=2)], ids=str)
-def test_dropout_does_not_depend_on_the_layout(row):
-    assert_same_numbers(row, numbers={"model": {**LLAMA, **DROPOUT}})
+@pytest.mark.parametrize(
+    "model, row",
+    [
+        *(("llama", row) for row in (Row(), Row(tp=4, micro_batch=2), Row(tp=2, pp=2, dp=2, zero=1))),
+        ("gemma3", Row(tp=2, pp=2)),
+    ],
+    ids=str,
+)
+def test_bf16_and_fp16_follow_the_fp32_loss(precision, model, row):
+    assert_same_numbers(replace(row, precision=precision), numbers={"model": FAMILIES[model]})

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from megatron.mpu.recompute import recomputed
-from tests.distributed.parity import DUALPIPEV, SEQUENCE_PARALLEL
+from tests.distributed.parity import DUALPIPEV, SEQUENCE_PARALLEL, ZERO_BUBBLE
 from tests.distributed.test_experts import GLM, GPT_OF_EXPERTS, MIXTRAL
 from tests.distributed.test_model_variants import FALCON, GEMMA3, LLAMA, NEOX, OLMO2
 from tests.distributed.test_tp_overlap import OVERLAP
@@ -18,7 +18,6 @@ from tests.support.tracked_memory import TrackedMemory
 DENSE = ("layernorm", "mlp_act")
 EXPERTS = (*DENSE, "moe_act")
 POST_NORM_RESIDUAL = {"apply_residual_connection_post_layernorm": True}
-ZERO_BUBBLE = {"parallel": {"pipeline_schedule": "zero-bubble"}}
 EP_2 = {"parallel": {"expert_model_parallel_size": 2}}
 STEPS = 3
 

@@ -298,15 +298,22 @@ def test_a_checkpoint_that_has_consumed_nothing_starts_on_any_data(saved):
         find(saved, model={"num_layers": 3})
 
 
-def test_a_universal_checkpoint_is_not_loaded_as_a_native_one(saved):
+def test_a_universal_checkpoint_is_opened_without_its_flag_only_if_there_is_no_native_one(saved):
+    shutil.copytree(saved / "global_step1", saved / "global_step2_universal")
+    (saved / "global_step2_universal" / "zero").mkdir()
+    (saved / "latest_universal").write_text("global_step2_universal")
+    assert find(saved).format == "native"
+    (saved / "latest_universal").unlink()
     (saved / "global_step1").rename(saved / "global_step9_universal")
     (saved / "global_step9_universal" / "zero").mkdir()
     (saved / "latest").unlink()
     assert find(saved) is None
     (saved / "latest_universal").write_text("global_step9_universal")
+    with pytest.raises(UserError, match="no native one of the run that saved to it"):
+        find(saved)
+    (saved / "latest.json").unlink()
     for folder in (saved, saved / "global_step9_universal"):
-        with pytest.raises(UserError, match="holds a universal checkpoint .*: add --universal_checkpoint"):
-            find(folder)
+        assert find(folder).format == "universal"
 
 
 # --- complete or invisible ---

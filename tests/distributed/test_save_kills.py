@@ -5,15 +5,15 @@ import pytest
 from tests.support.kills import run_kill_test
 
 KINDS = {
-    "at once": {},
     "in the background": {"async_save": True},
+    "at once": {},
     "on local disks, of which one is lost": {"local_save": True},
     "as DCP in the background": {"async_save": True, "save_format": "dcp"},
     "as DCP beside local saves": {"local_save": True, "save_format": "dcp"},
 }
 
 
-@pytest.mark.gate(rows=1, also=["in the background"])
+@pytest.mark.gate(rows=1)
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_run_that_is_killed_while_it_saves_resumes_without_loss(kind, tmp_path):
     outcome = run_kill_test(tmp_path, kills=4, seed=1, **KINDS[kind])

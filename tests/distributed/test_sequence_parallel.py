@@ -19,7 +19,7 @@ from tests.support.pool import run_world
 from tests.support.scatter import scatter, world_tp_group
 
 ROWS = [
-    Row(tp=2),
+    Row(tp=2, micro_batch=2),
     Row(tp=4, micro_batch=2, positions="alibi"),
     Row(tp=2, pp=2, recompute=True),
     Row(tp=2, dp=2, zero=1, positions="rotary"),

@@ -99,7 +99,7 @@ def train_and_evaluate(row, parallel, clip, dropout):
 
 @cache
 def reference(clip, dropout):
-    return run_world(1, train_and_evaluate, Row(), {}, clip, dropout)[0]
+    return run_world(1, train_and_evaluate, Row(micro_batch=4), {}, clip, dropout)[0]
 
 
 def check(row, parallel, clip=1.0, dropout=0.0):

@@ -118,7 +118,7 @@ def save_and_export(row: Row, folder: Path) -> Any:
     return history, sum(part.values["fp32"].numel() for part in parts)
 
 
-@pytest.mark.gate(rows=2)
+@pytest.mark.gate(rows=1)
 @pytest.mark.parametrize("name", SAVERS)
 def test_a_weight_on_two_axes_trains_saves_reshards_and_exports(name: str, tmp_path: Path) -> None:
     row = SAVERS[name]

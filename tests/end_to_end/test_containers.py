@@ -110,11 +110,13 @@ def test_a_run_whose_launcher_was_killed_ends_and_its_folder_is_free(
     """The launcher hosts the store, which a save in the background needs."""
     save = ["--save", str(tmp_path), "--load", str(tmp_path), "--save-interval", "1", *flags]
     command = [*MODEL, *ABSOLUTE, *SHORT, *data, "--pipeline-model-parallel-size", "2", *save]
+    command[command.index("--train-iters") + 1] = "100000"  # the ranks train on until they notice the kill
     run = pretrain_typed(command, processes=2, on_line=at_step(3, lambda process: process.kill()))
     assert run.exit_code == -signal.SIGKILL and len(run.errors) == 1
     assert re.search("torch's launcher .* was killed|the store of the processes .* is lost", run.errors[0])
-    again = pretrain_typed(command, processes=2).ok()
-    assert again.steps[-1]["iteration"] == 5 and again.steps[0]["iteration"] in (2, 3, 4, 5)
+    again = pretrain_typed([*command, "--exit-interval", "1"], processes=2).ok()
+    (step,) = again.steps
+    assert step["iteration"] >= 2
 
 
 # --- examples/kubernetes ---

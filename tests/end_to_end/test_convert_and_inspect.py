@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import shlex
 from pathlib import Path
 
@@ -11,7 +12,7 @@ import torch
 
 from megatron.arguments import parse_args
 from megatron.checkpoint.reading import load_model, read_checkpoint
-from megatron.commands import convert_huggingface, inspect_checkpoint
+from megatron.commands import convert_checkpoint, convert_huggingface, inspect_checkpoint
 from megatron.data.gpt_dataset import build_gpt_datasets
 from megatron.tokenizer.gpt2_bpe import GPT2BPETokenizer
 from tests.conftest import VOCAB_SIZE
@@ -174,9 +175,7 @@ def test_a_native_checkpoint_has_the_same_loss_after_a_round_trip_through_huggin
     convert_huggingface.main(
         ["--from-hugging-face", str(hf_folder), "--output", str(start / "global_step0_universal")]
     )
-    without_flag = pretrain([*flags, "--no-train", "--load", str(start)])
-    assert "add --universal_checkpoint" in without_flag.errors[0]
-    again = pretrain([*flags, "--no-train", "--load", str(start), "--universal_checkpoint"])
+    again = pretrain([*flags, "--no-train", "--load", str(start)])
     assert again.exit_code == 0, again.stderr
     assert len(run.evaluations) == len(again.evaluations) == 2
     for before, after in zip(run.evaluations, again.evaluations, strict=True):
@@ -198,6 +197,10 @@ def test_the_command_of_the_page_for_olmo_3_converts_a_model_with_windows_in_som
     flags = [*printed_flags(printed), "--dry-run", "--lr", "1", "--train-iters", "1"]
     model = parse_args([*flags, "--micro-batch-size", "1", "--global-batch-size", "1"], {}).model
     assert (model.window_size, model.window_pattern) == (5, ("W", "W", "W", "F"))
+    convert_checkpoint.main(["--from", "HF_OLMO3", "--to", "again/"])  # the other tool, and without the flag
+    assert sorted(os.listdir("again")) == ["global_step0_universal", "latest_universal"]
+    batch = ["--micro-batch-size", "1", "--global-batch-size", "1", "--lr", "1", "--train-iters", "1"]
+    assert parse_args(["--load", "again/", "--use-checkpoint-args", "--dry-run", *batch], {}).model == model
     assert (model.window_rotary_base, model.rope_scaling_type) == (None, "yarn")
     converted = read_checkpoint(tmp_path / "native", universal=True)
     expected = hf_logits(tmp_path / "HF_OLMO3")

@@ -132,7 +132,6 @@ KILLS = {
     "run.json deleted": ("DELETE", "global_step1.*run.json", 1, True),
     "files deleted": ("DELETE", "global_step1.*optim_states", 1, True),
 }
-GATE_KILLS = ["last file", "run.json deleted"]
 
 
 @pytest.mark.parametrize(
@@ -141,7 +140,7 @@ GATE_KILLS = ["last file", "run.json deleted"]
         pytest.param(name, extra, id=f"{name}{' '.join(['', *extra])}", marks=marks)
         for name in KILLS
         for extra in ([], ["--async-save"], ["--save-format", "dcp"])
-        for marks in [[] if name in GATE_KILLS and not extra else [pytest.mark.full]]
+        for marks in [[] if name == "last file" and not extra else [pytest.mark.full]]
     ],
 )
 def test_a_start_after_a_kill_resumes_from_the_last_complete_checkpoint(

@@ -161,6 +161,7 @@ def test_the_flags_of_four_processes_are_valid() -> None:
     assert (parallel.tensor_model_parallel_size, parallel.pipeline_model_parallel_size) == (2, 2)
 
 
+@pytest.mark.full  # test_documented_plans.py plans it in process
 def test_a_176b_run_is_planned(copy: Path) -> None:
     printed = run(command_with("pretrain_gpt.py --dry-run"), copy)
     assert "parameters 176,247,271,424" in printed

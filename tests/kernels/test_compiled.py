@@ -22,6 +22,36 @@ variant = next(v for v in variants() if v.name.startswith("dropout bf16, bias"))
 free, limited = compile_variant(variant, 90), compile_variant(variant, 90, maxnreg=24)
 print(free.spills, limited.registers, limited.spills)
 """
+TRANSLATED = """
+from types import SimpleNamespace
+from unittest.mock import patch
+from triton import knobs
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+from triton.runtime.driver import driver
+from tests.support.compiled_kernels import variants
+
+class Translated(Exception):
+    pass
+
+def make_ir(*arguments):
+    translate(*arguments)
+    raise Translated
+
+translate, target = ASTSource.make_ir, GPUTarget("cuda", 90, 32)
+driver.set_active(SimpleNamespace(
+    get_current_device=lambda: 90, get_current_stream=lambda _: 0, get_current_target=lambda: target
+))
+knobs.compilation.always_compile = True
+with patch.object(ASTSource, "make_ir", make_ir):
+    for variant in variants(90):
+        launch = variant.launch
+        settings = {**launch.numbers, **launch.options}
+        try:
+            launch.kernel.warmup(*variant.dtypes, grid=variant.grid or launch.grid, **settings)
+        except Exception as error:
+            print(variant.name, type(error).__name__, error.__cause__ or "")
+"""
 LAUNCHES = """
 import torch
 from benchmarks import host_time
@@ -71,12 +101,21 @@ NEEDS_90 = ("fp8",)
 
 def compiled(only: str, architecture: int) -> list[list[str]]:
     """Compiles the kernels whose names begin with `only`; returns the rows of the table, as words."""
-    arguments = ("--compile-only", "--only", only, "--architectures", str(architecture))
+    arguments = ("--only", only, "--architectures", str(architecture))
     lines = run_python("benchmarks/kernels.py", *arguments).splitlines()
     # DeepSpeed writes a warning to stdout where it finds no GPU.
     heading, *rows = (line.split() for line in lines if "[WARNING]" not in line)
     assert heading[2:] == ["wasted", "narrowest", "registers", "shared", "bytes", "stack", "spills"]
     return rows
+
+
+def test_triton_translates_every_variant() -> None:
+    """The interpreter accepts Python that Triton does not, such as a function that returns a tuple with a
+    None."""
+    lines = run_python("-W", "ignore", "-c", TRANSLATED).splitlines()
+    found = [line for line in lines if line and "[WARNING]" not in line]
+    assert len(found) == sum(KERNELS.values())
+    assert [line for line in found if not line.endswith(" Translated ")] == []
 
 
 @pytest.mark.gate(rows=0, also=["embedding-90", "norms-80"])  # the kernels with the fewest variants

@@ -93,20 +93,18 @@ def test_a_logit_that_is_not_finite_makes_its_row_nan(bad):
 @pytest.mark.gate(rows=4)
 @pytest.mark.parametrize("dtype", TOLERANCE)
 @pytest.mark.parametrize("options", [{}, {"z_loss_weight": 0.01, "softcapping": 2.0}])
-@pytest.mark.parametrize("upstream", ["sum", "any"])
-def test_the_fused_loss_with_kernels_is_that_without(dtype, options, upstream, monkeypatch):
-    """Chunks, padding of the vocabulary, and a gradient that is recomputed because it differs per token."""
+def test_the_fused_loss_with_kernels_is_that_without(dtype, options, monkeypatch):
+    """Chunks, and padding of the vocabulary."""
     monkeypatch.setattr(logit_chunks, "CPU_CHUNK_TOKENS", {2: 11, 4: 11})
     torch.manual_seed(1)
     hidden, weight = torch.randn(25, 24).to(dtype), torch.randn(96, 24).mul(0.5).to(dtype)
     labels = torch.randint(0, 70, (25,))
-    gradient = torch.ones(()).expand(25) if upstream == "sum" else torch.randn(25)
     results = []
     for with_kernels in (False, True):
         monkeypatch.setattr(logit_chunks, "uses_kernels", lambda _, answer=with_kernels: answer)
         inputs = hidden.clone().requires_grad_(), weight.clone().requires_grad_()
         losses = vocab_parallel_linear_cross_entropy(*inputs, labels, Axis("tp"), 70, **options)
-        results.append([losses.detach(), *torch.autograd.grad(losses, inputs, gradient)])
+        results.append([losses.detach(), *torch.autograd.grad(losses.sum(), inputs)])
     for found, expected in zip(results[1], results[0], strict=True):
         assert (found - expected).norm() <= 2 * TOLERANCE[dtype] * expected.norm()
 

@@ -75,7 +75,9 @@ def plain_gpt_logits(
             kind = None if no_rope[number % len(no_rope)] == "N" else positions
             if latent is not None:
                 return latent_attention(weights, index, x, heads, norm, window=width, **latent)
-            return attention(weights, index, x, heads, groups or heads, kind, angles or {}, width, variant)
+            sizes = {"heads": heads, "groups": groups or heads, "dim": hidden // heads}
+            sizes |= {} if is_full else variant.windows or {}
+            return attention(weights, index, x, sizes, kind, angles or {}, width, variant)
 
         def feed(x):
             return mlp(weights, index, x, glu, exact_gelu, experts)
@@ -114,11 +116,18 @@ def plain_gpt_logits(
 @dataclass(frozen=True)
 class Variant:
     """sink: the additional score of off-by-one; a learnable sink is among the weights. has_gate: the rows of
-    the gates follow the queries of their group. score_cap, logit_cap: bounds of X * tanh(x / X). largest: if
-    given, gets the largest score of each head [heads] of each layer."""
+    the gates follow the queries of their group, an element for each head if `gates_heads`; softplus: their
+    activation. score_cap, logit_cap: bounds of X * tanh(x / X). largest: if given, gets the largest score of
+    each head [heads] of each layer. value_dim, value_scale: size of value heads, their multiplier. windows:
+    other heads, groups or dim of layers with a window."""
 
     sink: float | None = None
     has_gate: bool = False
+    gates_heads: bool = False
+    softplus: bool = False
+    value_dim: int | None = None
+    value_scale: float = 1.0
+    windows: dict | None = None
     score_cap: float | None = None
     logit_cap: float | None = None
     largest: list | None = None
@@ -138,14 +147,23 @@ def linear(weights, name, x):
     return x @ weights[f"{name}.weight"].T + weights.get(f"{name}.bias", 0.0)
 
 
-def attention(weights, index, x, heads, groups, positions, rotary, window=None, variant=Variant()):
-    batch, seq, hidden = x.shape
-    dim, shared = hidden // heads, heads // groups
-    first = shared * (1 + variant.has_gate)  # the place of the key in a group
+def attention(weights, index, x, sizes, positions, rotary, window=None, variant=Variant()):
+    batch, seq, _ = x.shape
+    heads, groups, dim = sizes["heads"], sizes["groups"], sizes["dim"]
+    shared, value_dim = heads // groups, variant.value_dim or dim
+    gate_dim = (1 if variant.gates_heads else value_dim) * variant.has_gate
     qkv = linear(weights, f"{index}.self_attention.query_key_value", x)
-    qkv = qkv.reshape(batch, seq, groups, first + 2, dim).transpose(1, 2)  # [batch, groups, seq, ., dim]
-    q = torch.stack([qkv[:, h // shared, :, h % shared] for h in range(heads)], 1)  # [batch, heads, seq, dim]
-    k, v = (torch.stack([qkv[:, h // shared, :, first + i] for h in range(heads)], 1) for i in range(2))
+    parts = qkv.reshape(batch, seq, groups, -1).split((shared * dim, shared * gate_dim, dim, value_dim), -1)
+    q, gate, k, v = (  # [batch, heads, seq, .]
+        torch.stack(
+            [part[:, :, h // shared].unflatten(-1, (count, size))[:, :, h % count] for h in range(heads)],
+            1,
+        )
+        for part, count, size in zip(
+            parts, (shared, shared, 1, 1), (dim, gate_dim, dim, value_dim), strict=True
+        )
+    )
+    v = v * variant.value_scale
     q = heads_norm(weights, f"{index}.self_attention.q_layernorm", q)
     k = heads_norm(weights, f"{index}.self_attention.k_layernorm", k, shared)
     if positions == "rotary":
@@ -168,9 +186,8 @@ def attention(weights, index, x, heads, groups, positions, rotary, window=None, 
         total = total + weights.get(name, torch.full((heads,), variant.sink or 0.0)).exp()[:, None, None]
     context = exponentials / total @ v  # [batch, heads, seq, dim]
     if variant.has_gate:
-        gate = torch.stack([qkv[:, h // shared, :, shared + h % shared] for h in range(heads)], 1)
-        context = context / (1.0 + (-gate).exp())
-    context = context.transpose(1, 2).reshape(batch, seq, hidden)
+        context = context * (1.0 + gate.exp()).log() if variant.softplus else context / (1.0 + (-gate).exp())
+    context = context.transpose(1, 2).flatten(2)
     return linear(weights, f"{index}.self_attention.dense", context)
 
 

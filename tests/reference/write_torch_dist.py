@@ -8,6 +8,8 @@
     latent             as llama, with latent attention and YaRN, with the names of --transformer-impl local,
                        and TP 1 (--nproc-per-node 2): with TP 2 and without sequence parallelism,
                        version 0.16.1 does not sum the gradients of the shared key over the ranks
+    mtp                as llama, with two layers for multi-token prediction, on one process, also with
+                       their losses (`mtp_losses`, --nproc-per-node 1)
     float16            bf16 weights, Float16OptimizerWithFloat16Params
     reshardable        bf16 weights, DistributedOptimizer, `fully_reshardable`
     model_space        bf16 weights, DistributedOptimizer, `fully_sharded_model_space`, which only
@@ -51,7 +53,7 @@ from megatron.core.distributed.finalize_model_grads import (
     reset_model_temporary_tensors,
 )
 from megatron.core.models.gpt import GPTModel
-from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec, get_gpt_layer_local_spec
+from megatron.core.models.gpt import gpt_layer_specs as gpt_specs
 from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
@@ -59,6 +61,7 @@ from megatron.core.ssm.mlp_layer import MLPLayer
 from megatron.core.transformer import multi_latent_attention
 from megatron.core.transformer.moe import moe_utils
 from megatron.core.transformer.moe.router import TopKRouter
+from megatron.core.transformer.multi_token_prediction import MTPLossLoggingHelper
 from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.torch_norm import WrappedTorchNorm
 from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
@@ -78,7 +81,7 @@ except ImportError:  # until version 0.17
 
 STEPS, MORE_STEPS, SEQ, BATCH, VOCAB = 3, 4, 32, 4, 64
 KIND = sys.argv[1]
-IS_FP32 = KIND in ("llama", "hybrid", "latent", "attention")
+IS_FP32 = KIND in ("llama", "hybrid", "latent", "attention", "mtp")
 LR = 2e-3 if IS_FP32 else 2e-2
 DTYPE = torch.float32 if IS_FP32 else torch.bfloat16
 HIDDEN, FFN = (32, 64) if KIND in ("llama", "latent", "attention") else (16, 32)
@@ -102,44 +105,31 @@ MIXED = {
 }
 LATENT = {
     **{"multi_latent_attention": True, "group_query_attention": False, "num_query_groups": 1},
-    **{"qk_layernorm": True},
     **{"q_lora_rank": 12, "kv_lora_rank": 10, "qk_head_dim": 6, "qk_pos_emb_head_dim": 4, "v_head_dim": 6},
     **{"rope_type": "yarn", "rotary_scaling_factor": 4.0, "original_max_position_embeddings": 16},
-    **{"beta_slow": 0.5, "beta_fast": 2.0, "mscale": 0.7, "mscale_all_dim": 1.3},
+    **{"qk_layernorm": True, "beta_slow": 0.5, "beta_fast": 2.0, "mscale": 0.7, "mscale_all_dim": 1.3},
 }
 MOE = {"experts": EXPERTS, "experts_mixed": MIXED, "hybrid_experts": EXPERTS}.get(KIND, {})
-TP, EP = (1, 2) if MOE else (1 if KIND == "latent" else 2, 1)
+MTP = {"mtp_num_layers": 2, "mtp_loss_scaling_factor": 0.3} if KIND == "mtp" else {}
+TP, EP = (1, 2) if MOE else (1 if KIND in ("latent", "mtp") else 2, 1)
+PP = 1 if MTP else 2
+MTP_LOSSES: list[list[float]] = []  # of all batches in their order, for each layer
+# A wrong rotation must change the losses.
+INIT_STD = 0.1 if MTP else 0.25 if IS_FP32 or PATTERN else 0.02
 METADATA: dict[str, Any] = {} if SHARDING is None else {"distrib_optim_sharding_type": SHARDING}
 if KIND == "experts_mixed":  # as the newest versions of Megatron-LM
     METADATA["chained_optim_avoid_prefix"] = True
 ADAM = {"adam_beta1": 0.9, "adam_beta2": 0.95, "adam_eps": 1e-8, "weight_decay": 0.0}
 ARGS = {
-    "num_layers": 2,
-    "hidden_size": HIDDEN,
-    "ffn_hidden_size": FFN,
-    "num_attention_heads": 4,
-    "group_query_attention": True,
-    "num_query_groups": 2,
-    "normalization": "RMSNorm",
-    "swiglu": True,
-    "add_bias_linear": False,
-    "position_embedding_type": "rope",
-    "untie_embeddings_and_output_weights": True,
-    "seq_length": SEQ,
-    "max_position_embeddings": SEQ,
-    "global_batch_size": BATCH,
-    "padded_vocab_size": VOCAB,
-    "tensor_model_parallel_size": TP,
-    "pipeline_model_parallel_size": 2,
-    **MOE,
-    **ATTENTION,
-    **(LATENT if KIND == "latent" else {}),
-    "norm_epsilon": 1e-5,
-    "rotary_base": 10000,
-    "rotary_percent": 1.0,
-    "make_vocab_size_divisible_by": VOCAB // 2,
-    **ADAM,
-    "bf16": not IS_FP32,
+    **{"num_layers": 2, "hidden_size": HIDDEN, "ffn_hidden_size": FFN, "num_attention_heads": 4},
+    **{"group_query_attention": True, "num_query_groups": 2, "normalization": "RMSNorm", "swiglu": True},
+    **{"add_bias_linear": False, "position_embedding_type": "rope", "seq_length": SEQ},
+    **{"untie_embeddings_and_output_weights": True, "max_position_embeddings": SEQ},
+    **{"global_batch_size": BATCH, "padded_vocab_size": VOCAB, "tensor_model_parallel_size": TP},
+    "pipeline_model_parallel_size": PP,
+    **{**MOE, **ATTENTION, **MTP, **(LATENT if KIND == "latent" else {}), **ADAM},
+    **{"norm_epsilon": 1e-5, "rotary_base": 10000, "rotary_percent": 1.0},
+    **{"make_vocab_size_divisible_by": VOCAB // 2, "bf16": not IS_FP32},
 }
 if PATTERN:  # Megatron-LM counts the layers of the pattern
     ARGS |= {"num_layers": len(PATTERN), PATTERN_NAME: PATTERN}
@@ -193,12 +183,12 @@ def layer_spec(config: TransformerConfig) -> Any:
         return hybrid_spec(config)
     if KIND == "latent":
         latent = {"multi_latent_attention": True, "qk_layernorm": True}
-        spec = get_gpt_layer_local_spec(normalization=config.normalization, **latent)
+        spec = gpt_specs.get_gpt_layer_local_spec(normalization=config.normalization, **latent)
         spec.submodules.self_attention.submodules.core_attention = PlainAttention
         return spec
     if config.num_moe_experts is None:
-        return get_gpt_layer_local_spec(normalization=config.normalization)
-    specs = get_gpt_decoder_block_spec(config, False, config.normalization)
+        return gpt_specs.get_gpt_layer_local_spec(normalization=config.normalization)
+    specs = gpt_specs.get_gpt_decoder_block_spec(config, False, config.normalization)
     if KIND == "experts_mixed":  # the name of this norm with Transformer Engine, if it lies before experts
         for layer, has_experts in zip(specs.layer_specs, [0, 1], strict=True):  # the layers of a stage
             if has_experts:
@@ -208,8 +198,8 @@ def layer_spec(config: TransformerConfig) -> Any:
 
 def hybrid_spec(config: TransformerConfig) -> ModuleSpec:
     """Returns `hybrid_stack_spec` without Transformer Engine: its modules are not on CPUs."""
-    dense = get_gpt_layer_local_spec(normalization=config.normalization)
-    experts = get_gpt_layer_local_spec(config.num_moe_experts, False, normalization=config.normalization)
+    dense = gpt_specs.get_gpt_layer_local_spec(normalization=config.normalization)
+    experts = gpt_specs.get_gpt_layer_local_spec(config.num_moe_experts, normalization=config.normalization)
 
     def layer(module: type, spec: ModuleSpec, keys: dict[str, str], *names: str) -> ModuleSpec:
         parts = {name: getattr(spec.submodules, name) for name in names}
@@ -226,7 +216,7 @@ def hybrid_spec(config: TransformerConfig) -> ModuleSpec:
 
 def build(dtype: torch.dtype) -> GPTModel:
     """Returns this rank's part of the model that the arguments describe, as Megatron-LM reads them."""
-    names = {*ATTENTION, "num_layers", "hidden_size", "ffn_hidden_size", "num_attention_heads"}
+    names = {*ATTENTION, *MTP, "num_layers", "hidden_size", "ffn_hidden_size", "num_attention_heads"}
     names |= {"normalization", "add_bias_linear", *(LATENT if KIND == "latent" else ())}
     config = (MLATransformerConfig if KIND == "latent" else TransformerConfig)(
         **{name: ARGS[name] for name in names - {"group_query_attention", "num_query_groups"}},
@@ -234,7 +224,7 @@ def build(dtype: torch.dtype) -> GPTModel:
         layernorm_epsilon=ARGS["norm_epsilon"],
         gated_linear_unit=ARGS["swiglu"],
         activation_func=F.silu if ARGS["swiglu"] else F.gelu,
-        init_method_std=0.25 if IS_FP32 or PATTERN else 0.02,  # a wrong rotation must change the losses
+        init_method_std=INIT_STD,
         hidden_dropout=0.0,
         attention_dropout=0.0,
         use_cpu_initialization=True,
@@ -242,16 +232,18 @@ def build(dtype: torch.dtype) -> GPTModel:
         pipeline_dtype=dtype,
         bf16=dtype == torch.bfloat16,
         tensor_model_parallel_size=TP,
-        pipeline_model_parallel_size=2,
+        pipeline_model_parallel_size=PP,
         **experts_of(ARGS),
         bias_activation_fusion=False,
         masked_softmax_fusion=False,
         gradient_accumulation_fusion=False,
     )
-    pattern = {PATTERN_NAME: ARGS[PATTERN_NAME]} if PATTERN else {}
+    options, spec = {PATTERN_NAME: ARGS[PATTERN_NAME]} if PATTERN else {}, layer_spec(config)
+    if MTP:
+        options["mtp_block_spec"] = gpt_specs.get_gpt_mtp_block_spec(config, spec, False)
     model = (HybridModel if PATTERN else GPTModel)(
         config,
-        layer_spec(config),
+        spec,
         vocab_size=VOCAB,
         max_sequence_length=SEQ,
         pre_process=parallel_state.is_pipeline_first_stage(),
@@ -260,7 +252,7 @@ def build(dtype: torch.dtype) -> GPTModel:
         position_embedding_type=ARGS["position_embedding_type"],
         rotary_base=ARGS["rotary_base"],
         rotary_percent=ARGS["rotary_percent"],
-        **pattern,
+        **options,
     )
     model.to(dtype)
     for module in routers(model):
@@ -393,6 +385,12 @@ def loss_and_gradients(module: torch.nn.Module, model: GPTModel, tokens: torch.T
     mask = torch.ones(SEQ, SEQ, dtype=torch.bool).triu(1)[None, None]
     dtype = next(model.parameters()).dtype
     rank, half = dist.get_rank(), dist.get_world_size() // 2
+    if PP == 1:
+        loss = module(inputs, positions, mask, labels=labels).float().mean()
+        loss.backward()
+        MTP_LOSSES.append(MTPLossLoggingHelper.tracker["values"].tolist())
+        MTPLossLoggingHelper.clean_loss_in_tracker()
+        return loss.item()
     total = torch.zeros(())
     if rank < half:
         hidden = module(inputs, positions, mask)
@@ -444,7 +442,7 @@ def losses_in_fp32(training: Training, batches: torch.Tensor) -> list[float]:
 def main(folder: Path, loaded: Path | None) -> None:
     """Trains, saves, and trains on; or loads and trains on."""
     dist.init_process_group("gloo")
-    parallel_state.initialize_model_parallel(TP, 2, expert_model_parallel_size=EP)
+    parallel_state.initialize_model_parallel(TP, PP, expert_model_parallel_size=EP)
     # Megatron-Core asks for the current GPU, waits for it, and draws dropout from its generator.
     torch.cuda.current_device = lambda: "cpu"
     torch.cuda.synchronize = lambda: None
@@ -470,7 +468,9 @@ def main(folder: Path, loaded: Path | None) -> None:
         training.load(loaded)
         losses = [training.step(batch) for batch in tokens[STEPS:]]
         if dist.get_rank() == 0:
-            print(losses, json.loads((folder / "expected.json").read_text())["own_losses"])
+            expected = json.loads((folder / "expected.json").read_text())
+            print(losses, expected["own_losses"])
+            print(MTP_LOSSES[1:], expected.get("mtp_losses", [])[STEPS:])
         return
     losses = [training.step(batch) for batch in tokens[:STEPS]]
     state = {
@@ -485,6 +485,7 @@ def main(folder: Path, loaded: Path | None) -> None:
     own_losses = [training.step(batch) for batch in tokens[STEPS:]]
     if dist.get_rank() == 0:
         content = {"losses": losses, "own_losses": own_losses, "steps": STEPS, "lr": LR}
+        content |= {"mtp_losses": MTP_LOSSES[: len(losses)]} if MTP else {}
         (folder / "expected.json").write_text(json.dumps(content | {"tokens": tokens.tolist()}))
         print(losses, own_losses)
     dist.barrier()

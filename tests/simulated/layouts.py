@@ -71,6 +71,9 @@ LAYOUTS = {
     "context-2-zero-bubble-2-muon": f"{WORLD_4} {CP_2} {MUON} --bf16 {PP_2} {ZERO_BUBBLE} {LLAMA}",
     "tensor-2-gate-sinks-no-rotary": f"{WORLD_2} {TP_2} --bf16 {QWEN3} --attention-output-gate "
     "--softmax-type learnable --no-rope-freq 4",
+    "tensor-4-pipeline-2-window-heads": f"{WORLD_8} {TP_4} {PP_2} --bf16 {QWEN3} --window-size 32 "
+    "--window-pattern W F F --window-num-attention-heads 16 --window-num-query-groups 2 --v-channels 16 "
+    "--window-softmax-type learnable --attention-output-gate --attention-output-gate-scope head",
     "tensor-2-capped-sequence": f"{WORLD_2} {TP_2} {SEQUENCE} --bf16 {LLAMA} {GROUPS} "
     "--attn-logit-softcapping 50 --final-logit-softcapping 30",
     "tensor-2": f"{WORLD_2} {TP_2} --bf16 {NO_DROPOUT}",

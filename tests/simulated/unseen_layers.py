@@ -77,6 +77,7 @@ class CausalMean(nn.Module):
             ParameterSpec((3 * hidden // 2,), sharding=(Shard(0),), init_value=0.5), context.tp_group
         )
         self.dense = RowParallelLinear(3 * hidden // 2, hidden, context.tp_group, **second)
+        self.skipped_bias = self.dense.skipped_bias
 
     def forward(self, hidden: Tensor, document_ids: Tensor | None) -> Tensor:
         value, gate = self.value_and_gate(hidden).chunk(2, dim=-1)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import combinations, product
@@ -391,13 +391,14 @@ def no_messages_in_default_group() -> Iterator[None]:
 
 
 def relative_errors(
-    history: list[tuple[float, float]], reference: list[tuple[float, float]]
+    history: Sequence[tuple[float, ...]], reference: Sequence[tuple[float, ...]]
 ) -> tuple[float, float]:
-    """Returns the largest relative errors over all steps: of the loss, and of the grad norm."""
+    """Returns the largest relative errors over all steps: of the loss, and of the grad norm and any numbers
+    that follow it."""
     if len(history) != len(reference):
         raise ValueError(f"{len(history)} steps compared with {len(reference)}")
     errors = [
         [abs(value - wanted) / abs(wanted) for value, wanted in zip(step, expected, strict=True)]
         for step, expected in zip(history, reference, strict=True)
     ]
-    return max(loss for loss, _ in errors), max(norm for _, norm in errors)
+    return max(loss for loss, *_ in errors), max(max(others) for _, *others in errors)

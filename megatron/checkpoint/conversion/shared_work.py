@@ -19,6 +19,7 @@ import os
 import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
+from contextlib import suppress
 from pathlib import Path
 from types import TracebackType
 from typing import TypeVar
@@ -46,8 +47,9 @@ class SharedWork:
     """
 
     def __init__(self, folder: Path, rank: int = 0, num_tasks: int = 1, is_exclusive: bool = False) -> None:
-        """folder: the folder that is written; its parent is created. rank, num_tasks: decide only the order
-        in which this process tries the items. is_exclusive: no other process may work on the folder.
+        """folder: the folder that is written; its parent is created, and removed after an error if it is
+        empty. rank, num_tasks: decide only the order in which this process tries the items. is_exclusive: no
+        other process may work on the folder.
 
         Raises UserError if another process excludes this one, and if the file system has no locks, unless
         this process can be sure to be alone; OSError if the parent or the file cannot be created.
@@ -60,6 +62,7 @@ class SharedWork:
         """Whether a process that was killed, or has failed, left the file with the locks."""
         busy = UserError(f"{folder} is being written by another process: wait, or give another folder")
         try:
+            self._creates_parent = not folder.parent.exists()
             folder.parent.mkdir(parents=True, exist_ok=True)
             # Without locks, the file itself shows that a process works on the folder.
             is_created = is_exclusive and not self.is_leftover
@@ -111,6 +114,9 @@ class SharedWork:
         if kind is None or self.is_last():
             self._path.unlink(missing_ok=True)
         self._close()
+        if kind is not None and self._creates_parent:
+            with suppress(OSError):  # it is not empty
+                self._path.parent.rmdir()
 
     def is_last(self) -> bool:
         """Returns whether no other process works on the folder. Then none begins until this one has ended.

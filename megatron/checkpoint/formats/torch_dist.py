@@ -178,7 +178,7 @@ class TorchDistReader(DcpReader):
         """See `StateReader`. Returns the state of the learning-rate scheduler, and the optimizer's groups."""
         with expect_layout(self.folder, "the optimizer's state of Megatron-Core"):
             state = _first_optimizer(self._common.get("optimizer") or {})
-            groups = state.get("optimizer", state).get("param_groups") or []
+            groups = state.get("param_groups") or []
             scheduler = self._common.get("opt_param_scheduler") or {}
             return {OPTIMIZER_KEY: {"groups": [*map(_scalars, groups)], "scheduler": _scalars(scheduler)}}
 
@@ -318,7 +318,6 @@ class TorchDistReader(DcpReader):
             return {}
         with expect_layout(self.folder, "the optimizer's state of Megatron-Core"):
             state = _first_optimizer(self._common["optimizer"])
-            state = state.get("optimizer", state)
             step = state.get("state", {}).get("common_step")
             step = state["param_groups"][0]["step"] if step is None else step
             return {"step": torch.as_tensor(step, dtype=torch.float32).reshape(())}
@@ -327,7 +326,7 @@ class TorchDistReader(DcpReader):
 def _first_optimizer(state: Mapping[Any, Any]) -> Mapping[str, Any]:
     """Returns the state of the only optimizer; of a model with experts, of the one of dense parameters."""
     found: Mapping[str, Any] = state.get(0, state)
-    return found
+    return found.get("optimizer", found)
 
 
 def _scalars(state: Mapping[str, Any]) -> dict[str, Any]:

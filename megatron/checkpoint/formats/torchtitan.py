@@ -171,7 +171,7 @@ class TorchtitanWriter(DcpWriter):
                 yield replace(piece, name=keys[0])
             return
         for state_name, of_state in by_state(pieces):
-            parts = parameter.transform.to_hf(full_state(of_state), self._model)
+            parts = parameter.transform.to_hf(full_state(of_state), self._model.of_layer(parameter.block))
             for key, hf_name, part in zip(keys, parameter.hf, parts, strict=True):
                 rows = _rows_of_pairs(part, self._model.kv_channels) if _ROTATED.fullmatch(hf_name) else part
                 spec, values = ParameterSpec(tuple(part.shape)), {state_name: rows.reshape(-1)}

@@ -248,7 +248,7 @@ class HuggingFaceWriter(CheckpointWriter):
             raise UserError(
                 f"--dtype {self._precision} cannot hold the values of {parameter.megatron}: use bf16 or fp32"
             )
-        parts = parameter.transform.to_hf(converted, self._model)
+        parts = parameter.transform.to_hf(converted, self._model.of_layer(parameter.block))
         for part in parts:  # tensors in one file must not share memory
             yield part.contiguous() if len(parts) == 1 else part.clone(memory_format=CONTIGUOUS)
 

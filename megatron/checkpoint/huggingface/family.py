@@ -73,7 +73,8 @@ class Parameter:
     all names of an expert precede the names of the next.
 
     exists: whether the model, or its transformer layer of this number from 0, has the parameter.
-    is_fp32: whether Hugging Face's files hold it in fp32, whatever the precision of the weights.
+    is_fp32: whether Hugging Face's files hold it in fp32, whatever the precision of the weights. block: the
+    number of its transformer layer, which `Family.names` fills in: the `transform` gets the model of it.
     copies: names of copies in Hugging Face's files, with `{block}` for each layer of multi-token prediction.
     """
 
@@ -83,6 +84,7 @@ class Parameter:
     exists: Callable[[ModelConfig, int], bool] = lambda _model, _block: True
     is_fp32: bool = False
     copies: tuple[str, ...] = ()
+    block: int = 0
 
 
 def with_bias(
@@ -256,6 +258,7 @@ class Family:
                     hf=tuple(
                         name.format(block=block, expert=expert) for expert in experts for name in parameter.hf
                     ),
+                    block=min(block, model.num_layers - 1),
                     copies=tuple(name.format(block=block) for block in later for name in parameter.copies),
                 )
 
@@ -345,6 +348,8 @@ FAMILIES = Registry(
         "afmoe": Choice("Trinity (AFMoE)", f"{_FAMILIES}.sigmoid_experts:TRINITY"),
         "minimax_m2": Choice("MiniMax M2", f"{_FAMILIES}.sigmoid_experts:MINIMAX_M2"),
         "flint": Choice("Flint", f"{_FAMILIES}.sigmoid_experts:FLINT"),
+        "mimo_v2_flash": Choice("MiMo-V2-Flash", f"{_FAMILIES}.window_heads:MIMO_V2_FLASH"),
+        "laguna": Choice("Laguna", f"{_FAMILIES}.window_heads:LAGUNA"),
     },
 )
 
@@ -364,8 +369,8 @@ def family_of(model: ModelConfig) -> tuple[str, Family]:
         return name, families[name]
     fields = dict.fromkeys(field for needed in nearest.values() for field in needed)
     found = _joined({field: getattr(model, field) for field in fields})
-    needs = "; ".join(f"{families[name].title} needs {_joined(needed)}" for name, needed in nearest.items())
-    raise UserError(f"a model with {found} cannot be written for Hugging Face: {needs}")
+    needs = dict.fromkeys(f"{families[name].title} needs {_joined(each)}" for name, each in nearest.items())
+    raise UserError(f"a model with {found} cannot be written for Hugging Face: {'; '.join(needs)}")
 
 
 def _joined(settings: Mapping[str, Any]) -> str:

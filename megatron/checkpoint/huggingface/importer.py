@@ -369,7 +369,7 @@ def _check_shapes(model: HuggingFaceModel) -> None:
         specs = specs_without_padding(config, model.rows, None)
     for parameter in model.parameters.values():
         weight = torch.empty(specs[parameter.megatron].global_shape, device="meta")
-        parts = parameter.transform.to_hf(weight, config.model)
+        parts = parameter.transform.to_hf(weight, config.model.of_layer(parameter.block))
         for name, part in zip(parameter.hf, parts, strict=True):
             found = model.stored[name].shape
             if found != part.shape:

@@ -14,7 +14,7 @@ _MISSING = {
     "hy_v4 dots3_note dots3_note_text minimax_m3_vl_text",
     "attention in chunks, and expert weights that multiply an expert's input": "llama4 llama4_text",
     "embeddings of its own in each layer": "gemma3n gemma3n_text gemma4 gemma4_text gemma4_unified_text",
-    "heads of several sizes or counts": "mimo_v2_flash laguna step3p7",
+    "a limit of the activation in some layers, and an encoder of images": "step3p7 step3p5",
     "two attention heads in a difference": "diffllama",
     "queries that grow with the position": "ministral3 mistral4 mistral_large4",
     "norms of heads after the rotation": "hunyuan_v1_dense hunyuan_v1_moe nanochat",

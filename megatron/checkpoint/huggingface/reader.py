@@ -68,7 +68,7 @@ class HuggingFaceReader(StateReader):
     def read(self, name: str, state_name: str, spec: ParameterSpec | None = None) -> Tensor:
         """See `StateReader`. Raises UserError for values that are not finite in rows that have a token."""
         num_rows = spec.num_valid_rows if spec is not None else None
-        full = self._converted(name, self.model.parts(name), self.model.model, num_rows)
+        full = self._converted(name, self.model.parts(name), self._model_of(name), num_rows)
         if spec is not None:
             check_shape(tuple(full.shape), spec, f"{self.folder} holds {name},")
         return full
@@ -82,17 +82,16 @@ class HuggingFaceReader(StateReader):
         if spec.axis_names == ("ep",):
             ep = place_on(axes, "ep")
             parts = self.model.parts(name, ep.rank, ep.size)
-            return self._converted(name, parts, self.model.model).reshape(-1)
+            return self._converted(name, parts, self._model_of(name)).reshape(-1)
         if spec.axis_names != ("tp",):
             return None
         tp_group = place_on(axes, "tp")
-        ranks, transform = tp_group.size, self.model.parameters[name].transform
+        ranks, transform, of_rank = tp_group.size, self.model.parameters[name].transform, self._model_of(name)
         dim = spec.sharding[0].dim if transform is IDENTITY else transform.slice_dim
-        splits_groups = transform.needs_whole_groups and self.model.model.query_groups % ranks
+        splits_groups = transform.needs_whole_groups and of_rank.query_groups % ranks
         if ranks == 1 or splits_groups or spec.num_valid_rows is not None or dim is None:
             return None
         slices = [part.chunk(ranks, dim)[tp_group.rank] for part in self.model.parts(name)]
-        of_rank = self.model.model
         if transform.needs_whole_groups:
             of_rank = dataclasses.replace(
                 of_rank,
@@ -101,6 +100,10 @@ class HuggingFaceReader(StateReader):
                 num_query_groups=of_rank.query_groups // ranks,
             )
         return self._converted(name, slices, of_rank).reshape(-1)
+
+    def _model_of(self, name: str) -> ModelConfig:
+        """Returns the model with the settings of a parameter's layer."""
+        return self.model.model.of_layer(self.model.parameters[name].block)
 
     def _converted(
         self, name: str, parts: list[Tensor], model: ModelConfig, num_rows: int | None = None

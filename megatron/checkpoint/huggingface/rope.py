@@ -181,13 +181,18 @@ def _partial_to_hf(model: ModelConfig) -> dict[str, Any]:
 
 
 def _partial_to_megatron(hf_config: PreTrainedConfig) -> dict[str, Any]:
-    rope = getattr(hf_config, "rope_parameters", None)
-    part = rope.get("partial_rotary_factor", 1.0) if isinstance(rope, dict) else 1.0
+    part = _part_of(getattr(hf_config, "rope_parameters", None))
+    return {**_to_megatron(hf_config, ("partial_rotary_factor",)), "rotary_percent": part}
+
+
+def _part_of(rope: Any, default: float = 1.0) -> float:
+    """Returns which part of each head is rotated."""
+    part = rope.get("partial_rotary_factor", default) if isinstance(rope, dict) else default
     if type(part) not in (int, float) or not 0 < part <= 1:
         raise UserError(
             f"the model rotates {one_line(part)} of each head: expected a number above 0 and at most 1"
         )
-    return {**_to_megatron(hf_config, ("partial_rotary_factor",)), "rotary_percent": float(part)}
+    return float(part)
 
 
 PARTIAL_ROPE = Conversion(
@@ -239,7 +244,7 @@ LATENT_ROPE = replace(
 )
 """The conversion for families with latent attention, whose YaRN has two more factors."""
 
-_FULL, _SLIDING = "full_attention", "sliding_attention"
+_FULL, _SLIDING = KINDS = "full_attention", "sliding_attention"
 
 
 def _layers_to_hf(model: ModelConfig) -> dict[str, Any]:
@@ -277,7 +282,7 @@ def _kinds_to_megatron(hf_config: PreTrainedConfig) -> dict[str, Any]:
     return {"window_size": size} | ({"window_pattern": pattern} if _FULL in kinds else {})
 
 
-def _layers_to_megatron(hf_config: PreTrainedConfig) -> dict[str, Any]:
+def _layers_to_megatron(hf_config: PreTrainedConfig, read: tuple[str, ...] = ()) -> dict[str, Any]:
     windows, by_kind = _kinds_to_megatron(hf_config), hf_config.rope_parameters
     if by_kind.keys() != {_FULL, _SLIDING} or not all(isinstance(rope, dict) for rope in by_kind.values()):
         raise UserError(
@@ -285,8 +290,8 @@ def _layers_to_megatron(hf_config: PreTrainedConfig) -> dict[str, Any]:
             f"for {_SLIDING}"
         )
     if not windows:
-        return _fields_of(by_kind[_FULL], hf_config)
-    sliding = _fields_of(by_kind[_SLIDING], hf_config)
+        return _fields_of(by_kind[_FULL], hf_config, read)
+    sliding = _fields_of(by_kind[_SLIDING], hf_config, read)
     if "window_pattern" not in windows:
         return {**windows, **sliding}
     if "rope_scaling_type" in sliding:
@@ -294,7 +299,7 @@ def _layers_to_megatron(hf_config: PreTrainedConfig) -> dict[str, Any]:
             f"the model's rope_parameters of {_SLIDING} are of rope_type {sliding['rope_scaling_type']}: "
             "expected default"
         )
-    fields = _fields_of(by_kind[_FULL], hf_config)
+    fields = _fields_of(by_kind[_FULL], hf_config, read)
     if sliding["rotary_base"] != fields["rotary_base"]:
         fields["window_rotary_base"] = sliding["rotary_base"]
     return {**windows, **fields}
@@ -330,6 +335,33 @@ LAYERED_ROPE = Conversion(
     check_file=_check_layers,
 )
 """The conversion for families with a sliding window in some layers, and with a rotation for each kind."""
+
+
+def partial_layered_rope(default: float) -> Conversion:
+    """Returns the conversion for families that may also rotate another part of each head in each kind of
+    layer. default: the part in files that do not have it."""
+
+    def to_hf(model: ModelConfig) -> dict[str, Any]:
+        settings = _layers_to_hf(model)
+        for has_window, kind in enumerate((_FULL, _SLIDING)):
+            part = {"partial_rotary_factor": model.of_kind(bool(has_window)).rotary_percent}
+            settings["rope_parameters"][kind] = settings["rope_parameters"][kind] | part
+        return settings
+
+    def to_megatron(hf_config: PreTrainedConfig) -> dict[str, Any]:
+        fields = _layers_to_megatron(hf_config, ("partial_rotary_factor",))
+        full, sliding = (_part_of(hf_config.rope_parameters[kind], default) for kind in (_FULL, _SLIDING))
+        if "window_pattern" not in fields:
+            return fields | {"rotary_percent": sliding if "window_size" in fields else full}
+        own = {"window_rotary_percent": sliding} if sliding != full else {}
+        return fields | {"rotary_percent": full} | own
+
+    return replace(
+        LAYERED_ROPE,
+        megatron=(*LAYERED_ROPE.megatron, "rotary_percent", "window_rotary_percent"),
+        to_hf=to_hf,
+        to_megatron=to_megatron,
+    )
 
 
 def _windows_to_megatron(hf_config: PreTrainedConfig) -> dict[str, Any]:
@@ -394,7 +426,7 @@ def rotary_in_windows(without_windows: bool) -> Conversion:
 
 
 # Types of transformers 5 only, whose classes apply rope_scaling to all layers.
-_ONLY_NEW = ("mellum",)
+_ONLY_NEW = ("mellum", "mimo_v2_flash", "laguna")
 
 
 def flat_settings(settings: Mapping[str, Any]) -> dict[str, Any]:

@@ -16,6 +16,7 @@ from megatron.checkpoint.discovery import (
     current_path,
     find_latest,
     find_universal,
+    only_universal,
     open_checkpoint,
     open_or_none,
     saved_names,
@@ -23,7 +24,6 @@ from megatron.checkpoint.discovery import (
 from megatron.checkpoint.files import MAY_BE_INTACT, RETRY_DELAYS_S, first_absent
 from megatron.checkpoint.formats.deepspeed_files import FIRST_MODEL_FILES, unneeded_files
 from megatron.checkpoint.formats.registry import (
-    LATEST_UNIVERSAL_FILE,
     NATIVE,
     UNIVERSAL,
     format_of,
@@ -112,7 +112,7 @@ def choose_checkpoint(
         elif config.universal_checkpoint:
             given = find_universal(path_of(config.load))
         else:
-            given = _find_native(path_of(config.load), damaged)
+            given = find_latest(path_of(config.load), damaged)
         if given is not None and (problem := (damaged or {}).get(str(given.folder))):
             raise UserError(f"checkpoint {given.folder}: {problem}; pass another checkpoint to --load")
     except UserError as error:
@@ -122,7 +122,10 @@ def choose_checkpoint(
             raise
         return _with_reasons(continued, str(error), continued.skip_reason)
     if given is None:
-        return _continuation(config, damaged, path_of)
+        if (continued := _continuation(config, damaged, path_of)) is not None:
+            return continued
+        if (given := only_universal(path_of(config.load))) is None:
+            return None
     given = replace(
         given,
         weights_only=config.finetune,
@@ -139,9 +142,9 @@ def choose_checkpoint(
         raise
     except UserError as error:  # no checkpoint in --save is complete
         return _with_reasons(given, given.skip_reason, str(error))
-    if own is None or not origin_matches(own.origin, given, config):
+    if own is None or (start := _start_of(own, given, config, path_of)) is None:
         return given
-    reason = f"this run has saved it since it started from {given.folder}"
+    reason = f"this run has saved it since it started from {start.folder}"
     return _with_reasons(own, reason, own.skip_reason)
 
 
@@ -168,14 +171,21 @@ def _continuation(
     return own if was_started_from(own, config.load) else None
 
 
-def _find_native(load: Path, damaged: Mapping[str, str] | None) -> Checkpoint | None:
-    universal = format_of(load) == UNIVERSAL
-    checkpoint = None if universal else find_latest(load, damaged)
-    if checkpoint is None and (universal or (load / LATEST_UNIVERSAL_FILE).is_file()):
-        raise UserError(
-            f"--load {load} holds a universal checkpoint and no native one: add --universal_checkpoint"
-        )
-    return checkpoint
+def _start_of(
+    own: Checkpoint, given: Checkpoint, config: CheckpointConfig, path_of: PathOf
+) -> Checkpoint | None:
+    """Returns the checkpoint from which the run of `own` was started with these flags: `given`, or without
+    --universal_checkpoint a universal checkpoint beside it, if another run has saved `given` since; otherwise
+    None."""
+    if origin_matches(own.origin, given, config):
+        return given
+    if config.load is None or config.universal_checkpoint or config.branch_at is not None:
+        return None
+    try:
+        universal = find_universal(path_of(config.load), with_files=False)
+    except UserError:
+        return None
+    return universal if origin_matches(own.origin, universal, config) else None
 
 
 def origin_record(checkpoint: Checkpoint) -> dict[str, Any]:
@@ -206,7 +216,7 @@ def origin_matches(origin: Any, given: Checkpoint, config: CheckpointConfig) -> 
         # Checkpoints without digests, such as those of other frameworks, are distinguished by name and path.
         keys = ("folder", "iteration", "sha256", *(["path"] if digest is None and "path" in origin else []))
         return all(origin.get(key) == now[key] for key in keys)
-    if config.universal_checkpoint or is_same_path(given.folder, config.load):
+    if format_of(given.folder) == UNIVERSAL or is_same_path(given.folder, config.load):
         return False
     return any(entry.sha256 == digest and entry.run_id == given.run_id for entry in given.lineage)
 

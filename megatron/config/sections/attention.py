@@ -11,6 +11,12 @@ from megatron.config.sections.layer_pattern import NO_ROTARY
 _CAP: dict[str, Any] = {"above": 0, "metavar": "X"}
 _NO_ALIBI = {"model.position_embedding_type=alibi": "ALiBi's bias would be added to scores that have a limit"}
 SOFTMAX_TYPES = ("vanilla", "off-by-one", "learnable")
+GATE_SCOPES = ("element", "head")
+GATE_ACTIVATIONS = ("sigmoid", "softplus")
+_GATE: dict[str, Any] = {"needs": {"model.attention_output_gate": ""}}
+_SIZE: dict[str, Any] = {"at_least": 1, "at_most": 2**16}
+_NOT_LATENT = {"model.multi_latent_attention": "latent attention has sizes of its own"}
+_WINDOW: dict[str, Any] = {"model.window_pattern": "only some layers can have other heads than the rest"}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -33,8 +39,68 @@ class AttentionConfig(Section):
     attention_output_gate: bool = flag(
         False,
         summary="attention output gate",
-        help="multiply the attention's output by the sigmoid of a gate, before the output projection. The "
-        "projection to queries, keys and values then also has the gate, which has the size of the queries",
+        help="multiply the attention's output by the activation of a gate, before the output projection. "
+        "The projection to queries, keys and values then also has the gate",
+    )
+    attention_output_gate_scope: str = flag(
+        "element",
+        choices=GATE_SCOPES,
+        summary="a gate per {}",
+        help="what has a gate of its own: each element of the attention's output, or each head",
+        **_GATE,
+    )
+    attention_output_gate_activation: str = flag(
+        "sigmoid",
+        choices=GATE_ACTIVATIONS,
+        summary="{} gate",
+        help="activation function of the attention's output gate",
+        **_GATE,
+    )
+    attention_value_scale: float = flag(
+        1.0,
+        above=0,
+        summary="values x {:g}",
+        help="multiplier of the attention's values, as in MiMo-V2",
+        excludes=_NOT_LATENT,
+    )
+    v_channels: int | None = flag(
+        None,
+        summary="{} per value head",
+        help="dimension of each value head, without latent attention (default: --kv-channels)",
+        excludes=_NOT_LATENT,
+        **_SIZE,
+    )
+    window_num_attention_heads: int | None = flag(
+        None,
+        summary="{} heads in windows",
+        help="with --window-pattern: number of attention heads of the layers with a window (default: "
+        "--num-attention-heads)",
+        needs=_WINDOW,
+        **_SIZE,
+    )
+    window_num_query_groups: int | None = flag(
+        None,
+        summary="{} query groups in windows",
+        help="with --window-pattern: number of key and value heads of the layers with a window (default: "
+        "--num-query-groups)",
+        needs={**_WINDOW, "model.group_query_attention": ""},
+        **_SIZE,
+    )
+    window_kv_channels: int | None = flag(
+        None,
+        summary="heads of {} in windows",
+        help="with --window-pattern: dimension of each attention head of the layers with a window (default: "
+        "--kv-channels)",
+        needs=_WINDOW,
+        excludes=_NOT_LATENT,
+        **_SIZE,
+    )
+    window_softmax_type: str | None = flag(
+        None,
+        choices=SOFTMAX_TYPES,
+        summary="{} softmax in windows",
+        help="with --window-pattern: --softmax-type of the layers with a window (default: --softmax-type)",
+        needs={"model.window_pattern": ""},
     )
     no_rope_freq: tuple[str, ...] | None = flag(
         None,

@@ -3,9 +3,18 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
+from functools import cached_property
+from typing import Any, Self
 
+from megatron.config.fields import option_name
 from megatron.config.sections.attention import AttentionConfig
 from megatron.config.sections.latent_attention import LatentAttentionConfig, yarn_mscale
+from megatron.config.sections.layer_pattern import WINDOW
+
+_WINDOW_PARAMETERS = ("num_attention_heads", "num_query_groups", "kv_channels", "softmax_type")
+_WINDOW_FIELDS = (*_WINDOW_PARAMETERS, "rotary_base", "rotary_percent")
+"""Fields that the field window_... replaces in the layers with a window."""
 
 
 class AttentionSizes(AttentionConfig, LatentAttentionConfig):
@@ -24,6 +33,43 @@ class AttentionSizes(AttentionConfig, LatentAttentionConfig):
     softmax_scale: float | None
     rope_scaling_type: str | None
     rope_scaling_factor: float
+    window_size: int | None
+    window_pattern: tuple[str, ...] | None
+    window_rope_scaling: bool
+
+    def has_window(self, layer: int) -> bool:
+        """Returns whether a transformer layer, counted from 0, has the window of --window-size."""
+        pattern = self.window_pattern
+        return self.window_size is not None and (not pattern or pattern[layer % len(pattern)] == WINDOW)
+
+    def of_layer(self, layer: int) -> Self:
+        """Returns the model with the settings of a transformer layer, counted from 0: see `of_kind`."""
+        return self.of_kind(self.has_window(layer))
+
+    def of_kind(self, has_window: bool) -> Self:
+        """Returns the model whose sizes and rotation of the attention are those of the layers with a window,
+        or of the others."""
+        return self._window_model if has_window and self.window_pattern is not None else self
+
+    @cached_property
+    def _window_model(self) -> Self:
+        own = {name: value for name in _WINDOW_FIELDS if (value := self._window_value(name)) is not None}
+        if self.rope_scaling_type is not None and not self.window_rope_scaling:
+            own["rope_scaling_type"] = None
+        return replace(self, **own) if own else self
+
+    def _window_value(self, name: str) -> Any:
+        return getattr(self, f"window_{name}")
+
+    def option_of(self, name: str, has_window: bool) -> str:
+        """Returns the flag of a field for layers with a window, or for the others."""
+        own = has_window and self._window_value(name) is not None
+        return option_name(f"window_{name}" if own else name)
+
+    @property
+    def windows_have_own_parameters(self) -> bool:
+        """Whether the layers with a window may have parameters of other shapes than the other layers."""
+        return any(self._window_value(name) is not None for name in _WINDOW_PARAMETERS)
 
     @property
     def query_groups(self) -> int:
@@ -33,29 +79,32 @@ class AttentionSizes(AttentionConfig, LatentAttentionConfig):
     def heads_problem(self, tp_size: int) -> str | None:
         """Returns why the tensor-parallel ranks cannot have whole query groups or equal parts of one, and the
         remedy; None if they can."""
-        heads, groups = self.num_attention_heads, self.query_groups
-        rows = 2 * self.kv_channels * groups
+        problem = self._heads_problem(tp_size, False)
+        return problem or self.of_kind(True)._heads_problem(tp_size, True)
+
+    def _heads_problem(self, tp_size: int, has_window: bool) -> str | None:
+        heads, groups, tensor = self.num_attention_heads, self.query_groups, "--tensor-model-parallel-size"
+        rows = (self.kv_channels + self.value_channels) * groups
+        of_heads, of_groups = (
+            self.option_of(name, has_window) for name in ("num_attention_heads", "num_query_groups")
+        )
         if heads % tp_size:
-            return (
-                f"--num-attention-heads {heads} is not divisible by --tensor-model-parallel-size {tp_size}: "
-                "change one of them"
-            )
+            return f"{of_heads} {heads} is not divisible by {tensor} {tp_size}: change one of them"
         if heads % groups:
             return (
-                f"--num-attention-heads {heads} is not divisible by --num-query-groups {groups}, each group "
-                "has the same number of heads: change one of them"
+                f"{of_heads} {heads} is not divisible by {of_groups} {groups}, each group has the same "
+                "number of heads: change one of them"
             )
         if groups % tp_size and tp_size % groups:
             return (
-                f"--num-query-groups {groups} with --tensor-model-parallel-size {tp_size}: expected one to "
-                "be a multiple of the other, so that a rank has whole groups or a part of one: change one of "
-                "them"
+                f"{of_groups} {groups} with {tensor} {tp_size}: expected one to be a multiple of the other, "
+                "so that a rank has whole groups or a part of one: change one of them"
             )
         if tp_size > groups and rows % tp_size:
             return (
-                f"--num-query-groups {groups} and a head dimension of {self.kv_channels} make {rows} rows of "
-                f"keys and values, which are not divisible by --tensor-model-parallel-size {tp_size}: "
-                "decrease the tensor-parallel size"
+                f"{of_groups} {groups} and a head dimension of {self.kv_channels} make {rows} rows of keys "
+                f"and values, which are not divisible by {tensor} {tp_size}: decrease the tensor-parallel "
+                "size"
             )
         return None
 
@@ -65,31 +114,46 @@ class AttentionSizes(AttentionConfig, LatentAttentionConfig):
         return self.num_attention_heads * self.kv_channels
 
     @property
+    def value_channels(self) -> int:
+        """Size of a value head."""
+        return self.v_head_dim if self.multi_latent_attention else self.v_channels or self.kv_channels
+
+    @property
     def output_width(self) -> int:
         """Size of the attention's output: a value head for each query head."""
-        return self.num_attention_heads * (
-            self.v_head_dim if self.multi_latent_attention else self.kv_channels
-        )
+        return self.num_attention_heads * self.value_channels
 
     @property
     def attention_head_dim(self) -> int:
-        """Size of the heads for which attention kernels compute: latent attention pads the smaller ones."""
-        return max(self.kv_channels, self.output_width // self.num_attention_heads)
+        """Size of the heads for which attention kernels compute: the smaller ones are padded."""
+        return max(self.kv_channels, self.value_channels)
+
+    @property
+    def group_rows(self) -> tuple[int, ...]:
+        """Rows of the projection for a group of heads: of its queries, with --attention-output-gate of their
+        gates, of its key and of its value."""
+        heads = self.num_attention_heads // self.query_groups
+        gates = heads * (1 if self.attention_output_gate_scope == "head" else self.value_channels)
+        return (
+            heads * self.kv_channels,
+            *(gates,) * self.attention_output_gate,
+            self.kv_channels,
+            self.value_channels,
+        )
 
     @property
     def attention_matrices(self) -> dict[str, tuple[int, int]]:
         """Name of each linear layer of an attention layer -> (size of its output, size of its input)."""
         if self.multi_latent_attention:
             return self.latent_matrices(self.hidden_size, self.num_attention_heads)
-        projected = (1 + self.attention_output_gate) * self.query_width + 2 * self.key_width
         return {
-            "query_key_value": (projected, self.hidden_size),
+            "query_key_value": (self.query_groups * sum(self.group_rows), self.hidden_size),
             "dense": (self.hidden_size, self.output_width),
         }
 
     @property
     def key_width(self) -> int:
-        """Total size of the key heads, and of the value heads."""
+        """Total size of the key heads."""
         return self.query_groups * self.kv_channels
 
     @property

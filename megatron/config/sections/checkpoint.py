@@ -104,8 +104,8 @@ class CheckpointConfig(Section):
     universal_checkpoint: bool = flag(
         False,
         aliases=("--universal_checkpoint",),
-        help="--load contains a universal checkpoint: made by tools/ds_to_universal.py, "
-        "tools/convert_huggingface.py or DeepSpeed, or published for BLOOM",
+        help="start from the universal checkpoint of --load, even if the folder also has native ones: one of "
+        "tools/ds_to_universal.py, tools/convert_huggingface.py or DeepSpeed, or one published for BLOOM",
         needs=_LOAD,
     )
     load_huggingface: str | None = flag(

@@ -247,8 +247,6 @@ class ExpertConfig(Section):
         unused = super().unused_fields()
         if self.num_experts is None:
             return unused | OPTIONS_OF_EXPERTS
-        if self.moe_router_score_function == "sigmoid":
-            unused |= {"moe_router_pre_softmax"}
         return unused if DENSE in self.moe_layer_freq else unused | {"ffn_hidden_size"}
 
     @property

@@ -39,6 +39,8 @@ class LatentAttentionConfig(Section):
             "--group-query-attention",
             "model.add_qkv_bias": "its projections have no bias; remove --add-qkv-bias",
             "model.rotary_percent": "it rotates --qk-pos-emb-head-dim elements; remove --rotary-percent",
+            "model.window_rotary_percent": "it rotates --qk-pos-emb-head-dim elements; remove "
+            "--window-rotary-percent",
             "model.attention_output_gate": "it has no gate; remove --attention-output-gate",
             "model.no_rope_freq": "it rotates in all layers; remove --no-rope-freq",
             "model.mup": "muP has no rule for compressed vectors; remove --mup",
@@ -135,9 +137,7 @@ class LatentAttentionConfig(Section):
 
     def unused_fields(self) -> set[str]:
         unused = super().unused_fields()
-        if self.multi_latent_attention:
-            return unused | {"kv_channels", "rotary_interleaved", "qk_layernorm_scope"}
-        return unused | OPTIONS_OF_LATENT_ATTENTION
+        return unused if self.multi_latent_attention else unused | OPTIONS_OF_LATENT_ATTENTION
 
 
 def yarn_mscale(factor: float, mscale: float) -> float:

@@ -24,7 +24,6 @@ from megatron.config.sections.layer_pattern import (
     EXPERT_PATTERN,
     FP8_PATTERN,
     ROTARY_PATTERN,
-    WINDOW,
     WINDOW_PATTERN,
 )
 from megatron.config.sections.multi_token import MultiTokenConfig
@@ -36,6 +35,8 @@ _VOCABULARY: dict[str, Any] = {
     **{"at_least": 1, "at_most": 2**31 - 1},
 }
 _ROPE_SCALING_FLAG: dict[str, Any] = {"group": "rotary embeddings", "changes_layer_time": False}
+
+_ROTARY_PERCENT: dict[str, Any] = {"group": "rotary embeddings", "above": 0, "at_most": 1}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -163,11 +164,17 @@ class ModelConfig(AttentionSizes, ExpertConfig, Fp8LayerConfig, MultiTokenConfig
     )
     rotary_percent: float = flag(
         1.0,
-        above=0,
-        at_most=1,
-        group="rotary embeddings",
         summary="{:.0%} of each head rotated",
         help="fraction of each head's dimension that is rotated, above 0 and at most 1",
+        **_ROTARY_PERCENT,
+    )
+    window_rotary_percent: float | None = flag(
+        None,
+        summary="{:.0%} of each head rotated in windows",
+        help="with --window-pattern: fraction of each head's dimension that is rotated in the layers with a "
+        "window (default: --rotary-percent)",
+        needs={"model.window_pattern": ""},
+        **_ROTARY_PERCENT,
     )
     rotary_interleaved: bool = flag(
         False,
@@ -389,11 +396,6 @@ class ModelConfig(AttentionSizes, ExpertConfig, Fp8LayerConfig, MultiTokenConfig
     def normalizes_inputs(self) -> bool:
         """Whether attention and MLP read the output of a norm."""
         return "input_layernorm" in LAYER_ARRANGEMENTS[self.layer_arrangement].norms
-
-    def has_window(self, layer: int) -> bool:
-        """Returns whether a transformer layer, counted from 0, has the window of --window-size."""
-        pattern = self.window_pattern
-        return self.window_size is not None and (not pattern or pattern[layer % len(pattern)] == WINDOW)
 
     def is_bf16_layer(self, layer: int) -> bool:
         """Returns whether a transformer layer, counted from 0, computes in bf16 in an FP8 run."""

@@ -50,18 +50,24 @@ def attention_cases(config: Config) -> list[AttentionCase]:
     a sink, a window longer than the sequence stands for none."""
     model, parallel = config.model, config.parallel
     evaluation = config.with_settings({"model.attention_dropout": 0.0})
-    kinds = {kind.window: training_attention(evaluation, kind.window) for kind in layer_kinds(model)}
+    kinds = {
+        kind.window: (kind.of(model), training_attention(evaluation, kind.window))
+        for kind in layer_kinds(model)
+    }
     dtype = PARAMETER_DTYPES[config.precision.name]
     ranks, cp_size = parallel.tensor_model_parallel_size, parallel.context_parallel_size
     seq = model.seq_length // (2 * cp_size if cp_size > 1 else 1)
     seq = min(seq, _MAX_TILES * _TILE + seq % _TILE)
-    heads = (model.num_attention_heads // ranks, max(model.query_groups // ranks, 1))
-    plain = AttentionCase(seq, *heads, model.attention_head_dim, dtype)
-    found = [plain] if Implementation.SDPA in kinds.values() else []
-    for window, implementation in kinds.items():
-        if implementation == Implementation.FLASH_WINDOW:
+    found: list[AttentionCase] = []
+    for window, (own, implementation) in kinds.items():
+        heads = (own.num_attention_heads // ranks, max(own.query_groups // ranks, 1))
+        plain = AttentionCase(seq, *heads, own.attention_head_dim, dtype)
+        if implementation == Implementation.SDPA:
+            found.append(plain)
+        elif implementation == Implementation.FLASH_WINDOW:
             size = seq + 1 if window is None else max(min(window, seq // 2), 1)
-            found.append(replace(plain, window=size, has_sink=model.softmax_type != "vanilla"))
+            found.append(replace(plain, window=size, has_sink=own.softmax_type != "vanilla"))
+    found = sorted(dict.fromkeys(found), key=lambda case: case.window or 0)  # first without a window
     return found if dtype != torch.float32 else []
 
 

@@ -97,9 +97,9 @@ def choose_attention(required: AttentionRequirements) -> tuple[Implementation, s
     whose number the host must know. Without kernels, CPUs and short sequences use [seq, seq] tensors; with
     context parallelism, whose queries are chunks of the sequence, they never do.
 
-    Latent attention has values of another size than its keys, which only unfused attention and some of
-    PyTorch's kernels support. It pads the smaller ones with zeros, which change no score and no sum, so that
-    all implementations compute it.
+    Values of another size than the keys (latent attention, --v-channels) are supported only by unfused
+    attention and some of PyTorch's kernels. The smaller ones are padded with zeros, which change no score and
+    no sum, so that all implementations compute them.
     """
     features = ", ".join(required.features)
     if not features:
@@ -137,7 +137,7 @@ def run_uses_kernels(config: Config) -> bool:
 def training_attention(config: Config, window: int | None = None, on_cpu: bool = False) -> Implementation:
     """Returns the implementation that a training run on GPUs, or `on_cpu`, uses in its layers with this
     window."""
-    model = config.model
+    model = config.model.of_kind(has_window=window is not None)
     required = AttentionRequirements(
         dropout=model.attention_dropout,
         alibi=POSITION_EMBEDDINGS.load(model.position_embedding_type).slopes is not None,

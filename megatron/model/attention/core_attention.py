@@ -34,11 +34,12 @@ _FLASH = (Implementation.TRITON, Implementation.FLASH_WINDOW)
 
 
 class CoreAttention(nn.Module):
-    """query [seq, batch, heads / TP, head_dim] -> [seq, batch, heads / TP * head_dim].
+    """query [seq, batch, heads / TP, head_dim] -> [seq, batch, heads / TP * size of a value head].
 
-    key, value: [seq, batch, groups, head_dim]. Each group serves an equal number of query heads. With context
-    parallelism all of them are [seq / CP, ...], the tokens of this rank. softmax_offset: the sinks of this
-    rank's heads, with --softmax-type learnable the only parameter; its initial values are Megatron-Core's.
+    key: [seq, batch, groups, head_dim]. value: [seq, batch, groups, size of a value head]. Each group serves
+    an equal number of query heads. With context parallelism all of them are [seq / CP, ...], the tokens of
+    this rank. softmax_offset: the sinks of this rank's heads, with --softmax-type learnable the only
+    parameter; its initial values are Megatron-Core's.
 
     `choice.choose_attention` decides which implementation computes it.
     """
@@ -48,7 +49,7 @@ class CoreAttention(nn.Module):
         super().__init__()
         model = context.config.model
         self.scale, self.softcapping = model.attention_scale, model.attn_logit_softcapping
-        self.dropout_rate = model.attention_dropout
+        self.dropout_rate, self.value_scale = model.attention_dropout, model.attention_value_scale
         self.dropout_salt = f"{layer_index}.self_attention.attention_dropout"
         self.recompute = context.config.training.recomputes("core_attn")
         self.masks = context.masks(layer_index)
@@ -66,6 +67,15 @@ class CoreAttention(nn.Module):
 
     def forward(self, query: Tensor, key: Tensor, value: Tensor, document_ids: Tensor | None) -> Tensor:
         """document_ids: [batch, seq], or None if the mask does not depend on documents."""
+        if self.value_scale != 1.0:
+            value = value * self.value_scale
+        size = value.shape[-1]
+        output = self._attend(*_of_equal_size(query, key, value), document_ids)
+        if size < query.shape[-1]:
+            output = output.unflatten(2, (query.shape[2], -1))[..., :size].flatten(2)
+        return output
+
+    def _attend(self, query: Tensor, key: Tensor, value: Tensor, document_ids: Tensor | None) -> Tensor:
         local, batch, heads, head_dim = query.shape
         seq = local * self.cp_group.size
         rate = self.dropout_rate if self.training else 0.0
@@ -301,6 +311,14 @@ def _biased_attention(query: Tensor, key: Tensor, value: Tensor, bias: Tensor | 
     kernels = [SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
     with sdpa_kernel(kernels) if query.is_cuda else nullcontext():
         return F.scaled_dot_product_attention(query, key, value, bias, scale=scale)
+
+
+def _of_equal_size(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Returns the tensors with heads of one size. Zeros pad the smaller ones (see `choice`)."""
+    missing = query.shape[-1] - value.shape[-1]
+    if missing > 0:
+        return query, key, F.pad(value, (0, missing))
+    return (F.pad(query, (0, -missing)), F.pad(key, (0, -missing)), value) if missing else (query, key, value)
 
 
 def _for_each_head(

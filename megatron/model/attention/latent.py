@@ -21,7 +21,6 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from megatron.model.attention.core_attention import CoreAttention
@@ -100,12 +99,7 @@ class LatentSelfAttention(nn.Module):
         latent, shared_key = latent.split((self.kv_rank, self.dims[1]), dim=-1)
         query, shared_key = self._rotated(query, shared_key.unsqueeze(2), positions)
         key, value = self._keys_and_values(latent, shared_key)
-        width = value.shape[-1]
-        query, key, value = _of_equal_size(query, key, value)
-        output = self.core_attention(query, key, value, document_ids)
-        if width < value.shape[-1]:
-            output = output.unflatten(-1, (-1, value.shape[-1]))[..., :width].flatten(2)
-        return self.dense(output)
+        return self.dense(self.core_attention(query, key, value, document_ids))
 
     def _queries(self, hidden: Tensor) -> Tensor:
         """Returns [seq / CP, batch, heads / TP, d + p], without rotation."""
@@ -131,11 +125,3 @@ class LatentSelfAttention(nn.Module):
         key, value = projected.split((self.dims[0], self.dims[2]), dim=-1)
         shared = shared.unsqueeze(2).expand(*key.shape[:3], -1)
         return torch.cat((key, shared), dim=-1), value
-
-
-def _of_equal_size(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Returns the tensors with heads of one size. Zeros pad the smaller ones (see `choice`)."""
-    missing = query.shape[-1] - value.shape[-1]
-    if missing > 0:
-        return query, key, F.pad(value, (0, missing))
-    return F.pad(query, (0, -missing)), F.pad(key, (0, -missing)), value

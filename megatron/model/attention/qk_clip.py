@@ -138,10 +138,11 @@ class QKClip:
         rank."""
         if not self._attentions:
             return {}
-        own = torch.stack([logits.largest for logits in self._logits()])  # [layers, heads / TP]
-        tp, heads = self._mesh.tp, own.shape[1]
-        largest = own.new_full((len(own), heads * tp.size), -torch.inf)
-        largest[:, tp.rank * heads : (tp.rank + 1) * heads] = own
+        tp, own = self._mesh.tp, [logits.largest for logits in self._logits()]  # each [heads / TP]
+        largest = torch.cat([each.new_full((tp.size, len(each)), -torch.inf).flatten() for each in own])
+        of_layers = largest.split([tp.size * len(each) for each in own])
+        for of_layer, each in zip(of_layers, own, strict=True):
+            of_layer.view(tp.size, -1)[tp.rank] = each
         if self._mesh.stage.size > 1:
             dist.all_reduce(largest, op=dist.ReduceOp.MAX, group=self._mesh.stage.group)
         self._metrics.record("max attention logit", largest.amax(), "max")
@@ -149,7 +150,7 @@ class QKClip:
             return {}
         return {
             weight: self._factors(of_heads, parts, spec_of(weight).global_shape[0])
-            for attention, of_heads in zip(self._attentions, largest, strict=True)
+            for attention, of_heads in zip(self._attentions, of_layers, strict=True)
             for weight, parts in attention.logit_weights()
         }
 

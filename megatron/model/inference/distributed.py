@@ -216,7 +216,7 @@ class DistributedGPT:
         if self._rank_of_stage[last] != own:
             return None
         assert isinstance(layer_io, Tensor)
-        return gather_sequence(layer_io, self.mesh.cp, dim=1)
+        return gather_sequence(layer_io, self.mesh.cp)
 
     def _send(self, layer_io: LayerIO, stage: int, rows: int, length: int) -> None:
         tensors = [layer_io] if isinstance(layer_io, Tensor) else list(layer_io)

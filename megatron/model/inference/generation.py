@@ -52,8 +52,9 @@ class Sampling:
         probabilities = (sorted_logits / self.temperature).softmax(dim=0)
         if self.top_k:
             probabilities[self.top_k :] = 0.0
-        # A token is kept if the more likely tokens do not reach top_p: the most likely token is always kept.
-        probabilities[probabilities.cumsum(dim=0) - probabilities >= self.top_p] = 0.0
+        if self.top_p < 1:
+            # A token is kept if the more likely ones do not reach top_p. So the most likely one is kept.
+            probabilities[probabilities.cumsum(dim=0) - probabilities >= self.top_p] = 0.0
         return int(tokens[torch.multinomial(probabilities, 1, generator=generator)])
 
 
@@ -96,6 +97,17 @@ class Continuation:
         self.text, self.is_complete = self._decode([*self._after, *self.tokens])[self._start :], True
 
 
+def first_visible(length: int, window: int) -> int:
+    """Returns the first token that the model sees of a text of `length` tokens: the smallest multiple of half
+    the window from which the text fits in the window.
+
+    So the model sees the last tokens, between half and all of the window. The first of them changes only once
+    in half a window: between, cached keys and values stay valid, and a new token takes a pass over one token.
+    """
+    half = (window + 1) // 2
+    return half * -(-max(length - window, 0) // half)
+
+
 def generate(
     model: LanguageModel,
     texts: Sequence[Continuation],
@@ -109,10 +121,13 @@ def generate(
     """Continues all texts, up to `batch_size` at a time (None: the model's number). Yields a text when it has
     a new token, and when it is complete.
 
-    The model's context is the last `window` tokens. An empty prompt is the start of a document. Equal
-    arguments give equal tokens: sampling runs on the CPU, and each text has its own generator with the seed.
-    So, to the rounding of the logits, a text does not depend on the texts beside it.
+    The model sees a text from `first_visible` on. An empty prompt is the start of a document. Equal arguments
+    give equal tokens: sampling runs on the CPU, and each text has its own generator with the seed. So, to the
+    rounding of the logits, a text does not depend on the texts beside it.
     """
+
+    def visible(tokens: list[int]) -> list[int]:
+        return tokens[first_visible(len(tokens), window) :]
 
     def begin(text: Continuation) -> tuple[Continuation, list[int], torch.Generator]:
         return text, text.prompt or [eod], torch.Generator().manual_seed(seed)
@@ -120,7 +135,7 @@ def generate(
     size = batch_size or model.generation_batch_size
     active, waiting = [begin(text) for text in texts[:size]], deque(texts[size:])
     while active:
-        logits = model.next_token_logits([(start + text.tokens)[-window:] for text, start, _ in active]).cpu()
+        logits = model.next_token_logits([visible(start + text.tokens) for text, start, _ in active]).cpu()
         for (text, _, generator), row in zip(active, logits, strict=True):
             token = sampling.draw(row, generator)
             if token == eod:

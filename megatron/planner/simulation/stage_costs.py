@@ -285,7 +285,7 @@ def rank_update(run: Run, rank: int) -> UpdateCosts:
     held = [stage for stage, holder in enumerate(plan.rank_of_stage) if holder == rank]
     entries = [entry for stage in held for entry in range(plan.bounds[stage], plan.bounds[stage + 1])]
     inner = transformer_layers(plan.layers)
-    kinds = [kind.without_window for entry in entries if (kind := plan.layers[entry].kind)]
+    kinds = [kind.parameter_kind for entry in entries if (kind := plan.layers[entry].kind)]
     parallel, last = config.parallel, max(plan.rank_of_stage)
     extrapolates = not config.optimizer.updates_matrices
     buckets: list[range] = []
@@ -436,7 +436,7 @@ def _update_config(
         "parallel.pipeline_schedule": "1f1b",
         "parallel.virtual_pipeline_stages": 1,
         "parallel.ddp_bucket_size": 1 if has_buckets else _NO_BUCKETS,
-        **settings_for_kinds(kinds or [layer_kinds(config.model)[-1].without_window]),
+        **settings_for_kinds(kinds or [layer_kinds(config.model)[-1].parameter_kind]),
         "model.hidden_dropout": 0.0,
         "model.attention_dropout": 0.0,
         "batch.micro_batch_size": 1,

@@ -66,7 +66,7 @@ def save_hf(
 def weights_of(model: HuggingFaceModel) -> Iterator[tuple[str, torch.Tensor]]:
     """Yields each parameter of a model in a folder, in the dtype of its files."""
     for name, parameter in model.parameters.items():
-        yield name, parameter.transform.to_megatron(model.parts(name), model.model)
+        yield name, parameter.transform.to_megatron(model.parts(name), model.model.of_layer(parameter.block))
 
 
 def change_config(folder: Path, **changes: Any) -> None:

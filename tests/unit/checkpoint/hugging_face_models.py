@@ -227,6 +227,31 @@ MODELS |= {
         },
     ),
 }
+PARTS = {
+    "full_attention": {**YARN, "partial_rotary_factor": 0.5},
+    "sliding_attention": {"rope_type": "default", "rope_theta": 7e3, "partial_rotary_factor": 0.25},
+}
+MIMO = {
+    **{**WINDOWS, **SPARSE, **DENSE_FIRST, "n_routed_experts": 8, "num_key_value_heads": 1, "head_dim": 24},
+    **{"v_head_dim": 10, "n_group": 2, "topk_group": 1, "attention_value_scale": 0.7},
+}
+LAGUNA = {
+    **{**WINDOWS, **SPARSE, **DENSE_FIRST, "num_experts": 6, "shared_expert_intermediate_size": 40},
+    **{"num_attention_heads_per_layer": [6, 4, 6], "rope_parameters": PARTS},
+}
+MODELS |= {
+    "mimo-v2-flash": ("mimo_v2_flash", {**MIMO, "rope_parameters": PARTS, "attention_bias": True}),
+    "mimo-v2-flash, all windows, bf16": (
+        "mimo_v2_flash",
+        {**MIMO, "layer_types": SLIDING[:1] * 3, "v_head_dim": 24, "dtype": torch.bfloat16},
+    ),
+    "mimo-v2-flash, no windows": ("mimo_v2_flash", {**MIMO, "layer_types": SLIDING[1:2] * 3}),
+    "laguna": ("laguna", {**LAGUNA, "moe_routed_scaling_factor": 2.5}),
+    "laguna, gates of elements, equal heads": (
+        "laguna",
+        {**LAGUNA, "gating": "per-element", "num_attention_heads_per_layer": None, "head_dim": 8},
+    ),
+}
 LATENT = {
     **{"num_hidden_layers": 3, "moe_intermediate_size": 24, "num_experts_per_tok": 3, "n_routed_experts": 8},
     **{"num_key_value_heads": 4, "q_lora_rank": 12, "kv_lora_rank": 10, "qk_nope_head_dim": 6},

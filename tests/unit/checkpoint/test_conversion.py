@@ -65,9 +65,9 @@ EXPERT_CONFIGS = {
 }
 
 
-@pytest.fixture(params=CONFIGS)
+@pytest.fixture
 def native(request: pytest.FixtureRequest, tmp_path: Path) -> Path:
-    config = (CONFIGS | EXPERT_CONFIGS)[request.param]
+    config = (CONFIGS | EXPERT_CONFIGS)[getattr(request, "param", "tied")]
     return write_native(tmp_path / "native", config, random_wholes(config))
 
 
@@ -149,7 +149,6 @@ def test_a_rank_of_any_layout_reads_its_shard_of_a_dcp_checkpoint(
                     assert torch.equal(ours.read_piece(*args), experts), args
 
 
-@pytest.mark.gate(rows=1)
 def test_an_inspection_names_a_missing_file_once(native: Path, tmp_path: Path, small_chunks: None) -> None:
     folder = convert(native, tmp_path / "dcp", "dcp")
     lost = min(folder.glob("*.distcp"))
@@ -158,6 +157,8 @@ def test_an_inspection_names_a_missing_file_once(native: Path, tmp_path: Path, s
         assert inspect_checkpoint(folder, verify).problems == [f"missing: {lost.name}"]
 
 
+@pytest.mark.gate(rows=1)
+@pytest.mark.parametrize("native", ["untied", "tied"], indirect=True)
 def test_pytorch_alone_opens_a_dcp_checkpoint(native: Path, tmp_path: Path, small_chunks: None) -> None:
     folder, output = convert(native, tmp_path / "dcp", "dcp"), tmp_path / "x.pt"
     command = [sys.executable, "-m", "torch.distributed.checkpoint.format_utils"]
@@ -171,7 +172,6 @@ def test_pytorch_alone_opens_a_dcp_checkpoint(native: Path, tmp_path: Path, smal
     assert len(content) - 1 + len(content["optimizer"]) == len(found)
 
 
-@pytest.mark.parametrize("native", ["tied"], indirect=True)
 def test_the_commands_of_the_page_run(native: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     native = native.rename(tmp_path / "checkpoints")
@@ -435,7 +435,6 @@ DAMAGES: dict[str, tuple[Callable[[Metadata], object], type[UserError], str]] = 
 }
 
 
-@pytest.mark.parametrize("native", ["tied"], indirect=True)
 @pytest.mark.parametrize("kind", DAMAGES)
 def test_damaged_metadata_is_refused_in_one_sentence(
     kind: str, native: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -68,6 +68,7 @@ def test_a_model_returns_by_two_commands_without_other_flags(tmp_path):
     save_hf(tmp_path / "source", "qwen-3-moe")
     source, middle, target = (str(tmp_path / name) for name in ("source", "middle", "target"))
     convert_checkpoint.main(["--from", source, "--to", middle])
+    assert (tmp_path / "middle" / "latest_universal").read_text() == "global_step0_universal"
     convert_checkpoint.main(["--from", middle, "--to", target, "--format", "huggingface"])
     before, after = (load_file(tmp_path / name / "model.safetensors") for name in ("source", "target"))
     assert before.keys() == after.keys() and all(before[name].equal(after[name]) for name in before)
@@ -241,10 +242,10 @@ def test_the_coefficient_of_the_balance_loss_is_noted_in_both_directions(tmp_pat
         (MIXTRAL | {"moe_router_score_function": "sigmoid"}, "--moe-router-score-function sigmoid"),
         (MIXTRAL | {"moe_layer_freq": ("D", "E")}, "--moe-layer-freq D E"),
         (MIXTRAL | {"moe_shared_expert_intermediate_size": 24}, "--moe-shared-expert-intermediate-size 24"),
-        (GLM4_MOE | {"moe_layer_freq": ("E", "D", "E")}, "GLM 4.5 needs --moe-layer-freq E( |$)"),
+        (GLM4_MOE | {"moe_layer_freq": ("E", "D", "E")}, "GLM 4.5 needs --moe-layer-freq E(;|$)"),
         (
             GLM4_MOE | {"moe_shared_expert_intermediate_size": 40},
-            "needs --moe-shared-expert-intermediate-size 24$",
+            "needs --moe-shared-expert-intermediate-size 24(;|$)",
         ),
         (GLM4_MOE | {"moe_shared_expert_gate": True}, "needs no --moe-shared-expert-gate"),
         (

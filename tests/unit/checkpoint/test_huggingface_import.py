@@ -295,7 +295,7 @@ def test_a_mistake_names_no_flag_that_was_not_typed(tmp_path, capsys):
         ("--from", model, "--to", unwritable, "--dtype", "bf16"): "--dtype acts only on a checkpoint",
         ("--from", tmp_path, "--to", taken): "holds no checkpoint",
         ("--load", tmp_path / "missing", "--to", taken): "--load .*: there is no such folder",
-        ("--from-hugging-face", model, "--to", taken, *size): "taken exists already",
+        ("--from-hugging-face", model, "--to", taken, *size): "taken/global_step0_universal exists already",
     }
     for flags, expected in mistakes.items():
         printed = mistake(capsys, *flags)

@@ -94,7 +94,7 @@ def test_published_settings_make_a_model_with_the_parameters_of_transformers(nam
             "385 is not divisible by n_group 2",
         ),
         ("GLM-4.7-Flash", {"first_k_dense_replace": 2}, "first_k_dense_replace = 2, but transformers uses"),
-        ("GLM-4.7-Flash", {"mlp_layer_types": ["dense"] * 47}, "expected a layer with experts"),
+        ("GLM-4.7-Flash", {"mlp_layer_types": ["dense"] * 47}, "no layer has experts"),
         ("GLM-4.7-Flash", {"mlp_layer_types": ["dense"]}, "expected dense or sparse for each of the 47"),
     ],
 )

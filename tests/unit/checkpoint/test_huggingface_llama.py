@@ -72,7 +72,9 @@ def save_hf(folder, name, max_shard_size="1GB", std=0.15, **sizes):
     model.to(MODELS[name][1].get("dtype", torch.float32))
     for _, module in model.named_modules():
         if hasattr(module, "e_score_correction_bias"):  # fp32 in published models
-            module.e_score_correction_bias = 0.2 * torch.randn(len(module.e_score_correction_bias))
+            bias = 0.2 * torch.randn(len(module.e_score_correction_bias))
+            is_parameter = "e_score_correction_bias" in module._parameters
+            module.e_score_correction_bias = torch.nn.Parameter(bias, False) if is_parameter else bias
     model.save_pretrained(folder, max_shard_size=max_shard_size)
 
 
@@ -290,6 +292,24 @@ def test_an_exported_model_has_no_special_token_that_the_run_did_not_have(model_
         ("glm-4.5", {"n_shared_experts": 0}, "n_shared_experts = 0: expected an integer of at least 1"),
         ("glm-4.5", {"norm_topk_prob": False}, "norm_topk_prob = False and num_experts_per_tok = 2"),
         ("glm-4.5", {"hidden_act": "gelu"}, "hidden_act = gelu"),
+        (
+            "laguna",
+            {"num_attention_heads_per_layer": [6, 4, 4]},
+            r"per_layer = \[6, 4, 4\]: expected one number for the layers of full_attention and one",
+        ),
+        ("laguna", {"gating": False}, "gating = False: expected true or per-head or per-element"),
+        ("laguna", {"moe_router_logit_softcapping": 9.0}, "moe_router_logit_softcapping = 9.0"),
+        ("mimo-v2-flash", {"num_key_value_heads": 4}, "heads = 4 and num_attention_heads = 4: expected a"),
+        (
+            "mimo-v2-flash",
+            {"hybrid_layer_pattern": [1, 1, 0]},
+            r"pattern = \[1, 1, 0\], but transformers uses \[1, 0, 1\]",
+        ),
+        (
+            "mimo-v2-flash",
+            {"swa_num_key_value_heads": 4},
+            "swa_num_key_value_heads = 4, but transformers uses 2",
+        ),
     ],
 )
 def test_what_the_model_here_lacks_is_refused_by_name(name, changes, named, tmp_path):

@@ -103,7 +103,7 @@ def test_hybrid_models_ignore_scaled_and_cannot_interleave_rotations(tmp_path: P
 @pytest.mark.parametrize("kind", ["native", "dcp"])
 def test_the_hybrid_flag_acts_only_on_torch_dist(kind: str, tmp_path: Path) -> None:
     words = ["--from", str(tmp_path), "--to", str(tmp_path / "new"), "--format", kind, "--hybrid-model"]
-    with pytest.raises(UserError, match="--hybrid-model acts only on --format torch_dist: remove it"):
+    with pytest.raises(UserError, match="acts only on --format torch_dist: add this format, or"):
         convert_checkpoint.run(words)
 
 

@@ -1,12 +1,14 @@
 """Checkpoints belong to a run by id and digest, not by name: what is resumed and what is overwritten."""
 
 import dataclasses
+import json
 import shutil
 
 import pytest
 
 from megatron.checkpoint import selection
 from megatron.checkpoint.discovery import find_latest, open_checkpoint
+from megatron.checkpoint.files import add_checksum
 from megatron.checkpoint.formats.deepspeed_files import FIRST_MODEL_FILES
 from megatron.checkpoint.lineage import start
 from megatron.checkpoint.lineage.start import (
@@ -240,3 +242,40 @@ def test_another_universal_checkpoint_of_the_same_name_is_another_origin(tmp_pat
     options = CheckpointConfig(load=str(tmp_path), universal_checkpoint=True)
     assert origin_matches(origin_record(one), one, options)
     assert not origin_matches(origin_record(one), other, options)
+
+
+def add_universal(folder, step):
+    """Adds a universal checkpoint without parameters."""
+    name = f"global_step{step}_universal"
+    (folder / name / "zero").mkdir(parents=True)
+    run = {"state": {"iteration": step}, "files": {}, "lineage": [], "run_id": "0" * 32}
+    (folder / name / "run.json").write_text(json.dumps(add_checksum(run)))
+    (folder / "latest_universal").write_text(name)
+
+
+def test_a_universal_checkpoint_never_replaces_the_checkpoints_of_a_run(tmp_path):
+    load, save = tmp_path / "load", tmp_path / "save"
+    Run(load, load).save(1, 2)
+    add_universal(load, 1)
+    Run(save, load).save(3, 4)
+    for folder in load.glob("global_step?"):
+        shutil.rmtree(folder)
+    (load / "latest").unlink()
+    assert Run(save, load).started_from == "global_step4"
+    with pytest.raises(UserError, match="no native one of the run that saved to it: add --universal_checkp"):
+        Run(load, load)
+    (load / "latest.json").unlink()
+    assert Run(save, load).started_from == "global_step4"
+    assert Run(save, load, overwrite_checkpoints=True).started_from == "global_step4"
+    assert Run(load, load).started_from == "global_step1_universal"
+
+
+def test_a_run_from_a_universal_checkpoint_resumes_after_another_run_saved_beside_it(tmp_path):
+    base, save = tmp_path / "base", tmp_path / "save"
+    add_universal(base, 0)
+    Run(save, base).save(5, 6)
+    Run(base, base).save(7)
+    for overwrite in (False, True):
+        run = Run(save, base, overwrite_checkpoints=overwrite)
+        assert run.started_from == "global_step6"
+        assert run.start.skip_reason.endswith(f"started from {base / 'global_step0_universal'}")

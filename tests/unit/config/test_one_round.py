@@ -8,7 +8,14 @@ from pathlib import Path
 import pytest
 
 from megatron.arguments import read_command_line
-from megatron.commands import convert_checkpoint, convert_huggingface, plan, preprocess_data
+from megatron.commands import (
+    convert_checkpoint,
+    convert_huggingface,
+    generate,
+    plan,
+    preprocess_data,
+    verify_dataset,
+)
 from megatron.config import ConfigError
 from tests.unit.config.command_lines import RUN, SMALL
 
@@ -193,6 +200,15 @@ def test_one_round_has_the_own_checks_of_a_tool(capsys: pytest.CaptureFixture[st
                 for flag in ("--dtype", "--no-tokenizer")
             ),
         ),
+        (
+            generate,
+            "--load none --prompt x --seed -1 --top-k -1 --top-p 0 --max-new-tokens 0 --universal_checkpoint",
+            (
+                *("--load none: there is no", "--seed is -1", "--top-k -1", "--top-p 0"),
+                "--max-new-tokens is 0",
+            ),
+        ),
+        (verify_dataset, "tokens --sample 3 --lr x", ("PREFIX tokens with --sample",)),
         (
             convert_huggingface,
             "--load . --to none --dtype int8 --vocab-size 5 --universal-chekpoint",

@@ -13,6 +13,7 @@ FLAGS = (
     "--position-embedding-type rotary --micro-batch-size 1 --global-batch-size 8 --train-iters 9 --lr 1e-3 "
     "--window-size 32"
 ).split()
+PATTERN = "--window-pattern W F"
 
 
 def model_of(layers, *words):
@@ -55,6 +56,23 @@ def test_equal_kinds_of_layers_have_one_pattern(layers, words, pattern):
             "gives all 4 layers the window .*; remove --window-pattern, or change",
         ),
         ("--window-rotary-base 500", "--window-rotary-base .*--window-pattern"),
+        ("--window-num-attention-heads 8", "--window-num-attention-heads 8 without --window-pattern: only"),
+        (f"{PATTERN} --window-num-query-groups 2", "--window-num-query-groups 2 without --group-query-att"),
+        (
+            f"{PATTERN} --window-num-attention-heads 6 --tensor-model-parallel-size 4 --world-size 4",
+            "--window-num-attention-heads 6 is not divisible by --tensor-model-parallel-size 4",
+        ),
+        (
+            f"{PATTERN} --group-query-attention --num-query-groups 2 --window-num-query-groups 3",
+            "--num-attention-heads 4 is not divisible by --window-num-query-groups 3",
+        ),
+        (
+            f"{PATTERN} --window-kv-channels 9",
+            "even head dimension, but it is 9: change --window-kv-channels",
+        ),
+        (f"{PATTERN} --window-rotary-percent 0.2", "--window-rotary-percent 0.2 rotates 3 of 16 elements"),
+        ("--attention-output-gate-scope head", "--attention-output-gate-scope head without --attention-out"),
+        ("--v-channels 8 --multi-latent-attention", "--v-channels 8 with --multi-latent-attention: latent"),
     ],
 )
 def test_another_pattern_is_rejected(words, named):

@@ -129,6 +129,10 @@ def test_an_output_that_is_an_input_is_refused(
     assert output in mistake(capsys, merge_datasets, "--input", *inputs, "--output-prefix", output)
     flags = ["--input", inputs[0], "--output-prefix", str(tmp_path / "all")]
     assert "expected at least 2" in mistake(capsys, merge_datasets, *flags)
+    flags[1] = os.path.dirname(inputs[0])
+    count = len(list(Path(flags[1]).glob("*.idx")))
+    sentence = mistake(capsys, merge_datasets, *flags)
+    assert f"is a folder with {count} data sets" in sentence and f"set '{flags[1]}/*' for all" in sentence
     flags = ["--input", *inputs, "--output-prefix", str(tmp_path / "none" / "all")]
     assert str(tmp_path / "none") in mistake(capsys, merge_datasets, *flags)
 

@@ -15,6 +15,7 @@ from megatron.data.indexed_dataset import IndexedDataset, check_loss_mask, loss_
 from megatron.data.loader import GPTBatchLoader
 from megatron.data.splits import verify_token_files
 from megatron.errors import UserError
+from megatron.training.data import loss_mask_note
 from tests.unit.data.token_files import build, data_config, numbered_documents, write_documents
 
 SIZES, SEQ, EOD = [5, 9, 1, 12, 4, 7], 8, 3
@@ -100,6 +101,9 @@ def test_a_mask_that_does_not_fit_or_is_lost_is_named(tmp_path: Path) -> None:
         with pytest.raises(UserError, match=reason):
             check_loss_mask(IndexedDataset(prefix), {})
     prefix = write_masked(tmp_path / "a")
+    counted = sum(sum(counts_of(document)) for document in numbered_documents(SIZES))
+    share = f"{counted / sum(SIZES):.1%} of its first {sum(SIZES)} tokens count"
+    assert share in loss_mask_note(IndexedDataset(prefix))
     stamp = verify_token_files(data_config(prefix))
     stamp.write()
     for suffix in (".bin", ".idx"):

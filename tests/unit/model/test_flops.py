@@ -222,6 +222,23 @@ def test_palms_formula_leaves_out_tables_and_counts_windows(flags: str, lookups:
     assert found == 4 * 64 * (6 * (10**6 - lookups * 64) + 12 * 64 * keys)
 
 
+def test_layers_of_a_kind_count_with_their_own_heads() -> None:
+    """A layer of each kind needs the mean of two layers of one kind and of two of the other."""
+    pattern = "--window-size 99 --window-pattern W F"
+    own = "--window-num-attention-heads 8 --window-num-query-groups 4 --window-kv-channels 32"
+    full, window = f"{GROUPED} 2", f"{GROUPED} 4 --num-attention-heads 8 --kv-channels 32"
+    gate = "--v-channels 24 --attention-output-gate --attention-output-gate-scope head"
+    common = (
+        "--num-layers 2 --hidden-size 64 --num-attention-heads 4 --seq-length 64 --micro-batch-size 1 "
+        f"--position-embedding-type rotary {gate}"
+    )
+    for count in (iteration_flops, lambda config, vocab: palm_flops(config, vocab, 9999)):
+        mixed, *others = (
+            count(config_of(f"{common} {flags}"), 100) for flags in (f"{full} {pattern} {own}", full, window)
+        )
+        assert 2 * mixed == sum(others) and others[0] != others[1]
+
+
 @pytest.mark.parametrize(
     ("flags", "calls"),
     [

@@ -79,10 +79,20 @@ def test_settings_that_make_no_sense_are_refused(settings, flag):
         Sampling(**settings)
 
 
-def test_the_model_sees_the_last_tokens_that_fit_its_window():
-    tokens, contexts = run([1, 2], 4)
-    assert tokens == [3, 4, 5, 6]
-    assert contexts == [[1, 2], [1, 2, 3], [1, 2, 3, 4], [2, 3, 4, 5]]
+def test_the_model_sees_between_half_and_all_of_its_window():
+    tokens, contexts = run([1, 2], 6)
+    assert tokens == [3, 4, 5, 6, 7, 8]
+    assert contexts == [[1, 2], [1, 2, 3], [1, 2, 3, 4], [3, 4, 5], [3, 4, 5, 6], [5, 6, 7]]
+
+
+@pytest.mark.parametrize("window", [1, 2, 5, 8])
+def test_what_the_model_sees_depends_only_on_the_text(window):
+    """A prompt continues as the text of a shorter prompt does, of which it is the beginning."""
+    expected = run([1], 8, window)[1]
+    assert {len(context) for context in expected} <= set(range(1, window + 1))
+    assert all(len(context) > window // 2 for context in expected[window - 1 :])
+    for length in range(2, 8):
+        assert run(list(range(1, length + 1)), 9 - length, window)[1] == expected[length - 1 :]
 
 
 def test_the_end_of_the_document_ends_the_text():

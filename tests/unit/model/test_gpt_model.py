@@ -45,7 +45,8 @@ def plain_logits_with_residual_after_the_norm(weights):
     x = x + weights["tied_modules.embed.position_embeddings.weight"][:SEQ]
     for index in range(3, 7):
         x = plain_gpt.norm(weights, f"{index}.input_layernorm", x)
-        x = x + plain_gpt.attention(weights, index, x, 4, 4, "absolute", {})
+        sizes = {"heads": 4, "groups": 4, "dim": x.shape[-1] // 4}
+        x = x + plain_gpt.attention(weights, index, x, sizes, "absolute", {})
         x = plain_gpt.norm(weights, f"{index}.post_attention_layernorm", x)
         x = x + plain_gpt.mlp(weights, index, x, None)
     return plain_gpt.norm(weights, "8", x) @ weights["tied_modules.embed.word_embeddings.weight"][:VOCAB].T

@@ -134,6 +134,7 @@ def test_without_a_gpu_the_usually_cheaper_flags_come_first(flags: str, expected
     assert [one for one, start in zip(found, expected, strict=False) if one.startswith(start)] == found[:2]
 
 
+@pytest.mark.full  # dozens of plans
 def test_advice_distributes_experts_and_names_no_set_of_flags_twice() -> None:
     """EP 4 is found alone, and again as a further value of EP 2, with which combinations begin."""
     found = flag_sets(

@@ -31,15 +31,19 @@ def plan(words: str) -> str:
 
 LARGEST = (
     "--num-layers 100000 --hidden-size 1048576 --ffn-hidden-size 16777216 --num-attention-heads 65536 "
-    "--kv-channels 1048576 --seq-length 16777216 --max-position-embeddings 16777216 "
-    "--pad-vocab-size-to 2147483647 --group-query-attention --num-query-groups 65536 "
+    "--kv-channels 1048576 --v-channels 65536 --window-kv-channels 65536 "
+    "--seq-length 16777216 --max-position-embeddings 16777216 --pad-vocab-size-to 2147483647 "
+    "--group-query-attention --num-query-groups 65536 --window-num-query-groups 65536 "
+    "--window-size 16777216 --window-pattern W F --window-num-attention-heads 65536 "
     "--position-embedding-type rotary --rope-scaling-type yarn "
     "--rope-original-max-position-embeddings 16777216 --num-experts 65536 --moe-router-topk 65536 "
     "--moe-router-num-groups 65536 --moe-router-group-topk 65536 --moe-router-group-score-topk 1 "
     "--mtp-num-layers 64"
 )
-LARGEST_LATENT = LARGEST.replace("--kv-channels 1048576", "").replace(
-    "--group-query-attention --num-query-groups 65536",
+LARGEST_LATENT = LARGEST.replace(
+    "--kv-channels 1048576 --v-channels 65536 --window-kv-channels 65536", ""
+).replace(
+    "--group-query-attention --num-query-groups 65536 --window-num-query-groups 65536",
     "--multi-latent-attention --q-lora-rank 524288 --kv-lora-rank 524288 --qk-head-dim 524288 "
     "--qk-pos-emb-head-dim 524288 --v-head-dim 524288",
 )

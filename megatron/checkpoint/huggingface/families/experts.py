@@ -169,17 +169,22 @@ FLEX_OLMO = replace(
 # --- Qwen 2 and 3: dense layers anywhere ---
 
 
+def _expert_layers(has_experts: Sequence[bool], given: str) -> dict[str, Any]:
+    """Returns the setting of the layers with experts. given: the settings that tell them, for an error."""
+    if not any(has_experts):
+        raise UserError(f"the model has {given}: no layer has experts")
+    letters = [EXPERTS if each else DENSE for each in has_experts]
+    return {"moe_layer_freq": EXPERT_PATTERN.parse(letters, len(letters))}
+
+
 def _qwen_layers_to_megatron(hf_config: PreTrainedConfig) -> dict[str, Any]:
     num_layers, dense = hf_config.num_hidden_layers, hf_config.mlp_only_layers
     step = checked_count("decoder_sparse_step", hf_config.decoder_sparse_step)
     without = {*dense}
-    letters = [DENSE if layer in without or (layer + 1) % step else EXPERTS for layer in range(num_layers)]
-    if EXPERTS not in letters:
-        raise UserError(
-            f"the model has mlp_only_layers = {one_line(dense)} and decoder_sparse_step = {step}: no layer "
-            "has experts"
-        )
-    return {"moe_layer_freq": EXPERT_PATTERN.parse(letters, num_layers)}
+    has_experts = [layer not in without and (layer + 1) % step == 0 for layer in range(num_layers)]
+    return _expert_layers(
+        has_experts, f"mlp_only_layers = {one_line(dense)} and decoder_sparse_step = {step}"
+    )
 
 
 QWEN_LAYERS = Conversion(
@@ -238,10 +243,7 @@ def _kinds_to_megatron(hf_config: PreTrainedConfig) -> dict[str, Any]:
             f"the model has mlp_layer_types = {one_line(kinds)}: expected dense or sparse for each of the "
             f"{num_layers} layers"
         )
-    if "sparse" not in kinds:
-        raise UserError(f"the model has mlp_layer_types = {one_line(kinds)}: no layer has experts")
-    letters = [EXPERTS if kind == "sparse" else DENSE for kind in kinds]
-    return {"moe_layer_freq": EXPERT_PATTERN.parse(letters, num_layers)}
+    return _expert_layers([kind == "sparse" for kind in kinds], f"mlp_layer_types = {one_line(kinds)}")
 
 
 MLP_LAYER_TYPES = Conversion(
@@ -276,13 +278,7 @@ def _first_dense(model: ModelConfig) -> int:
     return next((layer for layer in range(model.num_layers) if model.has_experts(layer)), model.num_layers)
 
 
-def moe_layers(model: ModelConfig) -> list[bool]:
-    """Returns whether each layer has experts."""
-    return [model.has_experts(layer) for layer in range(model.num_layers)]
-
-
 def _dense_first(num_layers: int, num_dense: int) -> tuple[str, ...]:
-    num_dense = min(num_dense, num_layers)
     return EXPERT_PATTERN.parse([DENSE * num_dense + EXPERTS * (num_layers - num_dense)], num_layers)
 
 

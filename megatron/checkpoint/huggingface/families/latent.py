@@ -13,6 +13,7 @@ from megatron.checkpoint.huggingface.families.experts import (
     GROUP_FIELDS,
     GROUPS,
     HAS_EXPERTS,
+    MLP_LAYER_TYPES,
     MLP_PARAMETERS,
     NEXT_TOKEN_HEAD,
     NEXT_TOKENS,
@@ -20,18 +21,17 @@ from megatron.checkpoint.huggingface.families.experts import (
     NOT_CONVERTED,
     OUTSIDE_MLP,
     SHARED_EXPERTS,
+    SIGMOID,
     SIGMOID_WEIGHTS,
     TOP_K,
     groups_conversion,
     groups_of_experts,
-    moe_layers,
     with_next_tokens,
 )
 from megatron.checkpoint.huggingface.families.llama import ATTENTION, CONSTANTS, FIELDS, LLAMA, UNTIED
 from megatron.checkpoint.huggingface.family import Conversion, Parameter
 from megatron.checkpoint.huggingface.rope import LATENT_ROPE
 from megatron.config import ModelConfig
-from megatron.config.sections.layer_pattern import DENSE, EXPERT_PATTERN, EXPERTS
 from megatron.errors import UserError, one_line
 
 if TYPE_CHECKING:
@@ -47,22 +47,17 @@ _MODULES = {
 }
 
 
-def _has_rank(model: ModelConfig, _: int) -> bool:
-    return model.q_lora_rank is not None
-
-
-def _has_no_rank(model: ModelConfig, _: int) -> bool:
-    return model.q_lora_rank is None
-
-
 def _parameter(own: str, theirs: str, **settings: Any) -> Parameter:
     return Parameter(f"{{layer}}.self_attention.{own}.weight", (f"{ATTENTION}.{theirs}.weight",), **settings)
 
 
 _PARAMETERS = (
     *(parameter for parameter in OUTSIDE_MLP if "self_attention" not in parameter.megatron),
-    _parameter("q_proj", "q_proj", exists=_has_no_rank),
-    *(_parameter(*names, exists=_has_rank) for names in _COMPRESSED.items()),
+    _parameter("q_proj", "q_proj", exists=lambda model, _: model.q_lora_rank is None),
+    *(
+        _parameter(*names, exists=lambda model, _: model.q_lora_rank is not None)
+        for names in _COMPRESSED.items()
+    ),
     *(_parameter(*names) for names in _MODULES.items()),
     *MLP_PARAMETERS,
 )
@@ -116,11 +111,7 @@ DEEPSEEK_V3 = replace(
     title="DeepSeek-V3",
     architecture="DeepseekV3ForCausalLM",
     fields=_FIELDS,
-    megatron_constants={
-        **_CONSTANTS,
-        "moe_router_score_function": "sigmoid",
-        "moe_router_enable_expert_bias": True,
-    },
+    megatron_constants={**_CONSTANTS, **SIGMOID},
     # transformers reads only the first three.
     hf_constants={
         **_HF_CONSTANTS,
@@ -142,25 +133,11 @@ KIMI_K2 = replace(DEEPSEEK_V3, title="Kimi K2", config_type="deepseek_v3")
 
 
 def _layers_to_hf(model: ModelConfig) -> dict[str, Any]:
-    has_experts = moe_layers(model)
-    settings: dict[str, Any] = {"mlp_layer_types": ["sparse" if each else "dense" for each in has_experts]}
-    if has_experts == sorted(has_experts):  # other readers know only dense layers before all others
-        settings["first_k_dense_replace"] = has_experts.count(False)
+    settings = MLP_LAYER_TYPES.to_hf(model)
+    kinds = settings["mlp_layer_types"]
+    if kinds == sorted(kinds):  # other readers know only dense layers before all others
+        settings["first_k_dense_replace"] = kinds.count("dense")
     return settings
-
-
-def _layers_to_megatron(hf_config: PreTrainedConfig) -> dict[str, Any]:
-    kinds, number = hf_config.mlp_layer_types, hf_config.num_hidden_layers
-    if not isinstance(kinds, list) or len(kinds) != number or set(kinds) - {"dense", "sparse"}:
-        raise UserError(
-            f"the model has mlp_layer_types = {one_line(kinds)}: expected dense or sparse for each of the "
-            f"{number} layers"
-        )
-    if "sparse" not in kinds:
-        raise UserError("the model has mlp_layer_types of dense layers only: expected a layer with experts")
-    return {
-        "moe_layer_freq": EXPERT_PATTERN.parse([EXPERTS if k == "sparse" else DENSE for k in kinds], number)
-    }
 
 
 def _check_first_dense(settings: Mapping[str, Any], hf_config: PreTrainedConfig) -> None:
@@ -172,11 +149,10 @@ def _check_first_dense(settings: Mapping[str, Any], hf_config: PreTrainedConfig)
         )
 
 
-_LAYER_TYPES = Conversion(
-    megatron=("moe_layer_freq",),
+_LAYER_TYPES = replace(
+    MLP_LAYER_TYPES,
     hf=("mlp_layer_types", "first_k_dense_replace"),
     to_hf=_layers_to_hf,
-    to_megatron=_layers_to_megatron,
     check_file=_check_first_dense,
 )
 

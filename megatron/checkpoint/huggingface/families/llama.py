@@ -31,19 +31,15 @@ if TYPE_CHECKING:
 
 
 def _split_heads(rows: Tensor, model: ModelConfig) -> list[Tensor]:
-    """Splits rows ordered (groups, heads per group + 2, head_dim) into queries, keys and values. With
+    """Splits rows ordered (groups, rows of a group) into queries, keys and values. With
     --attention-output-gate the gates follow the queries."""
-    shared = model.num_attention_heads // model.query_groups
-    sizes = (*(shared,) * (1 + model.attention_output_gate), 1, 1)
-    grouped = rows.unflatten(0, (model.query_groups, sum(sizes), -1))
-    return [part.flatten(0, 2) for part in grouped.split(sizes, dim=1)]
+    grouped = rows.unflatten(0, (model.query_groups, -1))
+    return [part.flatten(0, 1) for part in grouped.split(model.group_rows, dim=1)]
 
 
 def _join_heads(parts: Sequence[Tensor], model: ModelConfig) -> Tensor:
     """Returns the inverse of `_split_heads`."""
-    groups = model.query_groups
-    grouped = [part.unflatten(0, (groups, -1, model.kv_channels)) for part in parts]
-    return torch.cat(grouped, dim=1).flatten(0, 2)
+    return torch.cat([part.unflatten(0, (model.query_groups, -1)) for part in parts], dim=1).flatten(0, 1)
 
 
 HEADS = Transform(_split_heads, _join_heads, slice_dim=0, needs_whole_groups=True)
@@ -54,7 +50,11 @@ GATE = Transform(
 
 
 def _megatron_groups(hf_config: PreTrainedConfig) -> dict[str, Any]:
-    heads, groups = hf_config.num_attention_heads, hf_config.num_key_value_heads
+    return groups_of(hf_config.num_attention_heads, hf_config.num_key_value_heads)
+
+
+def groups_of(heads: Any, groups: Any) -> dict[str, Any]:
+    """Returns the settings of so many query heads and key heads. Raises UserError if they do not fit."""
     if type(heads) is not int or type(groups) is not int or groups < 1 or heads % groups:
         raise UserError(
             f"the model has num_key_value_heads = {one_line(groups)} and num_attention_heads = "
@@ -87,15 +87,22 @@ def in_layer(megatron: str, *hf: str, transform: Transform = IDENTITY, **setting
     return Parameter(f"{{layer}}.{megatron}", names, transform, **settings)
 
 
+def _heads_from(*parts: str) -> Parameter:
+    names = (f"self_attn.{part}_proj.weight" for part in parts)
+    return in_layer("self_attention.query_key_value.weight", *names, transform=HEADS)
+
+
+def with_gate(parameters: Sequence[Parameter], part: str) -> tuple[Parameter, ...]:
+    """Returns the parameters with the gate of --attention-output-gate, which is `self_attn.PART_proj`."""
+    heads = _heads_from("q", part, "k", "v")
+    return tuple(heads if each.megatron == heads.megatron else each for each in parameters)
+
+
 ATTENTION = "model.layers.{block}.self_attn"
 PARAMETERS = (
     Parameter(WORD_EMBEDDINGS, ("model.embed_tokens.weight",)),
     in_layer("input_layernorm.weight", "input_layernorm.weight"),
-    in_layer(
-        "self_attention.query_key_value.weight",
-        *(f"self_attn.{part}_proj.weight" for part in "qkv"),
-        transform=HEADS,
-    ),
+    _heads_from("q", "k", "v"),
     in_layer("self_attention.dense.weight", "self_attn.o_proj.weight"),
     in_layer("post_attention_layernorm.weight", "post_attention_layernorm.weight"),
     in_layer("mlp.dense_h_to_4h.weight", "mlp.gate_proj.weight", "mlp.up_proj.weight", transform=GATE),

@@ -10,6 +10,7 @@ from megatron.checkpoint.huggingface.families.experts import (
     FIELDS_WITH_DENSE,
     FIRST_DENSE,
     GLM4_MOE,
+    GROUP_FIELDS,
     GROUPS,
     HAS_EXPERTS,
     MIXTRAL_EXPERTS,
@@ -32,16 +33,15 @@ from megatron.checkpoint.huggingface.families.experts import (
 from megatron.checkpoint.huggingface.families.llama import (
     CONSTANTS,
     CONVERSIONS,
-    HEADS,
     LLAMA,
     QK_NORM_PARAMETERS,
     QUERY_GROUPS,
     UNTIED,
     in_layer,
+    with_gate,
 )
 from megatron.checkpoint.huggingface.rope import PARTIAL_ROPE, WINDOWS, rotary_in_windows
 
-_GROUP_FIELDS = (("moe_router_num_groups", "n_group"), ("moe_router_group_topk", "topk_group"))
 _WITH_NORMS = {**CONSTANTS, **SIGMOID, "qk_layernorm": True}
 _PARAMETERS = (*OUTSIDE_MLP, *QK_NORM_PARAMETERS, *DENSE_MLP)
 
@@ -49,7 +49,7 @@ DOTS1 = replace(
     GLM4_MOE,
     title="dots.llm1",
     architecture="Dots1ForCausalLM",
-    fields=(*FIELDS_WITH_DENSE, ("num_experts", "n_routed_experts"), *_GROUP_FIELDS),
+    fields=(*FIELDS_WITH_DENSE, ("num_experts", "n_routed_experts"), *GROUP_FIELDS),
     megatron_constants=_WITH_NORMS,
     hf_constants={"hidden_act": "silu", "attention_bias": False},
     conversions=(
@@ -82,7 +82,7 @@ K_EXAONE = replace(
     DOTS1,
     title="K-EXAONE",
     architecture="ExaoneMoeForCausalLM",
-    fields=(*FIELDS_WITH_DENSE, ("num_experts", "num_experts"), *_GROUP_FIELDS),
+    fields=(*FIELDS_WITH_DENSE, ("num_experts", "num_experts"), *GROUP_FIELDS),
     hf_constants={"hidden_act": "silu"},
     conversions=(
         *(QUERY_GROUPS, UNTIED, rotary_in_windows(without_windows=True)),
@@ -116,12 +116,7 @@ TRINITY = replace(
         *(shared_experts("num_shared_experts"), always_normalized("route_scale")),
     ),
     parameters=(
-        *(each for each in _PARAMETERS if "query_key_value" not in each.megatron),
-        in_layer(
-            "self_attention.query_key_value.weight",
-            *(f"self_attn.{part}_proj.weight" for part in ("q", "gate", "k", "v")),
-            transform=HEADS,
-        ),
+        *with_gate(_PARAMETERS, "gate"),
         *(
             in_layer(f"{name}_layernorm.weight", f"{name}_layernorm.weight")
             for name in ("pre_mlp", "post_mlp")
