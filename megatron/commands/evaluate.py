@@ -38,6 +38,7 @@ from megatron.cluster.launch import init_from_slurm_env, world_size_of
 from megatron.config import LoggingConfig, ParallelConfig
 from megatron.config.mistakes import Mistakes, mistakes_of_call
 from megatron.config.registries import DATA_ORDERS
+from megatron.config.rules import rule_mistakes
 from megatron.config.tool_parser import (
     ToolParser,
     add_universal_flag,
@@ -182,17 +183,14 @@ def argument_mistakes(arguments: argparse.Namespace) -> Iterator[str]:
 def with_separate_documents(checkpoint: Checkpoint, arguments: argparse.Namespace) -> Checkpoint:
     """Returns the checkpoint with the flags that separate documents, if they are set. Raises UserError for
     --reset-position-ids with a model that has no position ids."""
-    given = {
-        name: True for name in ("reset_attention_mask", "reset_position_ids") if getattr(arguments, name)
-    }
-    if arguments.reset_position_ids and checkpoint.config.model.position_embedding_type == "alibi":
-        raise UserError(
-            "--reset-position-ids: ALiBi's positions are relative, so it has no effect: remove "
-            "--reset-position-ids (--reset-attention-mask separates documents)"
-        )
-    config = checkpoint.run["config"]
-    data = {**config.get("data", {}), **given}
-    return replace(checkpoint, run={**checkpoint.run, "config": {**config, "data": data}})
+    names = ("reset_attention_mask", "reset_position_ids")
+    given = {f"data.{name}": True for name in names if getattr(arguments, name)}
+    if not given:
+        return checkpoint
+    config = checkpoint.config.with_settings(given)
+    if mistakes := list(rule_mistakes(config, ["data"])):
+        raise UserError("; ".join(mistakes))
+    return replace(checkpoint, run={**checkpoint.run, "config": config.to_dict()})
 
 
 def open_datasets(arguments: argparse.Namespace, checkpoint: Checkpoint) -> list[tuple[GPTDataset, str]]:

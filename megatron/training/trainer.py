@@ -44,8 +44,7 @@ if TYPE_CHECKING:
 
 _LOG = logging.getLogger(__name__)
 
-# Fewer consecutive skipped steps after a resume are normal in fp16, because the loss scale may just have
-# grown.
+# Fewer consecutive skipped fp16 steps after a resume are normal: the loss scale may just have grown.
 _MANY_SKIPPED_STEPS = 10
 
 
@@ -63,8 +62,7 @@ class UpdateCount:
         self.num_updates += not skipped
 
     def problem(self, fp16: bool) -> str | None:
-        """Returns a sentence about the problem that there were steps, but no update; None if there was an
-        update."""
+        """Returns a sentence if there were steps but no update, otherwise None."""
         if self.num_updates or not self.num_steps:
             return None
         why = "with fp16 because of overflows: set --initial-loss-scale lower, or use --bf16"
@@ -77,8 +75,7 @@ class UpdateCount:
 
 
 def after_failed_save(iteration: int, checkpoint: CheckpointConfig) -> str:
-    """Returns what the user should do after a save has failed. iteration: iteration of the newest checkpoint;
-    0 without a checkpoint."""
+    """Returns what the user should do after a failed save. iteration: of the newest checkpoint, or 0."""
     if not iteration:
         return "nothing has been saved before; fix this, then start again"
     load = "" if checkpoint.load else f" with --load {checkpoint.save}"
@@ -106,8 +103,8 @@ class Trainer:
     """The iteration of the run's newest checkpoint; 0 without a checkpoint."""
     updates: UpdateCount = field(default_factory=UpdateCount, init=False)
     exit_code: int | None = field(default=None, init=False)
-    """The largest `code_of_this_rank` (see `ExitConditions`) of all ranks, exchanged in the last step; None
-    after an evaluation or a save."""
+    """The largest `ExitConditions.code_of_this_rank` of all ranks in the last step; None after an evaluation
+    or a save."""
 
     def __post_init__(self) -> None:
         self.run = self.engine.run
@@ -299,12 +296,12 @@ class Trainer:
             )
         else:
             assert self.checkpoints.local is not None
-            values = (state.iteration, self.checkpoints.local.num_left_out)
-            _LOG.info("iteration %d is not saved locally: a save is in flight (%d left out)", *values)
+            text = "iteration %d is not saved locally: a save is in flight (%d left out)"
+            _LOG.info(text, state.iteration, self.checkpoints.local.num_left_out)
 
     def _export(self, state: TrainingState, replace_folder: bool = True) -> None:
-        """Writes the model for Hugging Face transformers. If this fails, prints a warning, because the
-        checkpoint has the weights, too. replace_folder: whether to replace a folder that exists."""
+        """Writes the model for Hugging Face transformers. A failure is only a warning: the checkpoint has the
+        weights, too. replace_folder: whether to replace a folder that exists."""
         self.exit_code = None
         started = time.perf_counter()
         folder = Path(str(self.run.config.checkpoint.save)) / f"huggingface_step{state.iteration}"
@@ -416,8 +413,7 @@ class Trainer:
         if self.run.config.training.eval_iters == 0:
             return 0
         self.exit_code = None
-        # The checkpoint's iteration may be after the end of this run, for which the run has no validation
-        # samples.
+        # The checkpoint's iteration may be after this run's end, where no validation samples exist.
         iteration = min(state.iteration, self.run.length.iterations)
         if count is not None:  # due at a multiple of the interval, even inside a skipped range
             iteration -= iteration % self.run.config.training.eval_interval

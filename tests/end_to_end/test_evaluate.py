@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import signal
+from argparse import Namespace
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -11,10 +12,15 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from megatron.arguments import parse_args
+from megatron.checkpoint.record import Checkpoint, TrainingState
 from megatron.commands import ds_to_universal, evaluate
+from megatron.commands.evaluate import with_separate_documents
 from megatron.data.dataset_builder import IndexedDatasetBuilder
 from megatron.data.indexed_dataset import IndexedDataset
+from megatron.errors import UserError
 from tests.end_to_end.command import ROOT, environment
+from tests.end_to_end.flags import MODEL, SHORT
 from tests.end_to_end.trained import SEQ, VARIANTS, Trained
 from tests.support.forked import run_script
 
@@ -174,3 +180,20 @@ def test_mistakes_of_a_layout_end_before_the_ranks_start(
     # As under a launcher, the rank that ends first ends the other ranks.
     assert 2 in ended.exit_codes and {*ended.exit_codes} <= {2, -signal.SIGTERM}
     assert ended.stderr.count("--samples is 0") == 1
+
+
+def test_documents_are_separated_as_the_flags_of_training_allow() -> None:
+    flags = Namespace(reset_attention_mask=True, reset_position_ids=True)
+    words = [*MODEL, *SHORT, "--mock-data", "--vocab-size", "9", "--position-embedding-type"]
+    rotary, alibi = (
+        Checkpoint(Path(), TrainingState(), {"config": parse_args([*words, positions], {}).to_dict()})
+        for positions in ("rotary", "alibi")
+    )
+    data = with_separate_documents(rotary, flags).config.data
+    assert data.reset_attention_mask and data.reset_position_ids
+    unset = Namespace(reset_attention_mask=False, reset_position_ids=False)
+    assert with_separate_documents(alibi, unset) is alibi
+    with pytest.raises(
+        UserError, match="--reset-position-ids with --position-embedding-type alibi: .* remove"
+    ):
+        with_separate_documents(alibi, flags)
