@@ -9,6 +9,7 @@
 #              make setup WHEELHOUSE=wheelhouse (docs/cluster.md)
 # make lint    set up, then format check, lint and types
 # make site    set up, then write the documentation to site/, with every link checked
+# make dist    set up, then write the source distribution and the wheel of a release to dist/
 
 PYTHON ?= python3
 # The processes among which the test files are shared out.
@@ -48,10 +49,11 @@ endif
 # is written once, also where the environment forbids it.
 PYTEST := PYTHONDONTWRITEBYTECODE= $(VENV)/bin/python -m pytest -n $(TEST_PROCESSES) --dist loadfile --no-loadscope-reorder
 
-.PHONY: setup wheelhouse train test setup-newest test-newest test-slice test-all lint site
+.PHONY: setup wheelhouse train test setup-newest test-newest test-slice test-all lint site dist
 setup: $(STAMP)
 
-# Stamps are touched last: an installation that was interrupted is taken up again.
+# Stamps are touched last: an installation that was interrupted is taken up again. Until version 0.2 the distribution had
+# another name: two distributions with the same commands would delete each other's.
 $(TORCH_STAMP): constraints.txt
 	test -x $(VENV)/bin/python || $(PYTHON) -m venv $(if $(WHEELHOUSE),--system-site-packages) $(VENV)
 	@sed -E "$$(! $(SEES_TORCH) || echo '/^(torch|triton)==/d')" constraints.txt >$(VENV)/constraints.txt
@@ -62,6 +64,7 @@ $(TORCH_STAMP): constraints.txt
 
 $(STAMP): pyproject.toml $(TORCH_STAMP)
 	$(PIP) setuptools wheel
+	$(VENV)/bin/python -m pip uninstall -qq --yes megatron-gpt-pretraining
 	$(PIP) --no-build-isolation --editable '.[$(EXTRAS)]'
 	printf '%s ?= %s\n' GPU '$(GPU)' EXTRAS '$(EXTRAS)' WHEELHOUSE '$(WHEELHOUSE)' >$(VENV)/settings.mk
 	touch $@
@@ -111,3 +114,9 @@ lint: setup
 
 site: setup
 	NO_MKDOCS_2_WARNING=1 $(VENV)/bin/mkdocs build --strict
+
+# The wheel is built from the source distribution: a file that the source distribution lacks is an error.
+dist: setup
+	rm -rf dist
+	$(VENV)/bin/python -c 'from setuptools import build_meta; build_meta.build_sdist("dist")'
+	$(VENV)/bin/python -m pip wheel --quiet --no-deps --no-build-isolation --wheel-dir dist dist/*.tar.gz

@@ -53,7 +53,8 @@ def main() -> None:
             set_deterministic_variables()
         if config.precision.name == "fp32":
             check_fp32_variables()
-        # Imported late: a wrong flag is reported before torch is loaded, and DeepSpeed logs on import.
+        # Imported late, because a wrong flag must be reported before torch is loaded, and DeepSpeed logs on
+        # import.
         from megatron.cluster.processes import configure_logging
         from megatron.cluster.rendezvous import Preparation
 

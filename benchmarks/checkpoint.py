@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Times of saving checkpoints, and of loading them on a new layout.
+"""Measures the times of saving checkpoints, and of loading them on a new layout.
 
     python benchmarks/checkpoint.py                 three sizes; some minutes and 6 GB of disk
     python benchmarks/checkpoint.py --sizes 12      only the largest size
@@ -8,13 +8,14 @@ Two processes (TP=2, ZeRO-1) save a checkpoint with the trainer's engine: L laye
 50,257 (padded to 50,432), Adam, fp32; the moments are filled with numbers. benchmarks/conversion.py converts
 such checkpoints.
 
-Saves. The processes save at once, in the background, and with torch.distributed.checkpoint.save, in turns.
+Saves. In turns, the processes save while training waits, save in the background, and save with
+torch.distributed.checkpoint.save.
 
-Direct load. Two pipeline stages (TP=1) load this checkpoint without conversion. 'read': plain reads of as
-many bytes as a rank needs; 'load': values and moments are restored; 'verify': the integrity record is
-recomputed after the load; 'check': the SHA-256 of all files, before the load. The files are in the page
-cache. Memory: the peak growth of a rank's anonymous memory during the load; in brackets its bound, the size
-of the rank's moments and the largest parameter.
+Direct load. Two pipeline stages (TP=1) load this checkpoint without conversion. 'read' reads as many bytes as
+a rank needs; 'load' restores values and moments; 'verify' recomputes the integrity record after the load;
+'check' computes the SHA-256 of all files before the load. The files are in the page cache. 'memory' is the
+peak growth of a rank's anonymous memory during the load; the number in brackets is its bound, the size of the
+rank's moments and the largest parameter.
 """
 
 import argparse
@@ -50,7 +51,7 @@ HIDDEN, HEADS, VOCAB, SEQ, TENSOR = 1024, 16, 50257, 128, 2
 SIZES = (3, 6, 12)
 TABLES = ("saves", "load")
 FOLDER = "BENCHMARK_FOLDER"
-"""Name of an environment variable: the folder of the checkpoints of a worker."""
+"""Name of the environment variable with the folder of a worker's checkpoints."""
 MEMORY_FILE = "memory"
 STEPS_DURING_SAVE = 3
 
@@ -59,7 +60,9 @@ def main() -> None:
     parser = benchmark_parser(__doc__)
     parser.add_argument("--rounds", type=int, default=3, help="repetitions (default: 3)")
     parser.add_argument("--sizes", type=int, nargs="+", default=SIZES, help="numbers of layers")
-    parser.add_argument("--tables", nargs="+", choices=TABLES, default=TABLES, help="default: all")
+    parser.add_argument(
+        "--tables", nargs="+", choices=TABLES, default=TABLES, help="tables to measure (default: all)"
+    )
     parser.add_argument("--worker", metavar="LAYERS,LAYOUT", help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     if arguments.worker:
@@ -87,7 +90,7 @@ def print_saves(layers: int, rounds: int) -> None:
         def do(work: str, kind: str = "") -> None:
             times.setdefault(kind or work, []).append(world.run(work))
 
-        for work in ("save", "start", "finish", "copy", "dcp", "step"):  # once to warm up
+        for work in ("save", "start", "finish", "copy", "dcp", "step"):  # the first time to warm up
             world.run(work)
         for _ in range(rounds):
             do("copy")
@@ -124,13 +127,13 @@ def print_saves(layers: int, rounds: int) -> None:
 
 
 class Saver:
-    """One rank that saves its state, in several ways."""
+    """A rank that saves its state in several ways."""
 
     def __init__(self, engine: "GPTEngine", folder: Path) -> None:
         import torch
         from torch.distributed.distributed_c10d import _get_default_store
 
-        # Late: torch and DeepSpeed take seconds to import.
+        # The import is late, because torch and DeepSpeed take seconds to import.
         from megatron.checkpoint.manager import CheckpointManager
 
         self.engine, self.folder, self.iteration = engine, folder, 0
@@ -166,7 +169,7 @@ class Saver:
         elif work == "step":
             batches = micro_batches(self.tokens, self.engine.mesh, 1)
             self.engine.train_step(batches, 2, 0.0)
-        elif work == "bytes":  # of the rank and its writer so far, read and written
+        elif work == "bytes":  # read and written so far by the rank and its writer
             writer = self.manager.background.writer
             pids = [os.getpid(), *([writer.process.pid] if writer is not None else [])]
             return float(sum(map(io_bytes, pids)))
@@ -192,7 +195,7 @@ def direct_load(sizes: list[int], rounds: int) -> None:
             source = make_checkpoint(Path(folder), layers)
             size_bytes = sum(path.stat().st_size for path in source.glob("*_optim_states.pt"))
             world = World(__file__, f"{layers},pp2", 2, {FOLDER: folder})
-            # Reads and loads alternate without pauses: the host of a virtual machine takes back memory that
+            # Reads and loads alternate without pauses. The host of a virtual machine takes memory back that
             # is free for seconds, and then the page faults of the next work take longer than the work.
             times: dict[str, list[float]] = {}
             for works in (("read", "load"), ("verify", "check")):
@@ -220,12 +223,13 @@ def make_checkpoint(folder: Path, layers: int) -> Path:
 
 
 def run_worker(layers: int, layout_name: str) -> None:
-    """Runs one rank: layout 'tp2' saves a checkpoint on request, layout 'pp2' reads and loads it."""
+    """Runs one rank. With the layout 'tp2' it saves a checkpoint on request, with 'pp2' it reads and loads
+    the checkpoint."""
 
     answers = begin_worker()
     import torch
 
-    # Late: torch takes seconds to import.
+    # The import is late, because torch takes seconds to import.
     from megatron.cluster.processes import destroy_distributed
 
     config = make_config(layers, layout_name)
@@ -241,7 +245,7 @@ def run_worker(layers: int, layout_name: str) -> None:
 
 
 class Loader:
-    """One rank that loads the checkpoint in a folder."""
+    """A rank that loads the checkpoint in a folder."""
 
     def __init__(self, engine: "GPTEngine", folder: Path) -> None:
 
@@ -252,7 +256,7 @@ class Loader:
 
     def do(self, work: str) -> None:
         """Does the work 'read', 'load', 'verify' or 'check'."""
-        # Late: torch and DeepSpeed take seconds to import.
+        # The import is late, because torch and DeepSpeed take seconds to import.
         from megatron.checkpoint.integrity import verify_loaded_state
         from megatron.checkpoint.ranks import first_problem
 

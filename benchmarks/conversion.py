@@ -1,19 +1,21 @@
 #!/usr/bin/env python3
-"""Speed of conversions of checkpoints, compared with a copy of the bytes and with DeepSpeed's converter.
+"""Measures the speed of conversions of checkpoints, compared with a copy of the bytes and with DeepSpeed's
+converter.
 
     python benchmarks/conversion.py                     0.8 GB; some minutes
     python benchmarks/conversion.py --layers 12         2 GB of weights and moments
 
 Two processes (TP=2, ZeRO-1) save a native checkpoint with the trainer's engine: L layers, hidden 1024,
-vocabulary 50,257 (padded to 50,432), Adam, fp32. It is converted to every format that keeps all states, and
-from each of them back, with all digests compared and without (--no-verify-digests). "copy" reads and writes
-as many bytes as the target has, in as many threads, and syncs the files. Conversions and copies take turns,
-and each figure is the median of --rounds. The files are in the page cache. The imports of a command are not
-counted.
+vocabulary 50,257 (padded to 50,432), Adam, fp32. The benchmark converts it to every format that keeps all
+states, and back from each of these formats, with a comparison of all digests and without one
+(--no-verify-digests). "copy" reads and writes as many bytes as the target has, with an equal number of
+threads, and syncs the files. Conversions and copies take turns, and each figure is the median of --rounds.
+The files are in the page cache. The times do not include the imports of a command.
 
 The last table compares the commands deepspeed/checkpoint/ds_to_universal.py and tools/ds_to_universal.py,
-with equal numbers of workers, imports included. Memory is the largest sum of resident memory over a command's
-processes (shared pages count in each process), sampled. The files of both are compared.
+with equal numbers of workers and including imports. The memory is the largest sampled sum of resident memory
+over a command's processes (shared pages count in each process). The benchmark compares the files of both
+commands.
 """
 
 from __future__ import annotations
@@ -99,7 +101,8 @@ def print_pairs(folder: Path, native: Path, arguments: Namespace) -> None:
 
 
 def print_commands(folder: Path, native: Path, arguments: Namespace) -> None:
-    """Prints time and peak memory of DeepSpeed's converter and of this program's, as commands."""
+    """Prints time and peak memory of the commands of DeepSpeed's converter and of this program's
+    converter."""
     workers = str(arguments.workers)
     flags = ["--num_extract_workers", workers, "--num_merge_workers", workers, "--input_folder", str(native)]
     commands = {
@@ -125,7 +128,7 @@ def print_commands(folder: Path, native: Path, arguments: Namespace) -> None:
 
 
 def compare(theirs: Path, ours: Path) -> None:
-    """Exits the program if a tensor differs between the two."""
+    """Exits the program if a tensor differs between the two checkpoints."""
     import torch
 
     for path in sorted(theirs.glob("*/*.pt")):

@@ -1,16 +1,17 @@
-"""Accuracy of the planned memory on this machine: the memory of eight layouts.
+"""Compares the planned memory of eight layouts with the memory that is measured on this machine.
 
-For `benchmarks/planner_accuracy.py --cpu`. The program's engine runs each layout of ROWS in 1 to 4 processes
-on CPUs, one thread each, in fp32.
+`benchmarks/planner_accuracy.py --cpu` uses this module. The program's engine runs each layout of ROWS in fp32
+in 1 to 4 processes on CPUs, with one thread per process.
 
 `simulated` and `planned` are the predicted peaks of a step (the simulated step, and `megatron.planner`).
 `measured` is the peak of the resident memory in a step, minus the resident memory before the model was built.
-A tiny model is trained first, so that code and buffers of libraries are resident. glibc keeps freed blocks
-below a threshold, which it adapts. The benchmark fixes the threshold at 64 KiB from the start of the process,
-so that resident memory is what the program holds. (A threshold that is set later has no effect: new blocks
-come from the blocks that were kept before.)
+A tiny model is trained first, so that the code and the buffers of libraries are already resident. glibc keeps
+freed blocks below a threshold, which it adapts. The benchmark sets the threshold to 64 KiB at the start of
+the process, so that the resident memory is the memory that the program holds. (A threshold that is set later
+has no effect, because new blocks come from the blocks that glibc has kept.)
 
-The imports are local: a worker sets its core and its standard output before it imports libraries.
+The imports are inside functions, because a worker sets its core and its standard output before it imports
+libraries.
 """
 
 from __future__ import annotations
@@ -50,7 +51,7 @@ _MMAP_THRESHOLD = -3
 
 @dataclass(frozen=True)
 class Row:
-    """A layout. batch: micro-batch, global batch."""
+    """A layout. batch: (micro-batch size, global batch size)."""
 
     name: str
     processes: int
@@ -84,7 +85,7 @@ def compare() -> None:
 
 
 def run_row(index: int) -> list[tuple[int, int]]:
-    """Runs ROWS[index]; returns (pipeline rank, peak in bytes) of its processes."""
+    """Runs ROWS[index], and returns (pipeline rank, peak in bytes) of each of its processes."""
     world = World(__file__, str(index), ROWS[index].processes, ON_CPU)
     answers = world.answers()
     world.end()
@@ -102,7 +103,7 @@ def make_config(row: Row, hidden: int = HIDDEN, seq: int = SEQ, vocab: int = VOC
 
 def memory_report(measured: Sequence[Sequence[tuple[int, int]]]) -> str:
     """Returns a line per row and pipeline rank."""
-    # Late: torch and DeepSpeed take seconds to import.
+    # The import is late, because torch and DeepSpeed take seconds to import.
     from megatron.planner.layer_memory import planned_run
     from megatron.planner.memory import plan_memory
     from tests.support.simulation.stages import simulate_stages
@@ -131,7 +132,7 @@ def memory_report(measured: Sequence[Sequence[tuple[int, int]]]) -> str:
 def run_worker(row: Row) -> None:
     """Runs one process of the row: trains, and prints its pipeline rank and its peak."""
     answers = begin_worker()
-    # Late: torch and DeepSpeed take seconds to import.
+    # The import is late, because torch and DeepSpeed take seconds to import.
     from megatron.cluster.processes import destroy_distributed
 
     config = make_config(row)

@@ -4,18 +4,18 @@
     python benchmarks/data.py                     about four minutes
     python benchmarks/data.py --gigabytes 8       a token file of 8 GB
 
-preprocessing   MB/s of tools/preprocess_data.py with each --tokenizer-backend, against the `tokenizers`
-                library in batches, on all cores, whose ids go into a file. The text is the Python code of the
-                installed packages, tokenized with a byte-level BPE of 8,192 tokens trained on it. And the
-                peak memory of all processes for one line of 30 MB.
-cold samples    Random samples of a token file of which no page is in memory, against one `pread` per sample
-                on a descriptor for random reads: microseconds, and bytes that the disk reads.
-index           The document, sample and shuffle index of one data set of 5 million documents and 3 epochs:
-                seconds, without writing the files.
+preprocessing   MB/s of tools/preprocess_data.py with each --tokenizer-backend, compared with the
+                `tokenizers` library, which encodes batches on all cores and writes the ids to a file. The
+                text is the Python code of the installed packages, and the tokenizer is a byte-level BPE of
+                8,192 tokens that is trained on it. Also the peak memory of all processes for a line of 30 MB.
+cold samples    Random samples of a token file that has no page in memory, compared with one `pread` per
+                sample on a descriptor for random reads: microseconds, and bytes that the disk reads.
+index           Seconds to build the document, sample and shuffle index of one data set of 5 million
+                documents and 3 epochs, without writing the files.
 many prefixes   A rank starts with a blend of token files whose indices tools/prepare_indices.py has prepared:
                 seconds, files that it opens, and descriptors that stay open.
 
-The folder of --folder should be on the disk that is measured; in a tmpfs all pages are in memory.
+The folder of --folder should be on the disk that you want to measure; in a tmpfs all pages are in memory.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ def main() -> None:
     parser.add_argument("--prefixes", type=int, default=3000, help="number of token files of a start")
     parser.add_argument("--documents", type=int, default=5_000_000, help="documents of the index")
     names = ["preprocessing", "cold-samples", "index", "many-prefixes"]
-    parser.add_argument("--only", nargs="+", choices=names, help="measure these")
+    parser.add_argument("--only", nargs="+", choices=names, help="measure only these parts")
     arguments = parser.parse_args()
     print(describe_machine(), flush=True)
     parts: dict[str, Callable[[Path], None]] = {
@@ -172,7 +172,7 @@ def cold_samples(folder: Path, gigabytes: float) -> None:
 def _read_cold(
     read: Callable[[int, int, int], np.ndarray], path: str, documents: int, length: int, places: random.Random
 ) -> tuple[float, int]:
-    """Returns the microseconds and the bytes that the disk read, per sample."""
+    """Returns the microseconds per sample, and the bytes per sample that the disk read."""
     descriptor = os.open(path, os.O_RDONLY)
     os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
     os.close(descriptor)
@@ -184,7 +184,7 @@ def _read_cold(
 
 
 def _bytes_read() -> int:
-    """Returns the bytes that the disk has read for this process."""
+    """Returns the number of bytes that the disk has read for this process."""
     fields = dict(line.split(": ") for line in Path("/proc/self/io").read_text().splitlines())
     return int(fields["read_bytes"])
 
@@ -221,7 +221,7 @@ def many_prefixes(folder: Path, number: int) -> None:
     rows = []
     for order in ("native", "megatron-core"):
         data = DataConfig(data_path=tuple(words), split="100,0,0", data_order=order)
-        if order != "native":  # build again
+        if order != "native":  # builds the index again
             for path in [*folder.glob("*_idx.npy"), *folder.glob("prepared-*")]:
                 path.unlink()
 

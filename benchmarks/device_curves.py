@@ -1,13 +1,13 @@
-"""Loss curves of small models on a device, compared with curves of one CPU process in fp32.
+"""Computes loss curves of small models on a device, and compares them with curves of one CPU process in fp32.
 
     python benchmarks/device_curves.py curves --out FOLDER         16 variants, at the same time on a GPU
     python benchmarks/device_curves.py ranks --out FOLDER          several ranks that share the device
     python benchmarks/device_curves.py resume --out FOLDER         a save in the background, and its resume
     .venv/bin/python benchmarks/device_curves.py golden            rewrites tests/golden/device_curves.json
 
---tiny has smaller models, for a CPU. The token files are made from integers alone, so their digest, which the
-golden file has too, is equal on every machine. Regenerate the golden file only for a change that is meant to
-alter the numbers, and say in the commit which and why.
+--tiny uses smaller models, for a CPU. The token files are computed from integers alone, so their digest,
+which the golden file contains, is equal on every machine. Regenerate the golden file only for a change that
+is meant to alter the numbers, and name in the commit the numbers that changed and the reason.
 """
 
 from __future__ import annotations
@@ -36,15 +36,15 @@ ROOT = Path(__file__).resolve().parents[1]
 GOLDEN_FILE = ROOT / "tests" / "golden" / "device_curves.json"
 VOCAB, DOCUMENTS, DOCUMENT_TOKENS = 4096, 600, 300
 
-# Size -> flags of both models, and the iterations of a run.
+# Size -> flags of both models, number of iterations of a run.
 SIZES = {
     "full": ("--num-layers 4 --hidden-size 512 --seq-length 256 --max-position-embeddings 256", 20),
     "tiny": ("--num-layers 2 --hidden-size 64 --seq-length 32 --max-position-embeddings 32", 6),
 }
 MODELS = {
-    # Dropout, ALiBi and documents: all Triton kernels of a GPT.
+    # With dropout, ALiBi and documents, the model uses all Triton kernels of a GPT.
     "gpt": "--num-attention-heads 8 --position-embedding-type alibi --reset-attention-mask",
-    # Rotary positions, grouped queries, RMS norms and SwiGLU; plain causal attention.
+    # This model has rotary positions, grouped queries, RMS norms, SwiGLU and plain causal attention.
     "llama": f"{LLAMA} --num-attention-heads 4 --num-query-groups 2 "
     "--untie-embeddings-and-output-weights --hidden-dropout 0 --attention-dropout 0",
 }
@@ -57,10 +57,10 @@ FP32, BF16 = 1e-4, 2e-3
 
 @dataclass(frozen=True)
 class Case:
-    """A run. bound: largest relative difference of a loss from the golden curve. equal_to: a case whose
-    losses must be equal to the digit. after: a case that must have ended before. saves, loads: whether it
-    uses the checkpoint folder; a run that saves ends at half of the iterations. only_on_gpu: on a
-    CPU it would repeat another case, or be too slow."""
+    """A run. bound: largest allowed relative difference of a loss from the golden curve. equal_to: case whose
+    losses must be equal in every digit. after: case that must have ended before this one starts. saves,
+    loads: whether the run saves to or loads from the checkpoint folder; a run that saves ends after half of
+    the iterations. only_on_gpu: on a CPU the case would repeat a different case, or be too slow."""
 
     model: str
     flags: str = ""
@@ -74,12 +74,12 @@ class Case:
     environment: dict[str, str] = field(default_factory=dict)
 
 
-# The dynamic scale begins with steps that are skipped.
+# A static loss scale is used, because the dynamic scale begins with skipped steps.
 FP16 = "--fp16 --loss-scale 1024"
 DETERMINISTIC = "--deterministic-mode"
 STARTS = 0.1
-"""A bound that every run meets that trains: phase curves finds the smaller errors."""
-# Phase -> name -> case.
+"""A bound that every run meets unless it fails to train. The phase `curves` finds smaller errors."""
+# Phase -> name of a case -> case.
 PHASES = {
     "smoke": {"smoke": Case("gpt", "--bf16 --require-kernels", STARTS)},
     "smoke-pytorch": {
@@ -143,7 +143,7 @@ def main() -> None:
     if arguments.phase == "golden":
         write_golden()
         return
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that `run_cases` kills its runs
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # `run_cases` then kills its runs
     size = "tiny" if arguments.tiny else "full"
     sys.exit(
         run_phase(arguments.phase, size, arguments.out, arguments.work or arguments.out, arguments.seconds)
@@ -154,10 +154,10 @@ def main() -> None:
 
 
 def write_tokens(folder: Path) -> str:
-    """Writes token files and a vocabulary to the folder, unless it has them; returns the digest of the ids.
+    """Writes token files and a vocabulary to the folder, unless they exist. Returns the digest of the ids.
 
-    A document is a walk over the vocabulary: a hash of the token selects one of four successors. So a model
-    can learn something, and the ids do not depend on any library's random numbers."""
+    A document is a walk over the vocabulary, in which a hash selects one of four successors of each token. A
+    model can therefore learn something, and the ids do not depend on the random numbers of any library."""
     file = folder / "tokens.bin"
     if not file.exists():
         folder.mkdir(parents=True, exist_ok=True)
@@ -166,7 +166,7 @@ def write_tokens(folder: Path) -> str:
             choice = mixed(rows[0] + np.uint64(position)) % np.uint64(4)
             rows.append(mixed(rows[-1] % np.uint64(VOCAB - 1) * np.uint64(4) + choice))
         tokens = np.stack(rows, axis=1) % np.uint64(VOCAB - 1)
-        tokens[:, -1] = VOCAB - 1  # the end of the document
+        tokens[:, -1] = VOCAB - 1  # the end-of-document token
         write_vocabulary(folder)
         with IndexedDatasetBuilder(folder / "tokens", np.uint16) as builder:
             builder.add_documents(tokens.astype(np.uint16).ravel(), [DOCUMENT_TOKENS] * DOCUMENTS)
@@ -175,7 +175,7 @@ def write_tokens(folder: Path) -> str:
 
 
 def mixed(values: np.ndarray) -> np.ndarray:
-    """The finalizer of SplitMix64, with a constant added."""
+    """Returns a hash of each value: the finalizer of SplitMix64 of the value plus a constant."""
     values = values + np.uint64(0x9E3779B97F4A7C15)
     values = (values ^ (values >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     values = (values ^ (values >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
@@ -183,7 +183,8 @@ def mixed(values: np.ndarray) -> np.ndarray:
 
 
 def write_vocabulary(folder: Path) -> None:
-    """Writes the files of a tokenizer: GPT-2's 256 byte symbols, and names that no merge makes."""
+    """Writes the files of a tokenizer, whose tokens are GPT-2's 256 byte symbols and names that no merge
+    produces."""
     from tokenizers.pre_tokenizers import ByteLevel
 
     names = sorted(ByteLevel.alphabet())
@@ -207,7 +208,7 @@ class Running:
     @property
     def has_ended(self) -> bool:
         codes = [process.poll() for process in self.processes]
-        if any(codes):  # the other ranks would wait for this one
+        if any(codes):  # the other ranks would wait for the failed rank
             self.kill()
         return None not in codes or any(codes)
 
@@ -218,8 +219,8 @@ class Running:
 
 
 def run_phase(phase: str, size: str, out: Path, work: Path, seconds: float) -> int:
-    """Runs the cases, adds a row for each, and returns 1 if one is wrong, 124 if the time was too short. On a
-    GPU all start at once."""
+    """Runs the cases of a phase and adds a row for each. Returns 1 if a case is wrong, and 124 if the time
+    was too short. On a GPU all cases start at the same time."""
     deadline = time.monotonic() + seconds
     on_cpu = os.environ.get("DS_ACCELERATOR") == "cpu"
     golden = json.loads(GOLDEN_FILE.read_text())
@@ -240,8 +241,8 @@ def run_phase(phase: str, size: str, out: Path, work: Path, seconds: float) -> i
 def run_cases(
     cases: dict[str, Case], size: str, out: Path, work: Path, deadline: float, at_once: int
 ) -> None:
-    """Starts each case when the case that it follows has ended, and at most `at_once` processes are running,
-    and waits for all. At the deadline all processes are killed."""
+    """Starts each case when the case that it follows has ended, with at most `at_once` processes at a time,
+    and waits for all cases. At the deadline, kills all processes."""
     waiting, running, ended = dict(cases), list[Running](), set[str]()
     try:
         while (waiting or running) and time.monotonic() < deadline:
@@ -259,7 +260,7 @@ def run_cases(
 
 
 def start(name: str, case: Case, size: str, out: Path, work: Path) -> Running:
-    """Starts the ranks of a case, whose output goes to curves/NAME.log."""
+    """Starts the ranks of a case. Their output is written to curves/NAME.log."""
     flags, iterations = SIZES[size]
     words = [
         "pretrain_gpt.py",
@@ -301,7 +302,7 @@ def log_of(folder: Path, name: str) -> Path:
 
 
 def read_curve(log: Path) -> dict[int, tuple[float, float]]:
-    """Returns iteration -> loss and grad norm of a log."""
+    """Returns iteration -> (loss, grad norm) from a log."""
     text = log.read_text(errors="replace") if log.exists() else ""
     return {
         step["iteration"]: (float("nan") if step["loss"] is None else step["loss"], step["grad_norm"])
@@ -310,8 +311,8 @@ def read_curve(log: Path) -> dict[int, tuple[float, float]]:
 
 
 def compare(name: str, case: Case, golden: list[list[float]], out: Path, iterations: int) -> dict[str, Any]:
-    """Returns the row of a case: the largest relative differences of its losses and grad norms, and a
-    verdict."""
+    """Returns the row of a case: the largest relative differences of its losses and grad norms from the
+    expected curve, and a verdict."""
     found = read_curve(log_of(out, name))
     expected = {index + 1: (loss, norm) for index, (loss, norm) in enumerate(golden)}
     if case.equal_to:
@@ -341,7 +342,7 @@ def last_error(out: Path, name: str) -> str:
 
 
 def write_golden() -> None:
-    """Writes the golden file, on one CPU process per curve."""
+    """Computes each curve in one CPU process, and writes the golden file."""
     from tempfile import TemporaryDirectory
 
     os.environ |= {"DS_ACCELERATOR": "cpu", "CUDA_VISIBLE_DEVICES": ""}

@@ -5,10 +5,11 @@
     python benchmarks/device_throughput.py plan --out FOLDER     the planner's figures; needs no GPU
     python benchmarks/device_throughput.py prewarm --out FOLDER  only fills the caches of the compiler
 
-Each row is written to FOLDER/rows.jsonl when it begins and when it ends, so a crash loses one row: the next
-start continues with the next row. --tiny has small models, for a CPU. Weights are made on the device; a run
-makes them on the CPU, 10 s for 1.3 billion. FOLDER/profile-ROW.txt has the kernels of a step and the gaps
-between them, FOLDER/trace.json.gz the trace of the first profile.
+Each row is written to FOLDER/rows.jsonl when it begins and when it ends, so a crash loses only one row, and
+the next start continues with the next row. --tiny uses small models, for a CPU. The benchmark initializes
+weights on the device, because a run's initialization on the CPU takes 10 s for 1.3 billion weights.
+FOLDER/profile-ROW.txt has the kernels of a step and the gaps between them, and FOLDER/trace.json.gz has the
+trace of the first profile.
 
 MFU has three values. `mfu` counts Megatron's FLOPs, with the attention to all tokens
 (megatron/model/flops.py); `mfu_palm` counts PaLM's 6 N + 12 L h s per token; `mfu_causal` counts half of
@@ -45,12 +46,13 @@ if TYPE_CHECKING:
 
 PLANNED_CARD = "h100-80gb"
 WARM_UP, TIMED = 2, 4
-"""Steps of each row."""
+"""Each row has this number of steps that are not timed, and this number of timed steps."""
 MICRO_BATCHES = 4
-"""Micro-batches of each step."""
+"""Number of micro-batches of each step."""
 NO_TIME = "no time was left"
 GAP_US = 20
-"""A device that is idle for longer between two kernels has waited for the host."""
+"""A gap between two kernels that is longer than this, in us, means that the device has waited for the
+host."""
 
 
 MODELS = {
@@ -64,7 +66,7 @@ MODELS = {
     "gpt-tiny": Model(2, 64, 2, 64, 512),
     "llama-tiny": Model(2, 64, 4, 64, 512, groups=2, ffn=128),
 }
-# Implementation -> flags. The plain loop is 'plain' (eager) or 'plain-compile'.
+# Implementation -> flags. The plain PyTorch loop is 'plain' (eager) or 'plain-compile'.
 FLAGS = {
     "ours": "",
     "ours-compile": "--compile",
@@ -80,7 +82,7 @@ FLAGS = {
 
 @dataclass(frozen=True)
 class Row:
-    """A measurement. min_tokens_per_s, min_mfu: targets on an H100."""
+    """A row of the table: one measurement. min_tokens_per_s, min_mfu: targets on an H100."""
 
     name: str
     implementation: str
@@ -91,7 +93,7 @@ class Row:
 
     @property
     def key(self) -> dict[str, Any]:
-        """The columns that identify the row."""
+        """Returns the columns that identify the row."""
         names = ("model", "implementation", "micro_batch")
         return dict(zip(names, (self.name, self.implementation, self.micro_batch), strict=True))
 
@@ -105,12 +107,12 @@ class Row:
 
     @property
     def expected_s(self) -> float:
-        """A guess of the time that the row takes on a GPU."""
+        """Returns an estimate of the seconds that the row takes on a GPU."""
         return 50.0 if self.profiled or self.implementation.endswith("compile") else 20.0
 
     @property
     def samples(self) -> int:
-        """The samples of a step."""
+        """Returns the number of samples of a step."""
         return MICRO_BATCHES * self.micro_batch
 
     def config(self, more: str = "") -> Config:
@@ -118,7 +120,7 @@ class Row:
         return self.model.config(flags + FLAGS.get(self.implementation, ""))
 
 
-# Phase -> its rows, in the order of their value.
+# Phase -> its rows, the most important row first.
 ROWS = {
     "gpt": [
         Row("gpt-1.3b", "ours", 8, profiled=True, min_tokens_per_s=45500, min_mfu=0.50),
@@ -178,18 +180,16 @@ def main() -> None:
     parser.add_argument("phase", choices=(*ROWS, "plan", "prewarm"))
     parser.add_argument("--out", type=Path, required=True, metavar="FOLDER")
     parser.add_argument("--tiny", action="store_true", help="small models")
+    parser.add_argument("--card", default="", help="PyTorch's name of the card for the plans (default: H100)")
     parser.add_argument(
-        "--card", default="", help="PyTorch's name of the card that is planned (default: H100)"
-    )
-    parser.add_argument(
-        "--seconds", type=float, default=1e9, help="start no row that would probably end later"
+        "--seconds", type=float, default=1e9, help="time limit: start no row that would probably end later"
     )
     arguments = parser.parse_args()
     rows = TINY_ROWS if arguments.tiny else ROWS
     if arguments.phase == "plan":
         add_plans([row for phase in rows.values() for row in phase], arguments)
     elif arguments.phase == "prewarm":
-        # Layers are compiled one by one, so one layer suffices.
+        # Layers are compiled one by one, so a model with one layer fills the caches.
         for row in (row for row in (*rows["gpt"], *rows["llama"]) if row.implementation == "plain-compile"):
             make_plain_step(row, replace(row.model, layers=1))()
             gc.collect()
@@ -198,7 +198,8 @@ def main() -> None:
 
 
 def run_rows(rows: list[Row], arguments: argparse.Namespace) -> int:
-    """Runs the rows that the folder does not have. Returns 1 if rows failed, 3 if the device failed."""
+    """Runs the rows that the folder does not have yet. Returns 1 if rows failed, and 3 if the device
+    failed."""
 
     deadline, failed = time.monotonic() + arguments.seconds, False
     set_library_defaults()
@@ -231,11 +232,11 @@ def run_rows(rows: list[Row], arguments: argparse.Namespace) -> int:
 
 
 def measure(row: Row, folder: Path) -> dict[str, Any]:
-    """Returns the columns of a row."""
+    """Measures a row and returns its columns."""
     import torch
     from deepspeed.accelerator import get_accelerator
 
-    # Late: DeepSpeed takes seconds to import.
+    # The import is late, because DeepSpeed takes seconds to import.
     from megatron.training.startup_report import local_memory
 
     accelerator = get_accelerator()
@@ -271,8 +272,9 @@ def begin_of(error: Exception) -> str:
 
 
 def figures(row: Row, seconds: float) -> dict[str, Any]:
-    """Returns speed, MFU (None if the peak of the device is not known), and targets."""
-    # Late: DeepSpeed takes seconds to import.
+    """Returns the columns with speed, MFU (None if the peak rate of the device is not known) and targets.
+    seconds: time of a step."""
+    # The import is late, because DeepSpeed takes seconds to import.
     from megatron.model.flops import iteration_flops, palm_flops
     from megatron.pipeline.stages import plan_stages
 
@@ -313,7 +315,7 @@ def make_plain_step(row: Row, model: Model) -> Callable[[], float]:
 
 
 def own_step(row: Row) -> Callable[[], float]:
-    # Late: DeepSpeed takes seconds to import.
+    # The import is late, because DeepSpeed takes seconds to import.
     from megatron.kernels.selection import forget_decisions
 
     os.environ.pop("MEGATRON_KERNELS", None)
@@ -327,7 +329,8 @@ def own_step(row: Row) -> Callable[[], float]:
 
 
 def device_values(spec: Any, seed: int, name: str, axes: Any, elements: range | None = None) -> torch.Tensor:
-    """Returns initial values, made on the device. A run with the same seed has other initial values."""
+    """Returns initial values that are computed on the device. They differ from the initial values of a run
+    with an equal seed."""
     import torch
     from deepspeed.accelerator import get_accelerator
 
@@ -337,16 +340,16 @@ def device_values(spec: Any, seed: int, name: str, axes: Any, elements: range | 
 
 def profile(step: Callable[[], float], path: Path) -> dict[str, Any]:
     """Profiles a step; returns the share of its time in which the device is busy, its kernels and its long
-    gaps. Writes the kernels to PATH.txt, and a trace unless the folder has one. On a CPU its operators take
-    the place of the kernels."""
+    gaps. Writes the kernels to PATH.txt, and a trace unless the folder has one. On a CPU, operators take the
+    role of kernels."""
     import torch
     from deepspeed.accelerator import get_accelerator
 
-    # Late: DeepSpeed takes seconds to import.
+    # The import is late, because DeepSpeed takes seconds to import.
     from megatron.training.profiler import device_work, gaps_between, summary
 
     accelerator = get_accelerator()
-    with torch.profiler.profile():  # the first profile loads libraries, which would be a long gap
+    with torch.profiler.profile():  # the first profile loads libraries, which is a long gap
         torch.ones(1, device=accelerator.current_device_name())
         accelerator.synchronize()
     with torch.profiler.profile() as profiler:
@@ -365,8 +368,9 @@ def profile(step: Callable[[], float], path: Path) -> dict[str, Any]:
 
 
 def add_plans(rows: list[Row], arguments: argparse.Namespace) -> None:
-    """Adds a row for each measurement that the planner can predict, which does not model --compile."""
-    # Late: DeepSpeed takes seconds to import.
+    """Adds a row with the plan of each measurement, except those with --compile, which the planner cannot
+    predict."""
+    # The import is late, because DeepSpeed takes seconds to import.
     from megatron.planner.layer_memory import planned_run
     from megatron.planner.memory import plan_memory
     from megatron.planner.step_time import planned_step

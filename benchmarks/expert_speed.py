@@ -1,15 +1,16 @@
 #!/usr/bin/env python3
-"""Times expert layers, beside a dense MLP of equal active FLOPs; on a GPU also their share of its peak.
+"""Times expert layers and a dense MLP of equal active FLOPs; on a GPU also prints their share of the peak
+rate.
 
     python benchmarks/expert_speed.py           on a CPU a layer with 8 experts, top 2, in half a minute; on a
                                                 GPU the layers of OLMoE and Qwen3-30B-A3B
     python benchmarks/expert_speed.py --tiny    tiny layers
 
-The times are of the forward and backward pass of an MLP with SwiGLU and without biases: `layer` includes
-router and dispatch, `products` is only what the experts compute, and `dense` is an MLP whose inner size is k
-times an expert's. All take turns, and each figure is a median. Only FLOPs of the experts' matrices count. A
-GPU computes in bf16, and each expert gets equally many tokens (--moe-router-force-load-balancing); a CPU
-computes in fp32, and the router chooses.
+Each time is of the forward and backward pass of an MLP with SwiGLU and without biases. `layer` includes
+router and dispatch, `products` includes only the computation of the experts, and `dense` is an MLP whose
+inner size is k times the inner size of an expert. The three take turns, and each figure is a median. Only the
+FLOPs of the experts' matrices count. A GPU computes in bf16, and each expert gets an equal number of tokens
+(--moe-router-force-load-balancing). A CPU computes in fp32, and the router chooses the experts.
 """
 
 from __future__ import annotations
@@ -35,14 +36,14 @@ from megatron.mpu.random import DropoutRNG
 from tests.support.measured_worlds import config_of
 
 LEAST_SHARE = 0.45
-"""Least share of the GPU's peak rate that a layer should reach."""
+"""Target: minimum share of the GPU's peak rate that a layer reaches."""
 LARGEST_RATIO = 1.35
-"""Largest time of a layer on a CPU, relative to the dense MLP."""
+"""Target: maximum time of a layer on a CPU, relative to the dense MLP."""
 
 
 @dataclass(frozen=True)
 class Shape:
-    """Sizes of an expert layer; k experts per token."""
+    """Sizes of an expert layer. k: number of experts per token."""
 
     name: str
     tokens: int
@@ -53,7 +54,7 @@ class Shape:
 
     @property
     def flops(self) -> float:
-        """FLOPs of both passes: three products with three matrices of each chosen expert."""
+        """Returns the FLOPs of both passes: three products with three matrices of each chosen expert."""
         return 3 * 2.0 * self.tokens * self.k * 3 * self.hidden * self.size
 
 
@@ -68,10 +69,10 @@ TINY_SHAPES = (Shape("tiny", 12, 16, 24, 4, 2),)
 
 def main() -> None:
     parser = benchmark_parser(__doc__)
-    parser.add_argument("--tiny", action="store_true", help="tiny layers, once")
+    parser.add_argument("--tiny", action="store_true", help="measure tiny layers once")
     parser.add_argument("--rounds", type=int, default=9, help="measurements of each time (default: 9)")
     new = Path(f"runs/experts/{time.strftime('%m%d-%H%M%S')}")
-    parser.add_argument("--out", type=Path, default=new, help="folder of rows.jsonl (default: a new one)")
+    parser.add_argument("--out", type=Path, default=new, help="folder of rows.jsonl (default: a new folder)")
     arguments = parser.parse_args()
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     print(describe_machine(), flush=True)
@@ -91,7 +92,8 @@ def measure(shape: Shape, device: torch.device, rounds: int) -> dict[str, float]
 
 
 def new_layer(shape: Shape, device: torch.device, dense: bool = False) -> nn.Module:
-    """Returns the MLP as the model makes it, with the sums of an optimizer on a GPU."""
+    """Returns the MLP of a model. On a GPU its parameters have the gradient buffers (`main_grad`) of an
+    optimizer."""
     is_gpu = device.type == "cuda"
     experts = f"--num-experts {shape.experts} --moe-router-topk {shape.k} --moe-ffn-hidden-size {shape.size}"
     balance = "--moe-router-force-load-balancing" if is_gpu else ""
@@ -112,7 +114,7 @@ def new_layer(shape: Shape, device: torch.device, dense: bool = False) -> nn.Mod
 
 
 def products_of(layer: nn.Module, shape: Shape) -> Callable[[Tensor], Tensor]:
-    """Returns the experts alone, for rows that are sorted by expert."""
+    """Returns a function that applies only the experts, to rows that are sorted by expert."""
     assert isinstance(layer, ExpertMLP)
     first, second = layer.experts["dense_h_to_4h"], layer.experts["dense_4h_to_h"]
     groups = Groups((shape.tokens * shape.k // shape.experts,) * shape.experts)
@@ -131,7 +133,8 @@ def tokens_of(shape: Shape, device: torch.device, copies: int = 1) -> Tensor:
 
 
 def passes(function: Callable[[Tensor], Tensor], layer: nn.Module, x: Tensor) -> Callable[[], None]:
-    """Returns a forward and a backward pass. Gradients that are not added to `main_grad` are freed."""
+    """Returns a function that runs a forward and a backward pass. It frees gradients that are not added to
+    `main_grad`."""
     upstream = torch.randn_like(function(x))
 
     def work() -> None:
@@ -144,7 +147,8 @@ def passes(function: Callable[[Tensor], Tensor], layer: nn.Module, x: Tensor) ->
 
 
 def columns(shape: Shape, device: torch.device, seconds: dict[str, float]) -> dict[str, object]:
-    """Returns the row of a layer. The share of the peak is judged on a known GPU, the ratio on a CPU."""
+    """Returns the row of a layer. On a GPU with a known peak rate, the verdict is about the share of the
+    peak; on a CPU, it is about the ratio to the dense MLP."""
     gpu, ratio = gpu_of_process(), seconds["layer"] / seconds["dense"]
     share = gpu and shape.flops / seconds["layer"] / gpu.peak_flops["bf16"]
     met, target = ratio <= LARGEST_RATIO, f"at most {LARGEST_RATIO} times the dense MLP"

@@ -1,12 +1,13 @@
-"""Injects failures into Slurm jobs: does the job end soon, name the cause, and resume from its checkpoint?
+"""Injects failures into Slurm jobs, and checks that each job ends soon, names the cause, and resumes from its
+checkpoint.
 
     .venv/bin/python benchmarks/failure_drills.py              # 20 of each: 2 hours on 2 cores
     .venv/bin/python benchmarks/failure_drills.py --each 2 --faults kill stop
 
-Needs Slurm's programs. tests/slurm/cluster.sh starts the cluster: two emulated nodes on this machine with two
-processes each. A tiny model trains and saves every 10 steps. The fault is injected at a random time after the
-first step. The next sbatch must resume, and the next fault is injected into this job. `disk` fills a small
-file system and needs root. The exit code is 1 if a drill fails.
+The benchmark needs Slurm's programs. tests/slurm/cluster.sh starts the cluster: two emulated nodes on this
+machine, with two processes each. A tiny model trains and saves every 10 steps. Each fault is injected at a
+random time after the first step. The next job must resume, and gets the next fault. The fault `disk` fills a
+small file system and needs root. The exit code is 1 if a drill fails.
 """
 
 from __future__ import annotations
@@ -66,7 +67,7 @@ def main() -> None:
                     print(f"round {round + 1}: {drills[-1].describe()}", flush=True)
             inject("scancel", start(folder, env, drills[-1]))
         except KeyboardInterrupt:
-            drills = drills[:-1]  # the next job was not observed
+            drills = drills[:-1]  # no job after the last drill was observed
     print(f"\nfault    drills  ended in {LIMIT_S:.0f} s  median  most  cause named  resumed  most steps lost")
     for fault in arguments.faults:
         if of_kind := [done for done in drills if done.fault == fault]:
@@ -76,8 +77,9 @@ def main() -> None:
 
 @dataclass
 class Drill:
-    """One injected fault. seconds: from the fault until the job and all its processes had ended. reached: the
-    last step in the log. resumed_at: the step from which the next job resumed; None if it did not resume."""
+    """One injected fault. seconds: time from the fault until the job and all its processes had ended.
+    reached: last step in the log. resumed_at: step from which the next job resumed; None if it did not
+    resume."""
 
     fault: str
     seconds: float
@@ -88,21 +90,21 @@ class Drill:
 
     @property
     def named(self) -> bool:
-        """Whether the last line of the log names the cause."""
+        """Returns whether the last line of the log names the cause."""
         return re.search(self.expected, self.last_line) is not None
 
     @property
     def lost(self) -> int | None:
-        """The number of steps that must be repeated."""
+        """Returns the number of steps that must be repeated."""
         return None if self.resumed_at is None else max(self.reached - self.resumed_at, 0)
 
     @property
     def good(self) -> bool:
-        """Whether the drill succeeded in every respect."""
+        """Returns whether the drill succeeded in every respect."""
         return self.seconds <= LIMIT_S and self.named and self.lost is not None and self.lost <= SAVE_INTERVAL
 
     def describe(self) -> str:
-        """Returns the result in one line, before the next job has started."""
+        """Returns the result in one line. It can be called before the next job has started."""
         verdict = "cause named" if self.named else "CAUSE NOT NAMED"
         return f"{self.fault}: {self.seconds:.1f} s, {verdict}: {self.last_line}"
 
@@ -153,7 +155,7 @@ def write_data(prefix: Path) -> None:
 
 
 def inject(fault: str, job: Job, victim: int = 0) -> str:
-    """Injects the fault; returns a pattern for the last line of the log."""
+    """Injects the fault. Returns a pattern that the last line of the log must match."""
     if fault == "scancel":
         job.control("scancel")
         return "Slurm ended the job"
@@ -173,7 +175,7 @@ def inject(fault: str, job: Job, victim: int = 0) -> str:
 
 
 def drill(folder: Path, env: dict[str, str], fault: str, rng: random.Random, previous: Drill | None) -> Drill:
-    """Starts a job, which resumes from the previous drill, and injects a fault."""
+    """Starts a job that resumes from the previous drill, and injects a fault."""
     job = start(folder, env, previous)
     time.sleep(rng.uniform(0.0, 6.0))
     victim = rng.randrange(4)
@@ -182,7 +184,7 @@ def drill(folder: Path, env: dict[str, str], fault: str, rng: random.Random, pre
     job.end()
     wait_until(lambda: not job.processes(), 180.0)
     seconds = time.monotonic() - began
-    # Repairs the fault.
+    # The fault `disk` is repaired.
     (folder / "disk" / "filler").unlink(missing_ok=True)
     subprocess.run([CLUSTER, "start"], env=env, check=True)
     return Drill(fault, seconds, expected, job.log().splitlines()[-1], max(steps(job.log())))

@@ -4,9 +4,10 @@
     python benchmarks/generation.py     four minutes
 
 The model has the sizes of examples/quickstart.sh and random weights, and the prompts have different lengths.
-The reference continues one prompt after the other, and computes the visible text for each token. The model's
-context is 128 tokens. In longer texts the first visible token moves on by 64 tokens at a time. Both take
-turns, and a figure is the best of all rounds, with one thread. The tokens must be equal.
+The reference without a cache continues one prompt after the other, and computes the whole visible text for
+each token. The model's context has 128 tokens. In longer texts the first visible token advances by 64 tokens
+at a time. Both methods take turns, and a figure is the best of all rounds, with one thread. The generated
+tokens must be equal.
 """
 
 from __future__ import annotations
@@ -56,7 +57,7 @@ class Recomputing:
 
 
 def seconds_of(model: LanguageModel, sampling: Sampling, prompts: int, new_tokens: int) -> tuple[float, list]:
-    """Returns the seconds, and the tokens after each prompt."""
+    """Generates texts. Returns the seconds, and the new tokens of each prompt."""
     texts = [Continuation(str, range(5, 6 + index), new_tokens) for index in range(prompts)]
     start = perf_counter()
     for _ in generate(model, texts, sampling, window=WINDOW, eod=-1, seed=1):

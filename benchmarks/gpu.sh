@@ -17,8 +17,8 @@
 #   logs.tar.gz    PHASE/NAME.log, loss curves, profiles by kernel
 #   trace.json.gz  a step of GPT 1.3B, for chrome://tracing, if it has less than 15 MB
 #
-# The Python is $PYTHON, by default that of .venv if it exists, else python3. $COMMIT names the commit of a copy without
-# its history.
+# The Python is $PYTHON, by default the Python of .venv if it exists, else python3. $COMMIT names the commit of a copy
+# without its history.
 #
 # A machine with only Python 3.12, PyTorch, Triton and no network needs two commands. The first runs where a network is,
 # the second on the machine; it installs the packages that the machine lacks into a folder of its own. Only their wheels
@@ -44,7 +44,7 @@
 # loss       memory and time of head and loss
 # host       time of the host for a layer, compared with plain PyTorch modules
 #
-# With --device cpu, kernels run in Triton's interpreter; that of Triton 3.6 needs numpy < 2.4.
+# With --device cpu, kernels run in Triton's interpreter; the interpreter of Triton 3.6 needs numpy < 2.4.
 set -uo pipefail
 cd "$(dirname "$0")/.."
 known="versions smoke kernels curves gpt llama ranks resume sanitizer tiles rest times experts loss host"
@@ -139,7 +139,7 @@ start() {
 }
 
 # phase NAME SECONDS COMMAND...: runs the command, if the phase is wanted and time is left, and returns its exit code.
-# The word @seconds of the command becomes the seconds after which it should end by itself.
+# The word @seconds of the command becomes the seconds after which the command should end.
 phase() {
     local name=$1 limit=$(($2 * patience)) begin=$SECONDS code=0 verdict=ok
     wanted "${name%%-*}" || return 0

@@ -1,6 +1,6 @@
 #!/usr/bin/env python3
-"""Prints versions and settings on which the other figures depend, and the back ends that PyTorch selects for
-attention.
+"""Prints versions and settings on which the figures of the benchmarks depend, and the back ends that PyTorch
+selects for attention.
 
     python benchmarks/gpu_environment.py --out FOLDER     adds rows to FOLDER/rows.jsonl
 
@@ -22,11 +22,11 @@ from benchmarks.machine import add_row, benchmark_parser, describe_machine
 from megatron.cluster.devices import set_library_defaults
 from megatron.cluster.processes import use_exact_products
 from megatron.kernels.selection import reason_against_kernels
-from megatron.model.attention.canary import AttentionCase, sdpa_backend
+from megatron.model.attention.self_test import AttentionCase, sdpa_backend
 from megatron.mpu.weight_gradient import supports_fused_accumulation
 
 PACKAGES = ("triton", "transformers", "numpy", "bitsandbytes")
-# Name -> sequence length, query heads, key heads, head size.
+# Name -> (sequence length, number of query heads, number of key heads, head size).
 SHAPES = {
     "GPT 1.3B": (2048, 16, 16, 128),
     "Llama 1B": (4096, 32, 8, 64),
@@ -41,14 +41,14 @@ def main() -> None:
     folder = parser.parse_args().out
     set_library_defaults()
     use_exact_products()
-    facts: dict[str, object] = {
+    entries: dict[str, object] = {
         "machine": describe_machine(),
         "Python": platform.python_version(),
         "driver": driver(),
     }
-    facts |= {name: installed(name) for name in PACKAGES}
-    facts |= settings()
-    for name, value in facts.items():
+    entries |= {name: installed(name) for name in PACKAGES}
+    entries |= settings()
+    for name, value in entries.items():
         add_row(folder, "environment", name=name, value=str(value))
     device = "cuda" if torch.cuda.is_available() else "cpu"
     dtype = torch.bfloat16 if device == "cuda" else torch.float32
@@ -74,7 +74,7 @@ def settings() -> dict[str, object]:
         "accelerator": f"{accelerator.device_name()}, {accelerator.communication_backend_name()}",
         "kernels": reason or "triton",
         "weight gradients into fp32": supports_fused_accumulation(torch.ones(1, device=device).bfloat16()),
-        "fp32 products": getattr(matmul, "fp32_precision", "unknown"),  # 'tf32' rounds their inputs
+        "fp32 products": getattr(matmul, "fp32_precision", "unknown"),  # 'tf32' rounds the inputs
         "bf16 sums within a product": matmul.allow_bf16_reduced_precision_reduction,
         "CUDA": torch.version.cuda,
         "cuDNN": torch.backends.cudnn.version() if torch.backends.cudnn.is_available() else None,

@@ -3,10 +3,10 @@
 
     python benchmarks/gpu_table.py runs/gpu
 
-A phase that did not run, or was killed, has no rows or only some. The planner's figures are beside the
-measured ones. `/ compiled` is the speed divided by the speed of the compiled plain loop with the same
-micro-batch. Targets are judged only on a card whose peak rate is known, and MFU by Megatron-LM's FLOPs
-(docs/performance.md).
+A phase that did not run has no rows, and a phase that was killed has some of its rows. The tables have the
+planner's figures beside the measured figures. `/ compiled` is the speed divided by the speed of the compiled
+plain loop with an equal micro-batch. Targets are checked only on a card whose peak rate is known. The MFU
+uses Megatron-LM's FLOPs (docs/performance.md).
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ from typing import Any
 from benchmarks.machine import read_rows
 
 MAX_MEMORY_ERROR = 0.03
-"""Largest relative error of the planned peak memory."""
-# Tables that are printed as they are; the others are for `throughput`.
+"""Target: maximum relative error of the planned peak memory."""
+# Tables that are printed as they are. `throughput` combines all other tables.
 TABLES = (
     *("phases", "losses", "kernels", "kernel times", "attention times", "attention back ends", "tiles"),
     *("expert layers", "environment"),
@@ -42,7 +42,8 @@ def main() -> None:
 
 
 def throughput(rows: list[Row], plans: list[Row]) -> list[Row]:
-    """Returns a row per measurement: the last one of each, with plan, comparison and targets."""
+    """Returns a row for each measurement (the last row if it was repeated), with plan, comparison and
+    targets."""
     last = {key_of(row): row for row in rows}
     planned = {key_of(row): row for row in plans}
     compiled = {
@@ -113,7 +114,7 @@ def percent(share: float | None) -> float | None:
 def markdown(rows: list[Row]) -> str:
     """Returns a table with a column for each name in the rows, in the order of their first appearance."""
     columns = list(dict.fromkeys(name for row in rows for name in row))
-    columns.sort(key=lambda name: name == "verdict")  # stable: the verdict comes last
+    columns.sort(key=lambda name: name == "verdict")  # the sort is stable; the verdict comes last
     lines = [columns, ["---"] * len(columns)]
     lines += [[cell(row.get(name)) for name in columns] for row in rows]
     return "\n".join(f"| {' | '.join(line)} |" for line in lines)

@@ -1,17 +1,18 @@
 #!/usr/bin/env python3
-"""Measures how long the host needs to issue the passes of a layer and of the loss, in us per call.
+"""Measures the host time to launch the passes of a layer and of the loss, in us per call.
 
     python benchmarks/host_time.py     a minute, no GPU needed
 
-A GPU waits for the host if a pass takes the host longer than the device. Tensors are tiny and on the CPU, so
-a call's time is the time of Python, of PyTorch's dispatcher and autograd, and of a small kernel for each
-operation. Triton kernels take all of triton's path to the launch, with a driver that launches nothing. Weight
-gradients are added to `main_grad` by one matrix product, as on a GPU. Layers are measured as a stack, so that
-the dropout keys are made once for all, as in a run.
+A GPU waits for the host if a pass takes the host longer than the device. The tensors are tiny and on the CPU,
+so the time of a call is the time of Python, of PyTorch's dispatcher and autograd, and of a small kernel for
+each operation. Triton kernels run Triton's code up to the launch, with a driver that launches nothing. One
+matrix product computes each weight gradient and adds it to `main_grad`, as on a GPU. Layers are measured as a
+stack, so that the dropout keys are computed once for all layers, as in a run.
 
-The table has plain PyTorch modules with equal work beside each row. Both run in turns, and each figure is the
-least of all rounds, since other work only adds time. In plain modules attention has no dropout: without a GPU
-PyTorch has no fused kernel with dropout. The last line has the host time per kernel, which a plan takes.
+Each row also has the time of plain PyTorch modules with equal work. Both run in turns, and each figure is the
+minimum of all rounds, because other load on the machine only adds time. The attention of plain modules has no
+dropout, because PyTorch has no fused kernel with dropout without a GPU. The last line has the host time per
+kernel, for --host-us-per-kernel of a plan.
 """
 
 from __future__ import annotations
@@ -55,12 +56,13 @@ NO_DROPOUT = "layer, no dropout"
 
 Times = tuple[float, float]
 Call = Callable[[], Times]
-"""Runs the work once; returns the seconds of forward and backward pass."""
+"""A function that runs the work once and returns the seconds of the forward and the backward pass."""
 
 
 @contextmanager
 def launches_without_device(launch: Callable[..., None] = lambda *_: None) -> Iterator[None]:
-    """Makes CPU tensors use the Triton kernels, up to the call of `launch` instead of the driver's."""
+    """Makes operations on CPU tensors use the Triton kernels, up to the launch: `launch` is called instead of
+    the driver's function."""
     from triton.backends.compiler import GPUTarget
     from triton.compiler import CompiledKernel
     from triton.runtime.driver import driver
@@ -93,7 +95,7 @@ def launches_without_device(launch: Callable[..., None] = lambda *_: None) -> It
 
 
 def both_passes(forward: Callable[[], Tensor], layers: int = 1) -> Call:
-    """Returns a call that measures the passes of this many equal layers, per layer."""
+    """Returns a function that measures the passes of `layers` equal layers, in seconds per layer."""
     gradient = torch.ones_like(forward())
 
     def call() -> Times:
@@ -107,7 +109,7 @@ def both_passes(forward: Callable[[], Tensor], layers: int = 1) -> Call:
 
 
 def own_layers(flags: str) -> Call:
-    """Transformer layers, with the optimizer's hooks."""
+    """Returns transformer layers, with the optimizer's hooks."""
     sizes = (
         f"--num-layers {LAYERS} --hidden-size {HIDDEN} --num-attention-heads {HEADS} --vocab-size {VOCAB} "
         f"--seq-length {SEQ} --max-position-embeddings {SEQ} --micro-batch-size 1 --global-batch-size 1 "
@@ -146,7 +148,7 @@ def plain_layers(dropout: float = 0.0, groups: int = 0) -> Call:
 
 
 def own_loss() -> Call:
-    """The head and the loss, fused."""
+    """Returns the head and the loss, fused."""
     weight, hidden = head()
     set_main_grad(weight, torch.zeros(weight.shape))
     labels_and_mask = torch.zeros(1, SEQ, dtype=torch.int64), torch.ones(1, SEQ)

@@ -1,4 +1,5 @@
-"""The kernels as cases: each computes outputs and gradients with the kernel or with its PyTorch reference."""
+"""The Triton kernels as cases. Each case computes outputs and gradients with the kernel or with its PyTorch
+reference."""
 
 from __future__ import annotations
 
@@ -32,7 +33,7 @@ from tests.support.measured_worlds import config_of
 
 Work = Callable[[], list[Tensor]]
 
-# Kernel of attention -> tiles (queries, keys, warps, stages) to compare on a GPU.
+# Attention kernel -> tiles (queries, keys, warps, stages) whose times are compared on a GPU.
 TILES = {
     "forward": [
         *((128, 64, 8, 3), (128, 64, 8, 2), (64, 64, 4, 3), (64, 128, 4, 3)),
@@ -51,7 +52,7 @@ TILES = {
 
 @dataclass(frozen=True)
 class Sizes:
-    """Sizes of the tensors of a layer, and of the loss of a chunk of tokens."""
+    """Sizes of the tensors of a layer, and of the tensors of the loss of a chunk of tokens."""
 
     seq: int
     heads: int
@@ -59,7 +60,7 @@ class Sizes:
     vocab: int
     tokens: int
     parameters: tuple[int, ...]
-    """Numbers of elements of the gradients whose norms are computed."""
+    """Number of elements of each gradient whose norm is computed."""
 
     @property
     def hidden(self) -> int:
@@ -68,8 +69,8 @@ class Sizes:
 
 @dataclass(frozen=True)
 class Inputs:
-    """What a case computes with. rounded_to: the values are rounded to this dtype before they get `dtype`, so
-    that cases in two dtypes have equal values."""
+    """Makes the input tensors of cases. rounded_to: values are rounded to this dtype before they are
+    converted to `dtype`, so that cases in two dtypes have equal values."""
 
     sizes: Sizes
     dtype: torch.dtype
@@ -77,7 +78,7 @@ class Inputs:
     rounded_to: torch.dtype
 
     def some(self, shape: tuple[int, ...], count: int, dtype: torch.dtype | None = None) -> list[Tensor]:
-        """Returns random tensors that require a gradient."""
+        """Returns `count` random tensors of a shape that require a gradient."""
         found = []
         for seed in range(count):
             values = torch.randn(
@@ -89,9 +90,10 @@ class Inputs:
 
 @dataclass(frozen=True)
 class Case:
-    """A kernel. work: returns outputs and gradients, with the kernel or with its reference. library: the
-    nearest function of a library, which may compute something else. moved: bytes. flops: 0 if the memory
-    bandwidth is the limit."""
+    """A kernel with its inputs. work: function that returns outputs and gradients, with the kernel or with
+    its reference. library: most similar function of a library, which may compute a different result. moved:
+    bytes that the kernel reads and writes. flops: FLOPs of the kernel; 0 if the memory bandwidth is the
+    limit."""
 
     name: str
     work: Work
@@ -119,7 +121,7 @@ def cases(inputs: Inputs) -> Iterator[Case]:
     yield gated_case(inputs)
     yield weight_gradient_case(inputs)
     yield grouped_case(inputs)
-    # Not in triton's interpreter, which truncates to FP8.
+    # These cases do not run in Triton's interpreter, which truncates to FP8 instead of rounding.
     if inputs.device.type == "cuda" and torch.cuda.get_device_capability() >= (8, 9):
         yield fp8_case(inputs)
         yield fp8_case(inputs, counts=(7, 0))
@@ -143,12 +145,12 @@ def dropout_case(inputs: Inputs) -> Case:
         y = residual + F.dropout(x, 0.1)
         return [y.detach(), *torch.autograd.grad(y, (x, residual), grad)]
 
-    moved = 5 * x.numel() * x.element_size()  # x, residual, output; gradient, gradient of x
+    moved = 5 * x.numel() * x.element_size()  # x, residual and output; gradient, and gradient of x
     return Case("dropout and residual", work, "torch dropout, +", library, moved)
 
 
 def norm_case(inputs: Inputs) -> Case:
-    """The residual addition with dropout and bias, and the layer norm of the sum."""
+    """Returns the case of the residual addition with dropout and bias, and of the layer norm of the sum."""
     sizes = inputs.sizes
     x, residual, *grads = inputs.some((sizes.seq, 1, sizes.hidden), 4)
     bias, weight, beta = inputs.some((sizes.hidden,), 3)
@@ -166,13 +168,14 @@ def norm_case(inputs: Inputs) -> Case:
         parts = total, F.layer_norm(total, norm.normalized_shape, norm.weight, norm.bias)
         return [*(part.detach() for part in parts), *torch.autograd.grad(parts, leaves, grads)]
 
-    # x, residual, sum and norm; sum, the gradients of sum and norm, and those of x and residual.
+    # The forward pass moves x, residual, sum and norm. The backward pass moves the sum and the gradients of
+    # sum, norm, x and residual.
     moved = (4 + 5) * x.numel() * x.element_size()
     return Case("add and norm, with dropout and bias", work, "torch dropout, +, layer_norm", library, moved)
 
 
 def activation_case(inputs: Inputs) -> Case:
-    """GELU, and the gradient of the bias before it, which was added to `x`."""
+    """Returns the case of GELU, and of the gradient of the bias that was added to `x` before."""
     sizes = inputs.sizes
     x, grad = inputs.some((sizes.seq, 1, 4 * sizes.hidden), 2)
     (bias,) = inputs.some((4 * sizes.hidden,), 1)
@@ -187,7 +190,8 @@ def activation_case(inputs: Inputs) -> Case:
         (grad_x,) = torch.autograd.grad(y, x, grad)
         return [y.detach(), grad_x, grad_x.sum((0, 1))]
 
-    # Input and output; the input, the gradient of the output, and the gradient of the input.
+    # The forward pass moves input and output. The backward pass moves the input and the gradients of output
+    # and input.
     moved = (2 + 3) * x.numel() * x.element_size()
     return Case("activation and bias, GELU", work, "torch gelu, sum", library, moved)
 
@@ -220,7 +224,7 @@ def attention_case(name: str, flags: str, inputs: Inputs) -> Case:
         y = F.scaled_dot_product_attention(*heads_first, is_causal=True).permute(2, 0, 1, 3).flatten(2)
         return [y.detach(), *torch.autograd.grad(y, (q, k, v), grad)]
 
-    # 2 GEMMs of [seq, seq / 2, head_dim], and 5 in the backward pass, with 2 FLOPs per element.
+    # The forward pass has 2 GEMMs of [seq, seq / 2, head_dim], the backward pass 5, with 2 FLOPs per element.
     flops = 3.5 * 2 * 2 * sizes.heads * sizes.head_dim * sizes.seq**2 / 2
     return Case(name, work, "torch SDPA, plain causal", library, 0, flops)
 
@@ -237,7 +241,7 @@ def rotary_case(name: str, flags: str, inputs: Inputs) -> Case:
     grads = inputs.some((sizes.seq, 1, sizes.heads, sizes.head_dim), 3)
 
     def work() -> list[Tensor]:
-        parts = attention._split(projected, None)
+        parts = attention._split(projected, None)[:3]  # the kernel also returns an empty gate
         return [*(part.detach() for part in parts), *torch.autograd.grad(parts, [projected, *vectors], grads)]
 
     def library() -> list[Tensor]:
@@ -262,14 +266,15 @@ def gated_case(inputs: Inputs) -> Case:
         y = value * F.silu(gate)
         return [y.detach(), *torch.autograd.grad(y, wide, grad)]
 
-    # Values, gates and output; these and the gradient of the output, and the gradients of values and gates.
+    # The forward pass moves values, gates and output. The backward pass moves values and gates, and the
+    # gradients of output, values and gates.
     moved = (3 + 5) * grad.numel() * grad.element_size()
     return Case("gated activation, SwiGLU", work, "torch silu, *", library, moved)
 
 
 def weight_gradient_case(inputs: Inputs) -> Case:
-    """Returns the gradient of the MLP's first matrix, added to its fp32 sum. The GEMM of the reference is in
-    fp32."""
+    """Returns the case of the gradient of the MLP's first matrix, which is added to its fp32 sum. The GEMM of
+    the reference is in fp32."""
     sizes, device = inputs.sizes, inputs.device
     (weight,) = inputs.some((4 * sizes.hidden, sizes.hidden), 1)
     (x,) = inputs.some((sizes.seq, sizes.hidden), 1)
@@ -282,7 +287,7 @@ def weight_gradient_case(inputs: Inputs) -> Case:
         if not uses_kernels(weight):
             weight.main_grad.addmm_(grad.float().t(), x.float())
         elif (gradient := weight_gradient(weight, grad, x)) is not None:
-            weight.main_grad.add_(gradient)  # this device has no GEMM that accumulates
+            weight.main_grad.add_(gradient)  # this device has no accumulating GEMM
         return [weight.main_grad]
 
     @torch.no_grad()
@@ -295,8 +300,8 @@ def weight_gradient_case(inputs: Inputs) -> Case:
 
 
 def grouped_case(inputs: Inputs) -> Case:
-    """Runs the first linear layer of 8 experts, one without rows, and adds its weight's gradient to the fp32
-    sum."""
+    """Returns the case of the first linear layer of 8 experts (one of them without rows), which adds the
+    gradient of its weight to the fp32 sum."""
     sizes, device = inputs.sizes, inputs.device
     counts = (1, sizes.seq // 2, 0, *[sizes.seq // 10] * 4)
     groups = Groups((*counts, sizes.seq - sum(counts)))
@@ -322,8 +327,8 @@ def grouped_case(inputs: Inputs) -> Case:
 
 
 def fp8_case(inputs: Inputs, counts: tuple[int, ...] = ()) -> Case:
-    """Quantizes the rows and the matrix of a linear layer, and multiplies both. counts: rows of all experts
-    but the last one; without them one matrix."""
+    """Returns the case that quantizes the rows and the matrix of a linear layer, and multiplies both. counts:
+    numbers of rows of all experts except the last one; empty for one matrix without experts."""
     n_in, rows = 2 * fp8.BLOCK, inputs.sizes.seq
     shape = (*([len(counts) + 1] if counts else []), 3 * fp8.BLOCK, n_in)
     (x,), (weight,), (bias,) = (inputs.some(size, 1) for size in ((rows, n_in), shape, shape[:-1]))
@@ -343,8 +348,9 @@ def fp8_case(inputs: Inputs, counts: tuple[int, ...] = ()) -> Case:
 
 
 def loss_case(inputs: Inputs) -> Case:
-    """Computes the logits of a chunk, the losses, and the gradient in place. The times include the GEMM of
-    the logits. The loss has no fp64: fp32 takes its place."""
+    """Returns the case that computes the logits of a chunk, the losses, and the gradient in the memory of the
+    logits. The times include the GEMM of the logits. The loss does not support fp64, so its exact reference
+    is in fp32."""
     sizes, device = inputs.sizes, inputs.device
     dtype = torch.float32 if inputs.dtype == torch.float64 else inputs.dtype
     (hidden,) = inputs.some((sizes.tokens, 64), 1, dtype)
@@ -355,7 +361,7 @@ def loss_case(inputs: Inputs) -> Case:
     def work() -> list[Tensor]:
         with torch.no_grad():
             chunks = LogitChunks(hidden, weight, labels, Axis("tp"), sizes.vocab, 0.0)
-            losses, _, _, gradient = chunks.losses(chunks.chunks[0], with_gradient=True)
+            losses, gradient = chunks.losses(chunks.chunks[0], with_gradient=True)
         scale = chunks.gradient_scale  # 1 except in fp16
         return [losses, gradient if scale == 1 else gradient / scale]
 
@@ -373,7 +379,7 @@ def embedding_case(inputs: Inputs) -> Case:
     (weight,) = inputs.some((sizes.vocab, sizes.hidden), 1)
     (grad,) = inputs.some((sizes.seq, sizes.hidden), 1)
     generator = torch.Generator().manual_seed(2)
-    # Frequent tokens repeat, as in text.
+    # Frequent tokens are repeated, as in text.
     ids = (torch.rand(sizes.seq, generator=generator) ** 4 * sizes.vocab).long().to(device)
     weight.main_grad = torch.zeros(weight.shape, device=device)
 
@@ -424,8 +430,8 @@ def copied_gradient_case(inputs: Inputs) -> Case:
 
 
 def optimizer_case(inputs: Inputs) -> Case:
-    """A step of AdamW from the sum of the gradients to the weights in the run's dtype, after weights and
-    moments were reset."""
+    """Returns the case of a step of AdamW, from the sum of the gradients to the weights in the run's dtype.
+    Weights and moments are reset before the step."""
     dtype = torch.float64 if inputs.dtype == torch.float64 else torch.float32
     values, gradient = (x.detach() for x in inputs.some((max(inputs.sizes.parameters),), 2, dtype))
     rounded, factor = values.to(inputs.dtype, copy=True), 0.5

@@ -5,9 +5,9 @@
     python benchmarks/kernel_speed.py time      each kernel, its reference and a library's function; attention
     python benchmarks/kernel_speed.py tiles     times of the attention kernels with other tiles
 
-On a GPU, `check` takes a minute, `time` three, `tiles` three. --small has small tensors. A row that the
-folder of --out has is not computed again, so after an error of the device, exit code 3, the next start
-continues. On a machine without a GPU small tensors are computed in triton's interpreter:
+On a GPU, `check` takes a minute, and `time` and `tiles` take three minutes each. --small uses small tensors.
+A row that the folder of --out already has is not computed again, so after an error of the device (exit code
+3) the next start continues. On a machine without a GPU, Triton's interpreter computes small tensors:
 
     TRITON_INTERPRET=1 MEGATRON_KERNELS=interpreter python benchmarks/kernel_speed.py check --small
 
@@ -15,15 +15,15 @@ check: `error` is the largest ||found - exact|| / ||exact|| of outputs and gradi
 reference in fp64 with equal inputs. It must be within the bound of the dtype, or within twice the error of
 the reference in the kernel's dtype, but never above ten times the bound.
 
-time: sizes are from a layer of a 13B model: sequence 2048, hidden size 5120, 40 heads, vocabulary 50,304,
-bf16. Times are medians, forward and backward pass together, by `triton.testing.do_bench`, which clears the
-cache of the GPU between calls. `rate` counts the bytes that must be read and written once. For attention it
-counts the FLOPs of the causal half, including those that document masks skip; the backward pass counts 2.5
-times the forward pass. A second table compares the implementations of attention without dropout,
+time: the tensors have the sizes of a layer of a 13B model in bf16: sequence 2048, hidden size 5120, 40 heads,
+vocabulary 50,304. Times are medians of forward and backward pass together, by `triton.testing.do_bench`,
+which clears the cache of the GPU between calls. `rate` counts the bytes that must be read and written once.
+For attention it counts the FLOPs of the causal half, including FLOPs that document masks skip; the backward
+pass counts 2.5 times the forward pass. A second table compares implementations of attention without dropout,
 which compute equal values.
 
-tiles: causal attention with dropout 0.1 in bf16, heads of 64 and 128. A run never searches: another tile adds
-in another order.
+tiles: times of causal attention with dropout 0.1 in bf16, with heads of 64 and 128. A run never searches
+tiles, because a different tile adds in a different order.
 """
 
 from __future__ import annotations
@@ -60,18 +60,19 @@ CHECKED = Sizes(1024, 8, 64, 50304, 512, (7, 5000, 3_000_001))
 SMALL = Sizes(40, 2, 16, 100, 24, (7, 5000, 300))
 HEAD_DIMS = (64, 128, 80, 96)
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
-# Largest error of a kernel that is right, by dtype. 16-bit values are rounded to 8 or 11 bits.
+# Dtype -> largest error of a correct kernel. 16-bit values are rounded to 8 or 11 bits.
 BOUNDS = {torch.float32: 3e-6, torch.bfloat16: 1e-2, torch.float16: 2e-3}
 SMALL_TILES = {"forward": [(16, 16, 4, 1)], "query": [(32, 16, 4, 1)], "key": [(16, 32, 4, 1)]}
 KINDS = ("causal", "causal, heads share keys", "window", "documents", "ALiBi")
 
 Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
-"""query [seq, 1, heads, head_dim], key and value [seq, 1, groups, head_dim] -> the shape of query."""
+"""A function of query [seq, 1, heads, head_dim], key and value [seq, 1, groups, head_dim] that returns the
+output of attention in the shape of query."""
 
 
 @dataclass(frozen=True)
 class Target:
-    """Where the rows go, and what computes them."""
+    """The folder of the rows, and the device and sizes with which they are computed."""
 
     folder: Path
     device: torch.device
@@ -82,7 +83,8 @@ class Target:
 
     @property
     def low_dtype(self) -> torch.dtype:
-        """The interpreter truncates to bf16, where a GPU rounds."""
+        """Returns the 16-bit dtype of the checks: not bf16 in Triton's interpreter, which truncates to bf16
+        instead of rounding."""
         return torch.float32 if self.device.type == "cpu" else torch.bfloat16
 
 
@@ -91,10 +93,10 @@ def main() -> None:
     parser.add_argument("mode", choices=("check", "time", "tiles"))
     parser.add_argument("--small", action="store_true", help="small tensors")
     parser.add_argument(
-        "--dtype", choices=DTYPES, help="check: only this one (default: all, at the same time)"
+        "--dtype", choices=DTYPES, help="with check: only this dtype (default: all, at the same time)"
     )
     new = Path(f"runs/kernels/{time.strftime('%m%d-%H%M%S')}")
-    parser.add_argument("--out", type=Path, default=new, help="folder of rows.jsonl (default: a new one)")
+    parser.add_argument("--out", type=Path, default=new, help="folder of rows.jsonl (default: a new folder)")
     arguments = parser.parse_args()
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     if device.type == "cpu" and not arguments.small:
@@ -116,7 +118,7 @@ def main() -> None:
 
 @contextmanager
 def references() -> Iterator[None]:
-    """Makes the operators compute with PyTorch."""
+    """Makes the operators compute with PyTorch within the block."""
     forget_decisions()
     try:
         with temporary_environment({"MEGATRON_KERNELS": "pytorch"}):
@@ -129,7 +131,7 @@ def references() -> Iterator[None]:
 
 
 def check(target: Target, dtype: torch.dtype) -> int:
-    """Adds a row for each kernel and head size; returns 1 if an error is above its bound."""
+    """Adds a row for each kernel and head size. Returns 1 if an error is above its bound."""
     right = True
     for head_dim in (SMALL.head_dim,) if target.small else HEAD_DIMS:
         inputs = target.inputs(SMALL if target.small else replace(CHECKED, head_dim=head_dim), dtype)
@@ -148,7 +150,7 @@ def check(target: Target, dtype: torch.dtype) -> int:
 def errors(case: Case, exact: Case, dtype: torch.dtype) -> dict[str, Any]:
     with references():
         reference, expected = outputs(case), outputs(exact)
-    found = outputs(case)  # last: some backward passes overwrite their inputs
+    found = outputs(case)  # last, because some backward passes overwrite their inputs
     error, of_reference = largest_error(found, expected), largest_error(reference, expected)
     good = error <= max(BOUNDS[dtype], min(2 * of_reference, 10 * BOUNDS[dtype]))
     columns = {"error": error, "error_of_pytorch": of_reference, "bound": BOUNDS[dtype]}
@@ -156,8 +158,8 @@ def errors(case: Case, exact: Case, dtype: torch.dtype) -> dict[str, Any]:
 
 
 def try_row(target: Target, table: str, name: dict[str, Any], work: Callable[[], dict[str, Any]]) -> bool:
-    """Adds a row with the columns that `work` returns, or its error; returns whether the row is right. After
-    an error of the device the process ends, since later results would be its consequence."""
+    """Adds a row with the columns that `work` returns, or with its error. Returns whether the row is right.
+    After an error of the device, ends the process, because all later results would be wrong."""
     for row in read_rows(target.folder, table):
         if name.items() <= row.items():
             return row.get("verdict", "ok") == "ok"
@@ -177,7 +179,7 @@ def outputs(case: Case) -> list[Tensor]:
 
 
 def largest_error(found: list[Tensor], exact: list[Tensor]) -> float:
-    """Returns the largest error of an output, relative to it; absolute for an output of zeros."""
+    """Returns the largest relative error of the outputs. For an output of zeros, the error is absolute."""
     errors = [
         float((a - b).norm() / (size if (size := b.norm()) else 1)) for a, b in zip(found, exact, strict=True)
     ]
@@ -188,7 +190,7 @@ def largest_error(found: list[Tensor], exact: list[Tensor]) -> float:
 
 
 def seconds_of(work: Callable[[], Any], device: torch.device) -> float:
-    """Returns the median time of a call; on a CPU the time of one call."""
+    """Returns the median seconds of a call; on a CPU the seconds of one call."""
     if device.type == "cpu":
         start = time.perf_counter()
         work()
@@ -199,8 +201,8 @@ def seconds_of(work: Callable[[], Any], device: torch.device) -> float:
 
 
 def compare_times(target: Target) -> int:
-    """Adds a row for each kernel, and for each kind of attention. A case that fails does not stop the
-    others."""
+    """Adds a row for each kernel, and for each kind of attention. After a case that fails, continues with the
+    next case."""
     sizes, right = SMALL if target.small else TIMED, True
     for case in cases(target.inputs(sizes, target.low_dtype)):
         right &= try_row(target, "kernel times", {"kernel": case.name}, partial(times, case, target))
@@ -258,8 +260,8 @@ def compared_attention(kind: str, sizes: Sizes, target: Target) -> dict[str, Any
 def implementations(kind: str, seq: int, heads: int, device: torch.device) -> dict[str, Attend]:
     """Returns the implementations of one of `KINDS`: this repository's Triton kernels, and PyTorch's
     `scaled_dot_product_attention` and FlexAttention, for a window on a GPU also its flash kernel. Windows and
-    documents have seq / 4 tokens. Dropout is left out: the masks of PyTorch's kernels depend on rank and
-    kernel."""
+    documents have seq / 4 tokens. The implementations have no dropout, because the masks of PyTorch's kernels
+    depend on rank and kernel."""
     document_ids = None
     if kind == "documents":
         tokens = torch.ones(1, seq, dtype=torch.int64, device=device)
@@ -290,8 +292,8 @@ def implementations(kind: str, seq: int, heads: int, device: torch.device) -> di
 
 
 def flex(masks: AttentionMasks, document_ids: Tensor | None, seq: int, device: torch.device) -> Attend:
-    """FlexAttention, compiled on a GPU. Compiled code has no window or document of its own, so both kinds use
-    the first token of each query."""
+    """Returns FlexAttention, compiled on a GPU. The mask is given by the first visible token of each query,
+    so that one compiled function serves windows and documents."""
     first_keys, _ = masks.ranges(seq, 1, device, document_ids)
     slopes = masks.slopes_on(device)
 
@@ -338,7 +340,7 @@ def compare_tiles(target: Target) -> int:
 def time_of_tile(
     call: Callable[[], Sequence[Tensor]], tile: Tiles, expected: list[Tensor], target: Target
 ) -> dict[str, Any]:
-    launch = attention._launch  # its cache knows the shapes, but not the tiles
+    launch = attention._launch  # its cache ignores the tiles
     launch.cache_clear()
     try:
         with patch.object(attention, "tiles", lambda *_: tile):
@@ -347,7 +349,7 @@ def time_of_tile(
     finally:
         launch.cache_clear()
     if not error <= BOUNDS[target.low_dtype]:
-        raise ValueError(f"the results differ by {error:.1e} from those of the first tile")
+        raise ValueError(f"the results differ by {error:.1e} from the results of the first tile")
     return {"ms": milliseconds, "difference": error}
 
 

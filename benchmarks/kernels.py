@@ -1,19 +1,19 @@
 #!/usr/bin/env python3
-"""Compiles the Triton kernels for each GPU architecture; prints registers, shared memory and spills.
+"""Compiles the Triton kernels for each GPU architecture, and prints registers, shared memory and spills.
 
     python benchmarks/kernels.py                  no GPU needed; three minutes
     python benchmarks/kernels.py --sweep-tiles    the attention kernels with each tile that a GPU should time
 
-Registers, stack and spills (bytes of local memory, which should be 0) are per thread. They are read from the
-compiled code with cuobjdump and nvdisasm of the triton package. Shared memory is per block, from the
-compiler's metadata. `wasted` is the part of an attention kernel's matrix products that its tiles do not need,
-and `narrowest` the smallest product of an instruction: rows x columns x inner length. Nothing runs on a GPU.
-`kernel_speed.py tiles` measures the times of the tiles.
+Registers, stack and spills (bytes of local memory, which should be 0) are per thread, and are read from the
+compiled code with cuobjdump and nvdisasm of the triton package. Shared memory is per block, and is read from
+the compiler's metadata. `wasted` is the part of an attention kernel's matrix products that its tiles do not
+need, and `narrowest` the smallest product of an instruction: rows x columns x inner length. Nothing runs on a
+GPU. `kernel_speed.py tiles` measures the times of the tiles.
 """
 
 import os
 
-# Kernels that were defined with triton's interpreter cannot be compiled.
+# Kernels that were defined for Triton's interpreter cannot be compiled.
 os.environ.pop("TRITON_INTERPRET", None)
 
 from collections.abc import Iterator
@@ -39,7 +39,9 @@ from tests.support.compiled_kernels import (
 
 def main() -> None:
     parser = benchmark_parser(__doc__)
-    parser.add_argument("--sweep-tiles", action="store_true", help="compile attention with other tiles")
+    parser.add_argument(
+        "--sweep-tiles", action="store_true", help="compile the attention kernels with all tiles"
+    )
     parser.add_argument("--architectures", type=int, nargs="+", default=list(ARCHITECTURES), metavar="SM")
     parser.add_argument("--only", default="", metavar="TEXT", help="only kernels whose names begin with TEXT")
     arguments = parser.parse_args()
@@ -64,12 +66,12 @@ def resources(variant: Variant, architecture: int) -> tuple[str, ...]:
 
 
 def tile_variants(architecture: int) -> Iterator[Variant]:
-    """The attention kernels in bf16 with ALiBi, documents and dropout, which need the most registers, with
-    each tile of `TILES`."""
+    """Returns the attention kernels in bf16 with ALiBi, documents and dropout, which need the most registers,
+    with each tile of `TILES`."""
     for place, kernel in enumerate(ATTENTION_PRODUCTS):
         for head_dim in (128, 64):
             for numbers in TILES[kernel.removeprefix("backward_")]:
-                attention._launch.cache_clear()  # it knows the shapes, but not the tiles
+                attention._launch.cache_clear()  # the cache ignores the tiles
                 with patch.object(attention, "tiles", lambda *_, numbers=numbers: Tiles(*numbers)):
                     work = partial(attention_work, "bf16", head_dim, "adr")
                     launch, dtypes, grid = launches_of(work, architecture)[place]

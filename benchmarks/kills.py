@@ -12,9 +12,9 @@ rank is killed at a random time during a save, and the run is launched again. Ea
 checkpoint at least as new as the last checkpoint that was reported as saved, verify it on loading, and
 reproduce the losses of an uninterrupted run to the last bit. The exit code is 1 at the first failure.
 
-With --preprocessing, SIGKILL or SIGTERM hits the main process or a worker of each of two shards at a random
-time. No process and no temporary file may remain, and the repeated command must make the files of an
-undisturbed run.
+With --preprocessing, the benchmark sends SIGKILL or SIGTERM at a random time to the main process or a worker
+of each of two shards. No process and no temporary file may remain, and the repeated command must write the
+files of an undisturbed command.
 """
 
 from __future__ import annotations
@@ -35,10 +35,12 @@ ROOT = Path(__file__).parents[1]
 
 
 def main() -> None:
-    """Prints the result; exits with 1 if a resume failed."""
+    """Prints the result. Exits with 1 if a resume failed."""
     parser = benchmark_parser(__doc__)
     parser.add_argument("--kills", type=int, default=200)
-    parser.add_argument("--async-save", action="store_true", help="save in the background, kill writers too")
+    parser.add_argument(
+        "--async-save", action="store_true", help="save in the background, and kill writers, too"
+    )
     parser.add_argument(
         "--local-save",
         action="store_true",
@@ -66,7 +68,8 @@ def main() -> None:
 
 
 def print_preprocessing(folder: Path, kills: int, seed: int) -> None:
-    """Prints the result of a preprocessing whose shards are killed; raises AssertionError for a fault."""
+    """Kills the shards of a preprocessing and prints the result. Raises AssertionError if a file is wrong or
+    something remains."""
     text = (ROOT / "docs" / "LOG.md").read_text(encoding="utf-8")
     trainer = ByteLevelBPETokenizer()
     trainer.train_from_iterator([text], 2000, special_tokens=[END_OF_TEXT], show_progress=False)

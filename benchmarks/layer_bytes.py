@@ -1,13 +1,13 @@
 #!/usr/bin/env python3
-"""Counts the bytes that a transformer layer moves in a forward and a backward pass, its kernel launches, and
-what it keeps for the backward pass.
+"""Counts the bytes that a transformer layer reads and writes in a forward and a backward pass, its kernel
+launches, and the bytes that it keeps for the backward pass.
 
     python benchmarks/layer_bytes.py [MODEL ...]     no GPU needed; half a minute
 
-The run's own layers run on the simulated accelerator, with the Triton kernels (--kernels pytorch: without).
-The bytes of all tensors that an operation reads or writes are added, and compared with their minimum:
-each fused operation reads its operands once and writes its results once. Nothing is measured.
-`step_cost.py` lists the operations.
+The layers of a run are executed on the simulated accelerator, with the Triton kernels, or without them
+(--kernels pytorch). The benchmark adds the bytes of all tensors that operations read or write, and compares
+the sum with its minimum, in which each fused operation reads its operands once and writes its results once.
+Nothing is measured. `step_cost.py` lists the operations.
 """
 
 from __future__ import annotations
@@ -43,14 +43,15 @@ MODELS = {
     "Qwen3 8B": _LLAMA + "--num-layers 36 --ffn-hidden-size 12288 --vocab-size 151936 --qk-layernorm ",
 }
 MOST_BYTES = 1.05
-"""Goal: bytes of both passes, relative to their minimum."""
+"""Goal: maximum bytes of both passes, relative to their minimum."""
 MOST_LAUNCHES = 12
-"""Goal: launches of a forward pass."""
+"""Goal: maximum number of launches of a forward pass."""
 
 
 @dataclass(frozen=True)
 class LayerBytes:
-    """The forward pass and the backward pass of a layer of a model, one micro-batch."""
+    """The costs of the forward and the backward pass of a model's layer, for one micro-batch. Pairs are
+    (forward pass, backward pass)."""
 
     launches: tuple[int, int]
     moved: tuple[float, float]
@@ -64,7 +65,7 @@ class LayerBytes:
     def of(cls, config: Config) -> LayerBytes:
         assert config.model.vocab_size is not None
         layers = stage_costs(planned_run(config, config.model.vocab_size), 0).layers
-        layer = layers[len(layers) // 2]  # not the first one, which also makes tables
+        layer = layers[len(layers) // 2]  # not the first layer, which also computes tables
         forward, backward = (
             [action for action in cost.actions if isinstance(action, Kernel)]
             for cost in (layer.forward, layer.backward)
@@ -78,14 +79,14 @@ class LayerBytes:
 
     @property
     def share(self) -> float:
-        """Bytes of both passes, relative to their minimum."""
+        """Returns the bytes of both passes divided by their minimum."""
         return sum(self.moved) / sum(self.least)
 
 
 @dataclass(frozen=True)
 class _Widths:
-    """Elements per token of a pre-norm layer's activations on a rank. ffn_in: of the MLP's first product.
-    shard: of hidden states between the blocks, which --sequence-parallel shards."""
+    """Numbers of elements per token in the activations of a pre-norm layer on a rank. ffn_in: output of the
+    MLP's first product. shard: hidden states between the blocks, which --sequence-parallel shards."""
 
     hidden: float
     shard: float
@@ -104,7 +105,7 @@ class _Widths:
 
     @property
     def products(self) -> float:
-        """Elements that the four products read and write, without weights."""
+        """Returns the number of elements per token that the four products read and write, without weights."""
         return 4 * self.hidden + self.projection + self.query + self.ffn_in + self.ffn
 
 
@@ -127,9 +128,10 @@ def least_forward_bytes(config: Config) -> float:
 
 
 def least_backward_bytes(config: Config) -> float:
-    """Returns the bytes of the backward passes of these operations. A matrix product has two, and adds the
-    gradient of its weight to the fp32 sum. Gradients of biases are part of the operation after the product,
-    but for the projection's, and without dropout the last one's: they read the gradient once more."""
+    """Returns the bytes of the backward passes of the operations of `least_forward_bytes`. A matrix product
+    has two backward products, and adds the gradient of its weight to the fp32 sum. The gradient of a bias is
+    computed in the operation after its product. The exceptions are the projection's bias, and the last bias
+    without dropout: their gradients read the gradient of the output once more."""
     model = config.model
     widths, drops = _Widths.of(config), model.hidden_dropout > 0
     adds_bias = not model.disable_bias_linear

@@ -1,5 +1,5 @@
-"""What benchmarks share: a parser of flags, a description of the machine, rows of results, the times of works
-that take turns, and the peak memory of a block or a command."""
+"""Functions for all benchmarks: a parser of flags, a description of the machine, rows of results, the times
+of works that take turns, and the peak memory of a block or a command."""
 
 import argparse
 import json
@@ -19,18 +19,18 @@ LLAMA = (
     "--position-embedding-type rotary --normalization RMSNorm --glu-activation swiglu --disable-bias-linear "
     "--group-query-attention "
 )
-"""Flags of the layers of Llama, without their sizes."""
+"""Flags that select the layers of Llama, without sizes."""
 
 
 def benchmark_parser(description: str | None) -> argparse.ArgumentParser:
-    """Returns a parser whose help begins with a benchmark's docstring, with its line breaks."""
+    """Returns a parser whose help begins with the docstring of a benchmark, with its line breaks."""
     return argparse.ArgumentParser(
         description=description, formatter_class=argparse.RawDescriptionHelpFormatter
     )
 
 
 def describe_machine() -> str:
-    """Returns processor or GPU, cores, versions and commit, in one line."""
+    """Returns one line with the processor or GPU, the number of cores, the versions and the commit."""
     import torch
 
     device = torch.cuda.get_device_name() if torch.cuda.is_available() else _processor()
@@ -49,8 +49,8 @@ def add_row(folder: Path, table: str, **columns: Any) -> None:
 
 
 def read_rows(folder: Path, table: str) -> list[dict[str, Any]]:
-    """Returns the rows of the named table in the folder. A line that a killed process has not ended is left
-    out."""
+    """Returns the rows of the named table in the folder. It leaves out a line that a killed process has not
+    completed."""
     found = []
     file = folder / "rows.jsonl"
     for line in file.read_text().splitlines() if file.exists() else ():
@@ -76,9 +76,9 @@ def device_is_lost() -> bool:
 def times_in_turns(
     works: Mapping[str, Callable[[], float | None]], rounds: int, warm_up: int = 1
 ) -> dict[str, list[float]]:
-    """Runs works in turns, so that other load on the machine slows all of them. Returns the seconds of each
-    work in each round, on a GPU until the GPU has finished, without the first `warm_up` rounds. A work may
-    return its own seconds."""
+    """Runs works in turns, so that other load on the machine slows all of them. Returns name of a work ->
+    seconds in each round, without the first `warm_up` rounds. On a GPU the time ends when the GPU has
+    finished. A work may return its own seconds."""
     times: dict[str, list[float]] = {name: [] for name in works}
     for turn in range(warm_up + rounds):
         for name, work in works.items():
@@ -100,7 +100,8 @@ def _wait_for_gpu() -> None:
 
 @contextmanager
 def sampled(value: Callable[[], int]) -> Iterator[list[int]]:
-    """Yields a list of values: at the begin of the block, every 5 ms in it, and at its end."""
+    """Yields a list that gets the value at the beginning of the block, every 5 ms during the block, and at
+    its end."""
     values, over = [value()], threading.Event()
 
     def sample() -> None:
@@ -118,8 +119,9 @@ def sampled(value: Callable[[], int]) -> Iterator[list[int]]:
 
 
 def peak_bytes_of(command: Sequence[str], **options: Any) -> int:
-    """Runs a command. Returns the largest sum of the resident memory of its processes, sampled; pages that
-    processes share count in each. Exits the program if the command fails. options: of `Popen`."""
+    """Runs a command. Returns the largest sampled sum of the resident memory of its processes, in bytes; a
+    shared page counts in each process. Exits the program if the command fails. options: options of
+    `Popen`."""
     import psutil
 
     def resident_bytes() -> int:

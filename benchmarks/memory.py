@@ -6,22 +6,22 @@
     python benchmarks/memory.py conversion --folder /scratch               2 and 4 layers: 35 GB of free disk
     python benchmarks/memory.py conversion --folder /scratch --layers 80
 
-loss: head and loss, fused (--loss-implementation fused, the default) and plain, side by side. The first table
-is the peak memory at a size at which users' last stages ran out of memory: micro-batch 8, sequence 2048,
-hidden 2048, vocabulary 250368 over 4 TP ranks, bf16. With an accelerator the memory is measured; without an
-accelerator it is counted tensor by tensor on the meta device. `gradient` is the gradient of hidden (16 bits):
-the fused loss holds it at its peak, the plain loss makes it later. Both add the weight's gradient to
-`main_grad`, which does not count. The second table is the time of a micro-batch, forward
-and backward, on a CPU at a smaller size, measured in turns. `products` is the time of the three GEMMs of head
-and loss alone, each at full size.
+loss: compares head and loss with --loss-implementation fused (the default) and plain. The first table has the
+peak memory at a size that is critical for last stages: micro-batch 8, sequence 2048, hidden 2048, vocabulary
+250368 over 4 TP ranks, bf16. With an accelerator the memory is measured; without an accelerator it is counted
+tensor by tensor on the meta device. `gradient` is the gradient of the hidden states (16 bits): the fused loss
+holds it at its peak, and the plain loss computes it later. Both add the gradient of the weight to
+`main_grad`, which is not counted. The second table has the time of the forward and backward pass of a
+micro-batch on a CPU at a smaller size; both implementations take turns. `products` is the time of only the
+three GEMMs of head and loss, each at full size.
 
-conversion: resident memory of tools/convert_huggingface.py on models with the layer sizes of Llama 70B. For
-each depth the benchmark writes a Hugging Face model with hidden size 8192, FFN 28672, 64 heads, 8 groups and
-128,256 tokens as bf16 safetensors of about 5 GB each. It converts the model to a universal checkpoint, and
-this checkpoint back. The input consists of sparse files of zeros, which take no space on the disk and are
-read like other files; the output is complete. The table has the largest resident memory of each conversion,
-with mapped file pages, sampled. The page cache is not included. If the peak does not grow with
-the depth, the whole model converts in this memory.
+conversion: measures the resident memory of tools/convert_huggingface.py on models with the layer sizes of
+Llama 70B. For each depth the benchmark writes a Hugging Face model with hidden size 8192, FFN 28672, 64
+heads, 8 groups and 128,256 tokens as bf16 safetensors of about 5 GB each. It converts the model to a
+universal checkpoint, and this checkpoint back. The input consists of sparse files of zeros, which take no
+space on the disk and are read like all files; the output is complete. The table has the largest sampled
+resident memory of each conversion, including mapped file pages and without the page cache. If the peak does
+not grow with the depth, the whole model can be converted in this memory.
 """
 
 from __future__ import annotations
@@ -48,9 +48,11 @@ from tests.support.tracked_memory import TrackedMemory
 
 MIB = 2**20
 FULL = (8 * 2048, 250368 // 4, 2048)
-"""(tokens, vocabulary rows on one rank, hidden size) with BLOOM's vocabulary on 4 TP ranks."""
+"""The sizes of the first table: (tokens, vocabulary rows on one rank, hidden size), with BLOOM's vocabulary
+on 4 TP ranks."""
 TARGET_MIB = 640
-"""Most memory that the fused loss may allocate at `FULL`, without the gradient that it returns."""
+"""Maximum memory in MiB that the fused loss may allocate at the sizes `FULL`, without the gradient that it
+returns."""
 ON_CPU = (1024, 32768, 768)
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -83,7 +85,7 @@ def main() -> None:
     loss.add_argument("--tokens", type=int, help=f"tokens of the timed size (default on a CPU: {ON_CPU[0]})")
     loss.add_argument("--vocab", type=int, help=f"rows of the weight on one rank (default: {ON_CPU[1]})")
     loss.add_argument("--hidden", type=int, help=f"hidden size (default: {ON_CPU[2]})")
-    loss.add_argument("--rounds", type=int, default=7, help="timed turns (default: 7)")
+    loss.add_argument("--rounds", type=int, default=7, help="number of timed turns (default: 7)")
     loss.set_defaults(measure=measure_loss)
     conversion = kinds.add_parser("conversion", help="conversions from and to Hugging Face")
     conversion.add_argument(
@@ -115,7 +117,8 @@ def measure_loss(arguments: argparse.Namespace) -> None:
 def make_steps(
     size: tuple[int, int, int], dtype: torch.dtype, device: torch.device
 ) -> dict[str, Callable[[], None]]:
-    """Returns, by --loss-implementation, a function that runs forward and backward of head and loss."""
+    """Returns value of --loss-implementation -> function that runs the forward and backward pass of head and
+    loss."""
     tokens, vocab, width = size
     hidden = torch.randn(1, tokens, width, device=device).to(dtype).requires_grad_()
     weight = (0.02 * torch.randn(vocab, width, device=device)).to(dtype).requires_grad_()
@@ -123,7 +126,8 @@ def make_steps(
     labels = (torch.randint(0, vocab, (1, tokens), device=device), torch.ones(1, tokens, device=device))
     loss = CrossEntropy(Axis("tp"), vocab)
 
-    # A step frees all that it has allocated, so that the peak of the next step includes all allocations.
+    # A step frees all memory that it has allocated, so that the peak of the next step includes all
+    # allocations.
     def fused() -> None:
         loss.from_hidden(hidden, weight, labels).backward()
         hidden.grad = None
@@ -212,14 +216,14 @@ def write_model(folder: Path, layers: int) -> int:
 
 
 def convert(*flags: str) -> tuple[float, float]:
-    """Runs the tool; returns its peak memory in GB, and its seconds."""
+    """Runs the conversion tool. Returns its peak memory in GB, and its seconds."""
     started = time.monotonic()
     peak = peak_bytes_of([sys.executable, str(TOOL), *flags], stdout=subprocess.DEVNULL)
     return peak / GB, time.monotonic() - started
 
 
 def measure_conversions(arguments: argparse.Namespace) -> None:
-    """Prints a row for each depth and direction."""
+    """Converts models, and prints a row for each depth and direction."""
     print("| layers | direction | bf16 GB | peak GB | seconds |\n|---|---|---|---|---|")
     for layers in arguments.layers:
         folder = Path(arguments.folder) / f"conversion-{layers}"

@@ -1,13 +1,12 @@
-"""Compares the losses of all layouts: the full matrix, each row with the single-process fp32 run.
+"""Compares the losses of all layouts of the full matrix with the losses of the single-process fp32 run.
 
     .venv/bin/python benchmarks/parity.py             # 408 fp32 rows and 51 in bf16, fp16 and FP8: 45 minutes
     .venv/bin/python benchmarks/parity.py --rows 40   # this many, spread evenly over the matrix
 
 Each row trains the tiny model of tests/support/layouts.py for 20 steps, on gloo. At every step the relative
 error must be at most 1e-5 in loss and grad norm for fp32 rows, and 2e-3 in loss for bf16 and fp16 rows. FP8
-rows train a wider model at a lower rate, and are compared with bf16 on one process: the error must be at most
-1e-2 in loss.
-The exit code is 1 if a row exceeds its bound.
+rows train a wider model with a lower learning rate. They are compared with a bf16 run of one process, and the
+error in loss must be at most 1e-2. The exit code is 1 if a row exceeds its bound.
 """
 
 from __future__ import annotations
@@ -53,12 +52,12 @@ def spread(rows: list[Row], count: int) -> list[Row]:
 
 @cache
 def reference(row: Row) -> list[tuple[float, float]]:
-    """Returns the single-process history that a row is compared with."""
+    """Returns (loss, grad norm) of each step of the single-process run with which a row is compared."""
     return run_world(1, train_layout, row)[0]
 
 
 def check(row: Row) -> tuple[str, bool]:
-    """Runs a row; returns its line of the table, and whether it is within its bound."""
+    """Runs a row. Returns its line of the table, and whether it is within its bound."""
     started = time.perf_counter()
     try:
         ranks = run_world(row.world_size, train_layout, row, timeout=ROW_TIMEOUT_S)
@@ -74,7 +73,7 @@ def check(row: Row) -> tuple[str, bool]:
 
 
 def main() -> int:
-    """Runs the rows and prints the table; returns the exit code."""
+    """Runs the rows and prints the table. Returns the exit code."""
     parser = benchmark_parser(__doc__)
     parser.add_argument("--rows", type=int, help="run only about this many rows")
     arguments = parser.parse_args()

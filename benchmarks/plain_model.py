@@ -1,7 +1,7 @@
 """The models of the benchmarks: their sizes, their flags, and a training step of each in plain PyTorch.
 
-The plain loop has fp32 weights, autocast, `scaled_dot_product_attention`, fused AdamW and clipping, as
-nanoGPT. Compiled, each layer is a graph, as in torchtitan.
+The plain loop has fp32 weights, autocast, `scaled_dot_product_attention`, fused AdamW and clipping, like
+nanoGPT. The compiled loop compiles each layer separately, like torchtitan.
 """
 
 from __future__ import annotations
@@ -25,8 +25,9 @@ ROTARY_BASE = 500000
 
 @dataclass(frozen=True)
 class Model:
-    """Sizes of a model. groups: key and value heads of Llama's layers (rotary positions, RMS norms, SwiGLU,
-    no biases); 0: GPT-2's layers. ffn: width of the MLP, 4 hidden by default."""
+    """Sizes of a model. groups: number of key and value heads of a model with Llama's layers (rotary
+    positions, RMS norms, SwiGLU, no biases); 0 for a model with GPT-2's layers. ffn: width of the MLP, by
+    default 4 x hidden size."""
 
     layers: int
     hidden: int
@@ -60,7 +61,7 @@ class Model:
 
 
 class PlainLayer(nn.Module):
-    """A transformer layer of PyTorch's modules. Hidden states are [batch, seq, hidden]."""
+    """A transformer layer of plain PyTorch modules. Hidden states are [batch, seq, hidden]."""
 
     def __init__(self, model: Model, dropout: float = 0.0) -> None:
         super().__init__()
@@ -102,15 +103,15 @@ def rotate(x: Tensor, cosine: Tensor, sine: Tensor) -> Tensor:
 
 
 def rotary_tables(model: Model, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """Returns cosine and sine, each [seq, head_dim]."""
+    """Returns the tables of cosines and sines of rotary positions, each [seq, head_dim]."""
     exponents = torch.arange(0, model.head_dim, 2) / model.head_dim
     angles = (torch.arange(model.seq)[:, None] / ROTARY_BASE**exponents).repeat(1, 2)
     return angles.cos().to(dtype), angles.sin().to(dtype)
 
 
 class PlainGPT(nn.Module):
-    """Embedding, layers, and the loss of the head, computed in bf16. compiler: back end of torch.compile;
-    None: eager."""
+    """A GPT of plain PyTorch modules with embedding, layers, head and loss, computed in bf16. compiler: back
+    end of torch.compile; None to run without compilation."""
 
     def __init__(self, model: Model, compiler: str | None) -> None:
         super().__init__()
@@ -148,8 +149,8 @@ class PlainGPT(nn.Module):
 def plain_step(
     model: Model, batch: Tensor, micro_batch: int, device: str, compiler: str | None
 ) -> Callable[[], float]:
-    """Returns a training step in bf16 on the tokens [global batch, seq + 1]; the step returns the loss.
-    compiler: back end of torch.compile; None: eager."""
+    """Returns a function that takes a training step in bf16 on the tokens `batch`: [global batch, seq + 1],
+    and returns the loss. compiler: see `PlainGPT`."""
     with torch.device(device):
         net = PlainGPT(model, compiler)
     optimizer = torch.optim.AdamW(net.parameters(), lr=1e-4, weight_decay=0.01, fused=True)

@@ -6,13 +6,14 @@
     python benchmarks/planner_accuracy.py --fit         also fits the constants
     python benchmarks/planner_accuracy.py --cpu         eight layouts on this machine: some minutes
 
-Published runs. Each row has the flags of a run of this program. The planner predicts its step and its memory
-from its own recorded layers, with the attention kernel, the bytes per parameter and a factor for the bytes of
-the other kernels of the program that was measured (benchmarks/published/programs.json). So the comparison
-tests the predicted times of kernels and collectives, the simulation of schedules and the memory plan. The
-rows marked with * were used to fit the constants.
+Published runs. Each row has the flags of a run of this program with the published model and layout. The
+planner predicts the step time and the memory from layers of this program. For the program that was measured,
+it uses that program's attention kernel, bytes per parameter, and a factor for the bytes of all other kernels
+(benchmarks/published/programs.json). The comparison therefore tests the predicted times of kernels and
+collectives, the simulation of schedules, and the memory plan. The rows marked with * were used to fit the
+constants.
 
-CPUs: see benchmarks/cpu_steps.py.
+For CPUs, see benchmarks/cpu_steps.py.
 """
 
 from __future__ import annotations
@@ -41,7 +42,7 @@ from megatron.cluster.devices import find_gpu
 from megatron.text_table import format_table
 
 MIB = 2**20
-# The fraction of the memory that a run can fill (assumed): fragmentation takes the rest.
+# Assumed fraction of the memory that a run can use. Fragmentation takes the rest.
 USABLE = 0.95
 _ALL_GPUS = "v100+a100+h100+h200+b200+gb200"
 _2021 = "megatron 2021+megatron 2021 bf16"
@@ -58,16 +59,20 @@ FITTED = {
     "xla.traffic": 1.2,
     "fsdp eager.traffic": 1.5,
 }
-"""Constants that --fit fits, and where it starts: values from measurements of kernels, or guesses."""
+"""Constants that --fit fits -> initial values, which are from measurements of kernels or are guesses."""
 _OUTLIER = 0.4
-"""A larger log error counts as this one: the run was probably not of the kind that its row states."""
+"""Maximum log error of a row in the fit. A row with a larger error counts as this one, because its run
+probably differed from what the row states."""
 _PRIOR = 0.005
-"""Cost of a constant that differs from the start by a factor of e, relative to an error of 100 %."""
+"""Cost of a constant that differs from its initial value by a factor of e, relative to the cost of an error
+of 100 %."""
 
 
 def main() -> None:
     parser = benchmark_parser(__doc__)
-    parser.add_argument("--rows", type=Path, metavar="FILE", help="rows to compare instead")
+    parser.add_argument(
+        "--rows", type=Path, metavar="FILE", help="file of rows to compare, instead of the published rows"
+    )
     parser.add_argument("--fit", action="store_true", help="fit the constants")
     parser.add_argument("--cpu", action="store_true", help="measure on this machine")
     arguments = parser.parse_args()
@@ -91,12 +96,12 @@ def main() -> None:
 
 def predict(rows: Sequence[Row], constants: Constants = IN_USE) -> list[float]:
     """Returns the predicted seconds of a step of each row."""
-    with ThreadPoolExecutor() as pool:  # the threads wait for the processes that record layers
+    with ThreadPoolExecutor() as pool:  # threads wait for processes that record layers
         return list(pool.map(lambda row: row.step_seconds(constants), rows))
 
 
 def time_report(rows: Sequence[Row]) -> str:
-    """Returns a line per row, and the errors by program and GPU."""
+    """Returns a text with a line per row, and the errors by program and GPU."""
     timed = [row for row in rows if row.seconds]
     pairs = [(row, seconds, row.seconds or 0.0) for row, seconds in zip(timed, predict(timed), strict=True)]
     table = [["row", "program", "GPU", "layout", "measured s", "predicted s", "error %"]]
@@ -133,7 +138,8 @@ def _cells(pairs: Sequence[tuple[Row, float, float]]) -> list[str]:
 
 
 def _quantiles(errors: Sequence[float]) -> list[str]:
-    """Returns the median, the error within which 9 of 10 are, and the largest, in percent."""
+    """Returns the median error, the error that 9 of 10 rows do not exceed, and the largest error, in
+    percent."""
     sizes = sorted(abs(error) for error in errors)
     nine_of_ten = sizes[max(-(-9 * len(sizes) // 10) - 1, 0)]
     return [f"{100 * size:.1f}" for size in (statistics.median(sizes), nine_of_ten, sizes[-1])]
@@ -155,7 +161,8 @@ def order_of_layouts(pairs: Sequence[tuple[Row, float, float]]) -> float | None:
 
 
 def memory_report(rows: Sequence[Row]) -> str:
-    """Returns a line per row with a measured memory, and the out-of-memory rows."""
+    """Returns a text with a line per row that has a measured memory, and lines of the rows that ran out of
+    memory."""
     table = [["row", "layout", "measured", "predicted", "error %"]]
     errors: dict[str, list[float]] = {}
     verdicts, wrong = [], []
@@ -185,7 +192,7 @@ def memory_report(rows: Sequence[Row]) -> str:
 
 
 def stage_report() -> str:
-    """Returns a line per stage of published/stages.csv."""
+    """Returns a text with a line per stage of published/stages.csv."""
     table = [["program", "layout", "stage", "parameters", "static", "error %", "peak", "error %"]]
     static_errors, peak_errors = [], []
     for row, config in read_stages():
@@ -230,8 +237,8 @@ def fit_report(rows: Sequence[Row]) -> str:
 
 
 def fit(rows: Sequence[Row], start: Mapping[str, float] = FITTED) -> dict[str, float]:
-    """Returns the constants with the least error on the rows. Each repository counts on each kind of GPU with
-    the root of its number of rows."""
+    """Returns the constants with the least error on the rows. The rows of a repository on one kind of GPU
+    have together the weight of the square root of their number."""
     counts = Counter((row.origin, row.gpu_kind) for row in rows)
 
     def cost(values: Mapping[str, float]) -> float:
@@ -250,7 +257,8 @@ def fit(rows: Sequence[Row], start: Mapping[str, float] = FITTED) -> dict[str, f
 
 
 def least(cost: Callable[[Mapping[str, float]], float], start: Mapping[str, float]) -> dict[str, float]:
-    """Returns the values with the least cost, to 1 %: changes one value at a time, in ever smaller steps."""
+    """Returns the values with the least cost, with a precision of 1 %. It changes one value at a time, in
+    smaller and smaller steps."""
     best = dict(start)
     lowest = cost(best)
     for factor in (1.1, 1.03, 1.01):

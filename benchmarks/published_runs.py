@@ -1,8 +1,9 @@
-"""Published measurements as runs of this program, with the kernels and the memory of the measured program.
+"""Represents published measurements as runs of this program, with the kernels and the memory of the measured
+program.
 
 A row has the flags of a run of this program with the published model, layout and batch. The planner predicts
-the run from its own recorded layers. `Program` says what differs: the attention kernel, the bytes of the
-other kernels, and the bytes per parameter.
+the run from layers of this program. `Program` describes the differences of the measured program: its
+attention kernel, the bytes of all other kernels, and the bytes per parameter.
 """
 
 from __future__ import annotations
@@ -28,34 +29,35 @@ from megatron.planner.step_time import Cluster, predict_step
 from megatron.run import Run
 
 FOLDER = Path(__file__).resolve().parent / "published"
-# Memory that nvidia-smi shows in addition to PyTorch's allocations (CUDA context, NCCL's and DeepSpeed's
-# buffers, fragmentation), fitted on rows 583 to 586 and 906 of chronicles-prequel.md, and rows 26 and 30 of
-# tr3m-1B3.md.
+# Memory in GB that nvidia-smi shows in addition to PyTorch's allocations (CUDA context, NCCL's and
+# DeepSpeed's buffers, fragmentation). The values are fitted on lines 583 to 586 and 906 of
+# chronicles-prequel.md, and lines 26 and 30 of tr3m-1B3.md.
 OUTSIDE_GB = {"a100": 9.5, "v100": 3.0}
 _COMMON = "--dry-run --lr 1e-4 --train-samples 1000000"
-# The layers are recorded with the kernels of a GPU for which this program has Triton kernels.
+# With these settings, the layers are recorded with this program's Triton kernels.
 _WITH_KERNELS = {"training.gpu": "a100-80gb"}
-# Unfused attention keeps the scores of a layer, as PyTorch's operations on other GPUs do.
+# With these settings, the layers are recorded with PyTorch's operations, which keep the attention scores as
+# unfused attention does.
 _WITHOUT_KERNELS = {"training.gpu": "v100-32gb"}
 _BEFORE_HOPPER = ("v100", "a100")
 _OWN_PRODUCTS, _FUSED_PRODUCTS = 7, 5
-"""Products in the backward pass of attention: in this program's two kernels, which both recompute the scores,
-and in the single kernel of the others. The forward pass has two."""
+"""Number of products in the backward pass of attention: in this program's two kernels, which both recompute
+the scores, and in the single kernel of the measured programs. The forward pass has two products."""
 
 
 @dataclass(frozen=True)
 class Program:
     """A program whose runs were published.
 
-    flags: of all its runs. attention: implementation on GPUs before Hopper, and on later GPUs; 'unfused' for
-    batched products and a fused softmax. attention_rate: for both, the part of the kernel's rate that the
-    program reaches. traffic: factor of the bytes of kernels that are neither products nor attention.
-    launch_us: host time per kernel. tensor_latency_us: time that a tensor-parallel collective takes in
-    addition to the network's time.
+    flags: flags of all its runs. attention: implementations on GPUs before Hopper and on later GPUs;
+    'unfused' means batched products and a fused softmax. attention_rate: the parts of the kernel's rate that
+    the program reaches, for both kinds of GPUs. traffic: factor of the bytes of kernels that are neither
+    products nor attention. launch_us: host time per kernel. tensor_latency_us: time that a tensor-parallel
+    collective takes in addition to the network's time.
 
-    Bytes per parameter: replicated: of weights and gradients on each data-parallel rank. sharded: of what
-    ZeRO-1 shards. in_passes, in_update: additional bytes during the passes and during the update. kept_logit:
-    bytes per logit that stay allocated between steps.
+    replicated: bytes per parameter of the weights and gradients on each data-parallel rank. sharded: bytes
+    per parameter of the states that ZeRO-1 shards. in_passes, in_update: additional bytes per parameter
+    during the passes and during the update. kept_logit: bytes per logit that stay allocated between steps.
     """
 
     about: str
@@ -74,19 +76,19 @@ class Program:
 
 @dataclass(frozen=True)
 class Constants:
-    """The constants of a prediction: of the kinds of GPU, and of the programs."""
+    """The constants of a prediction, for each kind of GPU and each program."""
 
     rates: Mapping[str, Rates]
     programs: Mapping[str, Program]
 
     def get(self, name: str) -> float:
-        """Returns the constant 'OWNER.FIELD', such as 'a100.products' or 'xla.traffic'. Several owners that
-        share it are separated by '+'."""
+        """Returns the constant 'OWNER.FIELD', such as 'a100.products' or 'xla.traffic'. Owners that share a
+        constant are separated by '+'."""
         owners, _, attribute = name.partition(".")
         return float(getattr({**self.rates, **self.programs}[owners.split("+")[0]], attribute))
 
     def with_value(self, name: str, value: float) -> Constants:
-        """Returns these constants with a new value of one of them."""
+        """Returns a copy of the constants with a new value of one constant."""
         owners, _, attribute = name.partition(".")
 
         def changed(table: Mapping[str, Any]) -> dict[str, Any]:
@@ -139,7 +141,7 @@ class PublishedCluster(Cluster):
         if name == "unfused":
             return sum(kernel_seconds(part, self.gpu, self.rates, dtype) for part in self._unfused(kernel))
         assert kernel.product is not None
-        queries, keys, _ = kernel.product  # the recorded FLOPs count all scores, not only the causal half
+        queries, keys, _ = kernel.product  # recorded FLOPs count all scores, not only the causal half
         is_backward = "backward" in kernel.name
         share = _FUSED_PRODUCTS / _OWN_PRODUCTS if is_backward else 1.0
         kernel = replace(
@@ -152,8 +154,8 @@ class PublishedCluster(Cluster):
 
     def _unfused(self, kernel: Kernel) -> list[Kernel]:
         """Returns the kernels of unfused attention: batched products, the masked softmax in one kernel, and
-        dropout. The batched products of 2021, with heads of 108 and 150 elements, were as slow as without
-        tensor cores."""
+        dropout. The batched products of programs of 2021, with heads of 108 and 150 elements, were as slow as
+        without tensor cores."""
         assert kernel.product is not None
         queries, keys, head = kernel.product
         is_backward = "backward" in kernel.name
@@ -173,8 +175,8 @@ class PublishedCluster(Cluster):
 
 @dataclass(frozen=True)
 class Row:
-    """A published measurement. is_fitted: whether the constants were fitted on it. memory_gb: of the most
-    loaded GPU, as nvidia-smi shows it."""
+    """A published measurement. is_fitted: whether the constants were fitted on it. memory_gb: memory of the
+    GPU with the most memory in use, as nvidia-smi shows it."""
 
     source: str
     program: str
@@ -186,12 +188,12 @@ class Row:
 
     @property
     def name(self) -> str:
-        """Last part of the source, for example 'chronicles-prequel.md:583'."""
+        """Returns the last part of the source, for example 'chronicles-prequel.md:583'."""
         return self.source.rpartition("/")[2][:40]
 
     @property
     def origin(self) -> str:
-        """The repository that published the row; BigScience's has files only."""
+        """Returns the repository that published the row."""
         return self.source.split("@")[0] if "@" in self.source else "bigscience-workshop/bigscience"
 
     @property
@@ -201,14 +203,14 @@ class Row:
 
     @property
     def problem(self) -> tuple[object, ...]:
-        """What rows have in common that differ only in layout, micro-batch and heads."""
+        """Returns a key that is equal for rows that differ only in layout, micro-batch and heads."""
         model, batch = self.config.model, self.config.batch.global_batch_size
         sizes = model.num_layers, model.hidden_size, model.seq_length, batch
         return self.origin, self.program, self.config.training.gpu, *sizes, self.config.parallel.world_size
 
     @property
     def layout(self) -> str:
-        """The sizes of model and layout, for a table."""
+        """Returns a text with the sizes of model and layout, for a table."""
         model, parallel = self.config.model, self.config.parallel
         return (
             f"{model.num_layers}x{model.hidden_size}/{model.num_attention_heads} "
@@ -229,7 +231,8 @@ class Row:
         return predict_step(replace(run, config=self.config.with_settings(_WITH_KERNELS)), cluster).total
 
     def peak_gb(self) -> float:
-        """Returns the predicted memory of the most loaded GPU, as nvidia-smi shows it."""
+        """Returns the predicted memory in GB of the GPU with the most memory in use, as nvidia-smi shows
+        it."""
         stages = stage_memory(self.config, IN_USE.programs[self.program])
         return max(stage.peak for stage in stages) / 1e9 + OUTSIDE_GB[self.gpu_kind]
 
@@ -272,8 +275,8 @@ class StageMemory:
 
 @cache
 def stage_memory(config: Config, program: Program) -> list[StageMemory]:
-    """Returns the memory of one rank of each stage: the activations and temporaries that are planned for this
-    program, with the bytes per parameter of the published program."""
+    """Returns the memory of one rank of each stage: the activations and temporary tensors that are planned
+    for this program, and the bytes per parameter of the published program."""
     run, parallel = planned_of(config), config.parallel
     found = []
     kernels = _WITHOUT_KERNELS if "unfused" in program.attention else _WITH_KERNELS

@@ -1,21 +1,22 @@
 #!/usr/bin/env python3
-"""Counts the work of a training step on the simulated accelerator, and compares it with goals.
+"""Counts the work of a training step on the simulated accelerator, and compares the numbers with goals.
 
     python benchmarks/step_cost.py --world-size 128 --tensor-model-parallel-size 4 \\
         --pipeline-model-parallel-size 4
 
-The run's own layers and optimizer run on tensors without values: no GPU is needed, and no figure is measured.
-Host synchronizations are counted in a whole simulated step. Bytes are counted for the tensors that each
-operation reads and writes; layer_bytes.py compares the bytes of a layer with their minimum. The rows with
-seconds are the planner's predictions for --gpu (default h100-80gb) with 50 GB/s per GPU between nodes: 8 GPUs
-share the 3200 Gbit/s of their node.
+The layers and the optimizer of a run are executed on tensors without values, so no GPU is needed, and no
+figure is measured. Host synchronizations are counted in a whole simulated step. Bytes are counted for the
+tensors that each operation reads and writes; layer_bytes.py compares the bytes of a layer with their minimum.
+The rows with seconds are the planner's predictions for --gpu (default h100-80gb), with 50 GB/s per GPU
+between nodes (8 GPUs share the 3200 Gbit/s of their node).
 
-There are two estimates of MFU, with equal collectives, optimizer and pipeline. "by roofline": all calls of an
-operation in a pass take max(FLOPs / peak rate, bytes / bandwidth of the memory), a bound that real kernels do
-not reach; the second table has the operations of a stage. "with fitted rates": the planner's prediction, with
-kernel rates that were fitted on published runs.
+There are two estimates of MFU, with equal collectives, optimizer and pipeline. In the estimate "by roofline",
+all calls of an operation in a pass take max(FLOPs / peak rate, bytes / bandwidth of the memory), a bound that
+real kernels do not reach; the second table has the operations of a stage. The estimate "with fitted rates" is
+the planner's prediction, with kernel rates that were fitted on published runs.
 
-The model has 13B parameters. The command also takes all flags of pretrain_gpt.py, which replace its flags.
+The model has 13B parameters. The command also accepts all flags of pretrain_gpt.py, which override the flags
+of this model.
 """
 
 from __future__ import annotations
@@ -45,12 +46,12 @@ _COMMON = (
     "--num-layers 40 --hidden-size 5120 --num-attention-heads 40 --seq-length 2048 "
     "--max-position-embeddings 2048 --global-batch-size 1024"
 )
-PASSES = ("forward", "backward", "weight")  # the last only with zero-bubble
+PASSES = ("forward", "backward", "weight")  # 'weight' only with zero bubble
 
 
 @dataclass(frozen=True)
 class Row:
-    """A line of the table. met: whether the goal is met; None without a goal."""
+    """A row of the table. met: whether the goal is met; None without a goal."""
 
     what: str
     value: str
@@ -74,24 +75,24 @@ class Step:
 
     @property
     def rank(self) -> int:
-        """The middle pipeline rank."""
+        """Returns the middle pipeline rank."""
         return self.run.config.parallel.pipeline_model_parallel_size // 2
 
     @property
     def stages(self) -> list[int]:
-        """The stages of the middle rank."""
+        """Returns the stages of the middle rank."""
         return [stage for stage, rank in enumerate(self.run.stages.rank_of_stage) if rank == self.rank]
 
     def stage_costs(self) -> list[StageCosts]:
         return [stage_costs(self.run, stage) for stage in self.stages]
 
     def kernels(self, name: str) -> list[Kernel]:
-        """Returns the kernels of a pass of a micro-batch: 'forward', 'backward' or 'weight'."""
+        """Returns the kernels of one pass of a micro-batch. name: 'forward', 'backward' or 'weight'."""
         actions = chain.from_iterable(cost.passes[name] for cost in self.stage_costs())
         return [action for action in actions if isinstance(action, Kernel)]
 
     def collectives(self, group: str) -> list[tuple[Collective, int]]:
-        """Returns the collectives of a group, and how often each is called in a step."""
+        """Returns (collective, number of calls in a step) for each collective of a group."""
         update, count = rank_update(self.run, self.rank), self.run.config.micro_batches_per_step
         passes = chain.from_iterable(chain(*cost.passes.values()) for cost in self.stage_costs())
         once = chain(*update.reductions, update.reduce, update.step, *update.gathers)
@@ -104,7 +105,8 @@ class Step:
 
 
 def synchronization_rows(step: Step) -> list[Row]:
-    """Rows of host synchronizations in a simulated step: per micro-batch, and in the rest of the step."""
+    """Returns the rows about host synchronizations in a simulated step: per micro-batch, and in the rest of
+    the step."""
     parallel = step.run.config.parallel
     first = step.rank * parallel.world_size // parallel.pipeline_model_parallel_size
     (record,) = simulate_ranks(step.run.config, [first])
@@ -120,7 +122,8 @@ def synchronization_rows(step: Step) -> list[Row]:
 
 
 def data_parallel_rows(step: Step) -> list[Row]:
-    """Rows of the bytes that a rank sends to its data-parallel group, and of the predicted exposed time."""
+    """Returns the rows about the bytes that a rank sends to its data-parallel group, and about the predicted
+    exposed time."""
     config = step.run.config
     size, zero_stage = config.parallel.data_parallel_size, config.parallel.zero_stage
     sent = sum(times * wire_bytes(call, size) for call, times in step.collectives("data"))
@@ -164,12 +167,12 @@ def data_parallel_rows(step: Step) -> list[Row]:
 
 def wire_bytes(call: Collective, ranks: int) -> float:
     """Returns the bytes that a rank sends for a collective with a ring algorithm. Reduce-scatter and
-    all-gather send (n - 1) / n of the tensor; an all-reduce is one of each."""
+    all-gather send (n - 1) / n of the tensor; an all-reduce is a reduce-scatter and an all-gather."""
     return call.bytes * (2 if call.operation == ALL_REDUCE else 1) * (ranks - 1) / ranks
 
 
 def _gather_seconds(run: Run) -> float:
-    """Returns the predicted seconds of all all-gathers of the first pipeline rank's weights."""
+    """Returns the predicted seconds of all all-gathers of weights on the first pipeline rank."""
     cluster, update = find_cluster(run.config), rank_update(run, 0)
     assert cluster is not None
     mesh = run.mesh
@@ -178,7 +181,7 @@ def _gather_seconds(run: Run) -> float:
 
 
 class Roofline(Cluster):
-    """The rates of devices whose kernels reach the roofline."""
+    """A cluster of devices whose kernels reach the roofline."""
 
     contention = 0.0
 
@@ -200,8 +203,8 @@ def utilisation_rows(step: Step) -> list[Row]:
 
 
 def operations_table(step: Step, gpu: GPU) -> str:
-    """Returns the table of the middle rank's operations in a micro-batch, the longest first. Operations below
-    1 % of the time share one line."""
+    """Returns the table of the middle rank's operations in a micro-batch, the operation with the most time
+    first. Operations below 1 % of the time share one row."""
     dtype = step.run.config.precision.name
     cells: list[tuple[str, ...]] = [("pass", "operation", "calls", "GFLOP", "MB", "us", "bound by")]
     operations: dict[tuple[str, str], list[Kernel]] = {}

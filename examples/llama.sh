@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# A Llama-like model of 20 M parameters on this machine, in 5 to 7 minutes on 2 CPU cores.
+# Trains a Llama-like model of 20 M parameters on this machine, in 5 to 7 minutes on 2 CPU cores.
 #
 # Text (the sources of Python's standard library) -> tokenizer -> token files -> training with tensor parallelism of 2
 # -> a LlamaForCausalLM for Hugging Face -> a sample by transformers. Existing files are reused.

@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# From text to a trained GPT on this machine, in 5 to 8 minutes on 2 CPU cores. `make train` runs this script.
+# Trains a GPT from text on this machine, in 5 to 8 minutes on 2 CPU cores. `make train` runs this script.
 #
 # Text (the sources of Python's standard library) -> tokenizer -> token files -> training with 2 processes (2 pipeline
 # stages), stopped half-way and resumed -> validation loss, a sample, a plot. Existing files are reused.
@@ -23,7 +23,7 @@ LOG_INTERVAL=${LOG_INTERVAL:-20}
 NEW_TOKENS=${NEW_TOKENS:-120}
 PROMPT=${PROMPT:-"def read(self, size=-1):"}
 
-# Two processes share the cores: more threads than cores would be slower.
+# The two processes share the cores. More threads than cores would be slower.
 cores=$(python -c 'import os; print(len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count())')
 export OMP_NUM_THREADS=${OMP_NUM_THREADS:-$((cores > 2 ? cores / 2 : 1))}
 
@@ -54,8 +54,8 @@ if [ ! -e "$tokens.idx" ]; then
         --append-eod --workers 2
 fi
 
-# --load and --save name one folder: the run resumes from the newest checkpoint, or starts if there is none.
-# --override-lr-scheduler: a larger TRAIN_ITERS changes the learning-rate schedule of the resumed run.
+# --load and --save name the same folder: the run resumes from its newest checkpoint, or starts if there is none.
+# --override-lr-scheduler is needed if TRAIN_ITERS is larger than before: it changes the learning-rate schedule.
 train() {
     python -u -m torch.distributed.run --nproc_per_node 2 --standalone pretrain_gpt.py \
         --pipeline-model-parallel-size 2 \

@@ -1,4 +1,5 @@
-"""Processes of this node: children, their imports and signals, and what the kernel says of a process."""
+"""Functions for processes of this node: the imports and signals of children, and what the kernel reports
+about a process."""
 
 from __future__ import annotations
 
@@ -16,19 +17,20 @@ import megatron
 PACKAGE_PARENT = Path(megatron.__path__[0]).parent
 """The folder that contains this package: the checkout, or the site-packages of an installation."""
 _PR_SET_PDEATHSIG = 1
-# Loaded before a fork: in a forked child only few functions are safe.
+# The library is loaded before a fork, because only few functions are safe in a forked child.
 _LIBC = ctypes.CDLL(None)
 
 
 def python_path(env: Mapping[str, str]) -> str:
-    """Returns the PYTHONPATH of a child that imports this package, which need not be installed."""
+    """Returns the PYTHONPATH with which a child can import this package, even if the package is not
+    installed."""
     return os.pathsep.join([str(PACKAGE_PARENT), *filter(None, [env.get("PYTHONPATH")])])
 
 
 @contextmanager
 def signals_blocked(numbers: Iterable[int]) -> Iterator[None]:
-    """Blocks signals in the block. A child inherits the mask, so that a signal of the process group does not
-    end it before it ignores the signals."""
+    """Blocks signals within the block. A child that starts in the block inherits the mask, so that a signal
+    to the process group does not end the child before it ignores the signals."""
     before = signal.pthread_sigmask(signal.SIG_BLOCK, numbers)
     try:
         yield
@@ -37,14 +39,15 @@ def signals_blocked(numbers: Iterable[int]) -> Iterator[None]:
 
 
 def end_with_parent() -> None:
-    """Lets the kernel end this process when its parent has ended, on Linux."""
+    """Makes the kernel end this process when its parent has ended (on Linux)."""
     if sys.platform == "linux":
         _LIBC.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
 def process_fields(pid: int) -> list[str]:
-    """Returns the fields of /proc/<pid>/stat without the first two (process id and name): the first is the
-    state, 'Z' or 'X' of a process that has ended. [] if it is unreadable."""
+    """Returns the fields of /proc/<pid>/stat without the first two (process id and name). The first returned
+    field is the state, which is 'Z' or 'X' if the process has ended. Returns [] if the file cannot be
+    read."""
     try:
         with open(f"/proc/{pid}/stat") as file:
             return file.read().rpartition(")")[2].split()
@@ -53,7 +56,7 @@ def process_fields(pid: int) -> list[str]:
 
 
 def start_of(pid: int) -> str | None:
-    """Returns the start time of a process, in clock ticks; None if it does not exist."""
+    """Returns the start time of a process, in clock ticks since boot; None if the process does not exist."""
     fields = process_fields(pid)
     return fields[19] if len(fields) > 19 else None
 
@@ -75,7 +78,7 @@ def is_running(pid: int) -> bool:
 
 
 def io_bytes(pid: int | str = "self") -> int:
-    """Returns the bytes that a process has read and written, in files and sockets; 0 if unknown."""
+    """Returns the number of bytes that a process has read and written, in files and sockets; 0 if unknown."""
     try:
         with open(f"/proc/{pid}/io") as file:
             return sum(int(line.split()[1]) for line in file if line.startswith(("rchar", "wchar")))
@@ -84,8 +87,8 @@ def io_bytes(pid: int | str = "self") -> int:
 
 
 def status_bytes(field: str) -> int:
-    """Returns a size in /proc/self/status, for example VmRSS or VmHWM, in bytes. Systems without that file
-    give only the peak resident memory: macOS in bytes, others in KiB."""
+    """Returns a size in /proc/self/status, for example VmRSS or VmHWM, in bytes. On systems without that
+    file, returns the peak resident memory for every field."""
     try:
         lines = Path("/proc/self/status").read_text().splitlines()
     except OSError:

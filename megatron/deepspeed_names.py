@@ -1,10 +1,10 @@
 """Which public methods of DeepSpeed's engine and pipeline module a caller of this program may use.
 
 This program configures DeepSpeed for fp32 without clipping, and replaces its optimizer, messages and
-checkpoint reader. So many public methods of DeepSpeed would train with other numbers, read weights that are
-sharded, or return settings that the run does not have. A method that is not listed as supported raises one
-UserError before it changes anything, also a method that a newer DeepSpeed adds. DeepSpeed's own code still
-calls it.
+checkpoint reader. Many public methods of DeepSpeed would therefore train with wrong numbers, read sharded
+weights, or return settings that the run does not have. A method that is not listed as supported raises a
+UserError before it changes anything. This includes methods that a newer DeepSpeed adds. DeepSpeed's own code
+can still call these methods.
 """
 
 from __future__ import annotations
@@ -44,15 +44,15 @@ _INSTEAD = {
         "to to_empty cuda cpu type half bfloat16 float double zero_grad requires_grad_"
     ),
 }
-"""What to do instead -> the unsupported methods, also of `nn.Module`."""
+"""What to do instead -> names of the unsupported methods, including methods of `nn.Module`."""
 _GENERAL = "this program does not use what it returns or changes; run.config has the settings of the run"
 
 
 def restrict(supported: str, answers: Mapping[str, Callable[[Any], Any]]) -> Callable[[T], T]:
     """Returns a decorator for a subclass of a DeepSpeed class.
 
-    supported: names of the methods that do what DeepSpeed documents. answers: methods without arguments, and
-    properties, whose result follows from this program's object.
+    supported: names of the methods that do what DeepSpeed documents. answers: name of a method without
+    arguments, or of a property -> function that returns its result from the object.
     """
     allowed = {*supported.split(), "__init__"}
 

@@ -1,4 +1,4 @@
-"""Errors that the user can fix, and how a program exits on them."""
+"""Errors that the user can fix, and functions that end a program with such an error."""
 
 from __future__ import annotations
 
@@ -6,6 +6,8 @@ import errno
 import json
 import os
 import re
+import select
+import signal
 import sys
 import time
 from collections.abc import Iterator, Mapping
@@ -16,15 +18,15 @@ from typing import NoReturn
 from megatron.torch_versions import missing_name
 
 USER_ERROR_EXIT_CODE = 2
-# How long another rank waits before it exits, in seconds, so that rank 0 can print the error.
+# Time that ranks other than 0 wait before they exit, in seconds, so that rank 0 can print the error.
 _RANK_0_PRINTS_S = 5.0
-# Error numbers that say that a file cannot be accessed. They say nothing about its content.
+# Numbers of errors that say only that a file cannot be accessed, and nothing about its content.
 _ACCESS_ERRNOS = frozenset(
     {
         *(errno.EIO, errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOSPC, errno.EDQUOT),
         *(errno.EMFILE, errno.ENFILE, errno.ENOMEM),
         *(errno.EAGAIN, errno.EBUSY, errno.EUCLEAN, errno.EBADMSG, errno.ENOLCK),
-        # A network file system whose server does not answer.
+        # These errors are from a network file system whose server does not answer.
         *(errno.ESTALE, errno.ETIMEDOUT, errno.EREMOTEIO, errno.EHOSTDOWN, errno.ENOTCONN, errno.ESHUTDOWN),
         *(errno.ECOMM, errno.EHOSTUNREACH, errno.ENETDOWN, errno.ENETUNREACH, errno.ECONNREFUSED),
         *(errno.ECONNRESET, errno.ECONNABORTED, errno.ENOLINK, errno.EPROTO),
@@ -35,7 +37,7 @@ _ACCESS_ERRNOS = frozenset(
 class UserError(Exception):
     """An error that the user can fix. The message names the value, what was expected, and what to change.
 
-    It is not a ValueError, because argparse catches ValueErrors and prints its own message.
+    The class is not derived from ValueError, because argparse catches ValueErrors and prints its own message.
     """
 
 
@@ -69,7 +71,8 @@ def is_access_error(error: BaseException) -> bool:
 
 @contextmanager
 def stop_at_access_error(consequence: str = "") -> Iterator[None]:
-    """Turns an access error in the block into a UserError. consequence: appended to its message."""
+    """Turns an access error in the block into a UserError. consequence: text that is appended to the
+    message."""
     try:
         yield
     except OSError as error:
@@ -88,14 +91,18 @@ def _access_sentence(error: OSError) -> str:
 
 @contextmanager
 def exit_on_user_error(env: Mapping[str, str] = os.environ) -> Iterator[None]:
-    """Ends the program with exit code 2 on a UserError, an access error or a file name that is too long. All
-    ranks raise the same UserError, and only rank 0 prints it (see `exit_with_error`). An access error may
-    occur on one rank only, so that rank prints it."""
+    """Ends the program with exit code 2 on a UserError, an access error, or a file name that is too long. All
+    ranks raise a UserError, and only rank 0 prints it (see `exit_with_error`). An access error may occur on
+    only one rank, so this rank prints it. If the reader of stdout has ended, as in `TOOL | head`, the program
+    ends without a message, as if SIGPIPE had killed it."""
     try:
         yield
+        sys.stdout.flush()
     except UserError as error:
         exit_with_error(str(error), USER_ERROR_EXIT_CODE, env)
     except OSError as error:
+        if isinstance(error, BrokenPipeError) and _is_stdout_closed():
+            os._exit(128 + signal.SIGPIPE)
         if not is_access_error(error) and error.errno != errno.ENAMETOOLONG:
             raise
         exit_with_error(_access_sentence(error), USER_ERROR_EXIT_CODE, {})
@@ -105,6 +112,13 @@ def exit_on_user_error(env: Mapping[str, str] = os.environ) -> Iterator[None]:
         exit_with_error(sentence, USER_ERROR_EXIT_CODE, env)
 
 
+def _is_stdout_closed() -> bool:
+    """Returns whether the reader of stdout has ended."""
+    poll = select.poll()
+    poll.register(1, 0)  # without events, only errors are reported
+    return bool(poll.poll(0))
+
+
 def print_error(text: str) -> None:
     """Prints an error on stderr, and writes it without a traceback to torch's error file."""
     print(printable(text), file=sys.stderr, flush=True)
@@ -112,8 +126,9 @@ def print_error(text: str) -> None:
 
 
 def write_error_file(text: str, env: Mapping[str, str] = os.environ) -> None:
-    """Writes an error, from the last line that begins with "error:" on, to the file from which torch's
-    launcher, if there is one, takes the error of this rank: its summary then shows it as the root cause."""
+    """Writes an error to the file from which torch's launcher reads the error of this rank, so that the
+    launcher's summary shows it as the root cause. The written text begins at the last line that begins with
+    "error:". Does nothing without such a launcher."""
     path, last = (
         env.get("TORCHELASTIC_ERROR_FILE"),
         re.split(r"^(?=error: )", printable(text), flags=re.M)[-1],
@@ -121,18 +136,18 @@ def write_error_file(text: str, env: Mapping[str, str] = os.environ) -> None:
     cause = last if last.startswith("error: ") else last.rpartition("\n")[2]
     if not path or not cause:
         return
-    # The root cause is the error with the lowest time, in seconds. An error without a file has the time at
-    # which the launcher has noticed it.
-    facts = {"py_callstack": cause, "timestamp": str(int(time.time()) - 1)}
+    # The launcher treats the error with the lowest time, in seconds, as the root cause. An error without a
+    # file has the time at which the launcher noticed it.
+    extra_info = {"py_callstack": cause, "timestamp": str(int(time.time()) - 1)}
     with suppress(OSError):
         # The launcher fails if the file is incomplete.
-        Path(f"{path}.tmp").write_text(json.dumps({"message": {"message": cause, "extraInfo": facts}}))
+        Path(f"{path}.tmp").write_text(json.dumps({"message": {"message": cause, "extraInfo": extra_info}}))
         os.replace(f"{path}.tmp", path)
 
 
 def exit_with_error(sentence: str, code: int, env: Mapping[str, str] = os.environ) -> NoReturn:
-    """Ends this rank with an error that rank 0 has as well. Only global rank 0 (environment variable RANK, 0
-    if unset or empty) prints the message."""
+    """Ends this rank with an error that all ranks have. Only global rank 0 (environment variable RANK, 0 if
+    unset or empty) prints the message."""
     if (env.get("RANK") or "0") == "0":
         print_error(f"error: {sentence}")
     else:

@@ -1,8 +1,8 @@
-"""Small files: size-limited reads of untrusted files, and atomic, synced writes.
+"""Functions for files: size-limited reads of untrusted small files, and atomic, synced writes.
 
-Reads follow symbolic links: users keep files on other disks, and the caches of Hugging Face consist of links.
-The target must be a regular file: a device or a pipe is never opened. Writes do not follow links: in a folder
-that others can write to, a link could point to any of your files.
+Reads follow symbolic links, because users keep files on several disks and the caches of Hugging Face consist
+of links. The target must be a regular file: a device or a pipe is never opened. Writes do not follow links,
+because in a folder that other users can write to, a link could point to any of your files.
 """
 
 from __future__ import annotations
@@ -21,14 +21,15 @@ from typing import Any, BinaryIO
 
 from megatron.errors import UserError
 
-# The run.json of a run with thousands of files is 2 MB. In memory, nested lists take 30 times their text.
+# Size limit of JSON files. The run.json of a run with thousands of files has 2 MB. In memory, nested lists
+# take 30 times the size of their text.
 MAX_JSON_BYTES = 1 << 23
 MAX_JSON_DEPTH = 64
 
 
 class HostileFileError(UserError):
-    """A file that may be malicious: it requires a path outside its folder, code execution, or far more memory
-    or time than its size explains. No Megatron program writes such a file."""
+    """The error about a file that may be malicious: it requires a path outside its folder, code execution, or
+    far more memory or time than its size explains. No Megatron program writes such a file."""
 
 
 def open_regular(path: Path | str) -> BinaryIO:
@@ -37,13 +38,13 @@ def open_regular(path: Path | str) -> BinaryIO:
 
 
 def open_own(path: Path | str, flags: int = os.O_TRUNC) -> int:
-    """Opens a file for reading and writing, creating it if needed, and returns its descriptor. A file with a
-    second name (a hard link, as `cp -al` makes) is replaced by a new file instead of being truncated. Raises
-    OSError for a symbolic link, and for anything else that is not a regular file."""
+    """Opens a file for reading and writing, creates it if needed, and returns its descriptor. If the file has
+    a second name (a hard link, such as `cp -al` makes), a new file replaces it, so that the second name keeps
+    its content. Raises OSError for a symbolic link, and for anything else that is not a regular file."""
     own = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | flags & ~os.O_TRUNC
     descriptor = _open_regular(path, own)
     if flags & os.O_TRUNC:
-        # Truncate only after the checks.
+        # The file is truncated only after the checks.
         if os.fstat(descriptor).st_nlink > 1:
             os.close(descriptor)
             os.unlink(path)
@@ -62,7 +63,7 @@ def _open_regular(path: Path | str, flags: int) -> int:
             return _open_regular(path, flags)
         if error.errno == errno.ELOOP and flags & os.O_NOFOLLOW:
             raise OSError(errno.ELOOP, "it is a symbolic link", str(path)) from None
-        error.filename = str(path)  # of an object its URL, not its file on the node's disk
+        error.filename = str(path)  # for an object in a store, the URL instead of the local file
         raise
     if not stat.S_ISREG(os.fstat(descriptor).st_mode):
         os.close(descriptor)
@@ -71,8 +72,8 @@ def _open_regular(path: Path | str, flags: int) -> int:
 
 
 def _raise_descriptor_limit() -> bool:
-    """Raises the soft limit of open files to the hard limit. Returns whether it has changed. The soft limit
-    of 1,024 protects programs that use select(2), so it is raised only when it is reached."""
+    """Raises the soft limit of open files to the hard limit. Returns whether the limit has changed. The usual
+    soft limit of 1,024 protects programs that use select(2), so it is raised only when it is reached."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if soft == hard:
         return False
@@ -92,17 +93,18 @@ def open_stream(path: Path) -> int | None:
     if not (is_open_file or stat.S_ISCHR(status.st_mode) or stat.S_ISFIFO(status.st_mode)):
         return None
     for stream in (sys.stdout, sys.stderr):
-        with suppress(OSError, ValueError, AttributeError):  # closed, or replaced by an object without a file
+        with suppress(OSError, ValueError, AttributeError):  # closed, or without a file
             if os.path.samestat(status, os.fstat(stream.fileno())):
                 stream.flush()
-                return os.dup(stream.fileno())  # reopening a redirected output would overwrite its start
+                return os.dup(stream.fileno())  # reopening a redirected output would overwrite it
     descriptor = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_NONBLOCK | os.O_CLOEXEC)
     os.set_blocking(descriptor, True)
     return descriptor
 
 
 def read_small(path: Path, limit_bytes: int = MAX_JSON_BYTES) -> bytes:
-    """Reads a whole file. Raises OSError if it cannot be read, HostileFileError if it exceeds the limit."""
+    """Reads a whole file. Raises OSError if the file cannot be read, and HostileFileError if it exceeds the
+    limit."""
     with open_regular(path) as file:
         content = file.read(limit_bytes + 1)
         if len(content) > limit_bytes:
@@ -145,9 +147,9 @@ def _is_shallow(value: Any) -> bool:
 
 
 MAX_COUNT = 2**53
-"""The largest integer that is accepted from a file: JSON readers round larger ones."""
+"""The largest integer that is accepted from a file. JSON readers round larger integers."""
 Check = Callable[[Any], bool]
-"""Returns whether a value from an untrusted file has the expected type."""
+"""A function that returns whether a value from an untrusted file has the expected type."""
 
 
 def is_count(value: Any, least: int = 0, most: int = MAX_COUNT) -> bool:
@@ -161,13 +163,13 @@ def is_text(value: Any) -> bool:
 
 
 def list_of(check: Check) -> Check:
-    """Returns the check for a list in which every entry passes `check`."""
+    """Returns a check for lists in which every entry passes `check`."""
     return lambda value: isinstance(value, list) and all(map(check, value))
 
 
 def fields_of(checks: Mapping[str, Check]) -> Check:
-    """Returns the check for a dictionary in which these fields pass their checks. It may have further
-    fields."""
+    """Returns a check for dictionaries that have at least these fields, and whose fields pass their
+    checks."""
     return lambda value: (
         isinstance(value, dict)
         and all(name in value and check(value[name]) for name, check in checks.items())
@@ -175,15 +177,16 @@ def fields_of(checks: Mapping[str, Check]) -> Check:
 
 
 def dict_of(check: Check) -> Check:
-    """Returns the check for a dictionary in which every value passes `check`."""
+    """Returns a check for dictionaries in which every value passes `check`."""
     return lambda value: isinstance(value, dict) and all(map(check, value.values()))
 
 
 def write_atomically(path: Path, content: str | bytes) -> None:
-    """Writes a small file atomically: a temporary file, a sync and a rename. It is complete, or unchanged.
+    """Writes a small file atomically, with a temporary file, a sync and a rename. At any time the file is
+    complete or unchanged.
 
-    A link is replaced; its target does not change. A device or a pipe is written directly. Characters that
-    UTF-8 cannot encode are written as escapes; they occur in file names with bytes of another encoding.
+    A symbolic link is replaced, and its target does not change. A device or a pipe is written directly.
+    Characters that UTF-8 cannot encode (from file names in a different encoding) are written as escapes.
     """
     if isinstance(content, str):
         content = content.encode(errors="backslashreplace")
@@ -200,7 +203,7 @@ def write_atomically(path: Path, content: str | bytes) -> None:
         os.replace(temporary, path)
         sync_file(path.parent)
     except OSError as error:
-        # A failed write does not name the file.
+        # The error of a failed write does not name the file.
         raise error if error.filename else OSError(error.errno, error.strerror, str(path)) from error
 
 
@@ -211,8 +214,8 @@ def write_json(path: Path, value: Any, indent: int = 2) -> None:
 
 @contextmanager
 def expect_layout(path: Path, what: str) -> Iterator[None]:
-    """Turns errors in the block that come from unexpected types or keys in a file into a UserError that names
-    the file. what: describes what the file was expected to contain, for the message."""
+    """Turns errors in the block that are due to unexpected types or keys in a file into a UserError that
+    names the file. what: text about the expected content of the file, for the message."""
     try:
         yield
     except (
@@ -231,9 +234,9 @@ def expect_layout(path: Path, what: str) -> Iterator[None]:
 
 
 def sync_file(path: Path) -> None:
-    """Flushes a file's content, or a folder's list of names, to the disk.
+    """Flushes the content of a file, or the list of names of a folder, to the disk.
 
-    A power failure undoes a rename unless its folder was synced. Some network file systems cannot sync a
+    Without a sync of the folder, a power failure may undo a rename. Some network file systems cannot sync a
     folder, but write names at once.
     """
     descriptor = os.open(path, os.O_RDONLY)
@@ -255,7 +258,7 @@ def sync_tree(folder: Path) -> None:
 
 
 def rename_synced(source: Path, target: Path) -> None:
-    """Renames within one file system and flushes the new name to the disk."""
+    """Renames a file or folder within one file system, and flushes the new name to the disk."""
     os.rename(source, target)
     sync_file(target.parent)
     if source.parent != target.parent:
@@ -263,20 +266,21 @@ def rename_synced(source: Path, target: Path) -> None:
 
 
 def create_locked(path: str) -> BinaryIO:
-    """Creates a file, and locks it until it is closed, so that no process removes it as a leftover. A file
-    system without locks is accepted. Raises OSError."""
+    """Creates a file and locks it until it is closed, so that no process removes it as a leftover. On a file
+    system without locks, the file is not locked. Raises OSError if the file cannot be created."""
     while True:
         file = open(path, "xb")
         with suppress(OSError):
             fcntl.flock(file, fcntl.LOCK_EX)
         if is_path_of(path, file.fileno()):
             return file
-        file.close()  # another process has removed it before it was locked
+        file.close()  # another process removed the file before the lock
 
 
 @contextmanager
 def locked_leftover(path: str) -> Iterator[None]:
-    """Holds the lock of a file that another process has created. Raises OSError if that process runs."""
+    """Holds the lock of a file that another process has created with `create_locked`. Raises OSError if that
+    process still runs."""
     # NFS gives exclusive locks only to a process that may write.
     with os.fdopen(_open_regular(path, os.O_RDWR | os.O_NOFOLLOW), "r+b") as file:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -286,8 +290,8 @@ def locked_leftover(path: str) -> Iterator[None]:
 
 
 def is_path_of(path: Path | str, descriptor: int) -> bool:
-    """Returns whether the path is a name of an open file: other processes may have removed or replaced it
-    before this process locked it. A symbolic link to the file is none."""
+    """Returns whether the path is still a name of an open file. Other processes may have removed or replaced
+    the file before this process locked it. A symbolic link to the file does not count as its name."""
     try:
         return os.path.samestat(os.fstat(descriptor), os.lstat(path))
     except OSError as error:

@@ -1,4 +1,5 @@
-"""Maps files into memory without keeping a descriptor: a run may map more files than a process may have open.
+"""Maps files into memory without keeping a descriptor, because a run may map more files than a process can
+have open.
 
 Before Python 3.13 (`trackfd`), Python's mmap and numpy's memmap keep a descriptor for each mapping.
 """
@@ -38,7 +39,7 @@ class _Mapping:
             "typestr": "|u1",
             "data": (address, not writable),
         }
-        # Not unmapped at exit: threads may still read the mapping, and the system unmaps it anyway.
+        # The mapping is not unmapped at exit, because threads may still read it. The system unmaps it anyway.
         weakref.finalize(self, _LIBC.munmap, address, num_bytes).atexit = False
 
 
@@ -52,8 +53,8 @@ def map_file(path: Path | str) -> npt.NDArray[np.uint8]:
 def map_open_file(file: BinaryIO, path: Path | str, copy_on_write: bool = False) -> npt.NDArray[np.uint8]:
     """Maps an open file into memory and returns its bytes. The file may be closed afterwards.
 
-    path: for the error. copy_on_write: the array is writable; writing to it does not change the file. Raises
-    OSError if the file cannot be mapped.
+    path: path of the file, for the error. copy_on_write: whether the array is writable; writing to it does
+    not change the file. Raises OSError if the file cannot be mapped.
     """
     access, flags = mmap.PROT_READ, mmap.MAP_SHARED
     if copy_on_write:
@@ -69,30 +70,30 @@ def map_open_file(file: BinaryIO, path: Path | str, copy_on_write: bool = False)
 
 
 def advise_huge_pages(address: int, num_bytes: int) -> None:
-    """Asks for huge pages for memory that nothing has been written to: a page fault provides 2 MB, usually
-    4 KB. It has no effect if the system has no huge pages."""
+    """Requests huge pages for memory that has not been written yet, so that a page fault provides 2 MB
+    instead of 4 KB. Has no effect on a system without huge pages."""
     first, end = -(-address // _HUGE_PAGE_BYTES) * _HUGE_PAGE_BYTES, address + num_bytes
     if (length := end // _HUGE_PAGE_BYTES * _HUGE_PAGE_BYTES - first) > 0:
         _LIBC.madvise(first, length, mmap.MADV_HUGEPAGE)
 
 
 def advise_random(values: npt.NDArray[Any]) -> None:
-    """Says that parts of a mapping are read in random order: a page fault reads one page of the file, not
-    megabytes around it."""
+    """Advises the system that parts of a mapping are read in random order. A page fault then reads one page
+    of the file instead of megabytes around it."""
     _LIBC.madvise(values.ctypes.data, values.nbytes, mmap.MADV_RANDOM)
 
 
 def read_ahead(values: npt.NDArray[Any]) -> None:
-    """Starts reading a part of a mapping, all pages in one request. Returns before they are read."""
+    """Starts reading a part of a mapping with one request. Returns before the pages are read."""
     start = values.ctypes.data
     first = start // mmap.PAGESIZE * mmap.PAGESIZE
     _LIBC.madvise(first, start + values.nbytes - first, mmap.MADV_WILLNEED)
 
 
 def release_pages(address: int, num_bytes: int) -> None:
-    """Removes pages of a mapping from the resident memory of the process. They are read again when they are
-    accessed. Without this call, reading a file once makes all of it resident. Not for mappings that were
-    written to."""
+    """Removes pages of a mapping from the resident memory of the process. The pages are read again when they
+    are accessed. Without this call, the whole file becomes resident when it is read once. Must not be used
+    for mappings that were written to."""
     first, end = -(-address // mmap.PAGESIZE) * mmap.PAGESIZE, address + num_bytes
     if (length := end // mmap.PAGESIZE * mmap.PAGESIZE - first) > 0:
         _LIBC.madvise(first, length, mmap.MADV_DONTNEED)

@@ -1,13 +1,13 @@
-"""`Run`: the facts of a run that follow from its configuration.
+"""`Run`: a run's configuration, and the properties that follow from it.
 
-A run learns them in three steps. `Run.from_config` computes what the flags and files decide: the vocabulary,
-and the stages unless they depend on measurements. The checkpoint gives the start, on which the length of the
-run, the learning-rate schedule and the order of the data depend
-(`checkpoint.compatibility.starting_from`). When the processes are connected, each rank has its mesh
+The properties are known in three steps. First, `Run.from_config` computes what the flags and files determine:
+the vocabulary, and the stages unless they depend on measurements. Second, the checkpoint determines the
+start, on which the length of the run, the learning-rate schedule and the order of the data depend
+(`checkpoint.compatibility.starting_from`). Third, when the processes are connected, each rank has its mesh
 (`Run.connected`), and all ranks have the stages (`training.build.find_stages`).
 
-Each fact is computed once, and functions get the run and ask it. Objects with a life of their own, such as
-the engine, the watchdog or the logger, are not facts of a run.
+Each property is computed once. Functions get the run as an argument and read its properties. Objects with a
+separate lifetime, such as the engine, the watchdog or the logger, are not properties of a run.
 """
 
 from __future__ import annotations
@@ -31,28 +31,31 @@ from megatron.pipeline.methods import MemoryCosts
 from megatron.pipeline.stages import StagePlan, needs_memory_costs, plan_stages
 
 PredictMemory = Callable[[Config, int], MemoryCosts]
-"""Returns the memory of the layers of a model with a vocabulary size, for --partition-method memory. The
-planner predicts it; the entry point of a run passes the function, since a run imports no planner."""
+"""A function that returns the memory of the layers of a model with a given vocabulary size, for
+--partition-method memory. The planner predicts the memory. The entry point of a run passes the function,
+because `run` must not import the planner."""
 
 
 @dataclass(frozen=True)
 class Run:
-    """A run: its configuration and what follows from it. `dataclasses.replace` adds what is learned later."""
+    """A run: its configuration and the properties that follow from it. `dataclasses.replace` adds properties
+    that are known later."""
 
     config: Config
     vocab: Vocabulary
     plan: StagePlan | None
-    """See `stages`. None until the connected processes have measured what the partition needs."""
+    """The stages, see `stages`. None until the connected processes have measured what the partition needs."""
     mesh: Mesh
-    """Of rank 0, without process groups, until the processes are connected."""
+    """The mesh of this rank. Until the processes are connected, the mesh of rank 0 without process groups."""
     start: Progress = BEGIN
-    """What the run has consumed when it starts."""
+    """What the run has consumed before it starts."""
     checkpoint_schedule: LearningRateSchedule | None = None
-    """The schedule of the checkpoint that the run starts from, if it replaces the one of the flags."""
+    """The schedule of the checkpoint from which the run starts, if it replaces the schedule of the flags."""
     stamp: IndexStamp | None = None
-    """Of the token files; None before they are verified, see `with_stamp`."""
+    """The stamp of the token files; None before the files are verified, see `with_stamp`."""
     _fingerprints: dict[Progress, dict[str, Any]] = field(default_factory=dict, repr=False, compare=False)
-    """Shared by the copies of a run with one stamp: a fingerprint of thousands of files takes seconds."""
+    """Cache of fingerprints, which the copies of a run with one stamp share, because a fingerprint of
+    thousands of files takes seconds."""
 
     @classmethod
     def from_config(
@@ -62,11 +65,12 @@ class Run:
         predict_memory: PredictMemory | None = None,
         measures: bool = False,
     ) -> Run:
-        """Returns what is known before the processes connect.
+        """Returns the run as it is known before the processes connect.
 
-        vocab: None finds the vocabulary of the flags. measures: whether `training.build.find_stages` will
-        find the times or the memory of the layers, if the partition needs them. Raises UserError for a
-        vocabulary, and ConfigError for parallel sizes or a partition, with which no run can start.
+        vocab: the vocabulary; None for the vocabulary of the flags. measures: whether
+        `training.build.find_stages` will find the times or the memory of the layers, if the partition needs
+        them. Raises UserError for a vocabulary with which no run can start, and ConfigError for such parallel
+        sizes or partitions.
         """
         mesh = Mesh.from_config(config.parallel, 0)  # first, since plans need valid parallel sizes
         vocab = vocab or find_vocabulary(config)
@@ -88,35 +92,35 @@ class Run:
 
     @property
     def stages(self) -> StagePlan:
-        """The layers of each pipeline stage."""
+        """Returns the layers of each pipeline stage."""
         assert self.plan is not None, "the stages are not known before `training.build.find_stages`"
         return self.plan
 
     @property
     def padded_vocab_size(self) -> int:
-        """Number of rows of the embedding."""
+        """Returns the number of rows of the embedding."""
         return padded_vocab_size(self.vocab.size, self.config.model, self.mesh.tp_size)
 
     @cached_property
     def batches(self) -> BatchSchedule:
-        """The global batch size over the run."""
+        """Returns the schedule of the global batch size over the run."""
         return BatchSchedule.from_config(self.config.batch)
 
     @cached_property
     def length(self) -> RunLength:
-        """The end of the run."""
+        """Returns the length of the run."""
         return RunLength.from_config(self.config, self.start)
 
     @cached_property
     def lr_schedule(self) -> LearningRateSchedule:
-        """The learning rate over the run. Raises ConfigError if the flags have none, also if the checkpoint's
-        schedule replaces it."""
+        """Returns the learning-rate schedule of the run. Raises ConfigError if the flags define no schedule,
+        even if the checkpoint's schedule replaces it."""
         own = schedule_of(self.config, self.start)
         return self.checkpoint_schedule or own
 
     @property
     def fingerprint(self) -> dict[str, Any]:
-        """What identifies the training data of the run, their order and their vocabulary."""
+        """Returns what identifies the training data of the run, their order and their vocabulary."""
         return self.fingerprint_at(self.start)
 
     def fingerprint_at(self, start: Progress) -> dict[str, Any]:
@@ -131,7 +135,7 @@ class Run:
 
     def _find_fingerprint(self, length: RunLength) -> dict[str, Any]:
         data, seq_length, seed = self.config.data, self.config.model.seq_length, self.config.training.seed
-        if data.mock_data:  # their order does not depend on the length of the run
+        if data.mock_data:  # the order of mock data does not depend on the length
             return {
                 "mock_data": self.vocab.size,
                 **{"paths": [], "weights": [1], "split": list(parse_split(data.split))},

@@ -1,4 +1,4 @@
-"""Tables and lists as plain text. Needs no torch."""
+"""Formats tables and lists as plain text. The module does not import torch."""
 
 from collections.abc import Collection, Iterable, Sequence
 
@@ -18,7 +18,7 @@ def format_table(rows: Sequence[Sequence[str]], left_align: Sequence[int] = (0,)
 
 
 def first_few(names: Iterable[str], limit: int = 3) -> str:
-    """Lists at most `limit` names in their order: 'a, b, c and 4 more'."""
+    """Returns a text with at most `limit` names in their order: 'a, b, c and 4 more'."""
     names = list(names)
     return ", ".join(names[:limit]) + (f" and {len(names) - limit} more" if len(names) > limit else "")
 

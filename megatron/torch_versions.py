@@ -1,10 +1,10 @@
 """What differs between versions of torch and Triton, and the private names that the program uses.
 
 The program runs with the versions in `SUPPORTED`; the tests use the versions in constraints.txt. A private
-name can change with any version. `OPTIONAL` lists the names that the program replaces where they are missing,
-`REQUIRED` the names without a replacement: a feature that misses one ends with one sentence
-(`missing_name`). tests/unit/test_torch_versions.py finds private names that are not listed. Tools without
-torch use this module, so it imports torch on use.
+name can change with any version. `OPTIONAL` lists the names that the program replaces if they are missing.
+`REQUIRED` lists the names without a replacement: if one is missing, the feature that needs it fails with one
+sentence (`missing_name`). tests/unit/test_torch_versions.py finds private names that are not listed. Tools
+that do not need torch import this module, so it imports torch only inside functions.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from functools import cache
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
-# The first and the last version, without patch numbers.
+# Package -> first and last supported version, without patch numbers.
 SUPPORTED = {"torch": ((2, 11), (2, 15)), "triton": ((3, 6), (3, 9)), "deepspeed": ((0, 19), (0, 19))}
 # Versions of Triton whose `CompiledKernel.__getitem__`, `JITFunction.run` and CUDA launcher were read: a
 # compiled variant takes all arguments of the kernel by position, constants too.
@@ -38,7 +38,7 @@ OPTIONAL: Mapping[str, Mapping[str, str]] = {
         "torch.distributed.distributed_c10d": "_get_default_store"
     },
 }
-"""What the program does without the names -> module or class -> private names."""
+"""What the program does if the names are missing -> module or class -> private names."""
 
 _ENGINE = "deepspeed.runtime.pipe.engine.PipelineEngine"
 REQUIRED: Mapping[str, Mapping[str, str]] = {
@@ -93,12 +93,13 @@ REQUIRED: Mapping[str, Mapping[str, str]] = {
         "triton.runtime.jit.JITFunction": "_do_compile",
     },
 }
-"""Feature -> module or class, with () for attributes of instances -> the private names that it needs."""
+"""Feature -> module or class (with () for attributes of instances) -> private names that the feature
+needs."""
 
 
 def missing_name(error: Exception) -> str | None:
-    """Returns a sentence for the error of a missing name of `REQUIRED` in an unsupported version; None for
-    other errors."""
+    """Returns a sentence for an error that is due to a missing name of `REQUIRED` in an unsupported version;
+    None for all other errors."""
     found = {package: _minor(package) for package in SUPPORTED}
     problems = [
         f"{package} {'.'.join(map(str, found[package]))} (supported: {'.'.join(map(str, first))} to "
@@ -135,7 +136,7 @@ def interpreter_problem() -> str | None:
 
 
 def all_gather_single(full: Any, part: Any, group: Any, async_op: bool = False) -> Any:
-    """`torch.distributed.all_gather_single`, which has another name before torch 2.13."""
+    """Calls `torch.distributed.all_gather_single`, or before torch 2.13 the function with its former name."""
     import torch.distributed as dist
 
     gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
@@ -143,7 +144,8 @@ def all_gather_single(full: Any, part: Any, group: Any, async_op: bool = False) 
 
 
 def reduce_scatter_single(part: Any, full: Any, group: Any, async_op: bool = False) -> Any:
-    """`torch.distributed.reduce_scatter_single`, which has another name before torch 2.13."""
+    """Calls `torch.distributed.reduce_scatter_single`, or before torch 2.13 the function with its former
+    name."""
     import torch.distributed as dist
 
     scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor

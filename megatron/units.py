@@ -1,4 +1,4 @@
 """Units of sizes."""
 
 GIB = 2**30
-"""Bytes in a GiB."""
+"""Number of bytes in a GiB."""

@@ -1,4 +1,5 @@
-"""A real corpus, made once: the standard library's sources, a byte-level BPE trained on them, token files."""
+"""A real corpus, made once: the standard library's sources, a byte-level BPE trained on them, and token
+files."""
 
 from __future__ import annotations
 
@@ -32,11 +33,11 @@ _FIRST_START = pytest.StashKey[float]()
 
 
 def pytest_configure() -> None:
-    """Processes that tests start do not inherit ignored signals and options of this pytest."""
+    """Makes processes that tests start independent of this pytest's ignored signals and of its options."""
     # Signals are ignored under nohup and in the background.
     for number in (signal.SIGHUP, signal.SIGQUIT):
         signal.signal(number, signal.SIG_DFL)
-    # A test that runs pytest in another folder does not know the options of this conftest.
+    # A pytest that a test runs in a different folder does not know the options of this conftest.
     os.environ.pop("PYTEST_ADDOPTS", None)
 
 
@@ -75,7 +76,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     rows_left_out = any("[" in argument for argument in config.args) or config.getoption("lf", False)
     _mark_rows_outside_the_gate(items, has_all_rows=not rows_left_out)
     if config.option.start_within < float("inf"):
-        # What is left out then are tests that start processes, never the many tests of single parts.
+        # Tests that start processes come last, so that --start-within skips them, and not the many tests of
+        # single parts.
         items.sort(key=lambda item: "unit" not in item.path.relative_to(ROOT).parts)
     if config.option.slice is None:
         return
@@ -91,12 +93,15 @@ def pytest_collection_finish() -> None:
 
 
 def _mark_rows_outside_the_gate(items: list[pytest.Item], has_all_rows: bool) -> None:
-    """Of a test with `gate(rows=N)`, N evenly spaced parameter rows stay in the gate, from the first to the
-    last: with two parameters, a step of N / count would find the same value of one of them again and again.
-    Rows with an id in `gate(also=[...])` stay too. The other rows get the mark `full`.
+    """Marks as `full` the rows of a test with `gate(rows=N)` that are outside the gate.
+
+    N evenly spaced parameter rows stay in the gate, including the first and the last row. With two
+    parameters, a step of N / count would always find one value of one parameter. Rows with an id in
+    `gate(also=[...])` stay, too.
 
     has_all_rows: whether `items` has all rows of each test. Then an id in `also` that no row has is an error:
-    after a change of the rows, the test could leave the gate without notice."""
+    after a change of the rows, the test could otherwise leave the gate without notice.
+    """
     rows = defaultdict(list)
     for item in items:
         if item.get_closest_marker("gate") is not None:
@@ -115,9 +120,9 @@ def _mark_rows_outside_the_gate(items: list[pytest.Item], has_all_rows: bool) ->
 
 @pytest.fixture(autouse=True)
 def _process_is_left_as_it_was() -> Iterator[None]:
-    """Fails a test that changes the state of its process. Otherwise a later test fails, and only if the same
-    process runs both in this order. The environment is restored: programs and libraries that a test calls set
-    variables."""
+    """Fails a test that changes the state of its process. Otherwise a later test would fail, and only if one
+    process runs both tests in this order. The environment is restored, since programs and libraries that a
+    test calls set variables."""
     environment, before = dict(os.environ), process_state()
     yield
     for name in os.environ.keys() - environment.keys():
@@ -130,9 +135,9 @@ def _process_is_left_as_it_was() -> Iterator[None]:
 
 @pytest.fixture(scope="session")
 def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Folder with vocab.json, merges.txt and text_text_document.bin and .idx.
+    """Returns a folder with vocab.json, merges.txt and text_text_document.bin and .idx.
 
-    Documents are the paragraphs of the files, so that most samples hold the end of one.
+    Documents are the paragraphs of the files, so that most samples contain the end of a document.
     """
     folder = tmp_path_factory.mktemp("corpus")
     sources = sorted(Path(sysconfig.get_paths()["stdlib"]).glob("*.py"))[:NUM_FILES]
@@ -158,7 +163,7 @@ def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="session")
 def data(corpus: Path) -> list[str]:
-    """The flags that name the corpus."""
+    """Returns the flags that name the corpus."""
     return [
         *("--data-path", str(corpus / "text_text_document"), "--split", "900,50,50"),
         *("--tokenizer-type", "GPT2BPETokenizer"),
@@ -168,7 +173,7 @@ def data(corpus: Path) -> list[str]:
 
 @pytest.fixture
 def their_positions() -> Iterator[type[enum.Enum]]:
-    """BigScience's enumeration of position embeddings, in a module that is not installed here."""
+    """Yields BigScience's enumeration of position embeddings, in a module that is not installed here."""
     module = types.ModuleType("megatron.enums")
     kind = enum.Enum(
         "PositionEmbeddingType", {"rotary": 1, "absolute": 2, "alibi": 3}, module="megatron.enums"
@@ -181,14 +186,15 @@ def their_positions() -> Iterator[type[enum.Enum]]:
 
 @pytest.fixture(scope="session")
 def object_store_server() -> Iterator[ObjectStoreServer]:
-    """An object store with the protocol of S3."""
+    """Runs an object store with the protocol of S3."""
     with serve_objects() as server:
         yield server
 
 
 @pytest.fixture
 def bucket(object_store_server: ObjectStoreServer, monkeypatch: pytest.MonkeyPatch) -> Bucket:
-    """An empty bucket. The environment of this process and of its children refers to its server."""
+    """Returns an empty bucket. The environment of this process and of its children refers to the bucket's
+    server."""
     bucket = object_store_server.new_bucket()
     for name in ("AWS_PROFILE", "AWS_SESSION_TOKEN", "AWS_ENDPOINT_URL_S3", "AWS_CA_BUNDLE"):
         monkeypatch.delenv(name, raising=False)

@@ -1,10 +1,10 @@
 """The environment of the tests, set before PyTorch and triton read it: `tests/conftest.py` imports it first.
 
-Threads of OpenMP wait for each other in a loop that does not yield. Where other processes use the cores too,
-as in these tests, that takes many times as long as one thread.
+Threads of OpenMP wait for each other in a loop that does not yield. If other processes use the cores too, as
+in these tests, several threads take many times as long as one thread.
 
-Without a GPU, the Triton kernels of the tests run in triton's interpreter. Triton reads the variable when it
-is imported, which PyTorch and DeepSpeed do where it is installed.
+Without a GPU, the Triton kernels of the tests run in Triton's interpreter. Triton reads the variable during
+its import, and PyTorch and DeepSpeed import Triton if it is installed.
 """
 
 import os

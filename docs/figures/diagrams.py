@@ -123,7 +123,7 @@ def partition() -> str:
 
 
 class _NoTokens:
-    """A data set of which only the numbers of the samples are read."""
+    """A data set whose samples have numbers, but no tokens."""
 
     name = "train"
     has_loss_mask = False

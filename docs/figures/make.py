@@ -24,6 +24,7 @@ FIGURES = {
     "life_of_a_run.svg": diagrams.life_of_a_run,
     "learning_rates.svg": plots.learning_rates,
     "quickstart_loss.svg": plots.quickstart_loss,
+    "console.svg": plots.console,
 }
 
 

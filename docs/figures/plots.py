@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import textwrap
 from pathlib import Path
 
 from svg import LINE_COLORS, Svg
@@ -13,6 +14,7 @@ from megatron.optimizer.schedule import LearningRateSchedule, Progress
 from megatron.pipeline.schedule import simulate_schedule
 
 QUICKSTART = Path(__file__).resolve().parent / "quickstart.json"
+CONSOLE = QUICKSTART.with_name("console.txt")
 
 # Name, stages per rank, and a note.
 PIPELINES = (
@@ -105,6 +107,20 @@ def quickstart_loss() -> str:
         y = 50 + 20 * i
         figure.line([(560, y - 4), (600, y - 4)], LINE_COLORS[i], 3)
         figure.text(612, y, name)
+    return str(figure)
+
+
+def console() -> str:
+    """Draws console.txt: what a dry run and a resumed run print, shortened."""
+    figure = Svg(900, 502, "What a dry run and a resumed run print, shortened")
+    y = 26
+    for line in CONSOLE.read_text().splitlines():
+        # A line that begins with spaces, the row of a table, is short enough.
+        for part in textwrap.wrap(line, 122, subsequent_indent=11 * " ") if line[:1].strip() else [line]:
+            # Browsers would draw several spaces as one.
+            text = part.replace(" ", "\N{NO-BREAK SPACE}")
+            figure.text(12, y, text, bold=line.startswith("$"), size=12)
+            y += 17
     return str(figure)
 
 

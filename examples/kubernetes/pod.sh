@@ -12,8 +12,8 @@ export OMP_NUM_THREADS=${OMP_NUM_THREADS:-1} PYTHONPATH=$REPO${PYTHONPATH:+:$PYT
 LOGS=$(mktemp -d)
 export TORCHELASTIC_ERROR_FILE=$LOGS/error.json # torchrun copies the first error into it, with its exit code
 
-# Kubernetes sends SIGTERM before it ends a pod. The processes stop after their step and save. torchrun does not get the
-# signal: it would kill them after 30 s.
+# Kubernetes sends SIGTERM before it ends a pod. The processes get the signal, finish their step and save. torchrun does not
+# get it, because torchrun would kill the processes after 30 s.
 on_sigterm() {
     local processes
     processes=$(cat "/proc/$launcher/task/$launcher/children" 2>/dev/null)
@@ -23,7 +23,7 @@ on_sigterm() {
 launcher=
 trap '[ -n "$launcher" ] || exit 75; on_sigterm' TERM
 
-# A pod that starts before the first one does not find its name.
+# A pod that starts before the first pod must wait until the first pod's host name can be resolved.
 for ((seconds = 0; seconds < 600; seconds++)); do
     getent hosts "$MASTER_ADDR" >/dev/null && break
     sleep 1
@@ -36,7 +36,7 @@ launcher=$!
 while wait "$launcher"; kill -0 "$launcher" 2>/dev/null; do :; done # a signal interrupts the wait
 wait "$launcher"
 code=$?
-# torchrun exits with 1 after any failure, and with 0 after a stop, which the processes note in their error files.
+# torchrun exits with 1 after any failure, and with 0 after a stop. The processes write into their error files which it was.
 if ((code != 0)); then
     ! grep -qs '"errorCode": 2\b' "$TORCHELASTIC_ERROR_FILE" || exit 2
     exit 1

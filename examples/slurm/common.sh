@@ -9,8 +9,8 @@
 #
 # Environment variables: REPO (this repository), PYTHON (its interpreter), MAX_RESTARTS, REQUEUE (yes or no), DRY_RUN,
 # SAVE_LOCAL (a folder on each node's own disk, for local checkpoints every SAVE_LOCAL_INTERVAL iterations, by default
-# 25), and the variables at the top of each script. `DRY_RUN=1 bash SCRIPT` prints the commands and starts nothing, with or without
-# Slurm.
+# 25), and the variables at the top of each script. `DRY_RUN=1 bash SCRIPT` prints the commands and starts nothing. It also
+# works without Slurm.
 
 usage_error() { # usage_error SENTENCE: an error that the user must correct
     echo "error: $1" >&2
@@ -23,7 +23,7 @@ if [ -n "$DRY_RUN" ]; then
 fi
 [ -n "${SLURM_JOB_ID:-}" ] || usage_error "not inside a Slurm job: start the script with sbatch $0"
 REPO=$(cd "$REPO" && pwd)
-# In an array, SLURM_JOB_ID of the last job is also the id of the whole array.
+# SLURM_JOB_ID of the last job of an array is also the id of the whole array.
 THIS_JOB=${SLURM_ARRAY_JOB_ID:+${SLURM_ARRAY_JOB_ID}_$SLURM_ARRAY_TASK_ID}
 THIS_JOB=${THIS_JOB:-$SLURM_JOB_ID}
 PYTHON=${PYTHON:-$REPO/.venv/bin/python}
@@ -33,7 +33,7 @@ MAX_RESTARTS=${MAX_RESTARTS:-3}
 REQUEUE=${REQUEUE:-yes}
 REQUEUE_EXIT_CODE=75 # the run has stopped and saved, and can be resumed
 
-# Threads per process on CPUs; more threads than cores would be slower.
+# Number of threads per process on CPUs. More threads than cores would be slower.
 export OMP_NUM_THREADS=${OMP_NUM_THREADS:-1}
 # torch.distributed.launch warns at every start that it is deprecated.
 export PYTHONWARNINGS=${PYTHONWARNINGS:-ignore::FutureWarning}
@@ -62,11 +62,11 @@ request_nodes() {
         usage_error "Slurm gave $have node(s) to a job that needs NNODES=$NNODES: submit it with $again"
     fi
     echo "the job started on $have node(s) and needs NNODES=$NNODES: requeued with NNODES nodes ($again avoids this)"
-    # Slurm sends SIGTERM as soon as the job is requeued; the commands below must still run.
+    # Slurm sends SIGTERM as soon as the job is requeued, but the commands below must still run.
     trap '' TERM
     scontrol requeue "$THIS_JOB" ||
         usage_error "this cluster does not let a job requeue itself: submit it with $again"
-    # Minimum and maximum: a single number would only set the minimum.
+    # The range sets minimum and maximum. A single number would set only the minimum.
     scontrol update JobId="$THIS_JOB" NumNodes="$NNODES-$NNODES" 2>&1 | grep -v 'pending execution' || true
     exit 0
 }
@@ -76,15 +76,16 @@ set_master() { # sets MASTER_ADDR of the rendezvous, unless the environment has 
     if [ -z "${MASTER_ADDR:-}" ]; then
         mapfile -t hosts < <(scontrol show hostnames "$SLURM_JOB_NODELIST")
         MASTER_ADDR=${hosts[0]}
-        # A Slurm node name need not be a host name that resolves.
+        # The Slurm name of a node may differ from a host name that can be resolved.
         getent hosts "$MASTER_ADDR" >/dev/null ||
             MASTER_ADDR=$(scontrol show node --oneliner "$MASTER_ADDR" | sed -n 's/.*NodeAddr=\([^ ]*\).*/\1/p')
     fi
 }
 
 find_port() { # find_port RESTART: sets PORT of the rendezvous, on which no program of this node listens
-    # Without MASTER_PORT derived from the job id, as in megatron/cluster/launch.py: the first start and the restarts of
-    # jobs have separate ranges, so that two jobs on one node use different ports. Both are below the ephemeral ports.
+    # If MASTER_PORT is not set, the port is derived from the job id, as in megatron/cluster/launch.py. First starts and restarts
+    # of jobs have separate ranges of ports, so that two jobs on one node use different ports. Both ranges are below the
+    # ephemeral ports.
     local start
     for ((start = $1; start < $1 + 4; start++)); do
         if [ -n "${MASTER_PORT:-}" ]; then
@@ -132,7 +133,7 @@ launch() {
         find_port "$restart"
         run_step "$PORT" "$@" || code=$?
         ((code != REQUEUE_EXIT_CODE)) || requeue_job
-        # A restart may help after 1, but not after 2 (a usage error, a full disk).
+        # A restart may help after exit code 1, but not after 2 (such as a usage error or a full disk).
         ((code == 1 && restart < MAX_RESTARTS)) && [ -z "$ENDED_BY_SLURM" ] || return "$code"
         echo "restart $((restart + 1)) of $MAX_RESTARTS, from the newest complete checkpoint"
     done
@@ -163,7 +164,7 @@ run_step() { # run_step PORT FLAGS: runs one srun step; prints the diagnosis of 
     # shellcheck disable=SC2016
     local task='echo $$ >"$RANK_REPORTS/launcher-$SLURM_NODEID"; trap "" USR2
         exec "$0" -u -m torch.distributed.launch --node_rank "$SLURM_PROCID" "$@"'
-    # --cpu-bind=none: the task may use all cores of its node. --kill-on-bad-exit and --wait end the other tasks if one
+    # With --cpu-bind=none the task may use all cores of its node. --kill-on-bad-exit and --wait end the other tasks if a
     # node fails.
     RANK_REPORTS=$REPORTS srun --nodes="$NNODES" --ntasks="$NNODES" --ntasks-per-node=1 --cpu-bind=none \
         --kill-on-bad-exit=1 --wait=60 \
@@ -176,7 +177,7 @@ run_step() { # run_step PORT FLAGS: runs one srun step; prints the diagnosis of 
         kill -0 "$step" 2>/dev/null && [ -z "$ENDED_BY_SLURM" ] || waiting=''
     done
     if [ -n "$ENDED_BY_SLURM" ]; then wait_before_kill "$step"; fi
-    # If slurmd of this node is dead, Slurm cannot end the launcher, which waits five minutes for other nodes.
+    # If this node's slurmd is dead, Slurm cannot end the launcher, which waits five minutes for other nodes.
     launcher=$(cat "$REPORTS/launcher-0" 2>/dev/null || true)
     if [ -z "$ENDED_BY_SLURM" ] && grep -qs torch.distributed.launch "/proc/$launcher/cmdline"; then
         pkill -KILL -P "$launcher" || true

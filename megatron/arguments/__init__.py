@@ -1,11 +1,11 @@
-"""Arguments of a run: command line, checkpoint and DeepSpeed's file become one config, checked in one pass.
+"""The arguments of a run: a command line, a checkpoint and DeepSpeed's file become one checked config.
 
 command_line     reads all flags, and reports all mistakes in one error
 checkpoint_args  flags that a checkpoint determines
 checks           checks of settings against each other, with `data_checks` and `schedule_checks`
 notes            settings without effect
 
-Like `megatron.config`, it loads neither torch nor deepspeed.
+Like `megatron.config`, this package imports neither torch nor deepspeed.
 """
 
 from megatron.arguments.checks import validate

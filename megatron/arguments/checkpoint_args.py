@@ -21,11 +21,11 @@ from megatron.errors import ConfigError
 from megatron.optimizer.batch_schedule import RunLength
 
 Settings = dict[str, Any]
-"""The given flags, by 'section.field'."""
+"""The given flags: 'section.field' -> value."""
 
 
 def section_settings(settings: Mapping[str, Any], section: str) -> dict[str, Any]:
-    """Returns the given flags of a section, by field."""
+    """Returns the given flags of a section: field -> value."""
     prefix = section + "."
     return {name.removeprefix(prefix): value for name, value in settings.items() if name.startswith(prefix)}
 
@@ -40,7 +40,8 @@ def use_hugging_face(settings: Settings) -> None:
             f"--load-huggingface {folder} with --load {settings['checkpoint.load']}: a run starts from one "
             "folder; remove one of the flags"
         )
-    # A run that has saved checkpoints resumes from --save, even if the folder no longer exists.
+    # A run that has saved checkpoints resumes from --save, even if the folder of --load-huggingface no longer
+    # exists.
     if "checkpoint.save" not in settings and not os.path.isfile(os.path.join(folder, "config.json")):
         raise ConfigError(
             f"--load-huggingface {folder} has no config.json: expected the folder of a Hugging Face model"
@@ -77,18 +78,18 @@ def use_branch_point(settings: Settings, reads_files: bool = True) -> list[str]:
 def add_checkpoint_args(settings: Settings, saved: SavedConfig) -> str:
     """Adds the flags of a checkpoint to the given flags, and returns a note for the log.
 
-    settings: the given flags. They take precedence over the checkpoint's flags. Raises
-    ConfigError for a given flag that changes the model and has another value in the checkpoint.
+    settings: the given flags. They take precedence over the checkpoint's flags. Raises ConfigError for a
+    given flag that changes the model and whose value differs from the checkpoint's.
     """
     typed_tokenizer = any(f"data.{name}" in settings for name in TOKENIZER_FIELDS)
     is_finetuning = settings.get("checkpoint.finetune", False)
-    unused = saved.config.model.unused_fields()  # some are derived from other fields, such as --seq-length
+    unused = saved.config.model.unused_fields()  # some are derived from fields such as --seq-length
     values = {
         name: saved.config.value(name)
         for name, setting in SETTINGS.items()
         if setting.section == "model"
         or setting.field in TOKENIZER_FIELDS
-        # Fine-tuning may choose how to treat documents.
+        # Fine-tuning may choose how attention and positions treat documents.
         or (setting.section == "data" and setting.changes_model and not is_finetuning)
     }
     for name, value in values.items():
@@ -122,10 +123,11 @@ def add_checkpoint_args(settings: Settings, saved: SavedConfig) -> str:
 
 
 def _as_in_config(config: Config, name: str, typed: Any) -> Any:
-    """Returns a typed value as the config of the model has it: the letters of --moe-layer-freq 2."""
+    """Returns the value that the config of the model has for a typed value, such as the letters for
+    --moe-layer-freq 2."""
     try:
         return config.with_settings({name: typed}).value(name)
-    except InvalidSettings:  # of this value, or of this value with the checkpoint's
+    except InvalidSettings:  # the value is invalid, alone or with the checkpoint's values
         return typed
 
 
@@ -211,7 +213,7 @@ _DERIVED = (
 
 
 def _set(settings: Settings, name: str, value: Any, reason: str) -> None:
-    """Sets a flag. Raises ConfigError if it is given with another value."""
+    """Sets a flag. Raises ConfigError if the flag is given with a different value."""
     typed = settings.setdefault(name, value)
     if typed != value:
         option = setting_option(name)
@@ -219,8 +221,8 @@ def _set(settings: Settings, name: str, value: Any, reason: str) -> None:
 
 
 def _warmup(base: Config, unit: str) -> int:
-    """Returns the length of the base run's warm-up in `unit`, 0 if it is counted in another unit. The warm-up
-    ends before the branch point, so that it changes no learning rate of the branch."""
+    """Returns the length of the base run's warm-up in `unit`; 0 if the base run counts it in a different
+    unit. The warm-up ends before the branch point, so this changes no learning rate of the branch."""
     schedule = base.schedule
     if schedule.lr_decay_tokens is not None:
         return 0
@@ -231,8 +233,8 @@ def _warmup(base: Config, unit: str) -> int:
 
 
 def _add_data_order(settings: Settings, saved: SavedConfig) -> None:
-    """Adds the base run's data order, which depends on its length. With --override-data, the branch reads the
-    other data from its first sample on."""
+    """Adds the data order of the base run, which depends on the length of the base run. With --override-data,
+    the branch reads the new data from their first sample on."""
     if settings.get("checkpoint.override_data"):
         settings.setdefault("data.data_first_sample", saved.progress.consumed_samples)
         return

@@ -1,4 +1,5 @@
-"""Checks of settings against each other, before any process group is created.
+"""Checks that the settings of a run do not contradict each other. They run before any process group is
+created.
 
 Each check is a generator of sentences, so that one error can report all mistakes. Rules between two flags are
 part of their fields, see `config.rules`.
@@ -66,12 +67,13 @@ def mistakes_of(config: Config) -> Iterator[str]:
     for check in checks:
         try:
             yield from check(config)
-        except ConfigError as error:  # of a value that cannot be parsed
+        except ConfigError as error:  # a value that cannot be parsed
             yield str(error)
 
 
 def layout_mistakes(config: Config) -> Iterator[str]:
-    """Yields a sentence for sizes that the parallel sizes do not divide, and for ZeRO with pipelines."""
+    """Yields a sentence for each size that a parallel size does not divide, and for a ZeRO stage that
+    pipelines do not support."""
     parallel = config.parallel
     tensor, pipeline = parallel.tensor_model_parallel_size, parallel.pipeline_model_parallel_size
     context = parallel.context_parallel_size
@@ -158,7 +160,7 @@ def optimizer_mistakes(config: Config) -> Iterator[str]:
 
 
 def precision_mistakes(config: Config) -> Iterator[str]:
-    """Yields a sentence for fp32 residual connections in fp32, and for contradictory loss scales."""
+    """Yields a sentence for --fp32-residual-connection in an fp32 run, and for contradictory loss scales."""
     precision = config.precision
     if precision.fp32_residual_connection and precision.name == "fp32":
         yield (
@@ -235,8 +237,8 @@ def local_save_mistakes(config: Config) -> Iterator[str]:
 
 
 def object_store_mistakes(config: Config) -> Iterator[str]:
-    """Yields a sentence for a URL with credentials, which are not shown, and for flags that need --save or
-    --load in a file system, if it is a URL."""
+    """Yields a sentence for a URL that contains credentials (which are not shown), and for each flag that
+    requires --save or --load in a file system although it is a URL."""
     checkpoint = config.checkpoint
     for option, url in (("--save", checkpoint.save), ("--load", checkpoint.load)):
         scheme, _, rest = (url or "").partition("://")
@@ -264,7 +266,7 @@ def stability_mistakes(config: Config) -> Iterator[str]:
     stability, checkpoint = config.stability, config.checkpoint
     if stability.spike_policy == "rollback" and (checkpoint.save is None or checkpoint.save_interval is None):
         yield (
-            "--spike-policy rollback without --save and --save-interval: there is no checkpoint to roll back "
+            "--spike-policy rollback without --save and --save-interval: no checkpoint exists to roll back "
             "to; set both, or set --spike-policy skip"
         )
     _ = stability.skipped_ranges
@@ -281,7 +283,7 @@ def dependency_mistakes(config: Config) -> Iterator[str]:
         yield (
             f"--use-apex needs NVIDIA apex, and {found} installed: install NVIDIA apex, or remove the flag"
         )
-    # Not imported, because the import takes seconds.
+    # The package is searched and not imported, because the import takes seconds.
     if config.optimizer.use_bnb_optimizer and find_spec("bitsandbytes") is None:
         yield (
             "--use-bnb-optimizer needs bitsandbytes, which is not installed: pip install bitsandbytes, or "

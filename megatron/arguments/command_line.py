@@ -1,4 +1,5 @@
-"""The command line: its flags as a config, and all mistakes of a user in one error."""
+"""Reads the command line: returns its flags as a config, or raises one error with all mistakes of the
+user."""
 
 from __future__ import annotations
 
@@ -37,7 +38,8 @@ All flags: python pretrain_gpt.py --help. Documentation: README.md and docs/READ
 
 
 def require_flags(argv: Sequence[str]) -> None:
-    """Raises ConfigError with the introduction if argv has no flag, or only the launcher's --local-rank."""
+    """Raises ConfigError with an introduction to the program if argv has no flag, or only the launcher's
+    --local-rank."""
     if all(word.replace("_", "-").startswith("--local-rank=") for word in argv):
         raise ConfigError(INTRODUCTION)
 
@@ -61,7 +63,7 @@ def read_command_line(
     any.
 
     reads_files: whether the checkpoint of --use-checkpoint-args and --branch-at and the file of
-    --deepspeed_config are read. mistakes: found before.
+    --deepspeed_config are read. mistakes: mistakes that were found before; None for none.
     """
     mistakes = mistakes or Mistakes()
     settings = vars(make_parser().collect(sys.argv[1:] if argv is None else argv, mistakes))
@@ -82,7 +84,7 @@ def read_command_line(
     _fill_in_required(settings, mistakes)
     sections = {name: _section(name, settings, mistakes) for name in SECTIONS}
     parallel = sections["parallel"]
-    if not mistakes.unknown.isdisjoint(_LAYOUT):  # checked as if there was one replica
+    if not mistakes.unknown.isdisjoint(_LAYOUT):  # checked as if there were one replica
         sections["parallel"] = dataclasses.replace(parallel, world_size=parallel.ranks_per_replica)
     config = Config(**sections, curriculum=curriculum)
     mistakes.extend(file_mistakes(config, file))
@@ -99,11 +101,12 @@ _LAYOUT = (
 
 
 def _section(name: str, settings: Mapping[str, Any], mistakes: Mistakes) -> Any:
-    """Returns a section. A setting with an invalid value has its default, or the smallest valid value."""
+    """Returns a section of the config. A setting with an invalid value gets its default, or the smallest
+    valid value."""
     values, own = section_settings(settings, name), settings_of_section(name)
     while True:
         unknown = [setting for setting in own if setting.option in mistakes.unknown]
-        if any(setting.flag.choices is None for setting in unknown):  # what is derived from it is unknown
+        if any(setting.flag.choices is None for setting in unknown):  # derived fields are unknown
             derived = (setting for setting in own if setting.flag.derived and setting.field not in values)
             mistakes.unknown |= {setting.option for setting in derived}
         try:
@@ -152,8 +155,9 @@ def _apply_launcher_env(settings: dict[str, Any], env: Mapping[str, str], mistak
 
 
 def _read_data_files(settings: dict[str, Any], mistakes: Mistakes) -> None:
-    """Reads the prefixes and weights from the files that name them, which may be missing in a dry run."""
-    if settings.get("data.mock_data"):  # its rules refuse the files
+    """Reads data prefixes and weights from the files that flags name. In a dry run these files may be
+    missing."""
+    if settings.get("data.mock_data"):  # the rules of --mock-data reject the files
         return
     words: dict[str, Any] = {}
     for name in ("data_path", *(f"{split}_weighted_split_paths" for split in SPLIT_NAMES)):
@@ -172,8 +176,8 @@ def _read_data_files(settings: dict[str, Any], mistakes: Mistakes) -> None:
 
 
 def _file_to_read(settings: dict[str, Any], field: str, replaced: tuple[str, ...]) -> str | None:
-    """Returns the file that a flag of the data names, if it is to be read. replaced: fields of the words in
-    the file."""
+    """Returns the file that a data flag names; None if it must not be read. replaced: fields that the words
+    in the file set."""
     file: str | None = settings.get(f"data.{field}")
     if file is None:
         return None
@@ -196,7 +200,7 @@ def _launcher_number(env: Mapping[str, str], name: str) -> int:
 
 
 def _fill_in_required(settings: dict[str, Any], mistakes: Mistakes) -> None:
-    """Adds the missing required flags to the mistakes, and to the settings with the smallest values."""
+    """Adds the missing required flags to the mistakes, and sets them to their smallest values."""
     missing: dict[str, str] = {}
     for name, setting in SETTINGS.items():
         if setting.is_required and name not in settings:
@@ -205,7 +209,7 @@ def _fill_in_required(settings: dict[str, Any], mistakes: Mistakes) -> None:
                 missing[name] = f"{setting.option} ({setting.flag.help.split(':')[0]})"
     if missing:
         of_model = any(name.startswith("model.") for name in missing)
-        hint = "; --use-checkpoint-args takes those of the model from the checkpoint in --load"
+        hint = "; --use-checkpoint-args takes the flags of the model from the checkpoint in --load"
         sentence = f"missing required flags: {', '.join(missing.values())}"
         mistakes.add(
             sentence + hint * (of_model and "checkpoint.load" in settings), map(setting_option, missing)

@@ -136,14 +136,14 @@ _INDEX_BYTES_PER_SAMPLE = 32
 
 
 def host_memory_bytes() -> int:
-    """Returns the memory of this machine."""
+    """Returns the memory of this machine in bytes."""
     return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
 
 
 def check_index_memory(config: Config, length: RunLength, memory_bytes: int) -> None:
     """Raises ConfigError if the sample index of the training or validation data cannot be built in memory."""
     training = config.training
-    if config.data.mock_data:  # its samples have no index
+    if config.data.mock_data:  # mock data have no index
         return
     train, valid, _ = length.samples_per_split(config)
     unit = "iters" if training.train_iters is not None else "samples"
@@ -164,22 +164,22 @@ def check_index_memory(config: Config, length: RunLength, memory_bytes: int) -> 
 
 
 def _largest_share(data: DataConfig) -> Fraction:
-    """Returns the largest share of a prefix in the training data. Each prefix has its own index."""
+    """Returns the largest share that one prefix has in the training data. (Each prefix has its own index.)"""
     groups = split_groups(data, "train")
     weights = [path.weight for path in groups[0].paths if path.weight is not None] if groups else []
-    if not weights:  # the sizes are not known yet: at least the mean
+    if not weights:  # the sizes are not known yet, but the largest share is at least the mean
         return Fraction(1, len(groups[0].paths) if groups else 1)
     return max(weights) / sum(weights)
 
 
 def missing_file_mistakes(config: Config) -> Iterator[str]:
-    """Yields a sentence for each missing file, one for the two files of a prefix."""
+    """Yields a sentence for each missing file; for the two files of a prefix only one."""
     data, reported = config.data, set[str]()
     yield from missing_tokenizer_files(data)
     for option, prefix, file in token_files(data):
         if prefix not in reported and not Path(file).is_file():
             reported.add(prefix)
-            yield f"{option}: there is no file {file}: correct the path"
+            yield f"{option}: {file} does not exist: correct the path"
 
 
 def harness_mistakes(config: Config) -> Iterator[str]:
@@ -206,7 +206,7 @@ def evaluation_mistakes(config: Config) -> Iterator[str]:
 
 
 def no_harness(option: str, reason: str) -> ConfigError:
-    """Returns the error of a flag that needs the package lm_eval, which cannot be imported."""
+    """Returns the error about a flag that needs the package lm_eval, if the package cannot be imported."""
     return ConfigError(
         f"{option} needs EleutherAI's lm-evaluation-harness ({reason}): install it with 'pip install lm_eval'"
     )

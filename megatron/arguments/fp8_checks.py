@@ -10,12 +10,13 @@ from megatron.config.sections.fp8_layers import BLOCK, is_small
 from megatron.config.sections.model import ModelConfig
 
 _Size = tuple[str, int, bool]
-"""What determines a size, the size, and whether tensor-parallel ranks divide it."""
+"""A size of a matrix: (flags that determine it, the size, whether tensor-parallel ranks divide it)."""
 
 
 def fp8_mistakes(config: Config) -> Iterator[str]:
-    """Yields a sentence for a run in which all layers or all matrices are in bf16, for matrices whose shards
-    are no whole blocks, for experts with one scale per tensor, and for a GPU without FP8."""
+    """Yields a sentence for a run in which all layers or all matrices compute in bf16, for matrices whose
+    shards do not consist of whole blocks, for experts with one scale per tensor, and for a GPU without
+    FP8."""
     model, recipe = config.model, config.precision.fp8_recipe
     if recipe is None:
         return
@@ -67,8 +68,8 @@ def _has_fp8(gpu: str) -> bool:
 
 
 def _matrices(model: ModelConfig, has_window: bool, has_experts: bool) -> Iterator[tuple[_Size, _Size, int]]:
-    """Yields (rows, columns, fused parts with these rows) of the linear layers of a transformer layer, except
-    the down projection of latent keys and values, which is in bf16."""
+    """Yields (rows, columns, number of fused parts with these rows) for each linear layer of a transformer
+    layer, except the down projection of latent keys and values, which computes in bf16."""
     flags = _flags_of_attention(model, has_window)
     for name, sizes in model.of_kind(has_window).attention_matrices.items():
         if name in flags:

@@ -1,4 +1,5 @@
-"""Sentences for the log about settings without effect, and about combinations that have failed."""
+"""Sentences for the log about settings that have no effect, and about combinations of settings that have
+failed."""
 
 from __future__ import annotations
 
@@ -46,7 +47,7 @@ def risk_notes(config: Config) -> tuple[str, ...]:
 
 
 def _by_several(config: Config) -> Iterator[tuple[str, str]]:
-    """Yields (setting, reason) of settings whose use depends on several other settings."""
+    """Yields (setting, reason) for each setting that has no effect because of several other settings."""
     training, parallel, precision = config.training, config.parallel, config.precision
     if training.gpu is None or not training.dry_run:
         for name in ("node_size", "intra_node_gbps", "inter_node_gbps", "host_us_per_kernel"):

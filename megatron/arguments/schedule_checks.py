@@ -11,7 +11,8 @@ from megatron.optimizer.schedule import WSD_BY_TOKENS
 
 
 def length_mistakes(config: Config) -> Iterator[str]:
-    """Yields a sentence unless exactly one flag sets the length of the run, to at least one batch."""
+    """Yields a sentence unless exactly one flag sets the length of the run, and the length is at least one
+    batch."""
     training = config.training
     if not training.has_length:
         given = [str(length) for length in (training.train_iters, training.train_samples) if length]
@@ -63,7 +64,8 @@ def schedule_mistakes(config: Config) -> Iterator[str]:
 
 
 def _unit_mistakes(config: Config) -> Iterator[str]:
-    """Yields a sentence for parts of the schedule in another unit than the run's length, or beyond it."""
+    """Yields a sentence for each part of the schedule whose unit differs from the unit of the run's length,
+    or that lies beyond the end of the run."""
     schedule, training = config.schedule, config.training
     by_iters = training.train_iters is not None
     decay_unit = "iters" if by_iters else "samples"
@@ -92,7 +94,7 @@ def _warmup_mistakes(config: Config, unit: str) -> Iterator[str]:
     if schedule.lr_decay_tokens is not None:
         if training.deepspeed_config is not None or config.checkpoint.load is not None:
             return  # LearningRateSchedule counts the tokens of a curriculum, and of a resumed run
-        # Rounded down to whole samples, because the warm-up has to end before the decay.
+        # The decay is rounded down to whole samples, because the warm-up has to end before the decay.
         option, decay = "--lr-decay-tokens, in samples", schedule.lr_decay_tokens // config.model.seq_length
     elif decay is None:
         option, decay = f"--train-{unit}", getattr(training, f"train_{unit}")

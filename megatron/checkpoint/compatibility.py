@@ -13,7 +13,7 @@ from megatron.errors import UserError
 from megatron.optimizer.batch_schedule import BEGIN, Progress, RunLength
 from megatron.optimizer.schedule import schedule_of
 
-if TYPE_CHECKING:  # it loads DeepSpeed, and tools that read checkpoints start without it
+if TYPE_CHECKING:  # importing it loads DeepSpeed, which tools that read checkpoints do not need
     from megatron.run import Run
 
 
@@ -23,8 +23,9 @@ def start_of(checkpoint: Checkpoint | None) -> Progress:
 
 
 def starts_at_zero(checkpoint: Checkpoint) -> bool:
-    """Returns whether a run starts from this checkpoint at sample 0, because it was imported from Hugging
-    Face or --finetune is given. Such a run may use any data, schedule and training settings."""
+    """Returns whether a run that starts from this checkpoint starts at sample 0, because the checkpoint was
+    imported from Hugging Face or --finetune is given. Such a run may use any data, schedule and training
+    settings."""
     return not checkpoint.start_state.consumed_samples
 
 
@@ -52,7 +53,8 @@ def check_model(checkpoint: Checkpoint, config: Config, vocab_size: int) -> None
 
 
 def check_vocabulary(checkpoint: Checkpoint, fingerprint: dict[str, Any]) -> None:
-    """Raises UserError if vocabularies of equal size differ. Compares nothing if a digest is missing."""
+    """Raises UserError if two vocabularies of equal size have different digests. Compares nothing if a digest
+    is missing."""
     saved, now = (data.get(VOCABULARY_KEY) for data in (checkpoint.run.get("data", {}), fingerprint))
     if saved and now and saved != now:
         raise UserError(
@@ -63,8 +65,9 @@ def check_vocabulary(checkpoint: Checkpoint, fingerprint: dict[str, Any]) -> Non
 
 
 def check_data(checkpoint: Checkpoint, config: Config, fingerprint: dict[str, Any]) -> None:
-    """Raises UserError if the data differ from the checkpoint's, unless --override-data is given. In
-    different data the saved position has no meaning. Compares nothing if another framework saved it."""
+    """Raises UserError if the data differ from the checkpoint's, unless --override-data is given: the
+    position that the checkpoint records has no meaning in different data. Compares nothing if another
+    framework saved the checkpoint."""
     differences = _data_differences(checkpoint, fingerprint)
     if not differences or config.checkpoint.override_data:
         return
@@ -100,7 +103,7 @@ def check_first_sample(checkpoint: Checkpoint | None, config: Config) -> None:
 
 
 def data_line(checkpoint: Checkpoint, fingerprint: dict[str, Any]) -> str:
-    """Describes how the data compare with the checkpoint's, for the log."""
+    """Returns the log line that compares the run's data with the checkpoint's."""
     first = fingerprint.get("first_sample", 0)
     if checkpoint.weights_only:
         return "from sample 0 (--finetune)"
@@ -130,7 +133,7 @@ def _data_differences(checkpoint: Checkpoint, fingerprint: dict[str, Any]) -> li
 
 def mismatched_replicas(checkpoint: Checkpoint) -> list[str]:
     """Returns the parameters and moments whose replicas on several ranks differed at the save."""
-    return list(checkpoint.run.get("certificate", {}).get("unequal_copies", []))
+    return list(checkpoint.integrity_record.get("unequal_copies", []))
 
 
 def check_replicas(checkpoint: Checkpoint, config: Config) -> None:
@@ -165,7 +168,8 @@ def check_schedule(checkpoint: Checkpoint, config: Config) -> None:
 
 
 def starting_from(checkpoint: Checkpoint | None, run: Run) -> Run:
-    """Returns a run as it starts from `checkpoint` (None: from scratch)."""
+    """Returns the run with the progress and schedule that it has when it starts from `checkpoint` (None: from
+    scratch)."""
     schedule, use_checkpoint = None, run.config.schedule.use_checkpoint_lr_scheduler
     if checkpoint is not None and use_checkpoint and _has_schedule(checkpoint):
         schedule = schedule_of(checkpoint.config, checkpoint.state)
@@ -173,7 +177,8 @@ def starting_from(checkpoint: Checkpoint | None, run: Run) -> Run:
 
 
 def schedule_line(checkpoint: Checkpoint, config: Config) -> str:
-    """Describes how the schedules compare and which one is used, for the log."""
+    """Returns the log line that compares the run's schedule with the checkpoint's and names the one in
+    use."""
     if checkpoint.weights_only:
         return "the schedule of the flags, from its start (--finetune)"
     if checkpoint.is_branch_point:
@@ -193,8 +198,8 @@ def _has_schedule(checkpoint: Checkpoint) -> bool:
 
 
 def _schedule_differences(checkpoint: Checkpoint, config: Config) -> str:
-    """Describes the settings that give the run other learning rates than the checkpoint's; "" if there are
-    none."""
+    """Returns the settings that make the run's learning rates differ from the checkpoint's, as text; "" if
+    there are none."""
     saved, now = (schedule_of(settings, checkpoint.state) for settings in (checkpoint.config, config))
     old, new = (schedule.effective_settings(checkpoint.state) for schedule in (saved, now))
     return "; ".join(

@@ -27,8 +27,8 @@ from megatron.mpu.world import broadcast_from_rank_0
 if TYPE_CHECKING:
     from megatron.optimizer.mixed_precision import MixedPrecisionOptimizer
 
-# Elements per block on a device: large blocks need few launches, and a block's temporaries, four of 8 bytes
-# per element, take 64 MiB.
+# Elements per block on a device. Large blocks need few kernel launches; the temporaries of a block (four
+# values of 8 bytes per element) take 64 MiB.
 DEVICE_CHUNK = 1 << 21
 # Parameter -> state -> digest of a rank's part.
 PartDigests = dict[str, dict[str, int]]
@@ -50,12 +50,12 @@ class StateDigests:
 
 @dataclass
 class RankDigests:
-    """One rank's part of the digests of all parameters and moments."""
+    """One rank's contribution to the digests of all parameters and moments."""
 
     digests: dict[str, dict[str, int]] = field(default_factory=dict)
-    """By parameter and state."""
+    """Parameter -> state ('fp32', 'exp_avg', ...) -> digest of this rank's elements."""
     replicas: dict[str, tuple[int, ...]] = field(default_factory=dict)
-    """Of which replica of each parameter this rank holds a part, see `Mesh.replica_of`."""
+    """Parameter -> the replica that this rank's elements belong to, see `Mesh.replica_of`."""
     quantized: set[str] = field(default_factory=set)
     steps: set[float] = field(default_factory=set)
 
@@ -65,8 +65,8 @@ def digest_state(
 ) -> StateDigests:
     """Returns the digests of the optimizer state of all ranks, on every rank. Collective.
 
-    unquantized: digests of this rank's moments before they were rounded to 8 bits, which replace the digests
-    of the rounded moments.
+    unquantized: the digests of this rank's moments before they were rounded to 8 bits. They replace the
+    digests of the rounded moments.
     """
 
     def digests_of(piece: Piece) -> dict[str, int]:
@@ -86,8 +86,8 @@ def rank_digests(
     is_partitioned: bool,
     digests_of: Callable[[Piece], dict[str, int]],
 ) -> RankDigests:
-    """Returns this rank's part of the digests. is_partitioned: see `Mesh.replica_of`. digests_of: returns the
-    digests of a piece, by state."""
+    """Returns this rank's contribution to the digests. is_partitioned: see `Mesh.replica_of`. digests_of:
+    returns the digests of a piece, state -> digest."""
     own = RankDigests()
     for piece in pieces:
         own.digests[piece.name] = digests_of(piece)
@@ -100,17 +100,19 @@ def rank_digests(
 
 
 def piece_digests(piece: Piece) -> dict[str, int]:
-    """Returns the contribution of a piece to the digests of the full parameter and its moments, by state."""
+    """Returns a piece's contribution to the digests of the full parameter and its moments: state ->
+    digest."""
     return fragment_digests(piece.spec, piece.axes, piece.start, piece.values)
 
 
 def fragment_digests(
     spec: ParameterSpec, axes: Sequence[Axis], start: int, values: Mapping[str, Tensor]
 ) -> dict[str, int]:
-    """Returns the contribution of a fragment of this rank's shard to the digests of the global tensors.
+    """Returns a fragment's contribution to the digests of the global tensors: state -> digest. A fragment is
+    a range of elements of this rank's shard.
 
-    start: index of the fragment's first element in the shard. values: state -> flat fp32 tensor; all have one
-    length. Padded rows of the vocabulary add 0.
+    start: index of the fragment's first element in the shard. values: state -> flat fp32 tensor; all tensors
+    have one length. Padded rows of the vocabulary add 0.
     """
     device = next(iter(values.values())).device
     if device.type == "cpu":
@@ -127,8 +129,9 @@ def fragment_digests(
 
 
 def combined(records: Sequence[RankDigests]) -> StateDigests:
-    """Sums the parts of each replica and compares the replicas. Tied weights have replicas on several stages,
-    replicated parameters on TP ranks, and without ZeRO all parameters on data-parallel ranks."""
+    """Sums the contributions to each replica and compares the replicas. Tied weights have replicas on several
+    pipeline stages, replicated parameters on all tensor-parallel ranks, and without ZeRO all parameters on
+    all data-parallel ranks."""
     replicas: dict[tuple[str, str], dict[Any, int]] = {}
     steps: set[float] = set()
     quantized: set[str] = set()
@@ -140,7 +143,7 @@ def combined(records: Sequence[RankDigests]) -> StateDigests:
                 add_part(replicas.setdefault((state, name), {}), rank.replicas[name], part)
     tensors: dict[str, dict[str, str]] = {}
     for (state, name), sums in sorted(replicas.items()):
-        # A checkpoint is read from the first stage and rank that hold a parameter.
+        # The digest is the first replica's: loading reads from the first stage and rank with the parameter.
         tensors.setdefault(state, {})[name] = f"{sums[min(sums)]:016x}"
     mismatched = [
         f"{state} of {name}" for (state, name), sums in replicas.items() if len(set(sums.values())) > 1

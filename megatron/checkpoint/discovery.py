@@ -48,7 +48,7 @@ from megatron.errors import UserError, is_access_error
 from megatron.files import read_json
 from megatron.text_table import first_few
 
-# Megatron-LM's file beside its checkpoints.
+# Megatron-LM writes this file beside its checkpoints; it names the newest one.
 TRACKER_FILE = "latest_checkpointed_iteration.txt"
 _MEGATRON_NAME = re.compile(r"iter_[0-9]+|release")
 
@@ -84,7 +84,7 @@ def find_latest(folder: str | Path, damaged: Mapping[str, str] | None = None) ->
                 missing += f": write one of these names into {LATEST_FILE}, or remove {LATEST_FILE} "
                 missing += "to resume from the newest checkpoint"
             raise MissingCheckpointError(missing)
-        # This program wrote that name: the checkpoint was deleted later, or the job was killed in `publish`.
+        # This program wrote that name. The checkpoint was deleted later, or the job was killed in `publish`.
         skip_reason.append(missing)
         del lineage[latest]
     for name, sha256 in lineage.items():
@@ -110,8 +110,9 @@ def find_latest(folder: str | Path, damaged: Mapping[str, str] | None = None) ->
 
 
 def _named_by_megatron(folder: Path) -> Path | None:
-    """Returns the checkpoint that Megatron-LM's `latest_checkpointed_iteration.txt` names, and the newest if
-    the file is empty; None without the file, or if this program has saved to the folder since."""
+    """Returns the checkpoint that Megatron-LM's `latest_checkpointed_iteration.txt` names, or the newest
+    checkpoint if the file is empty. Returns None if the file is missing, or if this program has saved to the
+    folder since Megatron-LM did."""
     tracker = folder / TRACKER_FILE
     if not os.path.lexists(tracker) or os.path.lexists(folder / LATEST_FILE) or saved_names(folder):
         return None
@@ -126,8 +127,9 @@ def _named_by_megatron(folder: Path) -> Path | None:
 def _candidates(
     folder: Path, latest: str | None, record: LatestRecord | None, names: Mapping[str, Path]
 ) -> tuple[dict[str, str | None], str]:
-    """Returns the run's checkpoints in the order in which they are tried, as name -> digest, and why the
-    first one is not the one that `latest` names ("" if it is). A digest of None accepts any."""
+    """Returns the run's checkpoints in the order in which they are tried, as name -> digest, and why `latest`
+    names a different checkpoint than the first ("" if it names the first). A digest of None accepts any
+    `run.json`."""
     # The program writes `latest` before latest.json. If `latest` is newer, a user edited it, or the job was
     # killed between the two writes. In both cases `latest` names the right checkpoint.
     is_newer = latest is not None and _is_newer(folder / LATEST_FILE, folder / RECORD_FILE)
@@ -178,8 +180,8 @@ def _newest_first(entries: Iterable[LineageEntry]) -> dict[str, str | None]:
 
 
 def _single_lineage(folder: Path, names: Mapping[str, Path]) -> dict[str, str | None]:
-    """Returns the checkpoints of a folder without a usable `latest`, if all are in one lineage. Otherwise
-    raises UserError: the one with the highest number may belong to a different run."""
+    """Returns the checkpoints of a folder without a usable `latest`, if all belong to one lineage. Otherwise
+    raises UserError, because the checkpoint with the highest number may belong to a different run."""
     described = _readable_checkpoints(folder, names)
     parents = {
         (entry.name, entry.sha256)
@@ -201,7 +203,8 @@ def _single_lineage(folder: Path, names: Mapping[str, Path]) -> dict[str, str | 
 
 
 def _lineage_of(checkpoint: Checkpoint, all_described: Mapping[str, Checkpoint]) -> list[LineageEntry]:
-    """Returns the lineage of a checkpoint. Old checkpoints without lineage count as one run per folder."""
+    """Returns the lineage of a checkpoint. If it records none, the lineage consists of the earlier
+    checkpoints in the folder that record none."""
     if "lineage" in checkpoint.run:
         return list(checkpoint.lineage)
     same = (other.entry for other in all_described.values() if "lineage" not in other.run)
@@ -232,7 +235,8 @@ def saved_names(folder: Path) -> dict[str, Path]:
 
 
 def _is_of_a_run(path: Path) -> bool:
-    """Returns whether a folder is a checkpoint that a run saves; True if it cannot be accessed now."""
+    """Returns whether a folder is a checkpoint that a run saved. Returns True if it cannot be accessed
+    now."""
     try:
         return path.is_dir() and is_run_format(path)
     except OSError:
@@ -240,17 +244,17 @@ def _is_of_a_run(path: Path) -> bool:
 
 
 def current_path(folder: Path, name: str) -> Path:
-    """Returns the path of a checkpoint, which has a suffix while the checkpoint is being replaced."""
+    """Returns the path of a checkpoint. Its folder has a suffix while the checkpoint is being replaced."""
     path, replaced = folder / name, folder / f"{name}{REPLACED}"
     try:
         return replaced if not path.exists() and replaced.is_dir() else path
-    except OSError:  # it cannot be looked up now
+    except OSError:  # the folder cannot be accessed now
         return path
 
 
 def open_or_none(path: Path, retry_delays_s: Sequence[float] = RETRY_DELAYS_S) -> Checkpoint | None:
-    """Returns the checkpoint in a folder if its `run.json` is intact, even if files are missing; else None.
-    Raises OSError if it cannot be read now."""
+    """Returns the checkpoint in a folder if its `run.json` is intact, even if other files are missing; else
+    None. Raises OSError if `run.json` cannot be read now."""
     try:
         return open_checkpoint(path, False, retry_delays_s)
     except UserError:
@@ -264,8 +268,8 @@ def _readable_checkpoints(folder: Path, names: Mapping[str, Path]) -> dict[str, 
 
 def only_universal(folder: str | Path, with_files: bool = True) -> Checkpoint | None:
     """Returns the universal checkpoint that `latest_universal` names in a folder without native checkpoints;
-    None if there is none. Raises UserError if a run has saved to the folder: starting from an older universal
-    checkpoint, because the run's checkpoints were deleted, would lose the run."""
+    None if there is none. Raises UserError if a run has saved to the folder and its checkpoints were deleted:
+    the older universal checkpoint would silently lose the run's progress."""
     folder = as_path(folder)
     if not (folder / LATEST_UNIVERSAL_FILE).is_file():
         return None
@@ -296,7 +300,7 @@ def find_universal(folder: str | Path, with_files: bool = True) -> Checkpoint:
 
 
 def read_latest_universal(folder: Path) -> str | None:
-    """Returns the name of the folder that `latest_universal` names, see `read_latest_file`."""
+    """Returns the name in `latest_universal`; see `read_latest_file`."""
     names = ["global_step{}_universal", "global_step{}"]
     return read_latest_file(folder / LATEST_UNIVERSAL_FILE, names, PLAIN_NAME)
 
@@ -352,7 +356,7 @@ def check_program(folder: Path) -> None:
         raise UserError(f"checkpoint {folder}: {reason}")
     for path in model_files(folder)[:1]:
         content = read_file(path)
-        # Neither this program nor DeepSpeed writes a version into mp_rank files.
+        # mp_rank files of this program and of DeepSpeed have no `checkpoint_version`.
         if isinstance(content, dict) and "checkpoint_version" in content:
             raise UserError(
                 f"checkpoint {folder} is in the native format of Microsoft's Megatron-DeepSpeed: convert it "

@@ -1,7 +1,7 @@
 """The files of a checkpoint: sizes, digests, and access errors.
 
-An access error, such as an I/O error of a network file system, says nothing about a checkpoint's content: the
-read is retried, and if it fails again, the program stops. Only a file that can be read can count as damaged.
+An access error, such as an I/O error of a network file system, says nothing about a checkpoint's content. The
+program repeats the read, and stops if it fails again. Only a file that can be read can count as damaged.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from megatron.errors import is_access_error
 from megatron.files import HostileFileError, open_own, open_regular, read_json, write_atomically
 from megatron.object_store.path import ObjectPath
 
-# Delays between attempts: a network file system may take seconds to recover or to show a new file.
+# Delays between attempts: a network file system may take seconds until it recovers or shows a new file.
 RETRY_DELAYS_S = (0.1, 0.4, 1.0, 3.0, 6.0)
 # Appended to the message of an access error.
 MAY_BE_INTACT = ": the checkpoint may be intact, so no older one is used; repair the access, then start again"
@@ -32,12 +32,13 @@ T = TypeVar("T")
 
 
 def as_path(folder: str | Path) -> Path:
-    """Returns a folder's path. A path that is an `ObjectPath` stays one."""
+    """Returns a folder's path as a Path. An `ObjectPath` (a path in an object store) is returned
+    unchanged."""
     return Path(folder) if isinstance(folder, str) else folder
 
 
 def write_small(path: Path, content: str) -> None:
-    """Writes a small file or object: it is complete, or unchanged."""
+    """Writes a small file or object. If the write fails, the old content remains complete."""
     if isinstance(path, ObjectPath):
         path.write_bytes(content.encode())
     else:
@@ -47,8 +48,8 @@ def write_small(path: Path, content: str) -> None:
 def read_with_retries(
     path: Path, read: Callable[[], T], retry_delays_s: Sequence[float] = RETRY_DELAYS_S
 ) -> T:
-    """Returns read(), which reads `path`. After access errors it retries for about ten seconds (by default),
-    then raises OSError with the path. It raises any other error at once."""
+    """Returns read(), which reads `path`. After an access error it tries again for about ten seconds (by
+    default), then raises OSError with the path. It raises any other error at once."""
     for delay_s in (*retry_delays_s, None):
         try:
             return read()
@@ -74,7 +75,7 @@ DISK_IS_FULL = "the disk is full"
 def write_problem(error: BaseException, path: str | None = None) -> str:
     """Returns which file cannot be written, if it is known, and why. path: the file that was being written.
 
-    torch.save raises an error of its own, which names positions in the file, on top of the file's OSError.
+    torch.save replaces the OSError of a file with an error that names positions in the file.
     """
     cause: BaseException | None = error
     while cause is not None and not isinstance(cause, OSError):
@@ -87,7 +88,8 @@ def write_problem(error: BaseException, path: str | None = None) -> str:
 
 
 def first_size_mismatch(folder: Path, files: Files, unneeded: Collection[str] = ()) -> str | None:
-    """Describes the first file that is missing or has the wrong size; None if there is none. Reads no file.
+    """Returns a text on the first file that is missing or has the wrong size; None if all are right. Opens no
+    file.
 
     unneeded: files that may be missing. Raises OSError if the folder cannot be read now.
     """
@@ -109,9 +111,9 @@ def first_size_mismatch(folder: Path, files: Files, unneeded: Collection[str] = 
 
 
 def first_absent(folder: Path, names: Collection[str]) -> str | None:
-    """Returns the first file that is not in its folder; None if all are. Lists each folder once, which takes
-    one request of a file system, where a comparison of sizes takes one per file. Raises OSError if a folder
-    cannot be read now."""
+    """Returns the first file that is missing; None if there is none. Lists each folder once: this needs one
+    request to the file system per folder, while a comparison of sizes needs one per file. Raises OSError if a
+    folder cannot be read now."""
     listed: dict[Path, set[str]] = {}
     for path in sorted(folder / name for name in names):
         parent = path.parent
@@ -125,8 +127,8 @@ def first_absent(folder: Path, names: Collection[str]) -> str | None:
 
 
 def file_problem(folder: Path, name: str, sha256: str | None, source: str = "run.json") -> str | None:
-    """Reads a file and returns what is wrong with it; None if it has this digest. source: the file that holds
-    the digest. Raises OSError if it cannot be read now."""
+    """Reads a file and returns what is wrong with it; None if its digest is `sha256`. source: the file that
+    holds the digest, for the message. Raises OSError if the file cannot be read now."""
     path = folder / name
     try:
         found = read_with_retries(path, lambda: describe_file(path))
@@ -138,19 +140,19 @@ def file_problem(folder: Path, name: str, sha256: str | None, source: str = "run
 
 
 def digest_differs(what: str, source: str = "run.json") -> str:
-    """Returns the problem of a file or tensor. source: the file that holds its digest."""
+    """Returns the message that a file or tensor differs from its digest. source: the file with the digest."""
     return f"{what} is damaged: its digest differs from that in {source}"
 
 
 def file_sizes(folder: Path, pattern: str = "*") -> dict[str, int]:
-    """Returns the sizes of the files below a folder, by their sorted paths in it."""
+    """Returns the size in bytes of each file below a folder: path relative to the folder -> size, sorted."""
     paths = (path for path in sorted(folder.rglob(pattern)) if path.is_file())
     return {path.relative_to(folder).as_posix(): path.stat().st_size for path in paths}
 
 
 def read_record(path: Path) -> dict[str, Any] | None:
-    """Returns the object in a JSON file with the checksum of `add_checksum`; None if the file is missing or
-    damaged. Raises OSError if it cannot be read now."""
+    """Returns the object in a JSON file whose checksum `add_checksum` added; None if the file is missing or
+    damaged. Raises OSError if the file cannot be read now."""
     try:
         record = read_with_retries(path, lambda: read_json(path))
     except (OSError, ValueError, HostileFileError) as error:
@@ -161,21 +163,21 @@ def read_record(path: Path) -> dict[str, Any] | None:
 
 
 def add_checksum(record: dict[str, Any]) -> dict[str, Any]:
-    """Returns the record with a SHA-256 of its content, which replaces an existing one."""
+    """Returns the record with a SHA-256 of its content under "sha256"; an existing one is replaced."""
     content = {key: value for key, value in record.items() if key != "sha256"}
     digest = hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
     return {**content, "sha256": digest}
 
 
 def has_valid_checksum(record: dict[str, Any]) -> bool:
-    """Returns whether the record has the checksum that `add_checksum` adds."""
+    """Returns whether the record's SHA-256 is the one that `add_checksum` computes."""
     return record.get("sha256") == add_checksum(record)["sha256"]
 
 
 class HashedFile:
-    """A file-like object that writes a new file and computes its SHA-256 from the same bytes: a save does not
-    read its files again. A thread computes while the file is written. hashed: False for a file whose tensors
-    have digests of their own."""
+    """A file-like object that writes a new file and computes its SHA-256 from the bytes while they are
+    written, in a thread, so that a save does not read its files again. hashed: False for a file whose tensors
+    have digests of their own; its SHA-256 is not computed."""
 
     def __init__(self, path: Path, hashed: bool = True) -> None:
         self._descriptor = open_own(path)
@@ -196,7 +198,8 @@ class HashedFile:
         return done
 
     def close(self) -> dict[str, Any]:
-        """Writes the file to the disk and closes it. Returns its size and digest, as `describe_file`."""
+        """Syncs the file to disk and closes it. Returns its size and digest in the form of
+        `describe_file`."""
         try:
             os.fsync(self._descriptor)
         finally:
@@ -205,7 +208,7 @@ class HashedFile:
         return {"bytes": self._num_bytes, **digest}
 
     def abandon(self) -> None:
-        """Closes the file, unless it is closed."""
+        """Closes the file after an error, if it is still open."""
         self._thread.shutdown()
         if self._descriptor >= 0:
             os.close(self._descriptor)

@@ -1,8 +1,9 @@
 """Translates the arguments that other Megatron programs save in a checkpoint into settings of this program.
 
-A program is a table of rules. A rule translates some arguments into some settings, and for Megatron-Core also
-back. Every other argument must be harmless or off, see foreign_arguments.json. A conversion and a run that
-loads the checkpoint ask the same `Program`, so that neither takes one model for another in silence.
+A `Program` is a table of rules. A rule translates some arguments into some settings, and for Megatron-Core
+also settings into arguments. All other arguments must be off, or be listed as harmless in
+foreign_arguments.json. A conversion and a run that loads the checkpoint use the same `Program`, so both
+accept the same models.
 """
 
 from __future__ import annotations
@@ -42,7 +43,7 @@ from megatron.errors import UserError, one_line
 from megatron.files import read_json
 
 Arguments = Mapping[str, Any]
-# Setting of any section -> whether it changes the model.
+# Setting of any section -> whether its value changes the model.
 _CHANGES_MODEL = {setting.field: setting.changes_model for setting in SETTINGS.values()}
 # Settings of the model that are neither required nor derived from others.
 _DEFAULTS = {
@@ -62,16 +63,16 @@ TRAINING_ARGUMENTS = {
         "lr_wsd_decay_samples",
     ),
 }
-"""Arguments that have the names and the values of settings of other sections than the model's, by section."""
+"""Section other than the model's -> arguments that have the name and the values of a setting in it."""
 
 
 @dataclass(frozen=True)
 class Rule:
     """Translates arguments into settings.
 
-    read: all arguments of a checkpoint that has one of the rule's -> settings. Raises ValueError with the
-    reason if this program does not have the model. write: the model -> arguments. Raises ValueError with the
-    flag if the other program does not have the model.
+    read: translates all arguments of a checkpoint that has at least one argument of this rule into settings.
+    Raises ValueError with the reason if this program does not support the model. write: translates a model's
+    settings into arguments. Raises ValueError with the flag if the other program does not support the model.
     """
 
     settings: tuple[str, ...]
@@ -82,19 +83,19 @@ class Rule:
 
 @dataclass(frozen=True)
 class Program:
-    """A program that writes checkpoints. has_defaults: whether its models have the defaults of the settings
-    that no argument determines; otherwise only if the arguments have sizes of the model."""
+    """A program that writes checkpoints. has_defaults: whether a setting that no argument determines has this
+    program's default value. If false, it has the default only if the arguments contain sizes of the model."""
 
     title: str
     rules: tuple[Rule, ...]
     has_defaults: bool = True
 
     def translate(self, args: Arguments) -> tuple[dict[str, Any], list[str]]:
-        """Returns the settings of the model, and what this program does not have: 'argument is value in the
-        arguments of the program, expected value'."""
+        """Returns the settings of the model, and a list of what this program does not support, each as
+        'argument is value in the arguments of the program, expected value'."""
         has_defaults = self.has_defaults or args.get("num_layers") is not None
         settings, problems = dict(_DEFAULTS) if has_defaults else {}, []
-        settings.pop("activation", None)  # the programs' versions have different ones
+        settings.pop("activation", None)  # the default differs between versions of the programs
         for rule in self.rules:
             try:
                 settings |= rule.read(args) if args.keys() & {*rule.arguments} else {}
@@ -108,7 +109,7 @@ class Program:
         return settings, problems
 
     def settings(self, args: Arguments, folder: Path) -> dict[str, Any]:
-        """Returns the settings of the model. Raises UserError if this program does not have it."""
+        """Returns the settings of the model. Raises UserError if this program does not support the model."""
         settings, problems = self.translate(args)
         if problems:
             raise UserError(
@@ -119,7 +120,7 @@ class Program:
 
     def differences(self, args: Arguments, config: Config) -> list[str]:
         """Returns why a run with this config cannot load the model: arguments that this program does not
-        have, and settings with other values."""
+        support, and settings whose values differ."""
         saved, found = self.translate(args)
         sources = {name: rule.arguments for rule in self.rules for name in rule.settings}
         for name, value in config.model_settings().items():
@@ -131,7 +132,8 @@ class Program:
         return found
 
     def arguments(self, model: ModelConfig) -> dict[str, Any]:
-        """Returns the arguments that describe a model. Raises UserError if the program does not have it."""
+        """Returns the arguments that describe a model. Raises UserError if the program does not support
+        it."""
         written: dict[str, Any] = {}
         try:
             for rule in self.rules:
@@ -146,7 +148,7 @@ class Program:
 
 
 def plain_arguments(args: Arguments) -> dict[str, Any]:
-    """Returns arguments in JSON types: the value of an enumeration, the text of any other object."""
+    """Returns the arguments in JSON types. An enumeration becomes its value, any other object its text."""
     return {name: _plain(value) for name, value in args.items() if isinstance(name, str)}
 
 
@@ -167,7 +169,7 @@ def _words(lines: Iterable[str]) -> list[str]:
 
 
 def harmless_in_hugging_face() -> frozenset[str]:
-    """Returns the settings of any config.json that do not change the logits."""
+    """Returns the names of the settings in a Hugging Face config.json that never change the logits."""
     return frozenset(_words(_table()["huggingface"]))
 
 
@@ -176,7 +178,7 @@ def _is_harmless(name: str, value: Any) -> bool:
         return value is None or value in _table()["values"][name]
     is_own = _CHANGES_MODEL.get(name) is False
     is_known = is_own or name in _ignored_arguments()
-    # 0 is equal to False.
+    # In this comparison the number 0 equals False.
     return is_known or value in (False, "", [], ()) or _harmless_names().match(name) is not None
 
 
@@ -188,7 +190,7 @@ def _harmless_names() -> re.Pattern[str]:
 
 @cache
 def _ignored_arguments() -> frozenset[str]:
-    """Returns the arguments of flags that a run ignores, whatever their values and the other flags are."""
+    """Returns the arguments of flags that a run ignores whatever their values and other flags are."""
     ignored = foreign_flags().ignored.values()
     return frozenset(flag.name[2:].replace("-", "_") for flag in ignored if not flag.has_conditions)
 
@@ -197,7 +199,8 @@ def _ignored_arguments() -> frozenset[str]:
 
 
 def _renamed(setting: str, *arguments: str) -> Rule:
-    """Returns the rule of a setting that has these names, which all have its value."""
+    """Returns the rule of a setting that has different names in other programs. arguments: these names; each
+    such argument holds the setting's value."""
 
     def read(args: Arguments) -> Mapping[str, Any]:
         given = {name: args[name] for name in arguments if args.get(name) is not None}
@@ -214,7 +217,7 @@ def _renamed(setting: str, *arguments: str) -> Rule:
 
 
 def _same(*names: str) -> tuple[Rule, ...]:
-    """Returns rules of arguments that have the name and the values of a setting."""
+    """Returns the rules of arguments whose names and values equal a setting's."""
     return tuple(_renamed(name, name) for name in names)
 
 
@@ -232,7 +235,7 @@ def _write_norm(model: ModelConfig) -> Arguments:
 
 
 def _read_core_positions(args: Arguments) -> Mapping[str, Any]:
-    """Microsoft's Megatron-DeepSpeed has no `position_embedding_type`."""
+    """Reads the position embedding. Microsoft's Megatron-DeepSpeed has no `position_embedding_type`."""
     kind = args.get("position_embedding_type", "learned_absolute")
     if kind in ("rope", "yarn") or args.get("use_rotary_position_embeddings"):
         return {"position_embedding_type": "rotary"}
@@ -267,7 +270,7 @@ def _read_mlp(args: Arguments) -> Mapping[str, Any]:
     if gate is None and args.get("activation") is not None:
         settings["activation"] = args["activation"]
     elif gate is None and {*_FUSED, "openai_gelu", "onnx_safe"} & args.keys():
-        # openai_gelu and the fused kernel use tanh; onnx_safe and torch's GELU are exact.
+        # openai_gelu and the fused kernel use the tanh approximation; onnx_safe and torch's GELU are exact.
         is_fused = any(args.get(name) for name in _FUSED) and not args.get("onnx_safe")
         settings["activation"] = "gelu" if args.get("openai_gelu") or is_fused else "gelu_exact"
     return settings
@@ -277,7 +280,7 @@ def _write_core_mlp(model: ModelConfig) -> Arguments:
     gate, activation = model.glu_activation, model.activation
     if gate not in (None, "swiglu", "quick_geglu"):
         raise ValueError(f"--glu-activation {gate}")
-    # Only the fused kernel uses tanh, and it adds a bias.
+    # Only the fused kernel uses the tanh approximation, and only a model with biases can use this kernel.
     kinds = ("gelu_exact",) if model.disable_bias_linear else ("gelu", "gelu_exact")
     if gate is None and activation not in kinds:
         raise ValueError(f"--activation {activation}{' without biases' * model.disable_bias_linear}")
@@ -326,7 +329,8 @@ def _read_key_value_heads(args: Arguments) -> Mapping[str, Any]:
 
 
 def _read_window(args: Arguments) -> Mapping[str, Any]:
-    """This program's window counts the token itself."""
+    """Reads the size of the attention window. This program's window counts the token itself; Megatron-LM's
+    does not."""
     window = args.get("window_size")
     if window is None:
         return {"window_size": None, "window_pattern": None, "window_rope_scaling": False}
@@ -340,11 +344,12 @@ def _read_window(args: Arguments) -> Mapping[str, Any]:
 
 
 def _read_pattern(syntax: LayerPattern, name: str, args: Arguments) -> tuple[str, ...] | None:
-    """Returns the pattern of the argument `name`, Megatron-LM's number or list; None without it."""
+    """Returns the pattern of layers in the argument `name` (in Megatron-LM a number or a list); None if the
+    argument is absent."""
     if (layers := args.get(name)) is None:
         return None
     try:
-        return syntax.parse([str(layers)], min(int(args["num_layers"]), 100_000))  # no model has more
+        return syntax.parse([str(layers)], min(int(args["num_layers"]), 100_000))  # bounds a wrong number
     except (ConfigError, KeyError, TypeError) as error:
         raise ValueError(f"{name} is {one_line(layers)} ({one_line(error)})") from error
 
@@ -368,7 +373,7 @@ def _write_window(model: ModelConfig) -> Arguments:
     return {"window_size": window, "window_attn_skip_freq": layers if model.window_pattern else None}
 
 
-# Megatron-DeepSpeed's default is a dense model.
+# A dense model has this default in Megatron-DeepSpeed.
 _NUMBER, _NUMBERS = "num_experts", {"1": None, "[1]": None}
 _SIZES = _same(
     *("num_layers", "hidden_size", "ffn_hidden_size", "num_attention_heads", "kv_channels"),
@@ -386,7 +391,7 @@ _GROUPS = ("group_query_attention", "num_query_groups")
 _MLP, _FUSED = ("glu_activation", "activation"), ("bias_gelu_fusion", "bias_activation_fusion")
 _GATE = ("activation_func_clamp_value", "glu_linear_offset")
 _GELU = (*_FUSED, "openai_gelu", "onnx_safe")
-# Transformer Engine's GELU has the tanh approximation, whatever the others say.
+# Transformer Engine's GELU has the tanh approximation, whatever the other GELU arguments are.
 _TE_GELU = ("use_te_activation_func", "use_transformer_engine_op_fuser")
 _POSITIONS, _ROTARY = (
     ("position_embedding_type",),
@@ -401,7 +406,7 @@ MEGATRON_CORE = Program(
         *_same("rotary_base", "rotary_interleaved", "qk_layernorm", "attention_output_gate", "softmax_type"),
         *_same("mtp_num_layers", "mtp_loss_scaling_factor"),
         Rule(("no_rope_freq",), ("no_rope_freq",), _read_rotary_layers, _write_rotary_layers),
-        # Megatron-LM sets the argument for every model whose linear layers have biases.
+        # Megatron-LM sets this argument for every model whose linear layers have biases.
         Rule(
             ("add_qkv_bias",),
             ("add_qkv_bias",),
@@ -416,7 +421,7 @@ MEGATRON_CORE = Program(
         _BIASES,
         Rule(_GROUPS, _GROUPS, _read_groups, lambda model: {name: getattr(model, name) for name in _GROUPS}),
         Rule(_POSITIONS, (*_POSITIONS, *_ROTARY), _read_core_positions, _write_core_positions),
-        # Its GELU is exact or fused: it ignores openai_gelu and onnx_safe.
+        # Megatron-LM's GELU is exact or fused: it ignores openai_gelu and onnx_safe.
         Rule(
             (*_MLP, *_GATE),
             ("swiglu", "quick_geglu", *_GATE, *_FUSED, *_TE_GELU),
@@ -427,7 +432,7 @@ MEGATRON_CORE = Program(
         Rule(SCALING_SETTINGS, SCALING_ARGUMENTS, read_rope_scaling, write_rope_scaling),
         Rule(LATENT_SETTINGS, LATENT_ARGUMENTS, read_latent_attention, write_latent_attention),
         Rule(EXPERTS, (*EXPERTS, "num_moe_experts", *WITHOUT_EQUIVALENT), read_experts, write_experts),
-        # Not written: Megatron-LM has no flag for it.
+        # This rule writes nothing: Megatron-LM has no flag for the setting.
         Rule((), ("softmax_scale",), lambda args: {"softmax_scale": args["softmax_scale"]}),
     ),
 )
@@ -462,10 +467,10 @@ OWN_NAMES = Program(
     ),
     has_defaults=False,
 )
-"""BigScience's Megatron-DeepSpeed, whose arguments have the names of this program's settings, and this
-program itself: a tool of DeepSpeed may have converted its checkpoint."""
+"""BigScience's Megatron-DeepSpeed, whose arguments have the names of this program's settings. It also stands
+for this program, because a tool of DeepSpeed may have converted one of its checkpoints."""
 
 
 def program_of(names: Collection[str]) -> Program:
-    """Returns the program that wrote DeepSpeed's files, by the names of the parameters."""
+    """Returns the program that wrote DeepSpeed's files. names: the names of the parameters in the files."""
     return MICROSOFT if has_megatron_deepspeed_names(names) else OWN_NAMES

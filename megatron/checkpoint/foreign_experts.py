@@ -10,14 +10,14 @@ from megatron.config.sections.experts import BALANCE_LOSSES
 from megatron.config.sections.layer_pattern import EXPERT_PATTERN
 from megatron.errors import one_line
 
-# Arguments with the names and the values of settings.
+# Megatron-Core's arguments that have the name and the values of one of this program's settings.
 _EQUAL = (
     *("moe_ffn_hidden_size", "moe_shared_expert_intermediate_size", "moe_shared_expert_gate"),
     *("moe_router_topk", "moe_router_score_function", "moe_router_pre_softmax", "moe_router_num_groups"),
     *("moe_router_group_topk", "moe_router_topk_scaling_factor", "moe_router_enable_expert_bias"),
 )
 _KIND, _COEFFICIENT = "moe_router_load_balancing_type", "moe_aux_loss_coeff"
-# How routers are trained: a run may have other values than the checkpoint.
+# Settings that change only the training of routers: a run may have other values than the checkpoint.
 _TRAINING = (_KIND, _COEFFICIENT, "moe_z_loss_coeff", "moe_router_bias_update_rate")
 EXPERTS = ("num_experts", "moe_layer_freq", *_EQUAL, *_TRAINING)
 WITHOUT_EQUIVALENT = (
@@ -25,7 +25,7 @@ WITHOUT_EQUIVALENT = (
     *("moe_expert_rank_capacity_factor", "moe_mlp_glu_interleave_size", "moe_router_force_load_balancing"),
     *("moe_shared_expert_glu_interleave_size", "moe_router_force_biased", "moe_router_topk_limited_devices"),
 )
-"""Arguments that change the function of experts, and must be off."""
+"""Arguments that change what experts compute and that this program does not support: they must be off."""
 
 
 def _number_of_experts(args: Mapping[str, Any]) -> tuple[str, Any]:
@@ -34,8 +34,8 @@ def _number_of_experts(args: Mapping[str, Any]) -> tuple[str, Any]:
 
 
 def read_experts(args: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Returns the settings. Megatron-LM has the arguments of experts in dense models, too. Raises ValueError
-    if this program does not have the experts."""
+    """Returns the settings of experts. Megatron-LM saves these arguments for dense models, too. Raises
+    ValueError if this program does not support the experts."""
     name, number = _number_of_experts(args)
     if not number:
         return {"num_experts": None}
@@ -45,7 +45,7 @@ def read_experts(args: Mapping[str, Any]) -> Mapping[str, Any]:
         if args.get(name):
             raise ValueError(f"{name} is {one_line(args[name])} with num_experts, expected None")
     try:
-        layers = max(1, min(int(args["num_layers"]), 100_000))  # no model has more
+        layers = max(1, min(int(args["num_layers"]), 100_000))  # bounds a wrong number
         pattern = EXPERT_PATTERN.parse([str(args.get("moe_layer_freq", 1))], layers)
     except (ConfigError, KeyError, TypeError) as error:
         given = one_line(args.get("moe_layer_freq"))
@@ -66,26 +66,26 @@ def _read_training(args: Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 def _balance_losses(args: Mapping[str, Any]) -> list[tuple[str, float]]:
-    """Returns kind and coefficient of each balance loss: Megatron-LM may have several."""
+    """Returns the kind and coefficient of each balance loss. Megatron-LM may have several in one model."""
     kinds, coefficients = (
         value if isinstance(value, (list, tuple)) else [value]
         for value in (args.get(_KIND) or "aux_loss", args.get(_COEFFICIENT) or 0.0)
     )
     for kind in kinds:
-        if kind not in (*BALANCE_LOSSES, "aux_loss"):  # others change the choice of experts
+        if kind not in (*BALANCE_LOSSES, "aux_loss"):  # other kinds change the choice of experts
             raise ValueError(f"{_KIND} is {one_line(kind)}, expected another")
     return [*zip(kinds, coefficients, strict=False)]
 
 
 def _chosen(losses: list[tuple[str, float]]) -> tuple[str, float]:
-    """Returns the balance loss of this program. seq_aux_loss takes the place of aux_loss."""
+    """Returns the balance loss that this program uses: seq_aux_loss stands for Megatron-LM's aux_loss."""
     kind, coefficient = next((loss for loss in losses if loss[1]), losses[0])
     return kind if kind in BALANCE_LOSSES else "seq_aux_loss", coefficient
 
 
 def expert_notes(args: Mapping[str, Any]) -> Iterator[str]:
-    """Yields 'argument value: what takes its place' for each argument that changes only the training and has
-    no equivalent. args: those that `read_experts` accepts."""
+    """Yields 'argument value: what replaces it' for each argument that changes only the training and has no
+    equivalent. args: arguments that `read_experts` accepts."""
     if not _number_of_experts(args)[1]:
         return
     losses = [loss for loss in _balance_losses(args) if loss[1] and loss[0] != "none"]
@@ -104,7 +104,7 @@ def expert_notes(args: Mapping[str, Any]) -> Iterator[str]:
 
 
 def write_experts(model: ModelConfig) -> Mapping[str, Any]:
-    """Returns the arguments of a model."""
+    """Returns Megatron-Core's arguments for the experts of a model."""
     if model.num_experts is None:
         return {"num_experts": None}
     layers = [int(model.has_experts(layer)) for layer in range(model.num_layers)]

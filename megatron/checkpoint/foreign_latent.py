@@ -8,12 +8,12 @@ from typing import Any
 from megatron.config import ModelConfig
 from megatron.errors import one_line
 
-# Arguments with the names and the values of settings.
+# Megatron-Core's arguments that have the name and the values of one of this program's settings.
 _EQUAL = (
     *("q_lora_rank", "kv_lora_rank", "qk_head_dim", "qk_pos_emb_head_dim", "v_head_dim"),
     *("mscale", "mscale_all_dim"),
 )
-# Argument -> setting of YaRN, and the argument's default.
+# Argument of YaRN -> (setting, the argument's default).
 _YARN = {
     "rotary_scaling_factor": ("rope_scaling_factor", 1.0),
     "original_max_position_embeddings": ("rope_original_max_position_embeddings", 4096),
@@ -25,8 +25,8 @@ LATENT_SETTINGS = ("multi_latent_attention", *_EQUAL, *(setting for setting, _ i
 
 
 def read_latent_attention(args: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Returns the settings. Megatron-LM has the arguments in other models, too. Raises ValueError if this
-    program does not have the model."""
+    """Returns the settings of latent attention. Megatron-LM saves these arguments for other models, too.
+    Raises ValueError if this program does not support the model."""
     kind = args.get("rope_type")
     if not args.get("multi_latent_attention"):
         if kind not in (None, "rope"):
@@ -34,7 +34,7 @@ def read_latent_attention(args: Mapping[str, Any]) -> Mapping[str, Any]:
         return {"multi_latent_attention": False}
     settings = {name: args[name] for name in _EQUAL if args.get(name) is not None}
     settings["multi_latent_attention"] = True
-    # Latent attention has YaRN unless rope_type is rope. A factor of 1 changes nothing.
+    # Megatron-LM's latent attention uses YaRN unless rope_type is rope. A factor of 1 changes nothing.
     if kind == "rope" or args.get("rotary_scaling_factor", 1.0) == 1.0:
         unscaled = {"rope_scaling_type": None, "mscale": 1.0, "mscale_all_dim": 0.0}
         return settings | unscaled
@@ -43,7 +43,8 @@ def read_latent_attention(args: Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 def write_latent_attention(model: ModelConfig) -> Mapping[str, Any]:
-    """Returns the arguments of a model. Raises ValueError if Megatron-Core does not have it."""
+    """Returns Megatron-Core's arguments for a model's latent attention. Raises ValueError if Megatron-Core
+    does not support the model."""
     if not model.multi_latent_attention:
         return {"multi_latent_attention": False}
     if model.rope_scaling_type not in (None, "yarn"):

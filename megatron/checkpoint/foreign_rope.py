@@ -10,7 +10,7 @@ from megatron.config.fields import option_name
 from megatron.errors import one_line
 
 Arguments = Mapping[str, Any]
-# What --use-rope-scaling of Megatron-LM means.
+# The settings that Megatron-LM's flag --use-rope-scaling stands for.
 _LLAMA3 = {
     "rope_scaling_type": "llama3",
     "rope_scaling_factor": 8.0,
@@ -18,7 +18,7 @@ _LLAMA3 = {
     "rope_low_freq_factor": 1.0,
     "rope_high_freq_factor": 4.0,
 }
-# Setting -> argument and its default.
+# Setting -> (argument, the argument's default).
 _YARN = {
     "rope_scaling_factor": ("rotary_scaling_factor", 1.0),
     "rope_original_max_position_embeddings": ("yarn_original_max_position_embeddings", 4096),
@@ -31,11 +31,11 @@ _YARN_ARGUMENTS = (
 )
 SCALING_SETTINGS = (*_LLAMA3, *_YARN, "rope_exact_range")
 SCALING_ARGUMENTS = ("use_rope_scaling", "rope_scaling_factor", *_YARN_ARGUMENTS)
-"""What `read_rope_scaling` translates."""
+"""The arguments that `read_rope_scaling` translates."""
 
 
 def has_yarn(args: Arguments) -> bool:
-    """Returns whether a model has YaRN, which Megatron-LM calls a type of position embedding."""
+    """Returns whether a model uses YaRN. In Megatron-LM yarn is a value of `position_embedding_type`."""
     return args.get("position_embedding_type") == "yarn"
 
 
@@ -57,19 +57,20 @@ def _write_yarn(model: ModelConfig) -> Arguments:
 
 
 def read_rope_scaling(args: Arguments) -> Mapping[str, Any]:
-    """Returns the settings. Raises ValueError if this program does not have the scaling."""
+    """Returns the settings of RoPE scaling. Raises ValueError if this program does not support the
+    scaling."""
     if has_yarn(args):
         return _read_yarn(args)
     if not args.get("use_rope_scaling"):
         return {"rope_scaling_type": None}
-    if (factor := args.get("rope_scaling_factor", 8.0)) != 8.0:  # versions differ in whether they use it
+    if (factor := args.get("rope_scaling_factor", 8.0)) != 8.0:  # some versions ignore the factor
         raise ValueError(f"rope_scaling_factor is {one_line(factor)} with use_rope_scaling, expected 8.0")
     return _LLAMA3
 
 
 def write_rope_scaling(model: ModelConfig) -> Arguments:
-    """Returns the arguments. Raises ValueError if Megatron-Core does not have the scaling."""
-    kind = None if model.multi_latent_attention else model.rope_scaling_type  # see `foreign_latent`
+    """Returns Megatron-Core's arguments for RoPE scaling. Raises ValueError if it does not support them."""
+    kind = None if model.multi_latent_attention else model.rope_scaling_type  # `foreign_latent` writes these
     if kind == "yarn":
         return _write_yarn(model)
     if kind is not None and any(getattr(model, name) != value for name, value in _LLAMA3.items()):

@@ -1,6 +1,6 @@
-"""Digests of elements in host memory, for the process that writes checkpoints: they need no torch.
+"""Digests of elements in host memory, without torch, for the process that writes checkpoints.
 
-`megatron.checkpoint.digests` describes the digests.
+`megatron.checkpoint.digests` defines the digests.
 """
 
 from __future__ import annotations
@@ -17,25 +17,26 @@ from megatron.mpu.mesh import Axis
 from megatron.mpu.mix64 import mix64_in_place
 from megatron.mpu.parameter_spec import ParameterSpec, boxes
 
-# Elements per block: their positions and keys fit in a core's cache.
+# Elements per block: the positions and keys of a block fit into a core's cache.
 CHUNK = 1 << 16
-# Keys of the first blocks of positions are kept, 64 MB: computing them takes most of the time of a digest.
+# Number of first blocks whose keys are cached (64 MB): most of the time of a digest is spent on keys.
 _KEPT_BLOCKS = 128
 _WORD = 1 << 64
 
 
 def add_part(digests: dict[Any, int], key: Any, part: int) -> None:
-    """Adds the digest of some elements of a tensor to the digest of its other elements."""
+    """Adds the digest of some elements of a tensor to the sum for the tensor, `digests[key]`."""
     digests[key] = (digests.get(key, 0) + part) % _WORD
 
 
 def host_digests(
     spec: ParameterSpec, axes: Sequence[Axis], start: int, values: Mapping[str, npt.NDArray[np.float32]]
 ) -> dict[str, int]:
-    """Returns the contribution of a fragment of this rank's shard to the digests of the global tensors.
+    """Returns a fragment's contribution to the digests of the global tensors: state -> digest. A fragment is
+    a range of elements of this rank's shard.
 
-    start: index of the fragment's first element in the shard. values: state -> flat array; all have one
-    length. Padded rows of the vocabulary add 0.
+    start: index of the fragment's first element in the shard. values: state -> flat fp32 array; all arrays
+    have one length. Padded rows of the vocabulary add 0.
     """
     digests = dict.fromkeys(values, 0)
     for first, keys in _keys_of_fragment(spec, axes, start, len(next(iter(values.values())))):
@@ -48,7 +49,8 @@ def host_digests(
 def _keys_of_fragment(
     spec: ParameterSpec, axes: Sequence[Axis], start: int, length: int
 ) -> Iterator[tuple[int, npt.NDArray[np.int64]]]:
-    """Yields the keys of a fragment's elements, block by block: (index of the first one, keys)."""
+    """Yields the keys of a fragment's elements, block by block: (index of the block's first element,
+    keys)."""
     if any(axis.size > 1 for axis in axes) or spec.num_valid_rows is not None:
         for first, positions in global_positions(spec, axes, start, length, CHUNK, np.arange):
             yield first, _keys(positions)
@@ -66,7 +68,7 @@ def _keys_of_fragment(
 
 @lru_cache(maxsize=_KEPT_BLOCKS)
 def _keys_of_block(block: int, size: int) -> npt.NDArray[np.int64]:
-    """Returns the keys of a block of positions. All states of all parameters share them."""
+    """Returns the keys of a block of positions. All states of all parameters use the same keys."""
     return _keys(np.arange(block * size, (block + 1) * size))
 
 
@@ -87,11 +89,12 @@ def global_positions(
     arange: Callable[[int, int, int], Any],
 ) -> Iterator[tuple[int, Any]]:
     """Yields the positions of a fragment's elements in the flattened global tensor, block by block: (index of
-    the first one, positions). Padding has no positions.
+    the block's first element, positions). Padding has no positions.
 
-    limit: the most elements of a block. arange: (first, end, step) -> the positions, of numpy or of torch.
+    limit: the largest number of elements in a block. arange: returns the positions (first, end, step) as an
+    array of numpy or of torch.
     """
-    # Blocks of whole rows are one box each.
+    # A block of whole rows is one box.
     row = math.prod(spec.local_shape(axes)[min((dim for dim, *_ in spec.sharding), default=0) :])
     step = limit - limit % row if row <= limit else limit
     strides = [math.prod(spec.global_shape[dim + 1 :]) for dim in range(len(spec.global_shape))]

@@ -1,7 +1,7 @@
 """Layers of Megatron-Core's HybridModel (MambaModel until version 0.17) as transformer layers, and back.
 
-A pattern has a letter for each layer: * is attention, - an MLP, E experts; | separates pipeline stages.
-Layers 2 N and 2 N + 1 are transformer layer N. HybridModel ignores some arguments that GPTModel obeys.
+A pattern has one letter per layer: * is attention, - an MLP, E experts; | separates pipeline stages. The
+layers 2 N and 2 N + 1 form transformer layer N. HybridModel ignores some arguments that GPTModel obeys.
 """
 
 from __future__ import annotations
@@ -13,27 +13,35 @@ from megatron.errors import UserError, one_line
 
 Arguments = Mapping[str, Any]
 PATTERNS = ("hybrid_layer_pattern", "hybrid_override_pattern")
-"""The argument with the pattern: since version 0.17, and before."""
-# Arguments of hybrid models that say no more than the pattern.
+"""Names of the argument that holds the pattern: the first since Megatron-Core 0.17, the second in
+older versions."""
+# Arguments of hybrid models that only repeat what the pattern says.
 _RESTATE_PATTERN = (*PATTERNS, "is_hybrid_model", "hybrid_attention_ratio", "hybrid_mlp_ratio")
 _SPECS = (["hybrid_stack_spec"], ["mamba_stack_spec"])
-# Both change the rotation in GPTModel; HybridModel ignores the first, and half of the second.
+# Both arguments change the rotation in GPTModel. HybridModel ignores the first, and half of the second.
 _SCALING, _INTERLEAVED = "use_rope_scaling", "rotary_interleaved"
 _WINDOWS, _ROTATIONS = "window_attn_skip_freq", "no_rope_freq"
 _LETTERS = {
-    **{"*": "attention", "-": "an MLP", "E": "experts", "M": "a Mamba layer", "G": "a gated delta network"},
-    **{"D": "sparse attention", "+": "latent attention", "/": "a prediction of several tokens"},
+    "*": "attention",
+    "-": "an MLP",
+    "E": "experts",
+    "M": "a Mamba layer",
+    "G": "a gated delta network",
+    "D": "sparse attention",
+    "+": "latent attention",
+    "/": "a prediction of several tokens",
 }
 
 
 def hybrid_layer(layer: int, name: str) -> int:
-    """Returns the number of the hybrid layer that has a part of a transformer layer. name: of the part."""
+    """Returns the index of the hybrid layer with a part of transformer layer `layer`. name: the part's
+    name."""
     return 2 * layer + (not name.startswith("self_attention."))
 
 
 def transformer_arguments(args: Arguments) -> Arguments:
-    """Returns the arguments of the GPTModel that is equal to a hybrid model; the given ones of a GPTModel.
-    Raises ValueError if the pattern has other layers than transformer layers."""
+    """Returns the arguments of the GPTModel that is equal to a hybrid model. Returns the arguments of a
+    GPTModel unchanged. Raises ValueError if the layers of the pattern do not form transformer layers."""
     name = next((name for name in PATTERNS if args.get(name)), None)
     if name is None:
         return args
@@ -53,7 +61,7 @@ def transformer_arguments(args: Arguments) -> Arguments:
 
 
 def _experts_of_pattern(name: str, pattern: object) -> list[bool]:
-    """Returns whether each transformer layer of a pattern has experts."""
+    """Returns for each transformer layer of a pattern whether it has experts."""
     letters = str(pattern).replace("|", "")
     for number, letter in enumerate(letters + "." * (len(letters) % 2)):
         expected = "-E" if number % 2 else "*"
@@ -69,8 +77,8 @@ def _experts_of_pattern(name: str, pattern: object) -> list[bool]:
 
 
 def hybrid_arguments(args: Arguments) -> Arguments:
-    """Returns the arguments of the hybrid model that is equal to a GPTModel. Raises UserError if there is
-    none. args: as `MEGATRON_CORE.arguments` returns them."""
+    """Returns the arguments of the hybrid model that is equal to a GPTModel. args: the GPTModel's arguments,
+    as `MEGATRON_CORE.arguments` returns them. Raises UserError if no hybrid model is equal."""
     for argument in (_SCALING, _INTERLEAVED, _ROTATIONS):
         if args.get(argument):
             raise UserError(
@@ -82,5 +90,5 @@ def hybrid_arguments(args: Arguments) -> Arguments:
     pattern = "".join("*E" if experts else "*-" for experts in has_experts)
     windows = args[_WINDOWS] and [window for window in args[_WINDOWS] for _ in "*-"]
     own = {**args, **dict.fromkeys(PATTERNS, pattern), "is_hybrid_model": True, "num_layers": len(pattern)}
-    # The pattern says which layers have experts.
+    # The pattern already says which layers have experts.
     return own | {_WINDOWS: windows} | ({"moe_layer_freq": 1} if args["num_experts"] else {})

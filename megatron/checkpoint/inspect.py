@@ -1,7 +1,7 @@
 """Describes the checkpoints in a folder: run, files, parameters and problems.
 
-It writes nothing. A damaged file, or one that cannot be read now, is listed among the problems and raises no
-error. A malicious file raises HostileFileError.
+The inspection writes nothing. It lists a file that is damaged or cannot be read now among the problems,
+without an error. A malicious file raises HostileFileError.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron.checkpoint.conversion.pipeline import PARTIAL, SOURCE_FILE
-from megatron.checkpoint.discovery import open_checkpoint, read_latest_universal
+from megatron.checkpoint.discovery import check_program, open_checkpoint, read_latest_universal
 from megatron.checkpoint.files import Files, file_sizes, first_size_mismatch
 from megatron.checkpoint.formats.deepspeed_files import missing_files
 from megatron.checkpoint.formats.registry import (
@@ -55,8 +55,8 @@ NOT_COMPARED = "not compared: use --verify to read and compare the contents"
 class Summary:
     """One folder in an overview. Unknown numbers are None. problem: what is wrong; "" if nothing is.
 
-    kind: a checkpoint format, or the state of an unfinished save or conversion: 'being saved', 'replaced' (by
-    a checkpoint of the same step), 'being converted'.
+    kind: a checkpoint format, or the state of an unfinished save or conversion: 'being saved', 'replaced' (a
+    checkpoint of the same step is replacing it), 'being converted'.
     """
 
     name: str
@@ -82,9 +82,10 @@ class FileGroup:
 
 @dataclass(frozen=True)
 class Report:
-    """One checkpoint. Without a readable `run.json`, only folder, files and problems are known.
+    """What is known about one checkpoint. Without a readable `run.json` this is the folder, files and
+    problems.
 
-    digests: how many were compared, or why none was.
+    digests: how many digests were compared, or why none was.
     """
 
     folder: str
@@ -104,8 +105,9 @@ class Report:
 
 @dataclass(frozen=True)
 class Overview:
-    """A folder: the content of `latest` and `latest_universal`, its checkpoints, and a report on the newest
-    complete one, preferably native. A folder that is itself a checkpoint has only the report."""
+    """A folder's `latest` and `latest_universal`, its checkpoints, and a report on its newest complete
+    checkpoint (a native one if there is any). If the folder itself is a checkpoint, the overview has only
+    the report."""
 
     folder: str
     latest: str | None
@@ -116,14 +118,14 @@ class Overview:
 
     @property
     def is_intact(self) -> bool:
-        """Whether nothing is damaged or missing."""
+        """Whether no file is damaged or missing."""
         return self.checkpoint is not None and not self.problems and not self.checkpoint.problems
 
 
 def inspect_folder(folder: Path, verify: bool = False) -> Overview:
     """Describes a folder of checkpoints and reports on the newest complete one, or on `folder` itself.
 
-    File sizes are compared in all checkpoints. verify: also compare the digests of the reported checkpoint.
+    All checkpoints have their file sizes compared. verify: also compare the digests of the reported one.
     """
     if _kind(folder):
         return Overview(str(folder), None, None, [], [], inspect_checkpoint(folder, verify))
@@ -145,7 +147,7 @@ def inspect_folder(folder: Path, verify: bool = False) -> Overview:
     for file, named in latest.items():
         complete = [item.name for item in found if _latest_file(item.kind) == file and item.is_complete]
         if named is None and complete:
-            problems.append(f"there is no file `{file}`, or it is empty")
+            problems.append(f"`{file}` does not exist, or it is empty")
         elif named and named not in [item.name for item in found]:
             problems.append(f"`{file}` names {named}, which does not exist")
         if complete and report is None:
@@ -157,21 +159,21 @@ def inspect_folder(folder: Path, verify: bool = False) -> Overview:
                 raise
             except UserError as error:
                 problems.append(f"{newest}: {error}")
-    named_by = latest[LATEST_FILE], latest[LATEST_UNIVERSAL_FILE]
-    return Overview(str(folder), *named_by, found, problems, report)
+    return Overview(str(folder), latest[LATEST_FILE], latest[LATEST_UNIVERSAL_FILE], found, problems, report)
 
 
-# In the order in which the checkpoint to report on is looked for.
+# File -> function that reads it, in the order in which the report looks for the checkpoint that it describes.
 _LATEST_FILES = {LATEST_FILE: read_latest, LATEST_UNIVERSAL_FILE: read_latest_universal}
 
 
 def _latest_file(kind: str) -> str:
-    """Returns the name of the file that names the newest checkpoint of a kind; "" if there is none."""
+    """Returns the name of the `latest` file for a kind of checkpoint; "" if this kind has none."""
     return FORMATS[kind].latest_file if kind in FORMATS else ""
 
 
 def _kind(path: Path) -> str:
-    """Returns the kind of a `Summary`; '' for other folders. The name decides if the folder is unreadable."""
+    """Returns the kind for `Summary`; "" for a folder that is not a checkpoint. If the folder cannot be read,
+    its name decides."""
     try:
         return _kind_by_files(path)
     except OSError:
@@ -183,7 +185,7 @@ def _kind_by_files(path: Path) -> str:
         return "being saved"
     name = format_of(path)
     if name == HUGGING_FACE:
-        return ""  # an export beside the checkpoints
+        return ""  # an exported model beside the checkpoints
     if path.name.endswith(PARTIAL) and (name != NATIVE or (path / SOURCE_FILE).is_file()):
         return "being converted"
     if path.name.endswith(REPLACED) and step_of(path.name) >= 0:
@@ -223,6 +225,7 @@ def _summary(path: Path, is_latest: bool) -> Summary:
 def _open(folder: Path) -> Checkpoint:
     """Opens a checkpoint even if its files are missing or damaged."""
     if format_of(folder) == NATIVE and not (folder / RUN_FILE).exists():
+        check_program(folder)
         raise UserError(f"{RUN_FILE}, which is written last, is missing")
     return open_checkpoint(folder, with_files=False)
 
@@ -248,7 +251,7 @@ def inspect_checkpoint(folder: Path, verify: bool = False) -> Report:
     parameters, more = reader.inspect_parameters()
     digests, damages = _compare_digests(reader, verify)
 
-    def names(problem: str) -> bool:  # each missing file is named once
+    def names(problem: str) -> bool:  # so that each missing file is named only once
         return any(name in problem for name in missing)
 
     return Report(
@@ -269,7 +272,7 @@ def inspect_checkpoint(folder: Path, verify: bool = False) -> Report:
 
 
 def _compare_digests(reader: StateReader, verify: bool) -> tuple[str, list[str]]:
-    """Returns a summary of the comparison, and what is damaged."""
+    """Returns a summary of the comparison, and a list of damaged files or tensors."""
     files = reader.compared_files()
     if not (reader.tensor_digests or files):
         return "there are none to compare", []
@@ -322,7 +325,7 @@ def _never_written(run: Mapping[str, Any]) -> Iterator[str]:
 
 
 def printable_entries(value: Any) -> Any:
-    """Returns a value from a file without control characters, which could forge lines on a terminal."""
+    """Returns a value from a file with control characters removed: they could forge lines on a terminal."""
     if isinstance(value, dict):
         return {one_line(key): printable_entries(entry) for key, entry in value.items()}
     if isinstance(value, list):
@@ -331,7 +334,8 @@ def printable_entries(value: Any) -> Any:
 
 
 def _truncated_files(folder: Path) -> Iterator[str]:
-    """Yields a problem for each file without a readable zip directory, which torch.save writes last."""
+    """Yields a problem for each file without a readable zip directory. torch.save writes the directory
+    last."""
     for path in sorted(folder.glob("*.pt")):
         if path.is_file() and not zipfile.is_zipfile(path):
             yield f"{path.name} is damaged: {path.stat().st_size:,} bytes that are not a file of torch.save"
@@ -343,5 +347,5 @@ def _model_line(checkpoint: Checkpoint, num_parameters: int) -> str:
     config = checkpoint.config
     return (
         f"{model_summary(config.model)}, {config.precision.name}, "
-        f"{checkpoint.vocab_size:,} tokens, {num_parameters:,} parameters"
+        f"vocabulary {checkpoint.vocab_size:,}, {num_parameters:,} parameters"
     )

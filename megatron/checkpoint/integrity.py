@@ -1,8 +1,8 @@
 """Checkpoint verification: the integrity record of a checkpoint, and the comparison with it after loading.
 
-The record has a digest of every full parameter and moment, and the loss of a canary batch. After loading, on
-any layout, both are recomputed and compared before the first step. In `run.json` the record is stored under
-the key "certificate", and the canary under "probe".
+The record has a digest of every full parameter and moment, and the canary loss: the loss of one fixed random
+sequence. After loading, on any layout, digests and canary loss are recomputed and compared before the first
+step. `names.INTEGRITY_KEY` is the key of the record in `run.json`.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ import torch
 
 from megatron.checkpoint.digests import PartDigests, StateDigests, digest_state
 from megatron.checkpoint.formats.state import StateReader
+from megatron.checkpoint.names import CANARY_KEY
 from megatron.checkpoint.record import Checkpoint
 from megatron.checkpoint.upcycling import became_experts, is_upcycled
 from megatron.config import Config, OptimizerConfig
@@ -51,25 +52,25 @@ def make_integrity_record(engine: GPTEngine) -> dict[str, Any]:
 
 
 def integrity_record(state: StateDigests, loss: float, config: Config) -> dict[str, Any]:
-    """Returns the integrity record with these digests. loss: the canary loss."""
+    """Returns the integrity record that consists of these digests and the canary loss `loss`."""
     return {
         "digests": state.tensors,
         "updates": state.step,
         "unequal_copies": list(state.mismatched),
-        "probe": {"seq_length": _canary_length(config), "loss": loss} if math.isfinite(loss) else None,
+        CANARY_KEY: {"seq_length": _canary_length(config), "loss": loss} if math.isfinite(loss) else None,
     }
 
 
 def verify_loaded_state(
     engine: GPTEngine, checkpoint: Checkpoint, new_moments: str, unquantized: PartDigests
 ) -> list[Check]:
-    """Compares the loaded state with the integrity record. Returns one line per comparison. Collective.
+    """Compares the loaded state with the integrity record. Returns one `Check` per comparison. Collective.
 
     new_moments: why the checkpoint's moments were not loaded; "" if they were. unquantized: see
     `digest_state`. Raises UserError on every rank for the first difference.
     """
-    record = checkpoint.run.get("certificate")
-    if record is None:
+    record = checkpoint.integrity_record
+    if not record:
         none = Check("integrity record", "the checkpoint has none: the loaded state cannot be compared")
         return [none, *([Check("moments", f"not loaded: {new_moments}")] if new_moments else [])]
     found = digest_state(engine.optimizer, engine.mesh, unquantized)
@@ -78,7 +79,7 @@ def verify_loaded_state(
     return [
         *_check_digests(checkpoint, record, found, new_moments, upcycled),
         *([Check("experts", experts)] if upcycled else []),
-        _check_canary(engine, checkpoint, record["probe"]),
+        _check_canary(engine, checkpoint, record[CANARY_KEY]),
     ]
 
 
@@ -163,7 +164,8 @@ def canary_loss(engine: GPTEngine, length: int | None = None) -> float:
     """Returns the loss of a fixed random sequence, equal on every layout up to rounding. Collective.
 
     The sequence fills every row of every micro-batch on every data-parallel rank, so the loss depends neither
-    on the micro-batch size nor on DP. length: its number of tokens; if None, as many as a new record has.
+    on the micro-batch size nor on DP. length: number of tokens of the sequence; None: the length of new
+    records.
     """
     config = engine.run.config
     length = length or _canary_length(config)
@@ -176,12 +178,13 @@ def canary_loss(engine: GPTEngine, length: int | None = None) -> float:
 
 
 def _canary_length(config: Config) -> int:
-    """Returns the tokens of the canary: few, because training waits for its loss at every save."""
+    """Returns the number of tokens of the sequence: few, because training waits for its loss at every
+    save."""
     multiple = config.parallel.length_multiple
     return min(-(-CANARY_TOKENS // multiple) * multiple, config.model.seq_length)
 
 
 def verification_table(checks: list[Check]) -> str:
-    """Returns the checks as an aligned table, for the log."""
+    """Returns the checks as a table for the log."""
     rows = [["", check.subject, check.result] for check in checks]
     return f"checkpoint verification:\n{format_table(rows, left_align=(0, 1, 2))}"

@@ -1,9 +1,9 @@
 """Saves checkpoints, and resumes from them on any layout.
 
 A checkpoint is a folder `global_step<N>` with DeepSpeed's files and, written last, `run.json`: progress,
-configuration, vocabulary, layout and data of the run. The file `latest` beside the folders names the
-newest checkpoint. No random state is saved: dropout and initial weights are functions of the seed and of
-global sample numbers, and the learning rate is a function of the iteration.
+configuration, vocabulary, layout and data of the run. The file `latest` beside the folders names the newest
+checkpoint. No random state is saved: dropout and initial weights are functions of the seed and of global
+sample numbers, and the learning rate is a function of the iteration.
 """
 
 import logging
@@ -42,6 +42,7 @@ from megatron.checkpoint.lineage.owner import FolderOwner
 from megatron.checkpoint.lineage.start import may_replace, start_identity
 from megatron.checkpoint.local.saves import LocalCheckpoints
 from megatron.checkpoint.local.start import fetch_files
+from megatron.checkpoint.names import INTEGRITY_KEY
 from megatron.checkpoint.ranks import FolderTakenError, errors_of_all_ranks, errors_of_rank_0
 from megatron.checkpoint.record import RUN_FILE, Checkpoint, TrainingState, describe_start
 from megatron.checkpoint.saving.background import (
@@ -80,9 +81,10 @@ class CheckpointManager:
     """Starts a run from a checkpoint, saves its checkpoints to --save, and rolls it back to them.
 
     folder: --save, or any folder if the run does not save. owner: the ownership of the folder, on rank 0;
-    None if no other job can write there. heartbeat: called after each file that is read or synced. store:
-    the store of the ranks, for saves in the background; None for a single process. local: the local
-    checkpoints; None without --save-local. folders: of the run.
+    None if no other job can write to the folder. heartbeat: called after each file that is read or synced.
+    store: the ranks' key-value store, for saves in the background; None for a single process. local: the
+    local checkpoints; None without --save-local. folders: the folders of the run, on disk or in an object
+    store.
     """
 
     def __init__(
@@ -101,18 +103,18 @@ class CheckpointManager:
         self.folder = self.save_folder.path
         self.owner = owner
         self.heartbeat = heartbeat
-        # The run that the next checkpoint belongs to; on rank 0 only, once the run has started or saved.
+        # The run of the next checkpoint. Only rank 0 has it, once the run has started or saved.
         self.identity: RunIdentity | None = None
         store = dist.HashStore() if store is None else dist.PrefixStore("checkpoints", store)
         self.background = BackgroundSaves(engine, store, heartbeat)
         self.local = local
-        # Whether the newest checkpoint of the run is not in --save, because the run started from a local one.
+        # True if the run started from a local checkpoint that is newer than every checkpoint in --save.
         self.started_from_local = False
         self._deletion: threading.Thread | None = None
         self._writer: type[CheckpointWriter] = SAVE_FORMATS.load(engine.run.config.checkpoint.save_format)
 
     def ownership_lost_reason(self) -> str | None:
-        """Returns why this run lost --save, as found by the last heartbeat; None while it owns the folder."""
+        """Returns why this run no longer owns --save, as the last heartbeat found; None while it does."""
         return self.owner.lost_reason if self.owner is not None else None
 
     def restore_or_init(
@@ -131,7 +133,7 @@ class CheckpointManager:
         if self.owner is not None and self.identity is not None:
             self.owner.set_run_id(self.identity.run_id)
         if (options.async_save or self.local is not None) and not self.engine.run.config.training.no_train:
-            # Its memory is taken now, not in the first save, which reports a failure.
+            # The writer's memory is allocated now, because the first save reports a failure only in the log.
             self.background.start_writer()
         if checkpoint is None:
             return TrainingState()
@@ -150,23 +152,23 @@ class CheckpointManager:
             with errors_of_rank_0():
                 if self.local is not None and self.engine.global_rank == 0:
                     self.check_owner()
-                    self.local.set_entries(())  # of the iterations that are given up
+                    self.local.set_entries(())  # local checkpoints of the iterations that are given up
             self._load(checkpoint)
             if self.identity is not None:
                 self.identity = self.identity.rolled_back_to(checkpoint.folder.name)
         return checkpoint
 
     def save(self, state: TrainingState, in_background: bool = False) -> Path | None:
-        """Writes `global_step<iteration>` in --save, then updates `latest`. Returns its folder. Collective.
+        """Writes `global_step<iteration>` in --save and updates `latest`. Returns the folder. Collective.
 
         The checkpoint is written under a temporary name and renamed when it is complete. Only then does it
         replace an existing checkpoint of the same step. Raises SaveError on the rank that cannot write, or on
         all ranks if rank 0 cannot read the folder before the save. Raises FolderTakenError on all ranks if
         the folder, or the checkpoint of this name in it, belongs to another run.
 
-        in_background: returns None once the state is copied. The outcome, which may be a failure, is one of
-        `background.take_outcomes`. The save after a failed one is not in the background. A save
-        first waits for the save in flight.
+        in_background: return None once the state is copied. The outcome, which may be a failure, is then one
+        of `background.take_outcomes`. A save first waits for the save in flight. After a failed save, the
+        next one is not in the background.
         """
         self.finish_save()  # also waits until old checkpoints are deleted
         in_background = in_background and not self.background.last_has_failed
@@ -179,14 +181,23 @@ class CheckpointManager:
         try:
             writer = self._writer(self.save_folder.staging(self._begin_save(name)))
             if in_background:
-                facts = (state, run, started, writer, folder / name, self._complete)
-                self.background.start(BackgroundSave(*facts, before_report=self._upload))
+                self.background.start(
+                    BackgroundSave(
+                        state,
+                        run,
+                        started,
+                        writer,
+                        folder / name,
+                        self._complete,
+                        before_report=self._upload,
+                    )
+                )
                 return None
             files = DirectFiles(self.heartbeat)
             table = writer.write(engine, run, files)
             self.save_folder.upload(writer.folder, files.files, lambda count: self.heartbeat())
             of_ranks = gather_from_all_ranks((files.files, table))
-            run["certificate"] = make_integrity_record(engine)
+            run[INTEGRITY_KEY] = make_integrity_record(engine)
             # If another job has taken over the folder during the save, this job must not rename.
             with errors_of_rank_0():
                 self.check_owner()
@@ -199,7 +210,7 @@ class CheckpointManager:
             why = with_final_names(write_problem(error))
             why += self.save_folder.note_on_space(why)
             raise SaveError(f"checkpoint {folder / name} cannot be written ({why})") from error
-        self._delete_old(name, run["certificate"]["unequal_copies"])
+        self._delete_old(name, run[INTEGRITY_KEY]["unequal_copies"])
         dist.barrier()
         return folder / name
 
@@ -215,9 +226,8 @@ class CheckpointManager:
         run: dict[str, Any],
         of_ranks: Sequence[tuple[Files, Any]],
     ) -> Files:
-        """Writes `run.json` and gives the checkpoint its name, on rank 0. of_ranks: each rank's files, and
-        its table (see `CheckpointWriter`). Returns all files. Raises OSError, on every rank, if one is
-        missing."""
+        """Writes `run.json` and gives the checkpoint its name, on rank 0. Returns all files. of_ranks: each
+        rank's files and table (see `CheckpointWriter`). Raises OSError on every rank if a file is missing."""
         saving = writer.folder
         run, files = self._with_files(writer, run, of_ranks)
         if self.identity is not None:
@@ -232,7 +242,8 @@ class CheckpointManager:
         return files
 
     def _upload(self, save: BackgroundSave, files: Files, problem: str) -> str:
-        """Uploads the files that this rank has written. Returns the first problem. Runs in a thread."""
+        """Uploads the files that this rank has written. Returns the first problem; "" if there is none. Runs
+        in a thread."""
         try:
             if not problem:
                 self.save_folder.upload(save.saving, files, save.count_bytes)
@@ -243,9 +254,9 @@ class CheckpointManager:
     def _with_files(
         self, writer: CheckpointWriter, run: dict[str, Any], of_ranks: Sequence[tuple[Files, Any]]
     ) -> tuple[dict[str, Any], Files]:
-        """Returns the complete content of `run.json`, on rank 0, and all files. Raises OSError if a file is
-        missing."""
-        files = {name: facts for own, _ in of_ranks for name, facts in sorted(own.items())}
+        """Returns the complete content of `run.json` (on rank 0) and the files of all ranks. Raises OSError
+        if a file is missing."""
+        files = {name: record for own, _ in of_ranks for name, record in sorted(own.items())}
         tables = [table for _, table in of_ranks]
         if lacking := writer.missing(run, files, tables):
             raise OSError(f"{lacking[0]} is missing after all ranks have written, {len(lacking)} in all")
@@ -257,8 +268,8 @@ class CheckpointManager:
     # --- saves in the background ---
 
     def finish_save(self, waits_for_deletion: bool = True) -> SaveOutcome | None:
-        """Waits for the save in flight, and until old checkpoints are deleted. Returns how the save ended, on
-        all ranks; None if there is none. Collective."""
+        """Waits for the save in flight and for the deletion of old checkpoints. Returns how the save ended,
+        on all ranks; None if no save was in flight. Collective."""
         outcome = self.background.finish()
         if outcome is not None and outcome.mismatched:
             self._delete_old(outcome.folder.name, list(outcome.mismatched))
@@ -268,27 +279,28 @@ class CheckpointManager:
         return outcome
 
     def _complete(self, save: BackgroundSave, results: list[RankResult]) -> SaveOutcome:
-        """Completes the checkpoint on rank 0. A failure is an outcome, since the other ranks train."""
+        """Completes the checkpoint on rank 0. Returns a failure as an outcome, because the other ranks
+        train."""
         if problem := problem_in(results):
             return save.ended(problem)
         record = _record_of(save, results, self.engine.run.config)
         try:
             self.check_owner()
-            run = {**save.run, "certificate": record}
+            run = {**save.run, INTEGRITY_KEY: record}
             of_ranks = [(result.files, result.table) for result in results]
             files = self._publish(save.writer, save.state, run, of_ranks)
         except (OSError, UserError, FolderTakenError) as error:
             return save.ended(str(error))
         mismatched = tuple(record["unequal_copies"])
-        if not mismatched:  # else `finish_save` finds the checkpoint that must be kept, with all ranks
+        if not mismatched:  # otherwise `finish_save` and all ranks find the checkpoint that must be kept
             self._delete_in_background(None)
         return save.ended("", files, mismatched)
 
     def save_local(self, state: TrainingState) -> bool:
-        """Begins to save to --save-local, always in the background. Returns false if the save is left out,
-        because another one is in flight. Collective.
+        """Begins to save to --save-local, always in the background. Returns False if it skips this save
+        because the previous one is still in flight. Collective.
 
-        A failure is one of `background.take_outcomes`. It does not concern the saves to --save.
+        A failure is one of `background.take_outcomes`. It does not affect the saves to --save.
         """
         assert self.local is not None
         if self.background.in_flight is not None:
@@ -317,7 +329,7 @@ class CheckpointManager:
         return True
 
     def _complete_local(self, save: BackgroundSave, results: list[RankResult]) -> SaveOutcome:
-        """Completes a local checkpoint, or gives it up, on all nodes. Runs on rank 0."""
+        """Completes a local checkpoint on all nodes, or abandons it on all nodes. Runs on rank 0."""
         assert self.local is not None
         problem = problem_in(results)
         run: dict[str, Any] | None = None
@@ -327,12 +339,12 @@ class CheckpointManager:
                 self.check_owner()
                 run, files = self._with_files(
                     save.writer,
-                    {**save.run, "certificate": _record_of(save, results, self.engine.run.config)},
+                    {**save.run, INTEGRITY_KEY: _record_of(save, results, self.engine.run.config)},
                     [(result.files, result.table) for result in results],
                 )
-                if unequal := run["certificate"]["unequal_copies"]:
+                if unequal := run[INTEGRITY_KEY]["unequal_copies"]:
                     run, problem = None, f"replicas on several ranks are not equal: {'; '.join(unequal)}"
-        except Exception as error:  # whatever it is: the nodes wait for the decision
+        except Exception as error:  # of any kind: the other nodes wait for the decision
             run, problem = None, one_line(error)
         try:
             failed = self.local.commit(save.saving, run)
@@ -351,10 +363,10 @@ class CheckpointManager:
                 try:
                     for entry in reversed(self.identity.lineage):
                         names += [entry.name] if is_same_checkpoint(self.folder, entry) else []
-                except OSError as error:  # do not go back beyond an unreadable checkpoint
+                except OSError as error:  # an older checkpoint than the unreadable one must not be used
                     if not names:
                         raise UserError(f"checkpoint {entry.name} cannot be read now ({error})") from error
-        for name in broadcast_from_rank_0(names):  # rank 0 keeps the identity
+        for name in broadcast_from_rank_0(names):  # only rank 0 has the identity
             checkpoint = open_on_all_ranks(self.folder / name, self.folders)
             if checkpoint is None or (mismatched_replicas(checkpoint) and not allow_replica_mismatch):
                 continue
@@ -363,8 +375,8 @@ class CheckpointManager:
         return None
 
     def _begin_save(self, name: str) -> str:
-        """Checks that this run may write to the folder and removes leftovers of killed saves. Returns the
-        temporary name of the new checkpoint. Collective."""
+        """Checks that this run may write to the folder, and removes what killed saves left behind. Returns
+        the temporary name of the new checkpoint. Collective."""
         saving = ""
         with errors_of_rank_0():
             if self.identity is not None:
@@ -388,14 +400,17 @@ class CheckpointManager:
     def _delete_old(self, name: str, mismatched: list[str]) -> None:
         """Deletes old checkpoints as --keep-last says, once the checkpoint `name` is complete. Collective.
 
-        mismatched: replicas that differ in `name`. A resume rejects such a checkpoint, so the newest
-        checkpoint that a resume accepts is kept as well. If there is none, nothing is deleted.
+        mismatched: the replicas that differ in the checkpoint `name`. A resume rejects such a checkpoint, so
+        the newest checkpoint that a resume accepts is kept as well. If none is accepted, nothing is deleted.
         """
         protected: Checkpoint | None = None
         if mismatched:
             if self.engine.global_rank == 0:
-                facts = (self.folder / name, "; ".join(mismatched))
-                _LOG.warning("%s: replicas on several ranks are not equal: %s", *facts)
+                _LOG.warning(
+                    "%s: replicas on several ranks are not equal: %s",
+                    self.folder / name,
+                    "; ".join(mismatched),
+                )
             if self.engine.run.config.checkpoint.keep_last is not None:
                 protected = self.newest_valid(allow_replica_mismatch=False)
                 if protected is None:
@@ -403,11 +418,13 @@ class CheckpointManager:
         self._delete_in_background(protected.folder.name if protected is not None else None)
 
     def _delete_in_background(self, protected: str | None) -> None:
-        """Starts to delete old checkpoints, on rank 0: terabytes take minutes. protected: is kept."""
+        """Starts to delete old checkpoints, on rank 0, in a thread: terabytes take minutes. protected: the
+        name of a checkpoint to keep; None if there is none."""
         if self.identity is not None and self.engine.run.config.checkpoint.keep_last is not None:
-            facts = (self.identity, self.engine.run.config.checkpoint, protected)
             self._deletion = threading.Thread(
-                target=self.save_folder.delete_old, args=facts, name="deletion of checkpoints"
+                target=self.save_folder.delete_old,
+                args=(self.identity, self.engine.run.config.checkpoint, protected),
+                name="deletion of checkpoints",
             )
             self._deletion.start()
 
@@ -421,8 +438,8 @@ def _record_of(save: BackgroundSave, results: Sequence[RankResult], config: Conf
 @stop_at_access_error(MAY_BE_INTACT)
 def load_checkpoint(engine: GPTEngine, checkpoint: Checkpoint, fingerprint: dict[str, Any]) -> list[Check]:
     """Restores weights, master weights, moments, step and loss scale from a checkpoint of any layout,
-    precision and partition. Moments start fresh with --finetune, with --no-load-optim, and with a different
-    kind of optimizer. Returns the lines of the checkpoint verification. Collective.
+    precision and pipeline partition. The moments start at 0 with --finetune, with --no-load-optim, and with a
+    different kind of optimizer. Returns the lines of the checkpoint verification. Collective.
 
     Raises UserError on every rank if a restored tensor differs from the saved one.
     """

@@ -2,7 +2,7 @@
 
 Names of parameters, files and checkpoints become paths that are opened, written or deleted. Each must be a
 plain name, or for some files a few plain names with / between them, so that the path stays inside its folder.
-Otherwise a HostileFileError names the file and the name.
+For any other name a HostileFileError quotes the name and the file that contains it.
 """
 
 from __future__ import annotations
@@ -15,19 +15,23 @@ from typing import Any
 from megatron.files import HostileFileError
 from megatron.mpu.parameter_spec import ParameterSpec, Shard
 
-# File systems allow 255 bytes per path component. The program may add a suffix to a name.
+# File systems allow 255 bytes per path component, and the program may add a suffix to a name.
 _MAX_LENGTH = 200
 PLAIN_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.+@=-]*")
 _PARAMETER = re.compile(r"[A-Za-z0-9_-]+(\.[A-Za-z0-9_-]+)*")
-# run.json of a universal checkpoint lists zero/<parameter>/<file>.
+# `run.json` of a universal checkpoint lists zero/<parameter>/<file>: three parts.
 _MAX_PARTS = 3
 _MAX_SHOWN = 60
-# The table of torch.distributed.checkpoint.
+# The file in which torch.distributed.checkpoint stores its table of tensors.
 METADATA_FILE = ".metadata"
+# The key of the integrity record in `run.json`, and the key of the canary loss in that record. Both keys keep
+# the names of version 0.1, so that every version reads the checkpoints of every other version.
+INTEGRITY_KEY = "certificate"
+CANARY_KEY = "probe"
 
 
 def shown(name: object) -> str:
-    """Returns a name for an error message: in quotes, short, without control characters."""
+    """Returns a name as an error message shows it: quoted, shortened, without control characters."""
     text = repr(name[: 2 * _MAX_SHOWN]) if isinstance(name, (str, bytes)) else f"a {type(name).__name__}"
     return text if len(text) <= _MAX_SHOWN else f"{text[:_MAX_SHOWN]}..."
 
@@ -39,15 +43,15 @@ def is_plain(name: object) -> bool:
 
 def check_plain(name: object, source: Path | str, what: str = "file") -> str:
     """Returns the name if it is plain; raises HostileFileError otherwise. source: the file that contains the
-    name. what: what the name is for."""
+    name. what: what the name stands for, such as "checkpoint"."""
     if not is_plain(name):
         raise _name_error(name, source, what, "letters, digits and any of _ . + @ = -")
     return str(name)
 
 
 def check_file(name: object, source: Path | str) -> str:
-    """Returns a file's path inside a checkpoint if it consists of plain names with / between them, or is the
-    table of torch.distributed.checkpoint."""
+    """Returns the path of a file inside a checkpoint; raises HostileFileError unless it consists of plain
+    names with / between them or is the table of torch.distributed.checkpoint. source: see `check_plain`."""
     if name == METADATA_FILE:
         return METADATA_FILE
     parts = name.split("/", _MAX_PARTS) if isinstance(name, str) else []
@@ -57,7 +61,8 @@ def check_file(name: object, source: Path | str) -> str:
 
 
 def check_parameter(name: object, source: Path | str) -> str:
-    """Returns a parameter's name, which becomes a folder's name, if it is words with dots between them."""
+    """Returns a parameter's name if it consists of words with dots between them, since it becomes the name of
+    a folder; raises HostileFileError otherwise."""
     named = isinstance(name, str) and len(name) <= _MAX_LENGTH and _PARAMETER.fullmatch(name)
     if not named or str(name).endswith(".pt"):
         raise _name_error(name, source, "parameter", "words with dots between them")
@@ -89,9 +94,9 @@ def check_run(run: Any, source: Path) -> None:
     if not isinstance(lineage, list):
         raise ValueError("its lineage is not a list")
     for entry in lineage:
-        # An entry is the name of a checkpoint's folder, or a record that has it under 'name'.
+        # An entry is the name of a checkpoint's folder, or a record with this name under "name".
         check_plain(entry.get("name") if isinstance(entry, dict) else entry, source, "checkpoint")
-    for name, by_parameter in _mapping(_mapping(run, "certificate"), "digests").items():
+    for name, by_parameter in _mapping(_mapping(run, INTEGRITY_KEY), "digests").items():
         check_plain(name, source, "state")
         if not isinstance(by_parameter, dict) or not all(isinstance(d, str) for d in by_parameter.values()):
             raise ValueError(f"its digests of {name} are not an object of strings")
@@ -108,7 +113,7 @@ def _mapping(record: Mapping[str, Any], key: str) -> dict[str, Any]:
 
 
 def _check_record(name: str, record: Any) -> None:
-    """Checks the result of `spec_record`."""
+    """Raises ValueError unless the record has the form that `spec_record` writes."""
     shape = record.get("whole_shape") if isinstance(record, dict) else None
     if not isinstance(shape, list) or not is_shape(shape):
         raise ValueError(f"it does not give the shape of {name}")
@@ -152,7 +157,7 @@ def _check_numbers(run: Mapping[str, Any]) -> None:
 
 
 def is_shape(shape: Iterable[Any]) -> bool:
-    """Returns whether a tensor of this shape can exist: 1 to 8 dimensions, none of them empty."""
+    """Returns whether a tensor can have this shape: 1 to 8 dimensions, none of them empty."""
     sizes = list(shape)
     total = 1
     for size in sizes[:9]:

@@ -1,4 +1,4 @@
-"""What the ranks of a run share about a checkpoint: rank 0's values and errors, and the reading of files."""
+"""What ranks share when they use a checkpoint: the values and errors of rank 0, and the reading of files."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from megatron.mpu.world import broadcast_from_rank_0, gather_from_all_ranks
 
 
 class FolderTakenError(Exception):
-    """Another run or job owns --save, or the checkpoint of this name in it. Raised on every rank."""
+    """Another run or job owns --save, or the checkpoint of the same name in it. Raised on every rank."""
 
 
 @contextmanager
 def errors_of_rank_0(unreadable: str = "") -> Iterator[None]:
-    """Raises on all ranks the error that rank 0 raises in the block. Use it where only rank 0 reads files:
-    otherwise the other ranks would wait for rank 0. Only the end of the block is collective.
+    """Raises on all ranks the error that rank 0 raises in the block. Without it, if only rank 0 reads files
+    and fails, the other ranks would wait for rank 0. Only the end of the block is collective.
 
     unreadable: if given, an OSError becomes a UserError that says that this cannot be read.
     """
@@ -35,8 +35,8 @@ def errors_of_rank_0(unreadable: str = "") -> Iterator[None]:
 
 @contextmanager
 def errors_of_all_ranks() -> Iterator[None]:
-    """Raises on all ranks the error that a rank raises in the block, that of the first such rank.
-    Only the end of the block is collective."""
+    """Raises on all ranks the error that any rank raises in the block; if several do, the error of the lowest
+    rank. Only the end of the block is collective."""
     error: Exception | None = None
     try:
         yield
@@ -48,7 +48,7 @@ def errors_of_all_ranks() -> Iterator[None]:
 
 
 def first_problem_of_ranks(problem: str | None) -> tuple[int, str] | None:
-    """Returns the first rank that has a problem, and its problem; None if no rank has one. Collective."""
+    """Returns the lowest rank that has a problem, and the problem; None if no rank has one. Collective."""
     return next(
         ((rank, text) for rank, text in enumerate(gather_from_all_ranks(problem)) if text is not None), None
     )
@@ -57,8 +57,9 @@ def first_problem_of_ranks(problem: str | None) -> tuple[int, str] | None:
 def first_problem(
     names: list[str], find_problem: Callable[[str], str | None], heartbeat: Callable[[], None] = lambda: None
 ) -> str | None:
-    """Returns the first problem that `find_problem` returns for one of rank 0's files. Collective: the ranks
-    share the files, so that each is read once. heartbeat: called after each file."""
+    """Returns the first problem that `find_problem` finds in the files `names` of rank 0; None if there is
+    none. The ranks share the files, so each file is read once. heartbeat: called after each file.
+    Collective."""
     found: dict[str, str | None] = {}
     names = broadcast_from_rank_0(names)
     with errors_of_all_ranks():

@@ -23,10 +23,11 @@ if TYPE_CHECKING:
 
 
 def read_checkpoint(folder: str | Path, universal: bool = False, allow_external: bool = False) -> Checkpoint:
-    """Opens `folder` if it is a checkpoint, else the checkpoint that `latest` in it names. With `universal`,
-    or without a native checkpoint, opens the one in `latest_universal`. Raises UserError if there is none.
+    """Opens `folder` if it is a checkpoint, else the checkpoint that `latest` in the folder names. With
+    `universal`, or if there is no native checkpoint, opens the one that `latest_universal` names. Raises
+    UserError if there is none.
 
-    allow_external: accept a checkpoint of another framework, which has no config.
+    allow_external: accept a checkpoint of another framework, which records no config.
     """
     folder = Path(folder)
     if universal:
@@ -47,7 +48,7 @@ def read_checkpoint(folder: str | Path, universal: bool = False, allow_external:
 
 
 def lacks_configuration(checkpoint: Checkpoint) -> UserError:
-    """Returns the error for a checkpoint of another framework whose model a tool cannot know."""
+    """Returns the error for a checkpoint of another framework that does not describe its model completely."""
     flag = "--universal_checkpoint and " if format_of(checkpoint.folder) == UNIVERSAL else ""
     return UserError(
         f"checkpoint {checkpoint.folder} was made by another framework and lacks the full configuration of "
@@ -59,10 +60,10 @@ def lacks_configuration(checkpoint: Checkpoint) -> UserError:
 def load_model(checkpoint: Checkpoint, *, verify: bool = False, fp32_on_cpu: bool = False) -> GPTModel:
     """Returns the single-process model with the checkpoint's weights, on the accelerator, in evaluation mode.
 
-    The model has the precision of the training run, or fp32 if fp32_on_cpu is set and the accelerator is a
-    CPU. verify: call `verify_weights` first. Raises UserError for files that are damaged or cannot be read.
+    The model has the precision of the training run; it is fp32 if fp32_on_cpu is set and there is no GPU.
+    verify: call `verify_weights` first. Raises UserError for files that are damaged or cannot be read.
     """
-    # Imported only here: they load torch and DeepSpeed, which takes seconds.
+    # The import is late: these modules load torch and DeepSpeed, which takes seconds.
     from deepspeed.accelerator import get_accelerator
 
     from megatron.model.inference.single_process import GPTModel
@@ -80,8 +81,8 @@ def load_model(checkpoint: Checkpoint, *, verify: bool = False, fp32_on_cpu: boo
 
 
 def verify_weights(checkpoint: Checkpoint) -> None:
-    """Compares the weights with their digests; prints a note on stderr if there are none. Raises UserError
-    for files that are damaged or cannot be read."""
+    """Compares the weights with their digests. Prints a note on stderr if the checkpoint has no digests.
+    Raises UserError for files that are damaged or cannot be read."""
     if not open_reader(checkpoint).verify_weights():
         print(f"{checkpoint.folder} has no digests of its weights: they are not verified", file=sys.stderr)
 

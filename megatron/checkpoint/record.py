@@ -1,4 +1,4 @@
-"""A checkpoint on disk, the training state in it, and the names of its files. Reads no files."""
+"""A checkpoint on disk, its training state, and the names of its files. This module reads no files."""
 
 import re
 from dataclasses import dataclass
@@ -6,38 +6,42 @@ from pathlib import Path
 from typing import Any
 
 from megatron.checkpoint.lineage.identity import LineageEntry, parse_lineage, parse_run_id
+from megatron.checkpoint.names import INTEGRITY_KEY
 from megatron.config import Config
 from megatron.optimizer.batch_schedule import Progress
 
-# In `run.json` of a model or checkpoint of another framework that was converted to a format of this program.
+# Key of `run.json` in checkpoints that a tool converted from another framework's model or checkpoint.
 IMPORTED_KEY = "imported"
-# In `run.json` of an imported Hugging Face model: the ids of special tokens in its settings.
+# Key of `run.json` in imported Hugging Face models: the ids of special tokens that the model's settings name.
 TOKEN_IDS_KEY = "token_ids"
 RUN_FILE = "run.json"
-# Prefix of a checkpoint that is being written.
+# Prefix of the folder of a checkpoint that is being written.
 SAVING = "saving-"
-# Suffix of a checkpoint that is being replaced by a new one of the same name.
+# Suffix of the folder of a checkpoint while a new one of the same name replaces it.
 REPLACED = ".replaced"
 
 
 @dataclass(frozen=True)
 class TrainingState(Progress):
-    """Progress of a run, and what its next steps need to know about the last ones."""
+    """The progress of a run, and the recent losses, gradient norms and skips that its next steps depend
+    on."""
 
     skipped_iterations: int = 0
-    """Iterations without an update of the weights, for any reason."""
+    """Iterations that did not update the weights, for any reason."""
     skips_in_a_row: int = 0
-    """Number of iterations skipped in a row up to now, without those of --skip-train-iteration-range."""
+    """Number of iterations that were skipped in a row up to now. Iterations of --skip-train-iteration-range
+    are not counted."""
     rollbacks: int = 0
     recent_losses: tuple[float, ...] = ()
-    """Losses of the last updates, oldest first; kept if spike detection is on."""
+    """Losses of the last updates, oldest first. Empty unless spike detection is on."""
     recent_grad_norms: tuple[float, ...] = ()
     """Gradient norms of the updates in `recent_losses`."""
     pending_evaluations: int = 0
-    """Number of data sets, counted from the last, that were not evaluated at this iteration due to a stop."""
+    """How many data sets, counted from the last, were not evaluated at this iteration because the run
+    stopped."""
 
     def __post_init__(self) -> None:
-        for name in ("recent_losses", "recent_grad_norms", "warmup_end"):  # JSON has lists
+        for name in ("recent_losses", "recent_grad_norms", "warmup_end"):  # JSON turns tuples into lists
             object.__setattr__(self, name, tuple(getattr(self, name)))
 
 
@@ -49,21 +53,21 @@ class Checkpoint:
     state: TrainingState
     run: dict[str, Any]
     skip_reason: str = ""
-    """Why a newer checkpoint was not selected; "" if this is the newest."""
+    """Why the run does not use a newer checkpoint; "" if this one is the newest."""
     unverified_note: str = ""
-    """What could not be compared, because the checkpoint does not contain it."""
+    """What could not be verified because the checkpoint does not contain it; "" if nothing."""
     weights_only: bool = False
-    """Whether a new run starts from its weights (--finetune)."""
+    """Whether a new run starts from this checkpoint's weights only (--finetune)."""
     no_optimizer: bool = False
-    """Whether its optimizer state is not loaded (--finetune, --no-load-optim)."""
+    """Whether the run does not load the optimizer state (--finetune, --no-load-optim)."""
     is_branch_point: bool = False
-    """Whether a cooldown branch starts from it (--branch-at)."""
+    """Whether a cooldown branch starts from this checkpoint (--branch-at)."""
     format: str = ""
-    """The name of its format in `formats.registry`; "" if it must be found from the files."""
+    """Name of the checkpoint's format in `formats.registry`; "" if the files must be inspected to find it."""
     is_local: bool = False
-    """Whether its files are on the nodes' disks (--save-local)."""
+    """Whether the checkpoint's files are on the disks of the nodes (--save-local)."""
     is_partial: bool = False
-    """Whether `folder` holds only a part of the files, the ones that are on this rank's node."""
+    """Whether `folder` holds only a part of the checkpoint's files: the ones on the node of this rank."""
 
     @property
     def start_state(self) -> TrainingState:
@@ -72,45 +76,51 @@ class Checkpoint:
 
     @property
     def is_external(self) -> bool:
-        """Whether another framework wrote it. Then `run` holds that framework's arguments, and no config."""
+        """Whether another framework wrote the checkpoint. Then `run` holds that framework's arguments, and no
+        config."""
         return "config" not in self.run
 
     @property
     def records_run(self) -> bool:
-        """Whether it records the data and the schedule of its run. A checkpoint of another framework does
-        not, also once it is converted to a format of this program."""
+        """Whether the checkpoint records the data and the schedule of its run. A checkpoint of another
+        framework does not, even after it was converted to a format of this program."""
         return not self.is_external and IMPORTED_KEY not in self.run
 
     @property
     def run_id(self) -> str | None:
-        """Id of the run that wrote it; None if it was written before run ids existed."""
+        """Id of the run that wrote the checkpoint; None if its version of this program had no run ids."""
         return parse_run_id(self.run.get("run_id"))
 
     @property
     def lineage(self) -> tuple[LineageEntry, ...]:
-        """The earlier checkpoints of the run, oldest first."""
+        """The run's earlier checkpoints, oldest first."""
         return parse_lineage(self.run.get("lineage", []))
 
     @property
     def origin(self) -> dict[str, Any]:
-        """The `origin_record` of the checkpoint that its run was started from; {} if there is none."""
+        """The `origin_record` of the checkpoint from which the run was started; {} if there is none."""
         origin = self.run.get("origin")
         return origin if isinstance(origin, dict) else {}
 
     @property
+    def integrity_record(self) -> dict[str, Any]:
+        """The digests and the canary loss that were recorded at the save; {} if there are none."""
+        return self.run.get(INTEGRITY_KEY) or {}
+
+    @property
     def entry(self) -> LineageEntry:
-        """Its entry in the lineage of a later checkpoint."""
+        """The entry for this checkpoint in the lineage of a later checkpoint."""
         name = self.folder.name.removesuffix(REPLACED)
         return LineageEntry(name, step_of(name), self.run_id, self.run.get("sha256"))
 
     @property
     def config(self) -> Config:
-        """The configuration of the run that wrote it."""
+        """The configuration of the run that wrote the checkpoint."""
         return Config.from_dict(self.run["config"])
 
     @property
     def vocab_size(self) -> int:
-        """True size of the vocabulary, without padding."""
+        """Size of the vocabulary without padding."""
         return int(self.run["vocab_size"])
 
     @property
@@ -126,7 +136,7 @@ def step_of(name: str) -> int:
 
 
 def describe_start(checkpoint: Checkpoint | None, load: str | None) -> str:
-    """Describes what a run starts from, and why, for the log."""
+    """Returns the log line that says what a run starts from, and why."""
     if checkpoint is None:
         return "initializing from scratch" + (f" (--load {load} holds no checkpoint)" if load else "")
     why = f" ({checkpoint.skip_reason})" if checkpoint.skip_reason else ""

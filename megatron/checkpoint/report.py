@@ -1,4 +1,5 @@
-"""Formats inspections and comparisons of checkpoints as text. Equal transformer layers share a row."""
+"""Formats inspections and comparisons of checkpoints as text. Transformer layers that are equal share a
+row."""
 
 from __future__ import annotations
 
@@ -13,15 +14,17 @@ from torch import Tensor
 from megatron.checkpoint.formats.registry import open_reader
 from megatron.checkpoint.formats.state import ParameterRecord
 from megatron.checkpoint.inspect import Overview, Report, Summary
+from megatron.checkpoint.names import INTEGRITY_KEY
 from megatron.checkpoint.record import Checkpoint
 from megatron.text_table import format_table, number_ranges
 
-# Entries of run.json that differ between any two checkpoints.
-_NOT_SHOWN = ("certificate.digests.", "files.", "lineage", "parameters.", "sha256")
+# Prefixes of keys of `run.json` whose values differ between any two checkpoints.
+_NOT_SHOWN = (f"{INTEGRITY_KEY}.digests.", "files.", "index.", "lineage", "parameters.", "sha256")
 
 
 def overview_text(overview: Overview) -> str:
-    """Formats one row per folder, the problems, and the report on the newest complete checkpoint."""
+    """Returns the text of an overview: one row per folder, the problems, and the report on the newest
+    complete checkpoint."""
     parts = []
     if overview.checkpoints:
         rows = [["folder", "kind", "iteration", "samples", "tokens", "files", "size", ""]]
@@ -55,7 +58,7 @@ def _summary_row(item: Summary) -> list[str]:
 
 
 def report_text(report: Report) -> str:
-    """Formats the run, files, parameters and problems of one checkpoint."""
+    """Returns the text of a report: run, files, parameters and problems of one checkpoint."""
     lines = [report.folder]
     if report.is_complete:
         lines.append(f"model      {report.model}")
@@ -74,7 +77,8 @@ def report_text(report: Report) -> str:
 
 
 def comparison_text(comparison: Comparison) -> str:
-    """Formats the settings and parameters that differ, and the number of equal tensors by state."""
+    """Returns the text of a comparison: the settings and parameters that differ, and the number of equal
+    tensors for each state."""
     lines = [f"A: {comparison.folders[0]}", f"B: {comparison.folders[1]}", ""]
     shown = {name: pair for name, pair in comparison.settings.items() if not name.startswith(_NOT_SHOWN)}
     if shown:
@@ -107,7 +111,7 @@ def _largest(differences: Iterable[float | None]) -> str:
 
 
 def size_text(size_bytes: int) -> str:
-    """Formats a size in the unit that leaves one to three digits before the decimal point."""
+    """Returns a size in the unit that leaves one to three digits before the decimal point."""
     power = max((len(str(size_bytes)) - 1) // 3, 0)
     unit = ("B", "kB", "MB", "GB", "TB", "PB")[power]
     return f"{size_bytes / 1000**power:.{1 if power else 0}f} {unit}"
@@ -121,11 +125,12 @@ def _parameter_rows(parameters: Iterable[ParameterRecord]) -> list[list[str]]:
 
 
 def _grouped(items: Iterable[tuple[str, Hashable, Any]]) -> list[tuple[str, str, list[Any]]]:
-    """Groups (name, key, item) triples by key and by name without layer number. Returns (name with {layer}
-    for the number, layer numbers, items) of each group."""
+    """Groups (name, key, item) triples by key and by the name without its layer number. Returns for each
+    group (the name with {layer} instead of the number, the layer numbers, the items)."""
     groups: dict[tuple[str, Hashable], list[tuple[str, Any]]] = {}
     for name, key, item in items:
-        # The final norm, `{index}.weight`, stays alone: names in transformer layers have more parts.
+        # Only names with a further part, such as `3.mlp.bias`, are of transformer layers; the final norm's is
+        # `{index}.weight`.
         match = re.fullmatch(r"(\d+)\.(.+\..+)", name)
         number, pattern = (match[1], "{layer}." + match[2]) if match else ("", name)
         groups.setdefault((pattern, key), []).append((number, item))
@@ -148,8 +153,10 @@ ABSENT = "absent"
 
 @dataclass(frozen=True)
 class ParameterDifference:
-    """largest: state ('fp32', 'exp_avg', ...) -> largest absolute difference; None if the two tensors cannot
-    be subtracted, with the reason in `note`."""
+    """How a parameter differs in two checkpoints.
+
+    largest: state ('fp32', 'exp_avg', ...) -> largest absolute difference; None if the two tensors cannot be
+    subtracted. note: the reason for None."""
 
     name: str
     largest: dict[str, float | None]
@@ -162,8 +169,10 @@ class ParameterDifference:
 
 @dataclass(frozen=True)
 class Comparison:
-    """settings: dotted name in run.json -> the two values, for each setting that differs. parameters: all
-    parameters in order; the differences of equal ones are 0."""
+    """The differences of two checkpoints.
+
+    settings: dotted name in run.json -> the two values, for each setting that differs. parameters: all
+    parameters in the order of the model; the differences of equal parameters are 0."""
 
     folders: tuple[str, str]
     settings: dict[str, tuple[Any, Any]]
@@ -171,8 +180,9 @@ class Comparison:
 
 
 def compare_checkpoints(one: Checkpoint, other: Checkpoint) -> Comparison:
-    """Compares two checkpoints by their global fp32 values and moments: layout, precision and format may
-    differ. One parameter of each is in memory at a time. Raises UserError for files that cannot be read."""
+    """Compares two checkpoints by their global fp32 values and moments; they may differ in layout, precision
+    and format. Only one parameter of each is in memory at a time. Raises UserError for files that cannot be
+    read."""
     return Comparison(
         (str(one.folder), str(other.folder)),
         different_settings(one.run, other.run),
@@ -181,7 +191,8 @@ def compare_checkpoints(one: Checkpoint, other: Checkpoint) -> Comparison:
 
 
 def different_settings(one: Mapping[str, Any], other: Mapping[str, Any]) -> dict[str, tuple[Any, Any]]:
-    """Returns the leaves that differ in two nested dicts: dotted name -> both values, 'absent' if missing."""
+    """Returns the leaves of two nested dicts that differ: dotted name -> both values ('absent' for a missing
+    leaf)."""
     first, second = dict(_leaves(one)), dict(_leaves(other))
     pairs = {name: (first.get(name, ABSENT), second.get(name, ABSENT)) for name in first | second}
     return {name: (a, b) for name, (a, b) in pairs.items() if a != b}
@@ -197,7 +208,7 @@ def _leaves(settings: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str
 
 def _parameter_differences(one: Checkpoint, other: Checkpoint) -> Iterator[ParameterDifference]:
     sides = [open_reader(one), open_reader(other)]
-    # A checkpoint of another framework does not record its padding: use the other checkpoint's size.
+    # A checkpoint of another framework does not record its padding. The other checkpoint's size is used.
     rows = {name: spec.num_valid_rows for side in sides for name, spec in side.specs.items()}
     for name in dict.fromkeys([*sides[0].names, *sides[1].names]):
         if not all(name in side.names for side in sides):

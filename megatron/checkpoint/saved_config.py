@@ -1,6 +1,7 @@
 """The configuration in a checkpoint's `run.json`: its checks, and its use by --use-checkpoint-args.
 
-Imports neither torch nor DeepSpeed, except for a Hugging Face model: every rank needs it to parse flags.
+This module imports neither torch nor DeepSpeed, except for a Hugging Face model: every rank uses it to parse
+flags.
 """
 
 from collections.abc import Iterator
@@ -27,7 +28,7 @@ from megatron.object_store.store import is_url
 from megatron.optimizer.batch_schedule import BEGIN, Progress
 
 RUN_PARTS = ("config", "layout", "stages", "vocab_size", "eod")
-# Limit for integers in a run's settings (tokens, samples, seeds).
+# Largest accepted integer in a run's settings (tokens, samples, seeds).
 _LARGEST_SIZE = 1 << 53
 
 
@@ -35,8 +36,9 @@ _LARGEST_SIZE = 1 << 53
 class SavedConfig:
     """The configuration that a checkpoint records.
 
-    source: folder of the checkpoint. progress: of its run. is_branch_checkpoint: whether --branch-at uses a
-    checkpoint of the branch itself, because the branch point cannot be read any more.
+    source: folder of the checkpoint. progress: the progress of the checkpoint's run. is_branch_checkpoint:
+    whether a run with --branch-at uses a checkpoint of the branch itself, because the branch point cannot be
+    read any more.
     """
 
     source: str
@@ -83,10 +85,11 @@ def _sizes(settings: Any) -> Iterator[int]:
 def read_saved_config(options: CheckpointConfig) -> SavedConfig:
     """Returns the configuration of the checkpoint in --load, or of the branch point with --branch-at. If
     --load cannot be read, returns the configuration of the newest checkpoint that this run may have saved to
-    --save. Reads only `run.json`, or config.json of a Hugging Face model. Raises UserError if there is none.
+    --save. Reads only `run.json`, or config.json of a Hugging Face model. Raises UserError if there is no
+    checkpoint.
 
-    If the newest checkpoint is damaged, the run later resumes from an older one. Therefore the checkpoint
-    that is loaded is compared with the configuration again.
+    If the newest checkpoint is damaged, the run later loads an older one, and compares that checkpoint with
+    the configuration.
     """
     if is_url(options.load or ""):
         flag = "--use-checkpoint-args" if options.branch_at is None else "--branch-at"
@@ -96,7 +99,7 @@ def read_saved_config(options: CheckpointConfig) -> SavedConfig:
         )
     load, save = Path(options.load or ""), options.save
     if format_of(load) in (HUGGING_FACE, TORCHTITAN):
-        # Imported only here: it loads torch and transformers, which takes seconds.
+        # The import is late: this module loads torch and transformers, which takes seconds.
         from megatron.checkpoint.huggingface.importer import read_flags
 
         return SavedConfig(str(load), read_flags(load))

@@ -1,4 +1,4 @@
-"""Which checkpoint a run starts from: the newest valid one that fits the flags."""
+"""Selects the checkpoint that a run starts from: the newest valid one that fits the flags."""
 
 from __future__ import annotations
 
@@ -32,15 +32,15 @@ from megatron.errors import UserError, stop_at_access_error
 from megatron.object_store.store import is_url
 from megatron.optimizer.batch_schedule import RunLength, check_remaining_batches
 
-if TYPE_CHECKING:  # it loads DeepSpeed, and tools that read checkpoints start without it
+if TYPE_CHECKING:  # importing it loads DeepSpeed, which tools that read checkpoints do not need
     from megatron.run import Run
 
 
 def planned_checkpoint(
     config: Config, damaged: Mapping[str, str] | None = None, path_of: PathOf = Path
 ) -> Checkpoint | None:
-    """Returns the checkpoint that --load names; None if there is none. It is not compared with the run.
-    damaged: see `find_checkpoint`."""
+    """Returns the checkpoint that --load names; None if there is none. Does not compare it with the run's
+    flags. damaged: see `find_checkpoint`."""
     # An evaluation uses the checkpoint in --load, not a newer one in --save.
     options = replace(config.checkpoint, save=None) if config.training.no_train else config.checkpoint
     checkpoint = choose_checkpoint(options, damaged, path_of)
@@ -48,8 +48,8 @@ def planned_checkpoint(
 
 
 def planned_length(config: Config) -> tuple[RunLength, Checkpoint | None, str]:
-    """Returns the length of the run, the checkpoint that it starts from, and a description of its start.
-    Raises UserError if --load is in an object store."""
+    """Returns the length of the run, the checkpoint that the run starts from, and a text that describes the
+    start. Raises UserError if --load is in an object store."""
     load = config.checkpoint.load
     if is_url(load or ""):
         raise UserError(
@@ -92,8 +92,8 @@ def find_checkpoint(
 
 
 def _with_tokens(checkpoint: Checkpoint, config: Config) -> Checkpoint:
-    """Returns a checkpoint of another framework that does not record its sequence length with the consumed
-    tokens that follow from its consumed samples and --seq-length."""
+    """Returns a checkpoint of another framework with the number of consumed tokens, computed from the
+    consumed samples and --seq-length, if the checkpoint does not record its sequence length."""
     state = checkpoint.state
     if not checkpoint.is_external or state.consumed_tokens or "seq_length" in checkpoint.run.get("args", {}):
         return checkpoint
@@ -102,7 +102,7 @@ def _with_tokens(checkpoint: Checkpoint, config: Config) -> Checkpoint:
 
 
 def check_fits(checkpoint: Checkpoint, run: Run) -> None:
-    """Raises UserError if the run cannot start from a checkpoint because of its model, data or schedule."""
+    """Raises UserError if the run's model, data or schedule do not allow it to start from the checkpoint."""
     config, vocab_size = run.config, run.vocab.size
     check_replicas(checkpoint, config)
     reader = open_reader(checkpoint)
@@ -123,9 +123,9 @@ def select_valid_checkpoint(
     heartbeat: Callable[[], None] = lambda: None,
     folders: Folders = FILE_SYSTEM,
 ) -> Checkpoint | None:
-    """Returns rank 0's checkpoint on all ranks. If its files are damaged, returns the newest valid checkpoint
-    before it. Other ranks may pass None. The ranks share the work of reading all files once. heartbeat:
-    called after each file. folders: of the run. Collective."""
+    """Returns the checkpoint that rank 0 passes, on all ranks; other ranks may pass None. If its files are
+    damaged, returns the newest valid checkpoint before it. The ranks share the reading of the files.
+    heartbeat: called after each file. folders: the folders of the run. Collective."""
     damaged: dict[str, str] = {}
     while True:
         checkpoint = share_checkpoint(checkpoint, run.config.parallel.local_rank == 0, folders.share)
@@ -142,7 +142,8 @@ def select_valid_checkpoint(
 def find_damage(
     checkpoint: Checkpoint, heartbeat: Callable[[], None], folders: Folders = FILE_SYSTEM
 ) -> str | None:
-    """Reads the files that must be intact. Returns the first problem. folders: of the run. Collective."""
+    """Reads the files that must be intact. Returns the first problem; None if there is none. folders: the
+    folders of the run. Collective."""
     reader = open_reader(checkpoint)
 
     def find_problem(name: str) -> str | None:
@@ -151,8 +152,8 @@ def find_damage(
     names: list[str] = []
     with errors_of_rank_0():
         if dist.get_rank() == 0:
-            # The largest files first, so that the ranks read about as many bytes.
-            sizes = {name: facts["bytes"] for name, facts in checkpoint.run.get("files", {}).items()}
+            # The largest files come first, so that the ranks read about equally many bytes.
+            sizes = {name: record["bytes"] for name, record in checkpoint.run.get("files", {}).items()}
             names = sorted(reader.files_to_verify(), key=lambda name: -sizes.get(name, 0))
     return first_problem(names, find_problem, heartbeat)
 

@@ -1,9 +1,10 @@
-"""Runs that start from the weights of a model with fewer parameters: with --finetune, without moments.
+"""Starts runs with --finetune from the weights of a model with fewer parameters; moments are not loaded.
 
 Upcycling (--moe-use-upcycling): a run with experts starts from a dense model. Each expert of a layer gets the
-weights of the layer's dense MLP (arXiv 2212.05055), so that with router weights whose sum is 1 the model
-computes what the dense model computes. A run with --mtp-num-layers starts from a model without these layers.
-What the model does not have, such as the router, has the initial values of a run from scratch.
+weights of the layer's dense MLP (arXiv 2212.05055). If the router's weights have the sum 1, the model then
+computes what the dense model computes. Likewise, a run with --mtp-num-layers starts from a model without
+these layers. Parameters that the old model lacks, such as the router, get the initial values of a run from
+scratch.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from megatron.errors import UserError
 from megatron.mpu.parameters import initial_values
 from megatron.mpu.pieces import Piece
 
-if TYPE_CHECKING:  # it loads DeepSpeed, and tools that read checkpoints start without it
+if TYPE_CHECKING:  # importing it loads DeepSpeed, which tools that read checkpoints do not need
     from megatron.run import Run
 
 _EXPERTS = re.compile(r"(\d+\.mlp\.)experts\.(dense_.+)")
@@ -31,19 +32,19 @@ _DENSE_MLP = re.compile(r"\d+\.mlp\.dense_.+")
 
 
 def is_upcycled(checkpoint: Checkpoint, config: Config) -> bool:
-    """Returns whether the run starts its experts from the dense model in the checkpoint. A run that resumes
+    """Returns whether the run creates its experts from the dense model in the checkpoint. A run that resumes
     from its own checkpoint does not."""
     return config.checkpoint.moe_use_upcycling and checkpoint.weights_only
 
 
 def became_experts(name: str) -> bool:
-    """Returns whether upcycling replaces a parameter of the dense model."""
+    """Returns whether upcycling turns this parameter of the dense model into parameters of experts."""
     return _DENSE_MLP.fullmatch(name) is not None
 
 
 def dense_config(checkpoint: Checkpoint, config: Config) -> Config:
-    """Returns the config of a run with the dense model from which an upcycled run starts. Raises UserError if
-    the checkpoint or the experts do not fit."""
+    """Returns the run's config with the dense model that upcycling starts from. Raises UserError if the
+    checkpoint already has experts, or if --moe-ffn-hidden-size differs from --ffn-hidden-size."""
     model = config.model
     if not checkpoint.is_external and checkpoint.config.model.num_experts is not None:
         raise UserError(
@@ -61,8 +62,9 @@ def dense_config(checkpoint: Checkpoint, config: Config) -> Config:
 
 
 def source_config(reader: StateReader, config: Config) -> Config:
-    """Returns the config of a run with the model that the checkpoint must have: `config` itself if the run
-    adds nothing to it. Raises UserError if the checkpoint or the experts do not fit."""
+    """Returns the run's config with the model that the checkpoint must have: `config` itself if the run adds
+    no experts and no layers for multi-token prediction. Raises UserError if the run creates experts from a
+    checkpoint that already has experts, or experts whose size differs from the dense MLP's."""
     checkpoint, model = reader.checkpoint, config.model
     adds_mtp = checkpoint.weights_only and model.mtp_num_layers is not None and lacks_mtp(reader.stored_names)
     source = dense_config(checkpoint, config) if is_upcycled(checkpoint, config) else config
@@ -70,11 +72,11 @@ def source_config(reader: StateReader, config: Config) -> Config:
 
 
 class Upcycling:
-    """Reads the state of a run with experts, or with layers for multi-token prediction, from a model
-    without."""
+    """Reads the state of a run with experts, or with layers for multi-token prediction, from the checkpoint
+    of a model without them."""
 
     def __init__(self, reader: StateReader, run: Run) -> None:
-        # Imported only here: it builds a model, which needs DeepSpeed.
+        # The import is late: this module builds a model, which needs DeepSpeed.
         from megatron.model.inference.single_process import model_specs
 
         self._reader, self._seed = reader, run.config.training.seed

@@ -1,7 +1,7 @@
 """The device of a process, and the variables that CUDA, PyTorch's allocator and Triton read.
 
-`GPU` has memory, peak rates and bandwidth of a device of --gpu. Rates (dense, without 2:4 sparsity) and
-bandwidths are from NVIDIA's data sheets for the SXM modules:
+`GPU` has the memory, the peak rates and the bandwidth of a device that --gpu can name. The rates (dense,
+without 2:4 sparsity) and bandwidths are from NVIDIA's data sheets for the SXM modules:
 
     V100   "NVIDIA Tesla V100 GPU Accelerator", 2018 (SXM2; no bf16 and no TF32 units)
     A100   "NVIDIA A100 Tensor Core GPU", 1758950-r4, 2021 (SXM4; 1,555 and 2,039 GB/s)
@@ -10,9 +10,9 @@ bandwidths are from NVIDIA's data sheets for the SXM modules:
     B200   "NVIDIA Blackwell Architecture Technical Brief", 2024 (HGX B200, 1,000 W)
     GB200  "NVIDIA GB200 NVL72" (one of its 72 GPUs, 1,200 W); the memory is an assumption
 
-Memory is `torch.cuda.get_device_properties(0).total_memory`, the total that the driver gives to programs, as
-PyTorch's out-of-memory errors print it in public issues. It is less than the memory in the data sheet, and
-differs by up to 0.1 GiB between drivers. These values were not measured on any of the devices.
+The memory is `torch.cuda.get_device_properties(0).total_memory`, the total that the driver offers to
+programs. The values are from PyTorch's out-of-memory errors in public issues, not from own measurements. This
+total is less than the memory in the data sheet, and differs by up to 0.1 GiB between drivers.
 """
 
 from __future__ import annotations
@@ -31,26 +31,27 @@ from megatron.errors import UserError
 from megatron.units import GIB
 
 _CONNECTIONS = "CUDA_DEVICE_MAX_CONNECTIONS"
-# The settings of PyTorch's allocator, by its current and former names.
+# Current and former names of the variable that sets PyTorch's allocator.
 _ALLOCATOR_VARIABLES = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_HIP_ALLOC_CONF")
-# What --deterministic-mode needs: variable -> accepted values (Megatron-LM's), the first one by default.
-# In-switch reductions (NVLS) sum in an order that varies.
+# Variables that --deterministic-mode needs -> accepted values (Megatron-LM's); the first value is the
+# default. In-switch reductions (NVLS) are excluded, because their order of summation varies.
 _DETERMINISTIC = {
     "CUBLAS_WORKSPACE_CONFIG": (":4096:8", ":16:8"),
     "NCCL_ALGO": ("Ring", "Tree", "CollnetDirect", "CollnetChain", "^NVLS"),
 }
-# Variables that ask for fp32 products in TF32; some container images set them. cuBLAS obeys the first one
-# whatever the program sets. The second one changes PyTorch's default, which the program changes back.
+# Variables that make fp32 products TF32 products; some container images set them. cuBLAS obeys the first one
+# whatever the program sets. The second one changes PyTorch's default, which the program sets again.
 TF32_VARIABLES = ("NVIDIA_TF32_OVERRIDE", "TORCH_ALLOW_TF32_CUBLAS_OVERRIDE")
 _MPI_LOCAL_RANK = "OMPI_COMM_WORLD_LOCAL_RANK"
-# Values of CUDA_VISIBLE_DEVICES without a device; Slurm sets the last one.
+# Values of CUDA_VISIBLE_DEVICES that hide all devices; Slurm sets the last one.
 _NO_DEVICE = ("", "-1", "NoDevFiles")
-# CUDA's major version -> the lowest driver (NVIDIA, "CUDA Compatibility", minor version compatibility).
+# Major version of CUDA -> the oldest driver that supports it (NVIDIA, "CUDA Compatibility", minor version
+# compatibility).
 MIN_DRIVER = {"12": 525, "13": 580}
 
 
 def device_index(local_rank: int, num_visible: int, env: Mapping[str, str] = os.environ) -> int:
-    """Returns the index of this process's device among the visible ones.
+    """Returns the index of this process's device among the visible devices.
 
     Processes that each see one device (srun --gpus-per-task=1) all use index 0. Raises UserError if there
     are fewer devices than processes on the node.
@@ -70,8 +71,9 @@ def device_index(local_rank: int, num_visible: int, env: Mapping[str, str] = os.
 def choose_device(num_visible: int, env: MutableMapping[str, str] = os.environ) -> int:
     """Returns `device_index` of LOCAL_RANK, and sets LOCAL_RANK to it.
 
-    DeepSpeed's engine selects the device LOCAL_RANK, which must be equal to mpirun's variable if that is set.
-    Afterwards only `config.parallel.local_rank` has this process's rank on its node.
+    DeepSpeed's engine selects the device with the index LOCAL_RANK. If mpirun has set its own variable for
+    the local rank, both must be equal. Afterwards only `config.parallel.local_rank` has the rank of this
+    process on its node.
     """
     index = device_index(int(env["LOCAL_RANK"]), num_visible, env)
     for name in ("LOCAL_RANK", _MPI_LOCAL_RANK):
@@ -87,7 +89,7 @@ def device_id(accelerator: Any, index: int, env: Mapping[str, str] = os.environ)
     import torch
 
     uuid = getattr(torch.cuda.get_device_properties(index), "uuid", index)
-    # MIG slices of one GPU differ only in the variable.
+    # MIG slices of one GPU differ only in CUDA_VISIBLE_DEVICES.
     return f"{node_name(env)} {uuid} {env.get('CUDA_VISIBLE_DEVICES', '')}"
 
 
@@ -98,8 +100,8 @@ def check_gpus(
 ) -> None:
     """Raises UserError if PyTorch is built for CUDA, but cannot use the machine's NVIDIA GPUs.
 
-    DeepSpeed would select the CPU. The user accepts the CPU with DS_ACCELERATOR, or with CUDA_VISIBLE_DEVICES
-    without a device.
+    Without this check, DeepSpeed would select the CPU. A user who wants the CPU sets DS_ACCELERATOR, or sets
+    CUDA_VISIBLE_DEVICES to no device.
     """
     import torch
 
@@ -120,7 +122,8 @@ def check_gpus(
 
 
 def set_max_connections(parallel: ParallelConfig, env: MutableMapping[str, str] = os.environ) -> str | None:
-    """Sets CUDA_DEVICE_MAX_CONNECTIONS to 1 if the layout needs it. Returns a warning if the user's is not 1.
+    """Sets CUDA_DEVICE_MAX_CONNECTIONS to 1 if the layout needs it. Returns a warning if the user has set a
+    value other than 1.
 
     Must be called before DeepSpeed is imported: the import initializes the CUDA driver to count devices.
     """
@@ -146,7 +149,7 @@ def set_deterministic_variables(env: MutableMapping[str, str] = os.environ) -> N
 
 
 def check_fp32_variables(env: Mapping[str, str] = os.environ) -> None:
-    """Raises UserError for a variable with which fp32 products would be TF32 products. For runs in fp32."""
+    """Raises UserError for a variable that turns fp32 products into TF32 products. Runs in fp32 call it."""
     for name in TF32_VARIABLES:
         if env.get(name, "0") not in ("", "0"):
             raise UserError(
@@ -159,21 +162,22 @@ def set_library_defaults(env: MutableMapping[str, str] = os.environ) -> None:
     """Sets variables that PyTorch and Triton read when they are imported, unless the user has set them.
 
     PyTorch's allocator uses expandable segments, so that changing sizes (a batch-size ramp-up, a curriculum,
-    an evaluation) do not fragment the memory. NCCL's calls record their start time, for the report of a hang.
-    Triton caches compiled kernels on the node. Its default is the home folder: on a network file system,
-    hundreds of ranks disturb each other there (EBUSY, FileNotFoundError).
+    an evaluation) do not fragment the memory. NCCL's calls record their start time, which the report of a
+    hang needs. Triton caches compiled kernels on the node. Triton's default cache is the home folder, where
+    hundreds of ranks on a network file system disturb each other (EBUSY, FileNotFoundError).
     """
     if not allocator_settings(env):
         env["PYTORCH_CUDA_ALLOC_CONF"] = "expandable_segments:True"
     env.setdefault("TORCH_NCCL_ENABLE_TIMING", "1")
     folder = private_temporary_folder()
-    # Triton loads libraries from its cache. $TMPDIR may be on a network file system, too.
+    # Triton loads libraries from its cache, so the file system must allow programs. $TMPDIR may be on a
+    # network file system, too.
     if folder is not None and not os.statvfs(folder).f_flag & os.ST_NOEXEC:
         env.setdefault("TRITON_CACHE_DIR", str(folder / "triton" / node_name(env)))
 
 
 def allocator_settings(env: Mapping[str, str] = os.environ) -> dict[str, str]:
-    """Returns the variables that set PyTorch's allocator, by name."""
+    """Returns name -> value of the environment variables that set PyTorch's allocator."""
     return {name: env[name] for name in _ALLOCATOR_VARIABLES if name in env}
 
 
@@ -182,11 +186,11 @@ _TERA = 1e12
 
 @dataclass(frozen=True)
 class GPU:
-    """A device.
+    """A GPU model.
 
     memory_bytes: what programs can allocate. peak_flops: dtype ('fp32', 'tf32', 'fp16', 'bf16', 'fp8') ->
-    dense FLOP/s of GEMMs; a dtype that the device has no units for has the rate of fp32. bandwidth: of the
-    device memory, in bytes per second.
+    dense FLOP/s of GEMMs; a dtype without units on the device has the rate of fp32. bandwidth: bandwidth of
+    the device memory, in bytes per second.
     """
 
     memory_bytes: int

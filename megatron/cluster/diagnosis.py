@@ -2,12 +2,13 @@
 
     python -m megatron.cluster.diagnosis FOLDER --processes N [--ended-by-slurm] [--slurm JOB NODES]
 
-`diagnose` ranks the causes. This command prints the cause of a job with RANK_REPORTS; without the variable,
-`print_diagnosis` prints it on each node.
+`diagnose` selects the first cause. This command prints the cause of a job that sets RANK_REPORTS. In a job
+without the variable, `print_diagnosis` prints the cause on each node.
 
-FOLDER is the value of RANK_REPORTS in the environment of the ranks. Nothing is printed if the run ended well.
-Otherwise the error is printed once; the last line is the cause. Exit codes: 0 finished; 75 requeue the job;
-1 failed, a restart may help; 2 failed, and a restart would fail again; 130 interrupted. Needs no torch.
+FOLDER is the value of RANK_REPORTS in the environment of the ranks. If the run ended well, the command prints
+nothing. Otherwise it prints the error once, and the last line is the cause. Exit codes: 0 finished; 75
+requeue the job; 1 failed, a restart may help; 2 failed, and a restart would fail again; 130 interrupted.
+Needs no torch.
 """
 
 from __future__ import annotations
@@ -42,14 +43,14 @@ from megatron.cluster.rank_reports import Record, read_reports
 from megatron.errors import print_error, printable, write_error_file
 from megatron.text_table import first_few, rank_list
 
-# The most positions of hung ranks that are printed.
+# Maximum number of positions of hung ranks that are printed.
 _MOST_POSITIONS = 20
 _ELSEWHERE = "the cause may be on another node, or a rank that was started from another shell: see its error"
 
 
 @dataclass(frozen=True)
 class Diagnosis:
-    """Why a job ended. code: the exit code, see the module's docstring. text: the text to print; its last
+    """The reason why a job ended. code: exit code, see the module's docstring. text: text to print; its last
     line is the cause."""
 
     code: int
@@ -60,7 +61,7 @@ class Diagnosis:
 
 @dataclass(frozen=True)
 class SlurmJob:
-    """What Slurm reports of a job. state: for example 'CANCELLED'; '' if unknown. lost_nodes: nodes of the
+    """What Slurm reports about a job. state: for example 'CANCELLED'; '' if unknown. lost_nodes: nodes of the
     job that are down or not responding."""
 
     state: str = ""
@@ -70,8 +71,8 @@ class SlurmJob:
 def diagnose(
     reports: Sequence[Record], processes: int, slurm: SlurmJob = SlurmJob(), ended_by_slurm: bool = False
 ) -> Diagnosis:
-    """Returns the cause from the reports of a job of `processes` ranks. ended_by_slurm: Slurm has sent
-    SIGTERM to the job's script."""
+    """Returns the diagnosis of a job of `processes` ranks from their reports. ended_by_slurm: whether Slurm
+    has sent SIGTERM to the job's script."""
     ends = {report.get("end") for report in reports}
     if len(reports) == processes and ends <= NOT_FAILED:
         if not ended_by_slurm and not slurm.lost_nodes or ends == {ExitStatus.FINISHED}:
@@ -149,8 +150,9 @@ def _slurm_end(slurm: SlurmJob) -> str:
 
 def _diagnose_failure(reports: Sequence[Record], processes: int) -> Diagnosis:
     """Returns the diagnosis of a failure inside the job. A rank that could not report how it ended (hang,
-    SIGKILL) causes the communication errors of the others, so it is considered first. After any other error
-    the launcher and srun end the remaining ranks; ranks that had just started then have no status either."""
+    SIGKILL) causes the communication errors of the others, so such a rank is considered first. After any
+    other error the launcher and srun end the remaining ranks. A rank that has just started then has no status
+    either."""
     hung = [report for report in reports if report.get("end") == ExitStatus.HANG]
     if hung:
         return Diagnosis(FAILURE_EXIT_CODE, _diagnose_hang(hung, reports))
@@ -190,11 +192,11 @@ def _diagnose_hang(hung: Sequence[Record], reports: Sequence[Record]) -> str:
 
 
 def _causes_of_hang(hung: Sequence[Record], reports: Sequence[Record]) -> tuple[list[Record], str]:
-    """Returns the ranks that cause a hang, and what is wrong with the first of them; none if all ranks wait
-    for each other.
+    """Returns the ranks that cause a hang, and what is wrong with the first of these ranks. Returns no rank
+    if all ranks wait for each other.
 
-    The first non-empty set is returned: ranks that are stopped or do not answer; ranks whose device does not
-    answer; ranks that wait for no other rank; ranks whose main thread is at the rarest place.
+    It returns the first of these sets that is not empty: ranks that are stopped or do not answer; ranks whose
+    device does not answer; ranks that wait for no other rank; ranks whose main thread is at the rarest place.
     """
     stopped = {rank for report in hung for rank in report.get("stopped", ())}
     if silent := [report for report in reports if report["rank"] in stopped or "end" not in report]:
@@ -214,8 +216,9 @@ def _causes_of_hang(hung: Sequence[Record], reports: Sequence[Record]) -> tuple[
 
 
 def _position_lines(hung: Sequence[Record]) -> list[str]:
-    """Returns a line per position, the rarest first: its ranks, and the calls in which the first rank waits.
-    Calls name process groups, so they differ between ranks at one position."""
+    """Returns a line for each position, the rarest position first. A line has the ranks at the position, and
+    the calls in which the first of these ranks waits. (Calls name process groups, so ranks at one position
+    have different calls.)"""
     at: dict[str, list[Record]] = {}
     for report in hung:
         at.setdefault(hang_position(report), []).append(report)
@@ -229,15 +232,15 @@ def _position_lines(hung: Sequence[Record]) -> list[str]:
 
 
 def hang_position(report: Mapping[str, object]) -> str:
-    """Returns where a rank hangs: the location of its main thread, and what its device does."""
+    """Returns a text about where a rank hangs: the location of its main thread, and what its device does."""
     device = f"; device {report['device']}" if report.get("device") else ""
     return f"{report.get('place', 'an unknown place')}{device}"
 
 
 def _not_waiting(hung: Sequence[Record]) -> list[Record]:
-    """Returns the ranks that wait in no call if other ranks do; otherwise none.
+    """Returns the ranks that wait in no call, if at least one rank waits in a call; otherwise none.
 
-    Requires ranks with a device, since gloo records no point-to-point calls. Requires a finished step, since
+    The ranks need a device, because gloo records no point-to-point calls. They need a finished step, because
     NCCL waits for the other ranks of a new communicator before it records a call.
     """
     if not all("device" in report and report.get("iteration") for report in hung):
@@ -265,8 +268,8 @@ def _sentence(report: Record) -> str:
 
 
 def is_own_failure(report: Record) -> bool:
-    """Returns whether a rank has ended by an error that the end of another rank cannot have caused, and is
-    not known to be later than another rank's."""
+    """Returns whether a rank has ended by an error that the end of another rank cannot have caused, and that
+    is not known to be later than the error of another rank."""
     end = report.get("end")
     is_own = end in (ExitStatus.USER_ERROR, ExitStatus.STOPPED)
     is_own = is_own or (end == ExitStatus.FAILED and is_own_error(_sentence(report)))
@@ -274,18 +277,19 @@ def is_own_failure(report: Record) -> bool:
 
 
 def _crash(report: Record) -> str:
-    """Returns Python's name of a crash in native code, such as "Segmentation fault"; "" if none."""
+    """Returns Python's name of a crash in native code, such as "Segmentation fault"; "" without a crash."""
     return report["stacks"].partition("Fatal Python error: ")[2].partition("\n")[0]
 
 
 def _has_crashed(report: Record) -> bool:
-    """Returns whether the rank itself has crashed. The NCCL watchdog aborts ranks that lose connections."""
+    """Returns whether the rank itself has crashed. (The NCCL watchdog aborts ranks that lose a connection,
+    which is not a crash of the rank itself.)"""
     return _crash(report) not in ("", "Aborted")
 
 
 def _first_with_end(reports: Sequence[Record], end: ExitStatus) -> Record | None:
-    """Returns the first rank with this exit status, as ordered by the rendezvous store if it answered,
-    otherwise by the clocks of the nodes."""
+    """Returns the report of the first rank with this exit status: first in the order of the rendezvous store,
+    or of the nodes' clocks if the store did not answer."""
     failed = [report for report in reports if report.get("end") == end]
     return min(failed, key=lambda report: (not report.get("first"), report["ended"]), default=None)
 
@@ -321,12 +325,12 @@ def running(reports: Sequence[Record]) -> list[Record]:
 
 
 def print_diagnosis(folder: Path, env: Mapping[str, str]) -> None:
-    """Prints the diagnosis of the reports in a temporary folder, and writes it to torch's error file. Each
-    node has its own folder, so it does not print a cause that another node prints."""
+    """Prints the diagnosis of the reports in a node's temporary folder, and writes it to torch's error file.
+    Does not print a cause that a different node prints."""
     reports, world_size = read_reports(folder), world_size_of(env)
     is_hang = any(report.get("end") == ExitStatus.HANG for report in reports)
     for report in running(reports):
-        # A rank that runs is not the cause, unless it is stuck in a hang and does not even note a signal.
+        # A running rank is not the cause, unless it hangs so that it does not even record a signal.
         if not is_hang or "signal" in report:
             report["end"] = ExitStatus.ABORTED
     is_whole = local_world_size_of(env) == world_size
@@ -339,23 +343,24 @@ def print_diagnosis(folder: Path, env: Mapping[str, str]) -> None:
 
 
 def _of_one_node(diagnosis: Diagnosis, local_ranks: set[int], env: Mapping[str, str]) -> tuple[str, bool]:
-    """Returns the text of a node of several, and whether the node prints it. The first node prints an error
-    of all ranks, or every node if nodes have no numbers. Otherwise the node of the rank that failed first
-    prints its error. A connection that another node has closed has no traceback."""
+    """Returns the text of one node in a run of several nodes, and whether this node prints it. The first node
+    prints an error that all ranks have; without node numbers, every node prints it. Any other error is
+    printed by the node of the rank that failed first. The error of a connection that another node has closed
+    is printed without its traceback."""
     cause, (*_, error) = diagnosis.cause, diagnosis.text.splitlines() or [""]
     if cause is None:
         return diagnosis.text, True
     is_lost = cause["end"] == ExitStatus.FAILED and is_lost_connection(error)
     text = f"{error} ({_ELSEWHERE})" if is_lost else diagnosis.text
-    # Rank 0's report does not decide: rank 0 may have ended before it opened the report.
+    # The decision does not need rank 0's report, because rank 0 may have ended before it opened the report.
     if cause.get("on_all_ranks"):
         return text, node_rank_of(env) in (0, None)
     return text, cause.get("first_rank") in {None, *local_ranks}
 
 
 def ask_slurm(job: str, nodes: str) -> SlurmJob:
-    """Returns the state of a job and of its nodes, which are in Slurm's notation. Fields are empty if Slurm
-    does not answer."""
+    """Returns the state of a job and of its nodes. nodes: names in Slurm's notation. Fields are empty if
+    Slurm does not answer."""
     shown = output_of("scontrol", "show", "job", "--oneliner", job, timeout_s=3)
     state = re.search(r"\bJobState=(\w+)", shown)
     listed = output_of("sinfo", "--noheader", "--Node", "--nodes", nodes, "--format=%N %t", timeout_s=3)

@@ -1,8 +1,10 @@
-"""Ends a process: writes its error to the rank's report, and sets the exit code. Needs no torch.
+"""Functions that end a process: they write its error to the rank's report and set the exit code. The module
+does not import torch.
 
-With temporary reports, the first rank of a node that does not finish is responsible for the diagnosis. It
-prints its own error at once. If the end of another rank may have caused its error, it first waits until the
-other ranks have ended. So the cause is in the log before torch's launcher ends, whose summary shows it, too.
+With temporary reports (see `rank_reports`), the first rank of a node that fails prints the diagnosis. It
+prints at once if the error is its own. If the end of another rank may have caused the error, it first waits
+until the other ranks have ended. The cause is therefore in the log before torch's launcher prints its
+summary.
 """
 
 from __future__ import annotations
@@ -30,20 +32,21 @@ from megatron.errors import UserError, print_error, write_error_file
 from megatron.files import open_own
 from megatron.torch_versions import missing_name
 
-# A rank waits this long for the other ranks of its node. torch's launcher sends SIGKILL 30 s after SIGTERM,
-# and a rank without an error ends 10 s after another one has ended.
+# A rank waits this long for the other ranks of its node. A rank without an error ends 10 s after the failure
+# of another rank, and torch's launcher sends SIGKILL 30 s after SIGTERM.
 _MAX_WAIT_FOR_RANKS_S = 15.0
-# A rank that is not stuck notes a signal within this time.
+# A rank that does not hang records a signal within this time.
 _MAX_WAIT_FOR_SIGNALS_S = 3.0
-# If a rank does not know how many ranks its node has, it waits this long for the reports of all ranks.
+# Maximum wait for the reports of all ranks, if the number of ranks on the node is not known.
 _MAX_WAIT_FOR_REPORTS_S = 5.0
-# Exists once a rank is responsible, and has content once it has printed.
+# This file exists once a rank is responsible for the diagnosis, and has content once this rank has printed
+# it.
 _CLAIM_FILE = "diagnosis"
 
 
 class RunStopped(Exception):
-    """Raised if the run must stop although its flags are valid; the message is one sentence. All ranks raise
-    it; with on_all_ranks=False only the rank that found the cause."""
+    """An error with which a run stops although its flags are valid; the message is one sentence. All ranks
+    raise it, or with on_all_ranks=False only the rank that found the cause."""
 
     exit_code = FAILURE_EXIT_CODE
 
@@ -53,7 +56,7 @@ class RunStopped(Exception):
 
 
 class RankStopped(RunStopped):
-    """Raised if one rank cannot continue, for example on a full disk. A restart would fail again."""
+    """An error with which one rank stops, for example because of a full disk. A restart would fail again."""
 
     exit_code = USER_ERROR_EXIT_CODE
 
@@ -69,20 +72,21 @@ class SharedUserError(UserError):
 def exit_on_error(report: RankReport, *, same_on_all_ranks: bool = False) -> Iterator[None]:
     """Ends this process if the block raises, and writes the error to the rank's report.
 
-    The exit code is 2 for a UserError, `exit_code` for a RunStopped, 130 for Ctrl-C, and otherwise 1.
-    The text of UserError and RunStopped is one sentence; the text of any other error is its traceback and a
-    sentence. The diagnosis of the reports selects the text to print; a process without a report prints its
-    own text. same_on_all_ranks: all ranks raise equal errors in this block, for example about flags.
+    The exit code is 2 for a UserError, the error's `exit_code` for a RunStopped, 130 for Ctrl-C, and
+    otherwise 1. The text of UserError and RunStopped is one sentence; the text of any other error is its
+    traceback and a sentence. The diagnosis of the reports selects which text is printed; a process without a
+    report prints its own text. same_on_all_ranks: whether all ranks raise equal errors in this block, for
+    example about flags.
     """
-    facts: dict[str, Any] = {"on_all_ranks": same_on_all_ranks}
+    entries: dict[str, Any] = {"on_all_ranks": same_on_all_ranks}
     try:
         yield
     except UserError as error:
         end, text, code = ExitStatus.USER_ERROR, f"error: {error}", USER_ERROR_EXIT_CODE
-        facts["on_all_ranks"] |= isinstance(error, SharedUserError)
+        entries["on_all_ranks"] |= isinstance(error, SharedUserError)
     except RunStopped as error:
         end, text, code = ExitStatus.STOPPED, f"error: {error}", error.exit_code
-        facts["on_all_ranks"] |= error.on_all_ranks
+        entries["on_all_ranks"] |= error.on_all_ranks
     except KeyboardInterrupt:
         report.note(signal="SIGINT")
         end, text, code = ExitStatus.SIGNALLED, "interrupted", INTERRUPTED_EXIT_CODE
@@ -94,13 +98,13 @@ def exit_on_error(report: RankReport, *, same_on_all_ranks: bool = False) -> Ite
         end, code = ExitStatus.FAILED, FAILURE_EXIT_CODE
     else:
         return
-    # After a lost connection this rank is not the first that failed. If the process that hosts torch's store
-    # has ended, the store may print stacks.
+    # A rank that lost a connection is not the first that failed. It does not ask torch's store, which may
+    # print stacks if the process that hosts the store has ended.
     if end is not ExitStatus.SIGNALLED and _is_distributed() and not is_lost_connection(text):
-        facts["first_rank"] = _first_failed_rank(report.rank)
-        facts["first"] = facts["first_rank"] == int(report.rank)
+        entries["first_rank"] = _first_failed_rank(report.rank)
+        entries["first"] = entries["first_rank"] == int(report.rank)
     sys.stdout.flush()
-    end_rank(report, end, text, **facts)
+    end_rank(report, end, text, **entries)
     _exit(code)
 
 
@@ -110,7 +114,7 @@ def exit_code(report: RankReport, status: ExitStatus, env: Mapping[str, str] = o
     report.end(status)
     finish_rank_reports(report)
     if status is ExitStatus.REQUEUE and has_torch_launcher(env):
-        # The script that started the launcher cannot see it from the exit code.
+        # The exit code of the launcher does not show the script that the run will resume.
         write_error_file("stopped and saved: the same command resumes the run", env)
     codes = {
         ExitStatus.USER_ERROR: USER_ERROR_EXIT_CODE,
@@ -134,7 +138,7 @@ def _is_distributed() -> bool:
 
 
 def _first_failed_rank(rank: str) -> int:
-    """Returns the first rank of the run that failed, from the rendezvous store."""
+    """Returns the rank that failed first in this run, according to the rendezvous store."""
     try:
         from torch.distributed.distributed_c10d import _get_default_store
 
@@ -143,28 +147,29 @@ def _first_failed_rank(rank: str) -> int:
         return int(rank)  # the process that hosted the store has ended
 
 
-def end_rank(report: RankReport, end: ExitStatus, text: str, **facts: Any) -> None:
-    """Writes how this rank ends to its report; the diagnosis of the reports selects what is printed. Prints
-    the text if there is no report."""
-    if report.end(end, text, **facts):
+def end_rank(report: RankReport, end: ExitStatus, text: str, **entries: Any) -> None:
+    """Writes to the report how this rank ends. The diagnosis of the reports then selects what is printed.
+    Without a report, prints the text."""
+    if report.end(end, text, **entries):
         finish_rank_reports(report)
     else:
         print_error(text)
 
 
 def finish_rank_reports(report: RankReport, env: Mapping[str, str] = os.environ) -> None:
-    """Prints the diagnosis if this rank is responsible. The last rank of the node deletes the reports. Does
-    nothing with RANK_REPORTS. Every rank calls it after `report.end`."""
+    """Prints the diagnosis if this rank is responsible for it, and deletes the reports if this rank is the
+    last of its node. Does nothing if RANK_REPORTS is set. Every rank calls this function after
+    `report.end`."""
     if report.folder is None or not (report.is_temporary and report.is_enabled):
         return
     claim = report.folder / _CLAIM_FILE
     with suppress(OSError), report.diagnosis_lock:
         with report.folder_lock():
-            is_responsible = not (claim.exists() or ended_well(report.facts))
+            is_responsible = not (claim.exists() or ended_well(report.record))
             if is_responsible:
                 os.close(open_own(claim))
         if is_responsible:
-            if not is_own_failure(report.facts):
+            if not is_own_failure(report.record):
                 _wait_for_ranks(report, env)
             print_diagnosis(report.folder, env)
             if not has_torch_launcher(env):  # the next run of the same shell would use the same folder
@@ -175,7 +180,7 @@ def finish_rank_reports(report: RankReport, env: Mapping[str, str] = os.environ)
         with report.folder_lock():
             reports = read_reports(report.folder)
             if claim.exists():
-                # A rank that starts late must find the claim.
+                # The folder stays until all ranks have reported: a rank that starts late must find the claim.
                 is_done = claim.stat().st_size > 0 and len(reports) >= (local_world_size_of(env) or 0)
             else:
                 # A rank that has not ended well is about to claim.
@@ -185,22 +190,22 @@ def finish_rank_reports(report: RankReport, env: Mapping[str, str] = os.environ)
 
 
 def _wait_for_ranks(report: RankReport, env: Mapping[str, str]) -> None:
-    """Waits until the other ranks of this node have ended, unless this rank is asked to end. After a signal
-    some ranks may never report."""
+    """Waits until the other ranks of this node have ended, or until this rank must end too. After a signal,
+    does not wait for ranks without a report, because they may never write one."""
     assert report.folder is not None
     folder, expected = report.folder, local_world_size_of(env)
 
     def wait(condition: Callable[[], bool], max_s: float) -> None:
         wait_until(lambda: report.stop_waiting.is_set() or condition(), max_s)
 
-    if "signal" not in report.facts:
+    if "signal" not in report.record:
         num_ranks = expected or world_size_of(env)
         wait(
             lambda: len(read_reports(folder)) >= num_ranks,
             _MAX_WAIT_FOR_RANKS_S if expected else _MAX_WAIT_FOR_REPORTS_S,
         )
     wait(lambda: not running(read_reports(folder)), _MAX_WAIT_FOR_RANKS_S)
-    if report.facts["end"] == ExitStatus.HANG:
+    if report.record["end"] == ExitStatus.HANG:
         wait_until(
             lambda: all("signal" in other for other in running(read_reports(folder))), _MAX_WAIT_FOR_SIGNALS_S
         )

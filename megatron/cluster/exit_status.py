@@ -1,7 +1,9 @@
-"""Exit statuses of ranks, and exit codes. Needs no torch, so that a wrong flag is reported at once.
+"""Exit statuses of ranks, and exit codes. The module does not import torch, so that a wrong flag is reported
+at once.
 
-Exit code 0: finished, or stopped by --exit-interval or --kill-switch-path. 1: a failure; a restart may help.
-2: a user's mistake, or not enough memory: a restart would fail again. 75, 124, 130: see the constants.
+Exit code 0: the run has finished, or was stopped by --exit-interval or --kill-switch-path. 1: the run has
+failed, and a restart may help. 2: the run has failed because of a user's mistake or too little memory, and a
+restart would fail again. 75, 124, 130: see the constants.
 """
 
 from __future__ import annotations
@@ -11,7 +13,7 @@ from enum import Enum
 
 from megatron.errors import USER_ERROR_EXIT_CODE as USER_ERROR_EXIT_CODE
 
-# Errors of gloo and NCCL after another process has ended.
+# Messages of gloo and NCCL after a process at the other end of a connection has ended.
 _LOST_CONNECTION = re.compile(
     r"[Cc]onnection (closed|reset|refused)|[Bb]roken pipe|remote process exited|NCCL.*(remote|abort)"
 )
@@ -20,12 +22,13 @@ _LOST_CONNECTION = re.compile(
 _COMMUNICATION = re.compile(r"\bDist\w*Error|NCCL|[Gg]loo|[Tt]imed? ?out|CUDA error")
 
 FAILURE_EXIT_CODE = 1
-# EX_TEMPFAIL of sysexits.h: the run has saved, and its command resumes it. Under torch's launcher the code is
-# 0: the launcher treats every other code as a failure and ends the other processes.
+# Exit code of a run that has saved and that the same command resumes (EX_TEMPFAIL of sysexits.h). Under
+# torch's launcher the code is 0, because the launcher treats every other code as a failure and ends the other
+# processes.
 REQUEUE_EXIT_CODE = 75
-# The exit code of timeout(1).
+# Exit code of a run that hangs, as of timeout(1).
 HANG_EXIT_CODE = 124
-# Stopped by SIGINT (Ctrl-C).
+# Exit code of a run that SIGINT (Ctrl-C) has stopped.
 INTERRUPTED_EXIT_CODE = 130
 
 
@@ -34,27 +37,27 @@ class ExitStatus(str, Enum):
 
     FINISHED = "finished"
     REQUEUE = "requeue"
-    """Stopped early and saved: the command of the run resumes it."""
+    """The run stopped early and saved. Its command resumes it."""
     INTERRUPTED = "interrupted"
-    """Stopped by SIGINT (Ctrl-C) after the current step, and saved if there is --save."""
+    """SIGINT (Ctrl-C) stopped the run after the current step. The run saved if --save is set."""
     USER_ERROR = "config error"
     STOPPED = "stopped"
-    """RunStopped: a restart would fail again."""
+    """The rank raised RunStopped. A restart would fail again."""
     FAILED = "failed"
     HANG = "hang"
     SIGNALLED = "signalled"
-    """Ended at once by a signal, without a save."""
+    """A signal ended the rank at once, without a save."""
     ABORTED = "aborted"
-    """Ended because another rank of the node failed or was killed."""
+    """The rank ended because another rank of its node had failed or was killed."""
 
 
 NOT_FAILED = frozenset({ExitStatus.FINISHED, ExitStatus.REQUEUE, ExitStatus.INTERRUPTED})
-"""The statuses of ranks that have ended at the end of a step, as they should."""
+"""The statuses of ranks that ended without an error, after a complete step."""
 
 
 def sentence_of(error: BaseException) -> str:
-    """Returns class and message in one line. It contains all lines of the message: NCCL and CUDA write
-    several, and no single line is sufficient."""
+    """Returns the class and the message of an error in one line. The line contains all lines of the message,
+    because in messages of NCCL and CUDA no single line is sufficient."""
     message = " ".join(str(error).split())
     return f"{type(error).__name__}: {message}" if message else type(error).__name__
 

@@ -1,9 +1,9 @@
-"""How this process was started: its rank and world size, its launcher and its limits.
+"""Finds out how this process was started: its rank and world size, its launcher and its limits.
 
 A launcher (torchrun, torch.distributed.launch) sets torch's variables (RANK, WORLD_SIZE, ...). Under plain
-`srun python pretrain_gpt.py`, with one task per process, they are derived from Slurm's variables. Variables
-that contradict each other raise UserError before any process waits for others. The functions take the
-environment as an argument. Needs no torch.
+`srun python pretrain_gpt.py`, with one task per process, this module derives torch's variables from Slurm's
+variables. If variables contradict each other, it raises UserError before any process waits for others. The
+functions take the environment as an argument. The module does not import torch.
 """
 
 from __future__ import annotations
@@ -23,17 +23,18 @@ from pathlib import Path
 from megatron.child_processes import process_fields, start_of
 from megatron.errors import UserError, one_line
 
-# MASTER_PORT is computed from the job id, so that two jobs on one node use different ports: one port for the
-# first start, and three in another range for its restarts or further steps. Both ranges lie below the
-# ephemeral ports of Linux. examples/slurm/common.sh contains this formula, too.
+# MASTER_PORT is computed from the job id, so that two jobs on one node use different ports. A job has one
+# port for its first start, and three ports in a second range for its restarts or further steps. Both ranges
+# lie below the ephemeral ports of Linux. examples/slurm/common.sh contains the formula, too.
 FIRST_PORT, NUM_PORTS = 10_000, 20_000
 FIRST_RESTART_PORT, NUM_RESTART_PORTS = 30_000, 2_766
 _LAST_PORT = 65_535
-# A larger number is a typo, for which lists of all ranks would take much time and memory.
+# A larger number of processes is a typo. Without this limit, lists of all ranks would take much time and
+# memory.
 MAX_PROCESSES = 100_000
 # The variables that torch's launcher sets. Empty variables count as unset.
 TORCH_VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
-# A process of a run opens about 60 files and sockets; with many ranks on its node, some hundreds.
+# A process of a run opens about 60 files and sockets, or some hundreds if its node has many ranks.
 LEAST_OPEN_FILES = 256
 # Importing torch and DeepSpeed takes 0.8 GiB; a small model trains on a CPU with 2.5 GB.
 LEAST_ADDRESS_SPACE_BYTES = 2 << 30
@@ -50,12 +51,14 @@ def rank_of(env: Mapping[str, str]) -> str:
 
 
 def world_size_of(env: Mapping[str, str]) -> int:
-    """Returns the number of processes according to the environment; 1 if it is missing or not a number."""
+    """Returns the number of processes according to the environment; 1 if the variable is missing or not a
+    number."""
     return decimal_number(env.get("WORLD_SIZE") or _of_task(env, "SLURM_NTASKS")) or 1
 
 
 def decimal_number(text: str) -> int | None:
-    """Returns the number if it has at most 18 ASCII digits, as launchers write it; otherwise None."""
+    """Returns the number that a text contains; None if the text is not 1 to 18 ASCII digits, as launchers
+    write numbers."""
     return int(text) if re.fullmatch(r"[0-9]{1,18}", text) else None
 
 
@@ -63,7 +66,7 @@ def local_world_size_of(env: Mapping[str, str]) -> int | None:
     """Returns the number of this run's processes on this node; None if it is not in the environment."""
     if (size := decimal_number(env.get("LOCAL_WORLD_SIZE", ""))) is not None:
         return size
-    # For example "4(x2),1": 4 tasks on each of two nodes, and 1 on a third.
+    # Slurm's notation, for example "4(x2),1": 4 tasks on each of two nodes, and 1 task on a third node.
     counts: list[int] = []
     tasks = _of_task(env, "SLURM_STEP_TASKS_PER_NODE")
     for count, repeats in re.findall(r"([0-9]{1,6})(?:\(x([0-9]{1,6})\))?", tasks):
@@ -110,11 +113,12 @@ def check_limits() -> None:
 
 
 def find_launcher(env: Mapping[str, str]) -> tuple[int, str] | None:
-    """Returns process id and start time of torch's launcher that started this process; None without one, or
-    if it is not in this process-id namespace. A wrapper (numactl, a shell) may be between them."""
+    """Returns process id and start time of the torch launcher that started this process. Returns None without
+    a launcher, or if the launcher is in a different process-id namespace. A wrapper (numactl, a shell) may be
+    between the launcher and this process."""
     if not has_torch_launcher(env):
         return None
-    # Unique per process, unlike the run id.
+    # TORCHELASTIC_ERROR_FILE comes first because it is unique per process, unlike the run id.
     names = ("TORCHELASTIC_ERROR_FILE", "TORCHELASTIC_RUN_ID")
     variable = next((name for name in names if env.get(name)), None)
     if variable is None:
@@ -129,18 +133,20 @@ def find_launcher(env: Mapping[str, str]) -> tuple[int, str] | None:
 def _environment_of(pid: int) -> list[bytes]:
     try:
         return Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
-    except OSError:  # of another user, or ended
+    except OSError:  # the process belongs to another user, or has ended
         return []
 
 
 def launch_id(env: Mapping[str, str]) -> str:
-    """Returns a name that all processes of one launch on this node share; other launches have other names.
-    It begins with the process id and the start time of the launcher or the shell, unless srun starts them."""
+    """Returns a name that is equal for all processes of one launch on this node, and different for other
+    launches. The name begins with the process id and the start time of the launcher or the shell, unless srun
+    has started the processes."""
     if _in_step(env) and not has_torch_launcher(env):
         names = ("SLURM_JOB_ID", "SLURM_STEP_ID", "SLURM_RESTART_COUNT")
         return "-".join(["slurm", *(env.get(name, "0") for name in names)])
-    # The launcher, or the session of the shell: each process may have a parent of its own (timeout, numactl).
-    # Process ids are reused, so the start time is a part of the name.
+    # The name contains the launcher, or the session of the shell, and not the parent, because each process
+    # may have its own parent (timeout, numactl). Process ids are reused, so the start time is a part of the
+    # name.
     starter, start = find_launcher(env) or (os.getsid(0), start_of(os.getsid(0)) or "0")
     port, restart = env.get("MASTER_PORT", "0"), env.get("TORCHELASTIC_RESTART_COUNT", "0")
     return f"{starter}-{start}-{port}-{restart}"
@@ -186,7 +192,7 @@ def temporary_environment(values: Mapping[str, str]) -> Iterator[None]:
 
 
 def init_from_slurm_env(env: MutableMapping[str, str] = os.environ) -> None:
-    """Sets torch's variables in a task of srun, see `torch_variables`. Deletes empty variables of torch."""
+    """Sets torch's variables in a task of srun, see `torch_variables`, and deletes those that are empty."""
     for name in TORCH_VARIABLES:
         if env.get(name) == "":
             del env[name]
@@ -207,7 +213,8 @@ def torch_variables(env: Mapping[str, str]) -> dict[str, str]:
 
 
 def _in_step(env: Mapping[str, str]) -> bool:
-    """Returns whether srun started this process. A batch script also has task variables, but no step id."""
+    """Returns whether srun started this process. (The process of a batch script also has task variables, but
+    no step id.)"""
     return "SLURM_STEP_ID" in env
 
 
@@ -276,10 +283,11 @@ def _check_against_slurm(env: Mapping[str, str]) -> None:
 
 
 def _check_mpi(env: Mapping[str, str]) -> None:
-    """Raises UserError for mpirun without torch's variables: each process would be a run of its own."""
+    """Raises UserError if mpirun started this process without torch's variables: each process would be a
+    separate run."""
     tasks = _of_task(env, "SLURM_NTASKS") or "1"
     for name, names_of_ranks in _MPI_VARIABLES.items():
-        # srun may set MPI's variables, too: then Slurm's variables are used.
+        # If srun has set MPI's variables, too, Slurm's variables are used.
         if env.get(name, "1") not in ("1", tasks):
             raise UserError(
                 f"{name} is {env[name]}, and RANK and WORLD_SIZE are not set: mpirun started processes "
@@ -319,14 +327,15 @@ def _from_slurm(env: Mapping[str, str]) -> dict[str, str]:
     if "MASTER_PORT" in env:
         _check_port(env)
     else:
-        # Steps of a job may run concurrently.
+        # Steps of a job may run at the same time, so each step has its own port.
         step = decimal_number(env["SLURM_STEP_ID"]) or 0
         found["MASTER_PORT"] = str(port_of_job(_number(env, "SLURM_JOB_ID"), step))
     return found
 
 
 def port_of_job(job_id: int, start: int = 0) -> int:
-    """Returns the MASTER_PORT of a Slurm job. start: index of its restart, or of its step."""
+    """Returns the MASTER_PORT of a Slurm job. start: index of the restart or of the step; 0 for the first
+    start."""
     if start == 0:
         return FIRST_PORT + job_id % NUM_PORTS
     return FIRST_RESTART_PORT + (job_id * 3 + (start - 1) % 3) % NUM_RESTART_PORTS
@@ -376,7 +385,8 @@ def _text(env: Mapping[str, str], name: str) -> str:
 
 
 def _number(env: Mapping[str, str], name: str) -> int:
-    # The caller rejects negative numbers with an error that names the expected range.
+    # A negative number is accepted at this point: the caller rejects it with an error that names the expected
+    # range.
     number = decimal_number(_text(env, name).removeprefix("-"))
     if number is None:
         raise UserError(

@@ -1,9 +1,9 @@
-"""Preflight: checks that all nodes have the same versions, free memory and files, and times an all-reduce.
+"""The preflight checks that all nodes have equal versions, free memory and files, and times an all-reduce.
 
-It takes seconds, before a run of several processes. Differences are printed as a table that names the nodes.
-Without differences the log gets one sentence. With --network-figures an all-reduce within each node is also
-timed, and both rates are written to a file that a dry run with --gpu reads. The rates are measured with one
-all-reduce at a time, and a plan does not reduce them.
+A run of several processes does this before its first step, in some seconds. If nodes differ, the run ends
+with a table that names them. Otherwise the log has one sentence. With --network-figures an all-reduce within
+each node is timed, too, and both rates are written to a file that a dry run with --gpu reads. Each rate is
+measured without other traffic of the run, and a plan uses it as it is.
 """
 
 from __future__ import annotations
@@ -34,15 +34,15 @@ from megatron.config import Config
 from megatron.errors import UserError
 from megatron.files import is_count, is_text, read_json, write_json
 from megatron.kernels.selection import reason_against_kernels, use_pytorch
-from megatron.model.attention.canary import AttentionCase, attention_cases, attention_problem, sdpa_backend
 from megatron.model.attention.choice import flash_attention_remedy, use_flash_attention_3
+from megatron.model.attention.self_test import AttentionCase, attention_cases, attention_problem, sdpa_backend
 from megatron.mpu.world import broadcast_from_rank_0, gather_from_all_ranks
 from megatron.object_store.store import is_url
 from megatron.text_table import counted, format_table
 
-# A network file system may show a new file to other nodes late.
+# A network file system may show a new file to other nodes with a delay.
 _MAX_WAIT_FOR_FILE_S = 10.0
-# A GPU with less free memory than this share of the best one is in use by another process.
+# If a GPU has less free memory than this share of the GPU with the most free memory, another process uses it.
 _FREE_MEMORY_SHARE = 0.9
 _MESSAGE_BYTES = {"cpu": 2**22, "gpu": 2**27}
 _TIMED_CALLS = 3
@@ -50,8 +50,8 @@ _TIMED_CALLS = 3
 
 @dataclass(frozen=True)
 class RankInfo:
-    """The facts of one rank. versions: name -> version. data: fingerprint of the data as text. free_share:
-    free share of the device's memory, None on a CPU. folder_problems: see `check_shared_folders`.
+    """What one rank reports to all ranks. versions: name -> version. data: fingerprint of the data as text.
+    free_share: free share of the device's memory, None on a CPU. folder_problems: see `check_shared_folders`.
     all_reduce_bytes_per_s: see `_measure_all_reduce`. node_bytes_per_s: see `_measure_within_node`."""
 
     rank: int
@@ -65,11 +65,11 @@ class RankInfo:
 
 
 def preflight(config: Config, fingerprint: Mapping[str, Any]) -> list[str]:
-    """Runs the preflight; returns sentences for the log. Returns none with --no-preflight or for a single
-    process. With --network-figures rank 0 writes that file.
+    """Runs the preflight, and returns sentences for the log. Does nothing with --no-preflight or for a single
+    process. With --network-figures rank 0 writes the file of the rates.
 
-    fingerprint: of the data as this rank sees it. Collective, after `init_distributed`. Raises UserError on
-    every rank, with a table of the differences, if nodes are inconsistent.
+    fingerprint: fingerprint of the data as this rank sees them. Collective, after `init_distributed`. Raises
+    UserError on every rank, with a table of the differences, if nodes are inconsistent.
     """
     if config.training.no_preflight or dist.get_world_size() == 1:
         return []
@@ -90,23 +90,24 @@ def preflight(config: Config, fingerprint: Mapping[str, Any]) -> list[str]:
         _measure_all_reduce(),
         None if config.parallel.network_figures is None else _measure_within_node(),
     )
-    facts = gather_from_all_ranks(own)
-    if differences := find_differences(facts):
+    infos = gather_from_all_ranks(own)
+    if differences := find_differences(infos):
         raise UserError(
             "nodes are inconsistent (--no-preflight skips this check):\n" + differences_table(differences)
         )
-    problems = _write_figures(config, facts)
+    problems = _write_figures(config, infos)
     seconds = time.monotonic() - started
-    return [f"{describe(facts)}; {seconds:.1f} s (--no-preflight)", *problems]
+    return [f"{describe(infos)}; {seconds:.1f} s (--no-preflight)", *problems]
 
 
 def check_kernels(required: bool, fp8: bool = False) -> list[str]:
-    """Selects PyTorch's operations on all ranks if a rank cannot run the Triton kernels on its device, so
-    replicas stay equal, and FlashAttention 3 if all ranks have it. Returns a sentence for the log for each.
-    Collective, after `init_distributed`.
+    """Selects the kernels of all ranks, so that replicas stay equal: PyTorch's operations if one rank cannot
+    run the Triton kernels on its device, and FlashAttention 3 if all ranks have it. Returns a sentence for
+    the log about each selection. Collective, after `init_distributed`.
 
-    required: --require-kernels. fp8: whether linear layers compute in FP8, which a GPU without the kernels
-    would emulate. Raises SharedUserError on every rank instead of selecting PyTorch's operations for them.
+    required: --require-kernels. fp8: whether linear layers compute in FP8, which PyTorch's operations can
+    only emulate on a GPU. In both cases, raises SharedUserError on every rank instead of selecting PyTorch's
+    operations.
     """
     device = get_accelerator().device_name()
     _, who, reason = _first_problem("", reason_against_kernels(device))
@@ -130,9 +131,11 @@ def check_kernels(required: bool, fp8: bool = False) -> list[str]:
 
 def check_attention(config: Config) -> list[str]:
     """Compares PyTorch's attention on each rank's GPU with fp32 operations, and returns sentences for the
-    log. If a rank's is wrong, all ranks stop using cuDNN's. Collective, after `init_distributed`.
+    log. If the attention of one rank is wrong, all ranks stop using cuDNN. Collective, after
+    `init_distributed`.
 
-    Raises SharedUserError on every rank if attention is wrong without cuDNN too. Skipped by --no-preflight.
+    Raises SharedUserError on every rank if attention is wrong without cuDNN too. Does nothing with
+    --no-preflight.
     """
     if get_accelerator().device_name() != "cuda" or config.training.no_preflight:
         return []
@@ -141,7 +144,8 @@ def check_attention(config: Config) -> list[str]:
 
 
 def _check_case(case: AttentionCase, part: str) -> str:
-    """Returns the sentence of `check_attention`. part: words for the part of a sequence that is compared."""
+    """Returns the sentence of `check_attention` about one case. part: words for the part of a sequence that
+    is compared."""
     kernel, who, problem = _attention_problem(case)
     if problem is None:
         feature = "causal attention" if case.window is None else "attention with a window"
@@ -163,53 +167,53 @@ def _check_case(case: AttentionCase, part: str) -> str:
 
 
 def _attention_problem(case: AttentionCase) -> tuple[str, str, str | None]:
-    """Returns the back end, the rank and its problem, see `_first_problem`. Collective."""
+    """Returns the back end of attention, and the rank and problem of `_first_problem`. Collective."""
     device = get_accelerator().current_device_name()
     return _first_problem(sdpa_backend(case, device), attention_problem(case, device))
 
 
-def _first_problem(fact: str, problem: str | None) -> tuple[str, str, str | None]:
-    """Returns the fact of the first rank that has a problem, the rank and node, and the problem; the fact of
-    rank 0 if none has. Collective."""
-    found = gather_from_all_ranks((fact, node_name(os.environ), problem))
+def _first_problem(value: str, problem: str | None) -> tuple[str, str, str | None]:
+    """Returns (value, rank and node, problem) of the first rank that has a problem; of rank 0, with the
+    problem None, if no rank has one. Collective."""
+    found = gather_from_all_ranks((value, node_name(os.environ), problem))
     rank = next((rank for rank, (_, _, problem) in enumerate(found) if problem is not None), 0)
-    fact, node, problem = found[rank]
-    return fact, f"rank {rank} on {node}", problem
+    value, node, problem = found[rank]
+    return value, f"rank {rank} on {node}", problem
 
 
-def describe(facts: Sequence[RankInfo]) -> str:
-    """Returns the sentence in the log for consistent nodes."""
-    nodes = {fact.node for fact in facts}
-    versions = ", ".join(f"{name} {value}" for name, value in facts[0].versions.items())
-    slowest = min(facts, key=lambda fact: fact.all_reduce_bytes_per_s)
-    free = [fact.free_share for fact in facts if fact.free_share is not None]
+def describe(infos: Sequence[RankInfo]) -> str:
+    """Returns the sentence that the log has if the nodes are consistent."""
+    nodes = {info.node for info in infos}
+    versions = ", ".join(f"{name} {value}" for name, value in infos[0].versions.items())
+    slowest = min(infos, key=lambda info: info.all_reduce_bytes_per_s)
+    free = [info.free_share for info in infos if info.free_share is not None]
     return (
-        f"preflight: {len(nodes)} node(s), {counted(len(facts), 'process')}, {versions}"
+        f"preflight: {len(nodes)} node(s), {counted(len(infos), 'process')}, {versions}"
         + (f", {min(free):.0%} of device memory free" if free else "")
         + f"; all-reduce {slowest.all_reduce_bytes_per_s / 1e9:.2f} GB/s per node, least on {slowest.node}"
     )
 
 
-def find_differences(facts: Sequence[RankInfo]) -> list[tuple[str, str, str]]:
-    """Returns (node, what, found) for every fact that differs from most nodes."""
+def find_differences(infos: Sequence[RankInfo]) -> list[tuple[str, str, str]]:
+    """Returns a row (node, what, found) for every value that differs from the value of most nodes."""
     rows: dict[tuple[str, str, str], None] = {}
-    names = dict.fromkeys(name for fact in facts for name in fact.versions)
+    names = dict.fromkeys(name for info in infos for name in info.versions)
     for name in names:
-        values = {fact.rank: fact.versions.get(name, "missing") for fact in facts}
+        values = {info.rank: info.versions.get(name, "missing") for info in infos}
         usual, _ = Counter(values.values()).most_common(1)[0]
-        for fact in facts:
-            if values[fact.rank] != usual:
-                rows[fact.node, name, f"{values[fact.rank]}, {usual} on other nodes"] = None
-    usual_data, _ = Counter(fact.data for fact in facts).most_common(1)[0]
-    most_free = max((fact.free_share for fact in facts if fact.free_share is not None), default=0.0)
-    for fact in facts:
-        if fact.data != usual_data:
-            rows[fact.node, "--data-path", "data differ from the other nodes"] = None
-        if fact.free_share is not None and fact.free_share < _FREE_MEMORY_SHARE * most_free:
-            found = f"rank {fact.rank}: {fact.free_share:.0%} of device memory free"
-            rows[fact.node, "memory", f"{found}, up to {most_free:.0%} on other ranks"] = None
-        for what, problem in fact.folder_problems.items():
-            rows[fact.node, what, problem] = None
+        for info in infos:
+            if values[info.rank] != usual:
+                rows[info.node, name, f"{values[info.rank]}, {usual} on other nodes"] = None
+    usual_data, _ = Counter(info.data for info in infos).most_common(1)[0]
+    most_free = max((info.free_share for info in infos if info.free_share is not None), default=0.0)
+    for info in infos:
+        if info.data != usual_data:
+            rows[info.node, "--data-path", "data differ from the other nodes"] = None
+        if info.free_share is not None and info.free_share < _FREE_MEMORY_SHARE * most_free:
+            found = f"rank {info.rank}: {info.free_share:.0%} of device memory free"
+            rows[info.node, "memory", f"{found}, up to {most_free:.0%} on other ranks"] = None
+        for what, problem in info.folder_problems.items():
+            rows[info.node, what, problem] = None
     return list(rows)
 
 
@@ -224,8 +228,8 @@ def check_shared_folders(
     """Returns the problems of folders that all nodes must share: name of the folder ('--save') -> problem.
 
     The first rank of each node creates a file in each folder and looks for the file of rank 0. leads_node:
-    whether this is the first rank of its node. token: equal on all ranks, different in each run. Collective:
-    all ranks call `barrier`.
+    whether this is the first rank of its node. token: a text that is equal on all ranks and different in each
+    run. Collective: all ranks call `barrier`.
     """
     problems = {}
     own = {name: Path(folder) / f".preflight-{token}-{rank}" for name, folder in folders.items()}
@@ -270,38 +274,39 @@ def _free_share() -> float | None:
     return free / total
 
 
-def network_figures(facts: Sequence[RankInfo], device: str, backend: str) -> NetworkFigures:
+def network_figures(infos: Sequence[RankInfo], device: str, backend: str) -> NetworkFigures:
     """Returns the network rates of the slowest node."""
-    nodes = Counter(fact.node for fact in facts)
-    within = [fact.node_bytes_per_s for fact in facts if fact.node_bytes_per_s is not None]
-    between = min(fact.all_reduce_bytes_per_s for fact in facts) if len(nodes) > 1 else None
+    nodes = Counter(info.node for info in infos)
+    within = [info.node_bytes_per_s for info in infos if info.node_bytes_per_s is not None]
+    between = min(info.all_reduce_bytes_per_s for info in infos) if len(nodes) > 1 else None
     return NetworkFigures(
         len(nodes), min(nodes.values()), device, backend, min(within) if within else None, between
     )
 
 
-def _write_figures(config: Config, facts: Sequence[RankInfo]) -> list[str]:
+def _write_figures(config: Config, infos: Sequence[RankInfo]) -> list[str]:
     """Writes the file of --network-figures on rank 0. Returns a sentence if it cannot be written."""
     path = config.parallel.network_figures
     if path is None or dist.get_rank() != 0:
         return []
     device = torch.cuda.get_device_name() if torch.cuda.is_available() else "CPU"
     try:
-        write_network_figures(path, network_figures(facts, device, dist.get_backend()))
+        write_network_figures(path, network_figures(infos, device, dist.get_backend()))
     except OSError as error:
         return [f"--network-figures {path} cannot be written ({error.strerror})"]
     return []
 
 
 def _measure_within_node() -> float | None:
-    """Returns the rate of `_measure_all_reduce` within this node, while all other nodes measure too; None on
-    a node with one process. Collective."""
+    """Returns the rate of `_measure_all_reduce` within this node, measured at the same time on all nodes;
+    None on a node with one process. Collective."""
     names = gather_from_all_ranks(node_name(os.environ))
     own = [rank for rank, name in enumerate(names) if name == names[dist.get_rank()]]
     if len(own) == 1:
         dist.barrier()
         return None
-    # Other nodes do not take part in creating the group: the time would grow with the number of nodes.
+    # Only the ranks of the node create the group. If all ranks took part, the time would grow with the number
+    # of nodes.
     group = dist.new_group(own, use_local_synchronization=True)
     dist.barrier()
     found = _measure_all_reduce(group)
@@ -311,7 +316,8 @@ def _measure_within_node() -> float | None:
 
 def _measure_all_reduce(group: dist.ProcessGroup | None = None) -> float:
     """Returns the bytes per second that each node sends and receives during an all-reduce of one tensor over
-    all ranks, the median of some calls. With `group`: the bytes per second of each of its ranks.
+    all ranks, as the median of several calls. With `group`, returns the bytes per second of each rank of the
+    group.
 
     In a ring of n ranks every rank sends 2 (n - 1) / n of the tensor, and one rank per node sends to the next
     node. Collective.
@@ -339,9 +345,9 @@ _GB = 1e9
 class NetworkFigures:
     """Rates of the slowest node, in bytes per second and direction.
 
-    node_size: processes of the smallest node. device: name of the devices. intra_bytes_per_s: per device, in
-    an all-reduce within each node, all nodes at once; None with one process per node. inter_bytes_per_s: per
-    node, in an all-reduce over all processes; None with one node.
+    node_size: number of processes on the smallest node. device: name of the devices. intra_bytes_per_s: rate
+    of a device, in all-reduces within all nodes at the same time; None with one process per node.
+    inter_bytes_per_s: rate of a node, in an all-reduce over all processes; None with one node.
     """
 
     nodes: int

@@ -1,6 +1,6 @@
 """Starts the processes of a tool, connects the processes of a run, and creates their default process group.
 
-The device is that of DeepSpeed's accelerator.
+The device is the one that DeepSpeed's accelerator selects.
 """
 
 import logging
@@ -28,17 +28,18 @@ from megatron.cluster.rendezvous import Address, connect_processes
 from megatron.config import Config, LoggingConfig, ParallelConfig
 from megatron.errors import UserError, print_error
 
-# DeepSpeed logs this in every process without a GPU; the run report already names the device.
+# DeepSpeed logs this line in every process without a GPU. It is suppressed, because the run report names the
+# device.
 _ACCELERATOR_NOTICE = "Setting accelerator to CPU"
 
-# Timeout of collectives. Ranks may wait long for the rank that builds index files or writes a checkpoint; the
-# watchdog detects hangs.
+# Timeout of collectives. It is long because ranks wait for a rank that builds index files or writes a
+# checkpoint. The watchdog detects hangs.
 _MAX_WAIT = timedelta(hours=2)
 # After rank 0 has ended, the other ranks must end within this time.
 _GRACE_S = 30.0
-# After a user's mistake on another rank, rank 0 prints it within this time.
+# Rank 0 prints a user's mistake that another rank has reported within this time.
 _REASON_S = 5.0
-# After rank 0 has lost the connection to a rank, the exit of that rank is noticed within this time.
+# The exit of a rank is noticed within this time after rank 0 has lost the connection to the rank.
 _LOST_RANK_S = 2 * _REASON_S
 _LAUNCHERS = ("SLURM_", "TORCHELASTIC_", "GROUP_", "ROLE_")
 
@@ -60,7 +61,7 @@ def configure_logging(logging_config: LoggingConfig) -> None:
     def wanted(record: logging.LogRecord) -> bool:
         return record.levelno >= level and _ACCELERATOR_NOTICE not in record.getMessage()
 
-    # DeepSpeed gathers activations through a function that PyTorch has deprecated.
+    # DeepSpeed gathers activations with a function that PyTorch has deprecated.
     warnings.filterwarnings("ignore", r"`torch\.distributed\.\w+` is deprecated", FutureWarning)
     deepspeed_logger = logging.getLogger("DeepSpeed")
     deepspeed_logger.addFilter(wanted)
@@ -69,7 +70,7 @@ def configure_logging(logging_config: LoggingConfig) -> None:
 
 
 def connect(config: Config) -> dist.Store:
-    """Waits until all processes of the run have connected; returns their store. Selects the device.
+    """Selects the device, waits until all processes of the run have connected, and returns their store.
 
     Reads the launcher's variables (RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR, MASTER_PORT). A process that
     was started without a launcher has world size 1. Raises the errors of `rendezvous.connect_processes`, and
@@ -88,7 +89,7 @@ def connect(config: Config) -> dist.Store:
     address = Address.from_environment()
     device = choose_device(max(accelerator.device_count(), 1))
     store = connect_processes(address, config, device_id(accelerator, device))
-    # NCCL exchanges its ids through the store: a rank may be as late for this as for a collective.
+    # NCCL exchanges its ids through the store, for which a rank may be as late as for a collective.
     store.set_timeout(_MAX_WAIT)
     return store
 
@@ -106,12 +107,12 @@ def _check_backend(parallel: ParallelConfig, on_cpu: bool) -> None:
 
 
 def init_distributed(config: Config, store: dist.Store | None = None) -> int:
-    """Creates the default process group of the processes that `connect` returned `store` to; returns this
-    process's global rank. Without a store it connects first."""
+    """Creates the default process group and returns the global rank of this process. store: the store that
+    `connect` returned; None to connect first."""
     import deepspeed
     from deepspeed.accelerator import get_accelerator
 
-    # Late: DeepSpeed takes seconds to import.
+    # The import is late, because DeepSpeed takes seconds to import.
     from megatron.engine.workarounds import disable_shm_comm_jit, set_default_group_timeout
 
     store = connect(config) if store is None else store
@@ -134,17 +135,18 @@ def init_distributed(config: Config, store: dist.Store | None = None) -> int:
 
 
 def use_device_alone() -> None:
-    """Prepares the device for a model of a process without other ranks. Raises UserError for GPUs that cannot
-    be used."""
+    """Prepares the device for a program of a single process. Raises UserError for GPUs that cannot be
+    used."""
     check_gpus()
     use_exact_products()
 
 
 def use_exact_products() -> None:
-    """Makes products in fp32 IEEE products, and cuBLAS add the parts of 16-bit products (split-K) in fp32.
+    """Makes fp32 products exact to fp32 (no TF32), and makes cuBLAS add the parts of 16-bit products
+    (split-K) in fp32.
 
-    How a product is split depends on its shape, so on the layout. A library that was imported may have
-    allowed TF32.
+    How a product is split depends on its shape, and so on the layout. An imported library may have allowed
+    TF32.
     """
     torch.set_float32_matmul_precision("highest")
     torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction = False
@@ -153,16 +155,17 @@ def use_exact_products() -> None:
 
 def _use_deterministic_algorithms() -> None:
     """Applies --deterministic-mode to PyTorch. An operation without a deterministic implementation then
-    raises RuntimeError. SDPA's flash and memory-efficient backward passes add in a fixed order, and cuDNN's
-    attention is not selected."""
+    raises RuntimeError. The flash and memory-efficient backward passes of `scaled_dot_product_attention` add
+    in a fixed order, and cuDNN's attention is not selected."""
     torch.use_deterministic_algorithms(True)
     torch.backends.cudnn.benchmark = False
-    # It would fill new tensors with NaN, which costs time. No operation reads them before they are written.
+    # Filling new tensors with NaN costs time, and no operation reads a tensor before it is written.
     torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
 
 
 def device_notes(config: Config) -> list[str]:
-    """Returns a sentence for each flag without effect on this device, and for a variable that slows it."""
+    """Returns a sentence for each flag that has no effect on this device, and for an environment variable
+    that slows the device."""
     from deepspeed.accelerator import get_accelerator
 
     if get_accelerator().device_name() != "cpu":
@@ -189,10 +192,12 @@ def free_port() -> int:
 
 @contextmanager
 def start_other_ranks(program: Sequence[str], world_size: int) -> Iterator[None]:
-    """Makes this process rank 0 of `world_size` processes in the block; the others run `python *program`.
+    """Makes this process rank 0 of `world_size` processes in the block, and starts the other ranks with
+    `python *program`.
 
-    Sets the variables of a launcher. The processes share the cores of this host. If another rank fails, this
-    process ends with its exit code; if this process ends, the others are ended.
+    Sets the environment variables that a launcher would set. The processes share the cores of this host. If
+    another rank fails, this process ends with the exit code of that rank. If this process ends, it ends the
+    other ranks.
     """
     variables = {
         **{"WORLD_SIZE": str(world_size), "LOCAL_WORLD_SIZE": str(world_size)},
@@ -202,7 +207,7 @@ def start_other_ranks(program: Sequence[str], world_size: int) -> Iterator[None]
         count = max(len(os.sched_getaffinity(0)) // world_size, 1)  # a job may have only some of the cores
         variables["OMP_NUM_THREADS"] = str(count)
         torch.set_num_threads(count)  # this process has read the variable already
-    # The environment without the variables that a launcher or srun has set for this process alone.
+    # The children do not inherit the variables that a launcher or srun has set for this process alone.
     inherited = {name: value for name, value in os.environ.items() if not name.startswith(_LAUNCHERS)}
     variables["TORCHELASTIC_USE_AGENT_STORE"] = "False"
     variables["PYTHONPATH"] = python_path(os.environ)
@@ -240,8 +245,9 @@ def start_other_ranks(program: Sequence[str], world_size: int) -> Iterator[None]
 def _follow(
     rank: int, process: subprocess.Popen[bytes], ended: threading.Event, others: list[subprocess.Popen[bytes]]
 ) -> None:
-    """Waits for another rank, and ends all processes if it fails, since rank 0 would wait for it. If the rank
-    has reported a user's mistake to rank 0, rank 0 first gets time to print it and to exit."""
+    """Waits for the end of another rank, and ends all processes if this rank has failed, because rank 0 would
+    wait for it. If the failed rank has reported a user's mistake to rank 0, rank 0 first gets time to print
+    the mistake and to exit."""
     code = process.wait()
     if code == 0 or ended.wait(_REASON_S if code == USER_ERROR_EXIT_CODE else 0.0):
         return
@@ -253,7 +259,7 @@ def _follow(
 
 
 def _end_with_parent() -> None:
-    """Makes this child process end with its parent: the parent ends it after Ctrl-C, and on Linux the kernel
-    ends it if the parent was killed."""
+    """Makes this child process end with its parent. After Ctrl-C the parent ends the child; if the parent was
+    killed, the kernel ends the child (on Linux)."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     end_with_parent()

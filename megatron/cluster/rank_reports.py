@@ -4,9 +4,10 @@ Every rank of a run with several processes writes its `Record` to `rank-<N>.json
 was killed has no exit status. `megatron.cluster.diagnosis` reads the files and names the first cause of a
 failure.
 
-The environment variable RANK_REPORTS names the folder, and whoever sets it (examples/slurm/common.sh) runs
-the diagnosis. Without the variable, the ranks of a node share a temporary folder, and one of them prints the
-diagnosis, see `exit_codes.finish_rank_reports`. Needs no torch.
+The environment variable RANK_REPORTS names the folder of the files. The script that sets the variable
+(examples/slurm/common.sh) runs the diagnosis. Without the variable, the ranks of a node share a temporary
+folder, and one of these ranks prints the diagnosis, see `exit_codes.finish_rank_reports`. The module does not
+import torch.
 """
 
 from __future__ import annotations
@@ -42,16 +43,16 @@ from megatron.files import Check, is_count, is_text, list_of, open_own, open_reg
 FOLDER_VARIABLE = "RANK_REPORTS"
 # Size of a report. It is reserved on the disk at the start, so that a rank can report a full disk.
 _REPORT_BYTES = 16_384
-# Age of a folder that no diagnosis reads any longer.
+# A temporary folder that is older than this is not read by any diagnosis.
 _DEAD_AFTER_S = 600.0
-# Enough for a hundred threads with a hundred frames each.
+# Maximum size of the stacks that are read: a hundred threads with a hundred frames each.
 _MAX_STACKS_BYTES = 1 << 20
 STOP_REQUEST_FILE = "stop_requested"
 FAILED_FILE = "failed"
 
 
 class Record(TypedDict, total=False):
-    """How one rank ran and ended: the facts in `rank-<N>.json`. A fact that is not known is missing."""
+    """How one rank ran and ended: the content of `rank-<N>.json`. Entries that are not known are missing."""
 
     rank: Required[int]
     host: Required[str]
@@ -60,24 +61,24 @@ class Record(TypedDict, total=False):
     stage: int
     cp_rank: int
     iteration: int
-    """Steps that are done."""
+    """Number of completed steps."""
     signal: str
-    """The last signal."""
+    """Name of the last signal that the process received."""
     saved_iteration: int
     load_to_resume: str
-    """The folder for --load, if the same command would not resume."""
+    """Folder for --load, if the same command without it would not resume the run."""
     end: ExitStatus
     ended: float
     text: str
     """The error; its last line is the sentence that is printed."""
     on_all_ranks: bool
-    """Whether all ranks have this error."""
+    """Whether all ranks have ended with this error."""
     first_rank: int
-    """The rank that failed first, by the rendezvous store."""
+    """The rank that failed first, according to the rendezvous store."""
     first: bool
     """Whether this rank is `first_rank`."""
     place: str
-    """After a hang: where the main thread is."""
+    """After a hang: the location of the main thread in the code."""
     stopped: list[int]
     """After a hang: ranks of the node that a signal has stopped."""
     device: str
@@ -89,21 +90,23 @@ class Record(TypedDict, total=False):
 
 
 class RankReport:
-    """The report of this rank. Thread-safe. Only the first `end` is kept."""
+    """The report of this rank. All methods are thread-safe. Only the first call of `end` is recorded."""
 
     def __init__(self, folder: str | None, rank: str, host: str = "", *, is_temporary: bool = False) -> None:
-        """Opens the report; never raises. folder: None for no report. is_temporary: whether the ranks of this
-        node share the folder, and delete it at the end."""
+        """Opens the report. An error of the file system raises nothing: the rank then has no report. folder:
+        None for no report. is_temporary: whether only the ranks of this node share the folder, and delete it
+        at the end."""
         self.rank = rank
         self.started_at = time.monotonic()
         self.folder = None if folder is None else Path(folder)
         self.is_temporary = is_temporary
         self.stop_waiting = threading.Event()
-        """Set on SIGTERM after `end`: the rank must not wait for other ranks any longer."""
+        """It is set on SIGTERM after `end`: the rank must not wait for other ranks any longer."""
         self.diagnosis_lock = threading.Lock()
-        """Held while the diagnosis is printed: the process must not exit before."""
+        """Held while the diagnosis is printed, so that the process does not exit before the end of the
+        print."""
         self._lock = threading.Lock()
-        self.facts: Record = {"rank": -1, "host": host, "pid": os.getpid()}
+        self.record: Record = {"rank": -1, "host": host, "pid": os.getpid()}
         """The content of the report."""
         self._file: int | None = None
         self._stacks: int | None = None
@@ -119,7 +122,7 @@ class RankReport:
         other = read_report(path)
         if other is not None and self.is_temporary:
             if other["pid"] != os.getpid() and is_running(other["pid"]):
-                return  # another process has this RANK: this process has no report
+                return  # another process uses this RANK, so this process has no report
         # If native code crashes, Python writes the signal and the stack to this file.
         self._stacks = open_own(path.with_suffix(".stacks"))
         faulthandler.enable(self._stacks)
@@ -127,8 +130,8 @@ class RankReport:
 
     @classmethod
     def from_environment(cls, env: Mapping[str, str] = os.environ) -> RankReport:
-        """Opens the report in the folder that RANK_REPORTS names. Without the variable it is a temporary
-        report; a single process has none."""
+        """Opens the report in the folder that RANK_REPORTS names, or without the variable in a temporary
+        folder. A single process without the variable has no report."""
         folder, rank, node = env.get(FOLDER_VARIABLE), rank_of(env), node_name(env)
         if folder or world_size_of(env) == 1:
             return cls(folder or None, rank, node)
@@ -143,38 +146,38 @@ class RankReport:
 
     @property
     def rank_and_node(self) -> str:
-        """The rank and its node, for an error that is printed without the diagnosis."""
+        """Returns the rank and its node, for an error that is printed without the diagnosis."""
         return f"rank {self.rank} on {node_name(os.environ)}"
 
     @property
     def is_enabled(self) -> bool:
-        """Whether there is a report, so that errors need not be printed to stderr."""
+        """Returns whether there is a report, so that errors need not be printed to stderr."""
         return self._file is not None
 
     @property
     def has_ended(self) -> bool:
-        """Whether `end` was called."""
-        return "end" in self.facts
+        """Returns whether `end` was called."""
+        return "end" in self.record
 
-    def note(self, **facts: Any) -> None:
-        """Adds facts (`stage`, `signal`, ...) and writes the file."""
+    def note(self, **entries: Any) -> None:
+        """Adds entries of `Record` (`stage`, `signal`, ...) and writes the file."""
         with self._lock:
-            self.facts |= facts  # type: ignore[typeddict-item]
+            self.record |= entries  # type: ignore[typeddict-item]
             self._write()
 
     def set_iteration(self, iteration: int) -> None:
         """Records that `iteration` steps are done. The next `note` or `end` writes it to the file."""
-        self.facts["iteration"] = iteration
+        self.record["iteration"] = iteration
 
-    def end(self, end: ExitStatus, text: str = "", **facts: Any) -> bool:
+    def end(self, end: ExitStatus, text: str = "", **entries: Any) -> bool:
         """Records how this rank ends. text: the error; its last line is the sentence that is printed.
-        Returns False if the file cannot be written."""
+        entries: further entries of `Record`. Returns False if the file cannot be written."""
         with self._lock:
-            if "end" not in self.facts:
+            if "end" not in self.record:
                 if self.folder is not None and end not in {*NOT_FAILED, ExitStatus.SIGNALLED}:
                     with suppress(OSError):
                         os.close(open_own(self.folder / FAILED_FILE))
-                self.facts |= {"end": end, "text": text, "ended": time.time(), **facts}  # type: ignore[typeddict-item]
+                self.record |= {"end": end, "text": text, "ended": time.time(), **entries}  # type: ignore[typeddict-item]
             return self._write()
 
     def write_stacks(self) -> None:
@@ -185,8 +188,8 @@ class RankReport:
             )
 
     def write_flight_record(self, record: bytes) -> None:
-        """Writes `flight-<N>` to the folder of RANK_REPORTS, which the job keeps. Raises OSError if the file
-        cannot be written."""
+        """Writes the calls of torch's flight recorder to the file `flight-<N>`, if RANK_REPORTS names a
+        folder. Raises OSError if the file cannot be written."""
         if self.folder is not None and not self.is_temporary:
             with open(open_own(self.folder / f"flight-{self.rank}"), "wb") as file:
                 file.write(record)
@@ -195,7 +198,7 @@ class RankReport:
         """Returns the reports of the other ranks on this machine."""
         others = read_reports(self.folder) if self.folder is not None else []
         return [
-            other for other in others if other["host"] == self.facts["host"] and other["pid"] != os.getpid()
+            other for other in others if other["host"] == self.record["host"] and other["pid"] != os.getpid()
         ]
 
     def stop_requested(self) -> bool:
@@ -203,12 +206,12 @@ class RankReport:
         return self.folder is not None and (self.folder / STOP_REQUEST_FILE).exists()
 
     def another_rank_failed(self) -> bool:
-        """Returns whether a rank has reported a failure, so that the steps of the others cannot finish."""
+        """Returns whether a rank has reported a failure. The steps of the other ranks then cannot finish."""
         return self.folder is not None and (self.folder / FAILED_FILE).exists()
 
     @contextmanager
     def folder_lock(self) -> Iterator[None]:
-        """Holds a lock among the ranks that share the folder."""
+        """Holds a lock that excludes the other ranks that share the folder."""
         assert self.folder is not None
         with os.fdopen(open_own(self.folder / "lock"), "w") as file:
             fcntl.flock(file, fcntl.LOCK_EX)
@@ -217,7 +220,8 @@ class RankReport:
     def remove_folder(self) -> None:
         """Deletes a temporary folder with all reports."""
         if self.folder is not None and self.is_temporary:
-            # Renamed first: a rank that ends now would create files in a folder that is half deleted.
+            # The folder is renamed first. Otherwise a rank that ends now would create files in a half-deleted
+            # folder.
             removed = self.folder.with_name(f"removed-{os.getpid()}-{self.folder.name}")
             with suppress(OSError):
                 self.folder.rename(removed)
@@ -227,15 +231,15 @@ class RankReport:
         if self._file is None:
             return False
         try:
-            os.pwrite(self._file, _encoded(self.facts).ljust(_REPORT_BYTES), 0)
+            os.pwrite(self._file, _encoded(self.record).ljust(_REPORT_BYTES), 0)
         except OSError:
             return False
         return True
 
 
 def _suffix(node: str) -> str:
-    """Returns the end of the name of a temporary folder: the process-id namespace, since two namespaces must
-    not share reports, and the node."""
+    """Returns the last part of the name of a temporary folder: the node, and the process-id namespace,
+    because processes of two namespaces must not share reports."""
     try:
         namespace = "".join(filter(str.isdigit, os.readlink("/proc/self/ns/pid")))
     except OSError:
@@ -250,7 +254,7 @@ def _remove_dead_folders(own: Path, suffix: str) -> None:
         if folder == own or not folder.name.endswith(suffix):
             continue
         pid, _, rest = folder.name.partition("-")  # see `launch_id`
-        with suppress(OSError):  # another start deletes it, too
+        with suppress(OSError):  # another start may delete the folder at the same time
             changed = max(path.stat().st_mtime for path in (folder, *folder.iterdir()))
             is_used = (pid.isdigit() and start_of(int(pid)) == rest.partition("-")[0]) or any(
                 is_running(report["pid"]) for report in read_reports(folder)
@@ -266,11 +270,11 @@ def ended_well(report: Record) -> bool:
 
 
 def _encoded(record: Record) -> bytes:
-    """Returns the facts as JSON of at most _REPORT_BYTES, with the start of a long text removed."""
-    facts = {name: printable(fact) if isinstance(fact, str) else fact for name, fact in record.items()}
-    while len(encoded := json.dumps(facts).encode()) > _REPORT_BYTES:
-        text = str(facts["text"])
-        facts = {**facts, "text": text[len(text) // 4 + 1 :]}
+    """Returns the record as JSON of at most _REPORT_BYTES. The start of a long `text` is removed."""
+    entries = {name: printable(value) if isinstance(value, str) else value for name, value in record.items()}
+    while len(encoded := json.dumps(entries).encode()) > _REPORT_BYTES:
+        text = str(entries["text"])
+        entries = {**entries, "text": text[len(text) // 4 + 1 :]}
     return encoded
 
 
@@ -302,12 +306,12 @@ _CHECKS: dict[Any, Check] = {
     ExitStatus: lambda value: value in [status.value for status in ExitStatus],
     list[int]: list_of(partial(is_count, most=(1 << 31) - 1)),
 }
-"""Type of a fact -> whether a value from a file has this type."""
+"""Type of an entry -> check whether a value from a file has this type."""
 _TYPES = get_type_hints(Record)
 
 
 def _is_complete(report: dict[str, Any]) -> bool:
-    """Returns whether the facts have the expected types, and all facts that the diagnosis needs exist."""
+    """Returns whether all entries have the expected types, and the entries that the diagnosis needs exist."""
     needed = {"rank", "pid", "host"}
     if "end" in report:
         needed |= {"text", "ended"}

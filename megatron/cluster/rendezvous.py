@@ -1,18 +1,18 @@
 """Rendezvous: the processes of a run connect to one store, and rank 0 compares their flags.
 
-torch's rendezvous waits silently and does not compare flags; ranks with different flags would hang or train
-different models. In this rendezvous rank 0 prints which ranks are missing, and compares the configurations
-before any process group exists.
+torch's rendezvous waits silently and does not compare flags, so ranks with different flags would hang or
+train different models. In the rendezvous of this module, rank 0 prints which ranks are missing and compares
+the configurations before any process group exists.
 
 Before a process connects, it prepares the run (`Preparation`): it imports libraries and verifies data; rank 0
-also computes the data report and selects the checkpoint. --start-timeout limits the time in which no rank
-connects or makes progress, not the duration of this work. So rank 0 starts the store first, and each rank
-counts its progress in it. A process makes progress if it uses the CPU, or reads or writes. Only the start of
-Python and the import of torch precede it.
+also computes the data report and selects the checkpoint. --start-timeout does not limit the duration of this
+work, but the time in which no rank connects or makes progress. Rank 0 therefore starts the store first, and
+each rank counts its progress in the store. A process makes progress if it uses the CPU, or reads or writes
+files. Only the start of Python and the import of torch happen before a process can count.
 
-The store has no passwords: whoever reaches the port can write to it, so the network of the cluster must be
-trusted. Texts from the store are printed as one printable line. The store answers slowly with hundreds of
-idle connections, so no wait sends one request per rank.
+The store has no passwords: anyone who reaches the port can write to it, so the network of the cluster must be
+trusted. Texts from the store are printed as one printable line. A store with hundreds of connections answers
+slowly, so rank 0 never waits with one request per rank.
 """
 
 from __future__ import annotations
@@ -49,18 +49,19 @@ _POLL_INTERVAL_S = 0.05
 # The longest interval between two requests of a rank to rank 0's store: 1,000 ranks send 2,000 per second.
 _MAX_KEY_INTERVAL_S = 0.5
 _CONNECT_TIMEOUT_S = 30.0
-# A name that a name server does not resolve within this time is wrong.
+# A host name that does not resolve within this time is wrong.
 _RESOLVE_TIMEOUT_S = 10.0
 _INFORM_TIMEOUT_S = 5.0
-# A store answers at once, even while its process computes. Otherwise another program listens on the port.
+# A store answers at once, even while its process computes. If nothing answers within this time, another
+# program listens on the port.
 _STORE_TIMEOUT_S = 30.0
-# Timeout of a get or wait of the store: torch's default.
+# Timeout of a `get` or `wait` of the store, equal to torch's default.
 _OPERATION_TIMEOUT = timedelta(minutes=5)
-# Counts connected ranks, and progress of ranks that are not connected yet.
+# Key of the store that counts connected ranks and the progress of ranks that have not connected yet.
 PROGRESS_KEY = "progress"
 _CONNECTED_KEY, _PREPARING_KEY = "connected ranks", "preparing ranks"
-# How often a preparing process counts its progress, and the least progress per interval: a share of CPU time,
-# or bytes. The threads of an idle process use less.
+# A preparing process counts its progress once per interval, if it has used at least this share of CPU time or
+# read and written this many bytes. The threads of an idle process use less.
 _PREPARATION_INTERVAL_S = 5.0
 _MIN_CPU_SHARE = 0.02
 _MIN_BYTES = 2**20
@@ -68,7 +69,7 @@ _MIN_BYTES = 2**20
 _MOST_CHARACTERS = 2000
 _MISSING_RANKS_SHOWN = 8
 _DIFFERENCES_SHOWN = 3
-# Settings that differ between ranks by design.
+# Settings that may differ between ranks.
 _PER_PROCESS_SETTINGS = {("parallel", "local_rank")}
 
 
@@ -81,7 +82,8 @@ class Address:
     host: str
     port: int
     hosts_store: bool
-    """Whether this process starts the store. Under torch's launcher its agent has started it."""
+    """Whether this process starts the store. Under torch's launcher, the launcher's agent has started the
+    store."""
     prints_waiting: bool
     """Whether this process prints that it waits for the store: one process per node."""
 
@@ -103,7 +105,7 @@ class Address:
 
 
 def connect_processes(address: Address, config: Config, device: str = "") -> dist.Store:
-    """Waits until all processes have connected; returns the store for their process groups.
+    """Waits until all processes have connected, and returns the store for their process groups.
 
     device: a name of this process's device, see `devices.device_id`.
 
@@ -139,10 +141,10 @@ def connect_processes(address: Address, config: Config, device: str = "") -> dis
 
 @contextmanager
 def announce_errors(env: Mapping[str, str] = os.environ) -> Iterator[None]:
-    """Sends an error that rank 0 raises in the block to the other ranks, which would otherwise wait until
-    --start-timeout. For use before `connect_processes`. Ranks that do not connect within some seconds are not
-    informed. A UserError of another rank is sent to rank 0, which informs all ranks. A SharedUserError is not
-    sent, since every rank raises it."""
+    """Sends an error that rank 0 raises in the block to the other ranks, which would otherwise wait for
+    --start-timeout seconds. Must be used before `connect_processes`. Ranks that do not connect within some
+    seconds do not get the error. A UserError of a different rank is sent to rank 0, which informs all ranks.
+    A SharedUserError is not sent, because every rank raises it."""
     try:
         yield
     except SharedUserError:
@@ -151,7 +153,7 @@ def announce_errors(env: Mapping[str, str] = os.environ) -> Iterator[None]:
         if int(env.get("WORLD_SIZE", "1")) > 1:
             address = Address.from_environment(env)
             kind = "unequal" if isinstance(error, UserError) else "missing"
-            with suppress(UserError, RunStopped, dist.DistError):  # the error itself matters more
+            with suppress(UserError, RunStopped, dist.DistError):  # must not hide the error of the block
                 store = open_store(address, time.monotonic() + _INFORM_TIMEOUT_S)
                 if address.rank == 0:
                     _announce(store, f"{kind} {error}", address.world_size - 1)
@@ -161,7 +163,8 @@ def announce_errors(env: Mapping[str, str] = os.environ) -> Iterator[None]:
 
 
 def open_store(address: Address, deadline: float) -> dist.Store:
-    """Starts the store of the run, or waits for it. Raises the errors of `connect_processes`."""
+    """Starts the store of the run, or waits until rank 0 has started it. Raises the errors of
+    `connect_processes`."""
     _resolve(address)
     # After a restart the launcher's store may still hold the keys of the previous attempt. The launcher's id
     # separates this launch from another launch with an equal port.
@@ -175,10 +178,10 @@ def _has_agent_store(env: Mapping[str, str]) -> bool:
 
 
 class Preparation:
-    """Counts the progress of this process in the store, in a thread, until `end` or the end of the block.
-    Does nothing for a single process and for a dry run.
+    """A context manager whose thread counts the progress of this process in the store, until `end` or the end
+    of the block. It does nothing for a single process and for a dry run.
 
-    The block must last until the process has connected, since this object keeps the store of rank 0 alive.
+    The block must last until the process has connected, because this object keeps the store of rank 0 alive.
     """
 
     def __init__(self, config: Config, env: Mapping[str, str] = os.environ) -> None:
@@ -203,12 +206,13 @@ class Preparation:
         self.end()
 
     def end(self) -> None:
-        """Stops counting. Must be called before the process connects: waiting uses the CPU too."""
+        """Stops counting. Must be called before the process connects, because waiting uses the CPU, too, and
+        would count as progress."""
         self._ended.set()
 
     def _run(self) -> None:
         assert self._address is not None
-        # The main thread raises the same errors when it connects.
+        # Errors are ignored in this thread, because the main thread raises them when it connects.
         with suppress(UserError, RunStopped, dist.DistError):
             store = self._store or open_store(self._address, time.monotonic() + self._timeout_s)
             mark_preparing(store, self._address.rank)
@@ -296,7 +300,8 @@ def _connect(address: Address, deadline: float) -> dist.Store:
 
 
 def _client(address: Address) -> dist.Store:
-    """Connects to the store at a port. Raises UserError if there is none: torch would wait forever."""
+    """Connects to the store at a port. Raises UserError if no store listens on it, because torch would wait
+    forever."""
     found: list[dist.Store] = []
 
     def connect() -> None:
@@ -340,7 +345,7 @@ class _IdleTimer:
 
 
 def _wait_for_all(store: dist.Store, address: Address, timeout_s: float) -> str:
-    """Waits for all ranks; returns the error that a rank has reported in the meantime, "" if none. Raises
+    """Waits for all ranks. Returns the error that a rank has reported in the meantime, or "". Raises
     RunStopped if, for --start-timeout seconds, no rank has connected or made progress."""
     idle_timer, last = _IdleTimer(store, timeout_s), time.monotonic()
     while (connected := store.add("connected", 0)) < address.world_size:
@@ -369,8 +374,9 @@ def _missing(store: dist.Store, world_size: int) -> str:
 
 
 def _announce(store: dist.Store, outcome: str, others: int | None = None) -> None:
-    """Publishes the outcome. After an error it waits some seconds at most until `others` ranks (default: all
-    connected ranks) have read it, because the store may end with this process."""
+    """Publishes the outcome of the comparison to all ranks. After an error, waits some seconds at most until
+    `others` ranks (default: all connected ranks) have read it, because the store may end with this
+    process."""
 
     def is_read() -> bool:
         expected = store.add("connected", 0) - 1 if others is None else others
@@ -383,7 +389,7 @@ def _announce(store: dist.Store, outcome: str, others: int | None = None) -> Non
 
 def _outcome_from_rank_0(store: dist.Store, address: Address, timeout_s: float) -> str:
     try:
-        # Rank 0's limit is shorter, so that its error is the one that all ranks report.
+        # Rank 0 has a shorter limit, so that all ranks report the error of rank 0.
         idle_timer = _IdleTimer(store, timeout_s + _REPORT_INTERVAL_S)
         while not _is_set(store, "outcome"):
             if idle_timer.has_expired():
@@ -408,7 +414,8 @@ def _outcome_from_rank_0(store: dist.Store, address: Address, timeout_s: float) 
 
 
 def _is_set(store: dist.Store, key: str) -> bool:
-    """Waits for a key until the next line about missing ranks is due. Returns whether the key is set.
+    """Waits for a key, until the next line about missing ranks is due at the latest. Returns whether the key
+    is set.
 
     It polls, because torch prints a warning for each `wait` that times out.
     """

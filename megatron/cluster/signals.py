@@ -16,20 +16,21 @@ from megatron.cluster.rank_reports import RankReport
 from megatron.config import CheckpointConfig, TrainingConfig
 from megatron.mpu.world import max_over_ranks
 
-# Reasons as numbers for an all-reduce; if there are several, the largest one is reported.
+# Numbers of the reasons, for an all-reduce. If several reasons apply, the largest number is reported.
 _NONE, _INTERVAL, _DURATION, _REQUESTED, _SIGNAL, _KILL_SWITCH, _FOLDER_LOST = 0, 1, 2, 3, 100, 1000, 2000
 
 
 @dataclass(frozen=True)
 class ExitReason:
-    """Why a run stops early. status: REQUEUE if the same command should resume it, INTERRUPTED after Ctrl-C,
-    FINISHED if the user set this end (an interval, a kill switch)."""
+    """The reason why a run stops early. status: REQUEUE if the same command should resume it, INTERRUPTED
+    after Ctrl-C, FINISHED if the user set this end (an interval, a kill switch)."""
 
     sentence: str
     status: ExitStatus
 
     def line(self, checkpoint: CheckpointConfig) -> str:
-        """Returns the sentence, and how to resume if that needs a change of the command."""
+        """Returns the sentence for the log. It also says how to resume, if the same command would not
+        resume."""
         if not checkpoint.save:
             return f"{self.sentence}; nothing is saved without --save"
         if not checkpoint.load and self.status is not ExitStatus.FINISHED:
@@ -37,14 +38,16 @@ class ExitReason:
         return self.sentence
 
     def final_status(self, checkpoint: CheckpointConfig) -> ExitStatus:
-        """Returns the status, FINISHED instead of REQUEUE if the same command would not resume."""
+        """Returns the exit status of the run: FINISHED instead of REQUEUE if the same command would not
+        resume."""
         is_resumable = checkpoint.save is not None and checkpoint.load is not None
         return ExitStatus.FINISHED if self.status is ExitStatus.REQUEUE and not is_resumable else self.status
 
 
 def is_due(interval: int | None, previous: int, iteration: int) -> bool:
-    """Returns whether an event with this interval is due at `iteration`: whether a multiple lies after
-    `previous`. So an event inside a skipped range is due at the end of the range. None: never."""
+    """Returns whether an event with this interval is due at `iteration`: whether a multiple of the interval
+    is above `previous` and at most `iteration`. An event inside a skipped range is therefore due at the end
+    of the range. interval: None for an event that is never due."""
     return interval is not None and iteration // interval > previous // interval
 
 
@@ -53,9 +56,9 @@ class ExitConditions:
     """The conditions for an early exit: --exit-interval, --exit-duration-in-mins, --kill-switch-path, and
     --exit-signal after `install_handlers`. All ranks exit after the same step.
 
-    report: has the start time of the program (the duration includes the startup), and knows whether the job's
-    script has requested a stop. ownership_lost_reason: returns why rank 0 must no longer write to --save, or
-    None. It is called after every step, so it must not access files.
+    report: knows the start time of the program (the duration includes the startup), and whether the job's
+    script has requested a stop. ownership_lost_reason: function that returns why rank 0 must no longer write
+    to --save, or None. It is called after every step, so it must not access files.
     """
 
     training: TrainingConfig
@@ -74,8 +77,8 @@ class ExitConditions:
         return frozenset(numbers)
 
     def request(self, iteration: int, device: torch.device | str = "cpu") -> ExitReason | None:
-        """Returns the reason to stop before the first step or inside an evaluation, or None. Does not
-        consider --exit-interval. Collective. Raises the errors of `reason`."""
+        """Returns the reason to stop before the first step or inside an evaluation, or None. Ignores
+        --exit-interval. Collective. Raises the errors of `reason`."""
         return self._exit_reason(all_reduce_max(self.code_of_this_rank(), device), iteration)
 
     def reason(
@@ -91,7 +94,8 @@ class ExitConditions:
         Every rank calls it after every step and gets an equal result, although a signal may have reached only
         one rank, and only rank 0 reads the clock and files. largest_code: the largest `code_of_this_rank` of
         all ranks, if the step has exchanged it; None to all-reduce it on `device`, which waits for `device`.
-        Raises RunStopped on every rank if another job has taken over --save: nothing can be saved.
+        Raises RunStopped on every rank if another job has taken over --save, because nothing can be saved
+        then.
         """
         if largest_code is None:
             largest_code = all_reduce_max(self.code_of_this_rank(), device)
@@ -100,7 +104,8 @@ class ExitConditions:
         return self._exit_reason(max(largest_code, _INTERVAL if at_interval else _NONE), iteration)
 
     def code_of_this_rank(self) -> int:
-        """Returns the number of this rank's reason. The largest number of all ranks counts."""
+        """Returns the number of this rank's reason to stop. The largest number of all ranks determines the
+        reason of the run."""
         code = _NONE
         kill_switch, duration_mins = self.training.kill_switch_path, self.training.exit_duration_in_mins
         if _rank() == 0:

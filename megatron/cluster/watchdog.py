@@ -3,7 +3,8 @@
 While the main thread waits in a collective (native code), no Python signal handler runs and no exception is
 raised. The watchdog thread can still write the rank's report and end the process.
 
-`HangDetector` decides when a process hangs: each phase has a time limit, which grows with its durations.
+`HangDetector` decides when a process hangs. Each phase has a time limit, which grows with the past durations
+of the phase.
 """
 
 from __future__ import annotations
@@ -35,10 +36,11 @@ from megatron.errors import print_error
 
 
 class Phase(Enum):
-    """What the main thread is doing. The limit of a phase is --hang-timeout times its factor.
+    """A phase of a run: what the main thread is doing. The time limit of a phase is --hang-timeout times its
+    factor.
 
-    A rank makes no progress itself while it waits for another rank: at the start for the one that builds
-    index files, during a load or save for one that reads or writes.
+    The factors are above 1 for phases in which a rank waits for another rank and makes no progress itself: at
+    the start for the rank that builds index files, during a load or save for a rank that reads or writes.
     """
 
     START = "the start", 10.0
@@ -54,25 +56,26 @@ class Phase(Enum):
 
 # torch.compile compiles in the first step and the first evaluation, without a heartbeat.
 _COMPILING_PHASES = {Phase.STEP, Phase.EVALUATION}
-# The limit is at least this many times the median duration of the phase's last occurrences.
+# The limit of a phase is at least this many times the median of its last durations.
 _MEDIAN_FACTOR = 3.0
 _WINDOW = 21
 # A longer pause between two ticks means that the process was stopped (Ctrl-Z, a suspended job).
 _MAX_TICK_S = 2.0
-# In these phases, reading and writing this many bytes counts as progress. A heartbeat per file is not enough:
-# DeepSpeed writes a rank's state, tens of GB, in one call of torch.save.
+# In these phases, reading or writing this many bytes is progress. One heartbeat per file would not be enough,
+# because DeepSpeed writes the state of a rank, tens of GB, in one call of torch.save.
 _IO_PHASES = {Phase.START, Phase.LOAD, Phase.SAVE}
 _PROGRESS_BYTES = 2**20
 
 
 class HangDetector:
-    """Measures the time without progress. All times are in seconds and of one clock.
+    """Measures the time without progress. All times are in seconds, from one clock.
 
     The main thread calls `enter`, `leave` and `heartbeat`, the watchdog thread `tick`.
     """
 
     def __init__(self, timeout_s: float, compiles: bool = False) -> None:
-        """timeout_s: --hang-timeout; 0 for no limit. compiles: --compile."""
+        """Makes a detector. timeout_s: --hang-timeout in seconds; 0 for no limit. compiles: whether --compile
+        is set."""
         self._timeout_s = timeout_s
         self._compiles = compiles
         self._open: list[tuple[Phase, float]] = []
@@ -81,11 +84,11 @@ class HangDetector:
         self._last_tick: float | None = None
         self._io_bytes = 0
         self.silent_s = 0.0
-        """Time since the last progress, without the time in which the process was stopped."""
+        """Seconds since the last progress, without the time in which the process was stopped."""
 
     @property
     def phase(self) -> Phase:
-        """The innermost phase."""
+        """Returns the innermost phase."""
         return self._open[-1][0] if self._open else Phase.START
 
     def enter(self, phase: Phase, now: float) -> None:
@@ -109,7 +112,8 @@ class HangDetector:
         factor = phase.factor
         if self._compiles and phase in _COMPILING_PHASES and not self._durations[phase]:
             factor = Phase.START.factor
-        # Until an evaluation has ended, its limit follows from the durations of steps, which take longer.
+        # Before the first evaluation has ended, the limit of evaluations follows from the durations of steps,
+        # which take longer.
         seen = self._durations[phase] or self._durations[Phase.STEP]
         return max(factor * self._timeout_s, _MEDIAN_FACTOR * median(seen) if seen else 0.0)
 
@@ -131,18 +135,20 @@ _GRACE_S = 3.0
 _TICK_S = 1.0
 # After a hang, the device, its driver and the disk of the reports must answer within this time.
 _DEVICE_ANSWER_S = 10.0
-# A rank ends this long after another rank of its node has ended; usually its next collective fails earlier.
+# A rank ends this long after another rank of its node has ended. Usually the next collective of the rank
+# fails earlier.
 _ABORT_AFTER_S = 10.0
 # After SIGINT before the training loop, the main thread has this long to end by KeyboardInterrupt.
 _INTERRUPT_S = 5.0
-# A closed terminal sends SIGHUP, and torch's launcher forwards it, even under nohup.
+# Signals that end the process. SIGHUP is one of them: a closed terminal sends it, and torch's launcher
+# forwards it, even under nohup.
 _ENDING_SIGNALS = frozenset(signal.Signals[name] for name in EXIT_SIGNALS)
 
 
 class Watchdog:
-    """Ends the process if it makes no progress (see `HangDetector`), on a signal that the main thread does
-    not handle, on a second SIGINT, if torch's launcher was killed, and if another rank of the node failed.
-    Create it in the main thread."""
+    """A thread that ends the process if it makes no progress (see `HangDetector`), on a signal that the main
+    thread does not handle, on a second SIGINT, if torch's launcher was killed, and if another rank of the
+    node failed. It must be created in the main thread."""
 
     def __init__(self, report: RankReport) -> None:
         self.report = report
@@ -152,7 +158,7 @@ class Watchdog:
         self._handled: frozenset[int] = frozenset()
         self._signalled_at = self._aborting_since = 0.0
         self._stopped = False
-        self._device_facts: Callable[[], Mapping[str, str]] = dict
+        self._device_entries: Callable[[], Mapping[str, str]] = dict
         self._flight_record: Callable[[], bytes] = bytes
         self._wake, self._awake = os.pipe()
         for end in (self._wake, self._awake):
@@ -187,16 +193,16 @@ class Watchdog:
         self._hangs.heartbeat()
 
     def set_handled_signals(self, numbers: frozenset[int]) -> None:
-        """Sets the signals that the main thread handles from now on: they do not end the process."""
+        """Sets the signals that the main thread handles from now on. These signals do not end the process."""
         self._handled = numbers
 
-    def set_device_facts(
-        self, facts: Callable[[], Mapping[str, str]], flight_record: Callable[[], bytes]
+    def set_device_entries(
+        self, entries: Callable[[], Mapping[str, str]], flight_record: Callable[[], bytes]
     ) -> None:
-        """Adds facts to the report of a hang from now on: `device`, what this rank's device does, and
-        `waits_in`, the calls in which the rank waits for others. flight_record: returns all recorded calls,
-        for a file beside the report."""
-        self._device_facts, self._flight_record = facts, flight_record
+        """Sets functions that are called at a hang. entries: returns entries for the report: `device` (what
+        this rank's device does) and `waits_in` (the calls in which the rank waits for others). flight_record:
+        returns all recorded calls, for a file beside the report."""
+        self._device_entries, self._flight_record = entries, flight_record
 
     def stop(self) -> None:
         self._stopped = True
@@ -240,18 +246,19 @@ class Watchdog:
             self._exit(ExitStatus.SIGNALLED, 128 + number, f"ended by {signal.Signals(number).name}")
 
     def _check_launcher(self) -> None:
-        """Ends the process if torch's launcher was killed: nobody would end this process any more, and it
-        would keep its --save folder. After a signal, which may have ended the launcher, the process saves."""
+        """Ends the process if torch's launcher was killed. Otherwise nothing would end this process, which
+        keeps the --save folder in use. Does nothing after a signal: the signal may have ended the launcher,
+        and the process saves."""
         if self._launcher is None or self._signals:
             return
         pid, start = self._launcher
-        if not is_running(pid) or start_of(pid) not in (start, None):  # None: /proc cannot be read now
+        if not is_running(pid) or start_of(pid) not in (start, None):  # None: /proc is unreadable
             text = f"torch's launcher (process {pid}) was killed: start its command again to resume"
             self._exit(ExitStatus.FAILED, FAILURE_EXIT_CODE, text)
 
     def _check_other_ranks(self, now: float) -> None:
-        """Ends the process some seconds after a rank of this node failed or was killed. Does nothing with
-        RANK_REPORTS: the job's script or the launcher then ends the ranks."""
+        """Ends the process some seconds after another rank of this node has failed or was killed. Does
+        nothing if RANK_REPORTS is set, because the job's script or the launcher then ends the ranks."""
         if not self.report.is_temporary:
             return
         lost = any(
@@ -275,26 +282,27 @@ class Watchdog:
         if not reported:
             text = f"error: {self.report.rank_and_node}: {problem} (--hang-timeout), at {place}"
             print_error(text)
-        facts = self._ask_device()
+        entries = self._ask_device()
         if reported:
-            self.report.note(**facts)
-        elif facts:
-            waits = f"; waits in {facts['waits_in']}" if facts.get("waits_in") else ""
-            print(f"{hang_position(facts)}{waits}", file=sys.stderr, flush=True)
+            self.report.note(**entries)
+        elif entries:
+            waits = f"; waits in {entries['waits_in']}" if entries.get("waits_in") else ""
+            print(f"{hang_position(entries)}{waits}", file=sys.stderr, flush=True)
         time.sleep(_GRACE_S)
         finish_rank_reports(self.report)
         os._exit(HANG_EXIT_CODE)
 
     def _ask_device(self) -> Mapping[str, str]:
-        """Returns the facts of `set_device_facts`. If the device's library does not answer, the process
-        prints its stacks and ends. A thread in C does this, since the library may hold Python's lock."""
-        facts: Mapping[str, str] = {}
+        """Returns the entries from the function of `set_device_entries`. If the device's library does not
+        answer, a thread in C prints the stacks and ends the process; a Python thread could not, because the
+        library may hold Python's lock."""
+        entries: Mapping[str, str] = {}
         faulthandler.dump_traceback_later(_DEVICE_ANSWER_S, exit=True, file=2)  # sys.stderr may be closed
         with suppress(Exception):
-            facts = self._device_facts()
+            entries = self._device_entries()
             self.report.write_flight_record(self._flight_record())
         faulthandler.cancel_dump_traceback_later()
-        return facts
+        return entries
 
     def _exit(self, status: ExitStatus, code: int, sentence: str) -> NoReturn:
         end_rank(self.report, status, f"error: {sentence}")
@@ -302,7 +310,8 @@ class Watchdog:
 
 
 def main_thread_location() -> str:
-    """Returns the main thread's location: the innermost frame of this package, and the innermost frame."""
+    """Returns the location of the main thread: its innermost frame in this package, and its innermost frame
+    of all."""
     frame = sys._current_frames().get(threading.main_thread().ident or 0)
     innermost = _name(frame) if frame is not None else "nowhere"
     own = ("megatron", "__main__")

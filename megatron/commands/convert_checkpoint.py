@@ -3,11 +3,12 @@
     python tools/convert_checkpoint.py --from checkpoints --to dcp/global_step5 --format dcp
     python tools/convert_checkpoint.py --from dcp/global_step5 --to native/global_step5 --format native
 
-The format of --from is recognized. Weights, moments and the optimizer's step are copied without loss, in
+The tool recognizes the format of --from. It copies weights, moments and the optimizer's step without loss, in
 blocks: the memory does not grow with the model, and no model is built. docs/conversion.md lists what each
-format holds. A run needs no conversion: --load opens these formats on any layout. The tasks of one command
-under srun share a conversion to universal, and the same command continues one that was killed.
-tools/ds_to_universal.py and tools/convert_huggingface.py are this command with other flags.
+format holds. A run needs no conversion, because --load opens these formats on any layout. The tasks of one
+command under srun share the work of a conversion to universal. To continue such a conversion after it was
+killed, run the command again. tools/ds_to_universal.py and tools/convert_huggingface.py convert with fewer
+flags.
 """
 
 from __future__ import annotations
@@ -58,8 +59,8 @@ if TYPE_CHECKING:
     from megatron.checkpoint.record import Checkpoint
     from megatron.tokenizer import TokenizerFlags
 
-# The largest share of rows of the word embeddings without a token. Above it, the tokenizer belongs to another
-# model.
+# Maximum share of rows of the word embeddings without a token. Above this share, the tokenizer belongs to a
+# different model.
 MAX_DROPPED_SHARE = 0.05
 WORKERS = 4
 TARGET_HELP = (
@@ -78,7 +79,8 @@ def build_parser() -> ToolParser:
         dest="source",
         required=True,
         metavar="FOLDER",
-        help="checkpoint to convert, or a folder whose `latest` or `latest_universal` names it",
+        help="checkpoint to convert, or a folder whose file `latest` or `latest_universal` names the "
+        "checkpoint",
     )
     parser.add_argument("--to", dest="target", required=True, metavar="FOLDER", help=TARGET_HELP)
     written = {name: entry for name, entry in FORMATS.items() if entry.writer}
@@ -113,19 +115,19 @@ def build_parser() -> ToolParser:
 
 
 def add_flags_of_models(parser: ToolParser) -> None:
-    """Adds the flags that also act on conversions to and from Hugging Face models."""
+    """Adds the flags that also conversions to and from Hugging Face models use."""
     add_universal_flag(parser, "the given folder")
     parser.add_argument(
         "--no-verify-digests",
         action="store_true",
-        help="do not compare what is copied with the digests of its checkpoint or model",
+        help="do not compare the copied data with the digests of the checkpoint or model",
     )
     group = parser.add_argument_group("to a Hugging Face model")
     group.add_argument(
         "--dtype",
         choices=("fp32", "fp16", "bf16"),
-        help="precision of the written weights (default: the run's precision); fp32 takes the optimizer's "
-        "fp32 weights",
+        help="precision of the written weights (default: the run's precision); with fp32 the optimizer's "
+        "fp32 weights are written",
     )
     group.add_argument("--no-tokenizer", action="store_true", help="write the model without its tokenizer")
     group = add_tokenizer_flags(
@@ -136,8 +138,8 @@ def add_flags_of_models(parser: ToolParser) -> None:
         "--vocab-size",
         type=int,
         metavar="TOKENS",
-        help="number of tokens without padding of a model that is read, if it has no tokenizer (default: all "
-        "rows of the word embeddings); a training run also needs this flag",
+        help="number of tokens, without padding, of a model that is read, if it has no tokenizer (default: "
+        "all rows of the word embeddings). A training run then needs this flag, too",
     )
 
 
@@ -175,9 +177,10 @@ def convert_in_tasks(
     verify: bool,
     **options: Any,
 ) -> list[str]:
-    """Writes a checkpoint, together with the other tasks of the command if the writer allows it, and shows
-    the progress. Returns the lines of the result in the task that publishes it; none in the others, or if an
-    earlier command has converted it. For the arguments see `pipeline.convert`."""
+    """Writes a checkpoint and shows the progress. All tasks of the command share the work, if the writer
+    allows it. Returns the lines of the result in the task that publishes the checkpoint. Returns no lines in
+    all other tasks, and if an earlier command has converted the checkpoint. For the arguments see
+    `pipeline.convert`."""
     from megatron.checkpoint.conversion import pipeline
 
     task = task_of(os.environ)
@@ -185,12 +188,12 @@ def convert_in_tasks(
     keeps = writer_class.keeps_parameters
     if rank > 0 and not keeps:
         return []
-    # Its error is of all tasks.
+    # All tasks raise the error of `is_published`.
     if pipeline.is_published(target, pipeline.identity_of(reader) if keeps else None) and rank == 0:
         print(printable(f"{target}: an earlier command has converted {reader.folder}"))
     lines: list[str] = []
-    facts = workers, verify, task if keeps else (0, 1), lines.append
-    names = pipeline.convert(reader, writer_class, target, *facts, **options)
+    arguments = workers, verify, task if keeps else (0, 1), lines.append
+    names = pipeline.convert(reader, writer_class, target, *arguments, **options)
     try:
         with tqdm(total=len(reader.specs), unit="parameter", disable=True if rank > 0 else None) as bar:
             for name in names:
@@ -199,7 +202,7 @@ def convert_in_tasks(
     except UserError as error:
         if num_tasks == 1:
             raise
-        exit_with_error(str(error), USER_ERROR_EXIT_CODE, {})  # other tasks may not have it: this one prints
+        exit_with_error(str(error), USER_ERROR_EXIT_CODE, {})  # only this task may have it, so it prints
     return lines
 
 
@@ -214,12 +217,12 @@ def exported_tokenizer(arguments: argparse.Namespace, checkpoint: Checkpoint) ->
     flags = tokenizer_flags(arguments, checkpoint.config.data)
     if arguments.no_tokenizer or not fitting_tokenizer_types(flags):
         return None
-    find_tokenizer(flags, checkpoint)  # compares it with the checkpoint's
+    find_tokenizer(flags, checkpoint)  # compares the tokenizer with the checkpoint's
     return flags
 
 
 def write_model(arguments: argparse.Namespace) -> None:
-    """Writes a Hugging Face model of a checkpoint."""
+    """Converts a checkpoint to a Hugging Face model."""
     from megatron.checkpoint.huggingface.exporter import (
         HuggingFaceWriter,
         format_differences,
@@ -255,14 +258,14 @@ def check_tokenizer_fits(rows: int, tokens: int, vocab_size: int | None) -> None
     dropped = rows - tokens
     if vocab_size is None and dropped > MAX_DROPPED_SHARE * rows:
         raise UserError(
-            f"the tokenizer has {tokens:,} tokens and the model {rows:,} word embeddings, {dropped:,} of "
-            f"which would be removed: set the flags of the model's own tokenizer, or --vocab-size {tokens} "
-            "if this tokenizer is the right one"
+            f"the tokenizer has {tokens:,} tokens and the model {rows:,} word embeddings, so {dropped:,} "
+            "embeddings would be removed: set the flags of the model's own tokenizer, or "
+            f"--vocab-size {tokens} if this tokenizer is the right one"
         )
 
 
 def read_model(arguments: argparse.Namespace) -> None:
-    """Writes a universal checkpoint of a Hugging Face model."""
+    """Converts a Hugging Face model to a universal checkpoint."""
     from megatron.checkpoint.conversion.external import open_external
     from megatron.checkpoint.formats.universal_writer import UniversalWriter
     from megatron.checkpoint.huggingface.exporter import check_digests, token_ids
@@ -285,9 +288,10 @@ def read_model(arguments: argparse.Namespace) -> None:
             f"{source} has no tokenizer: the vocabulary has {num_tokens:,} tokens, as in its config.json; if "
             "some of them are padding, set the tokenizer flags or --vocab-size"
         )
-    if not given:  # the ids are of the folder's own tokenizer
+    if not given:  # the folder's tokenizer defines the ids
         reader.checkpoint.run[TOKEN_IDS_KEY] = token_ids(source)
-    # A weight is in memory as a whole. The files were compared with their digests above.
+    # One worker is the default, because each worker has a whole weight in memory. No further verification is
+    # needed, because the files were compared with their digests above.
     if not convert_in_tasks(reader, UniversalWriter, target, arguments.workers or 1, False):
         return
     print(f"wrote {target}: {reader.model.family.architecture} of {source}, {num_tokens:,} tokens")
@@ -315,8 +319,8 @@ def run(argv: Sequence[str] | None) -> None:
 
 
 def convert_arguments(arguments: argparse.Namespace, is_model: bool, mistakes: Mistakes) -> None:
-    """Converts as the flags say. is_model: whether --from has only the weights of a model. mistakes: found
-    before. Raises ConfigError with all mistakes."""
+    """Converts according to the flags. is_model: whether --from has only the weights of a model. mistakes:
+    mistakes that were found before. Raises ConfigError with all mistakes."""
     source = Path(arguments.source or "")
     name = Path(arguments.target or "").name
     if is_model and not (name.startswith("global_step") or name.endswith("_universal")):
@@ -354,13 +358,13 @@ def convert_arguments(arguments: argparse.Namespace, is_model: bool, mistakes: M
     if not is_model and not writes_model:
         convert(arguments)
         return
-    # Imported only here: they load torch and transformers, which takes seconds.
+    # Imported after the checks of the flags, because loading torch and transformers takes seconds.
     from megatron.checkpoint.discovery import open_checkpoint
     from megatron.cluster.processes import configure_logging
 
     configure_logging(LoggingConfig())
     if is_model:
-        open_checkpoint(source)  # its errors name what the folder lacks
+        open_checkpoint(source)  # raises an error that names what the folder lacks
         read_model(arguments)
     else:
         write_model(arguments)

@@ -6,8 +6,9 @@
 A checkpoint becomes a folder with config.json, the weights as safetensors files, and the tokenizer. The
 checkpoint may be a native one of any layout, or a universal one that this repository wrote. A Hugging Face
 model becomes a universal checkpoint; the tool prints the flags with which pretrain_gpt.py starts from it on
-any layout. Both directions preserve the logits. --from detects the direction; --load and --from-hugging-face
-set it. docs/huggingface.md lists the model types and the flags that each needs.
+any layout. Both directions preserve the logits. The content of --from determines the direction; --load and
+--from-hugging-face set it explicitly. docs/huggingface.md lists the model types and the flags that each type
+needs.
 """
 
 from __future__ import annotations
@@ -36,7 +37,7 @@ def build_parser() -> ToolParser:
         "--from",
         dest="source",
         metavar="FOLDER",
-        help="convert this folder: a Hugging Face model if it has a config.json, else a checkpoint",
+        help="folder to convert: a Hugging Face model if it has a config.json, otherwise a checkpoint",
     )
     source.add_argument(
         "--load",

@@ -3,11 +3,11 @@
     python tools/ds_to_universal.py --input_folder CKPT/global_step5 \\
         --output_folder CKPT/global_step5_universal
 
-A run that resumes on another layout does not need the conversion: --load reads native checkpoints on any
-layout. Load a universal checkpoint with --load CKPT --universal_checkpoint. To continue an interrupted
-conversion, run the command again. The tasks of one command (srun --nodes=4 python tools/ds_to_universal.py)
-share out the parameters. They need no GPU, only a file system with locks. ZeRO-1 checkpoints of other
-programs that use DeepSpeed can be converted if they contain universal_checkpoint_info.
+A run that resumes on a different layout does not need the conversion, because --load reads native checkpoints
+on any layout. Load a universal checkpoint with --load CKPT --universal_checkpoint. To continue an interrupted
+conversion, run the command again. Several tasks of one command (srun --nodes=4 python
+tools/ds_to_universal.py) share the parameters. They need no GPU, but a shared file system with locks. ZeRO-1
+checkpoints of any program that uses DeepSpeed can be converted if they contain universal_checkpoint_info.
 """
 
 from __future__ import annotations
@@ -32,23 +32,28 @@ def build_parser() -> ToolParser:
         "--num_extract_workers",
         type=at_least_1,
         default=4,
-        help="number of threads (default: 4); each thread extracts and merges, so the larger of this "
-        "number and --num_merge_workers is used",
+        help="number of threads (default: 4). Each thread extracts and merges, so the larger value of this "
+        "flag and --num_merge_workers is used",
     )
     parser.add_argument(
-        "--num_merge_workers", type=at_least_1, default=2, help="see --num_extract_workers (default: 2)"
+        "--num_merge_workers",
+        type=at_least_1,
+        default=2,
+        help="number of threads, see --num_extract_workers (default: 2)",
     )
     parser.add_argument(
         "--keep_temp_folder", action="store_true", help="ignored: the conversion writes no temporary slices"
     )
     parser.add_argument(
-        "--no_strict", action="store_true", help="if a rule matches no parameter, warn instead of stopping"
+        "--no_strict",
+        action="store_true",
+        help="if a conversion rule matches no parameter, print a warning (without the flag: stop)",
     )
     parser.add_argument(
         "--inject_missing_state",
         action="store_true",
-        help="derive the conversion rules from run.json, for old checkpoints of this repository, which "
-        "store no rules",
+        help="derive the conversion rules from run.json. Old checkpoints of this repository store no rules "
+        "and need this flag",
     )
     parser.add_argument(
         "--allow-replica-mismatch",
@@ -61,7 +66,7 @@ def build_parser() -> ToolParser:
     digests.add_argument(
         "--no-verify-digests",
         action="store_true",
-        help="do not compare what is copied with the digests of the checkpoint",
+        help="do not compare the copied data with the digests of the checkpoint",
     )
     digests.add_argument(
         "--verify-digests",
@@ -72,7 +77,7 @@ def build_parser() -> ToolParser:
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """Converts with a progress bar. A user's mistake prints one sentence and exits with code 2."""
+    """Converts and shows a progress bar. On a user's mistake, prints one sentence and exits with code 2."""
     rank, _ = task_of(os.environ)
     print_once = print if rank == 0 else lambda _: None
     with exit_on_user_error({"RANK": str(rank)}):

@@ -5,15 +5,16 @@
     python tools/evaluate.py --load checkpoints --tasks toy --tensor-model-parallel-size 2
 
 The checkpoint may be a native one of any layout, or a universal one. Its configuration sets the model, the
-sequence length, the split, the seed and the precision. Each data set is evaluated on its own and read once,
-in samples of the sequence length; the last tokens, fewer than a sample, are not read. The loss is the mean
-over the unmasked tokens, as in training: on equal samples it equals the validation loss of the run.
+sequence length, the split, the seed and the precision. Each data set is evaluated separately and read once,
+in samples of the sequence length. The last tokens are not read if they are fewer than a sample. The loss is
+the mean over the unmasked tokens, as in training, so on equal samples it equals the validation loss of the
+run.
 
 --tasks runs tasks of EleutherAI's lm-evaluation-harness (pip install lm_eval) with the checkpoint's
-tokenizer; --tasks-path adds a folder of tasks. The task `toy` needs no download.
+tokenizer. --tasks-path names a folder of further tasks. The task `toy` needs no download.
 
-With a parallel size above 1 and without a launcher, the tool starts the other ranks on this host. Under a
-launcher such as torch.distributed.run, data-parallel replicas share the texts of the tasks.
+With a parallel size above 1 and without a launcher, the tool starts all ranks on this host. Under a launcher
+such as torch.distributed.run, data-parallel replicas share the texts of the tasks.
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ import os
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
+from dataclasses import replace
 from importlib.util import find_spec
 from typing import TYPE_CHECKING
 
@@ -36,6 +38,7 @@ from megatron.cluster.launch import init_from_slurm_env, world_size_of
 from megatron.config import LoggingConfig, ParallelConfig
 from megatron.config.mistakes import Mistakes, mistakes_of_call
 from megatron.config.registries import DATA_ORDERS
+from megatron.config.rules import rule_mistakes
 from megatron.config.tool_parser import (
     ToolParser,
     add_universal_flag,
@@ -62,7 +65,7 @@ if TYPE_CHECKING:
 ALL = "all"
 # Arguments of Python that start this tool on the other ranks.
 PROGRAM = ["-m", "megatron.commands.evaluate"]
-# Flags of the layout, as fields of `ParallelConfig`.
+# Flags of the layout. Each flag is a field of `ParallelConfig`.
 _SIZES = (
     *("tensor_model_parallel_size", "context_parallel_size", "pipeline_model_parallel_size"),
     "expert_model_parallel_size",
@@ -98,16 +101,31 @@ def build_parser() -> ToolParser:
         "--limit", type=at_least_1, metavar="N", help="use the first N documents of each task (default: all)"
     )
     parser.add_argument(
-        "--split", metavar="WEIGHTS", help="as in training (default: the split of the checkpoint)"
+        "--split",
+        metavar="WEIGHTS",
+        help="weights of the training, validation and test splits (default: the split of the checkpoint)",
     )
     parser.add_argument(
         "--subset",
         choices=(*SPLIT_NAMES, ALL),
-        help="documents to read: one split, or all (default: valid for data that the checkpoint was "
-        "trained on with --split, or if --split is set; all for other data)",
+        help="documents to read: one split, or all (default: valid if --split is set, or if the checkpoint "
+        "was trained on a split of the data; otherwise all)",
     )
     parser.add_argument(
-        "--seq-length", type=at_least_1, metavar="TOKENS", help="default: from the checkpoint"
+        "--seq-length",
+        type=at_least_1,
+        metavar="TOKENS",
+        help="sequence length in tokens (default: from the checkpoint)",
+    )
+    parser.add_argument(
+        "--reset-attention-mask",
+        action="store_true",
+        help="as in training: a token attends only to its own document (default: as the checkpoint's run)",
+    )
+    parser.add_argument(
+        "--reset-position-ids",
+        action="store_true",
+        help="as in training: the positions of each document begin at 0 (default: as the checkpoint's run)",
     )
     parser.add_argument(
         "--samples",
@@ -115,7 +133,10 @@ def build_parser() -> ToolParser:
         help="read the first N samples of each data set, in the order of training (default: all)",
     )
     parser.add_argument(
-        "--micro-batch-size", type=at_least_1, metavar="SAMPLES", help="default: from the checkpoint"
+        "--micro-batch-size",
+        type=at_least_1,
+        metavar="SAMPLES",
+        help="number of samples that are computed at a time (default: from the checkpoint)",
     )
     add_verify_digests_flag(parser)
     group = parser.add_argument_group("layout (may differ from the checkpoint's)")
@@ -125,7 +146,11 @@ def build_parser() -> ToolParser:
             f"--{field.replace('_', '-')}", type=at_least_1, default=1, metavar="N", help=f"{title} size"
         )
     group.add_argument(
-        "--local-rank", "--local_rank", type=int, metavar="RANK", help="set by torch.distributed.launch"
+        "--local-rank",
+        "--local_rank",
+        type=int,
+        metavar="RANK",
+        help="rank of this process on its node; torch.distributed.launch sets it",
     )
     return parser
 
@@ -155,9 +180,22 @@ def argument_mistakes(arguments: argparse.Namespace) -> Iterator[str]:
             )
 
 
+def with_separate_documents(checkpoint: Checkpoint, arguments: argparse.Namespace) -> Checkpoint:
+    """Returns the checkpoint with the flags that separate documents, if they are set. Raises UserError for
+    --reset-position-ids with a model that has no position ids."""
+    names = ("reset_attention_mask", "reset_position_ids")
+    given = {f"data.{name}": True for name in names if getattr(arguments, name)}
+    if not given:
+        return checkpoint
+    config = checkpoint.config.with_settings(given)
+    if mistakes := list(rule_mistakes(config, ["data"])):
+        raise UserError("; ".join(mistakes))
+    return replace(checkpoint, run={**checkpoint.run, "config": config.to_dict()})
+
+
 def open_datasets(arguments: argparse.Namespace, checkpoint: Checkpoint) -> list[tuple[GPTDataset, str]]:
-    """Returns one epoch of each data set, and a text that names its documents. Raises UserError for damaged
-    data, data of a different vocabulary and data with fewer tokens than a sample."""
+    """Returns (one epoch, text that names the documents) of each data set. Raises UserError for damaged data,
+    data of a different vocabulary and data with fewer tokens than a sample."""
 
     config = checkpoint.config
     order = DATA_ORDERS[config.data.data_order]
@@ -183,16 +221,23 @@ def open_datasets(arguments: argparse.Namespace, checkpoint: Checkpoint) -> list
         except UserError as error:
             remedy = "" if subset == ALL else f"; --subset {ALL} evaluates all {len(dataset):,} documents"
             raise UserError(f"{error}{remedy}") from error
+        if dataset.loss_mask is not None and not config.data.reset_attention_mask:
+            print(
+                f"note: {prefix} has a loss mask (prompts or chats), and its documents attend to each other: "
+                "set --reset-attention-mask, and --reset-position-ids for a model without ALiBi, to evaluate "
+                "each document alone",
+                file=sys.stderr,
+            )
         of_split = "" if subset == ALL else f" ({subset} of --split {split})"
         datasets.append((samples, f"{len(documents):,} of {len(dataset):,} documents{of_split}"))
     return datasets
 
 
 def default_subset(split: str | None, dataset: IndexedDataset, checkpoint: Checkpoint) -> str:
-    """Returns "valid" for data that the run was trained on, or if --split is set; "all" for other data.
+    """Returns "valid" for data on which the run was trained, or if --split is set; "all" for all other data.
 
-    A data set counts as the run's if its file name, or its numbers of documents and tokens, are among the
-    recorded ones: the files may have moved.
+    The run was trained on a data set if the checkpoint records its file name, or its numbers of documents and
+    tokens (the files may have moved).
     """
     if split is not None:
         return "valid"
@@ -220,7 +265,7 @@ def micro_batches(
     dataset: GPTDataset, num_samples: int, size: int, checkpoint: Checkpoint
 ) -> Iterator[MicroBatch]:
     """Yields the first `num_samples` samples in micro-batches of at most `size`."""
-    # Late: torch takes seconds to import.
+    # The import is late, because torch takes seconds to import.
     from megatron.data.loader import GPTBatchLoader
 
     data, remainder = checkpoint.config.data, num_samples % size
@@ -245,8 +290,8 @@ def micro_batches(
 def mean_loss(
     model: LanguageModel, dataset: GPTDataset, num_samples: int, size: int, checkpoint: Checkpoint
 ) -> float:
-    """Returns the mean loss over the unmasked tokens. Computes `size` samples at a time and shows progress on
-    stderr. Raises UserError if all tokens are masked."""
+    """Returns the mean loss over the unmasked tokens. Computes `size` samples at a time, and shows the
+    progress on stderr. Raises UserError if all tokens are masked."""
     total, tokens = 0.0, 0.0
     interval_s = 0.1 if sys.stderr.isatty() else 60.0
     with tqdm(total=num_samples, unit="sample", mininterval=interval_s) as bar:
@@ -265,17 +310,18 @@ def mean_loss(
 
 
 class Evaluation:
-    """The data sets and tasks, opened and checked by the rank that prints, before the weights are loaded."""
+    """The data sets and tasks of a command. The rank that prints opens and checks them before the weights are
+    loaded."""
 
     def __init__(self, arguments: argparse.Namespace, checkpoint: Checkpoint) -> None:
-        """Raises UserError for data sets and tasks that cannot be used."""
+        """Opens the data sets and tasks. Raises UserError if one cannot be used."""
         self.arguments, self.checkpoint = arguments, checkpoint
         check_seq_length(arguments.seq_length, checkpoint)
         self.datasets = open_datasets(arguments, checkpoint)
         self.tasks = self._load_tasks() if arguments.tasks else None
 
     def _load_tasks(self) -> Tasks:
-        # Late: torch takes seconds to import, and lm_eval is optional.
+        # The import is late, because torch takes seconds to import, and lm_eval is optional.
         from megatron.checkpoint.reading import find_tokenizer
 
         try:
@@ -283,7 +329,7 @@ class Evaluation:
         except ImportError as error:
             raise no_harness("--tasks", str(error)) from error
         arguments = self.arguments
-        # As the harness's own models do.
+        # Special tokens in texts are parsed, as by the harness's models.
         tokenizer = find_tokenizer(self.checkpoint.config.data, self.checkpoint, parse_special=True)
         length = arguments.seq_length or self.checkpoint.config.model.seq_length
         return Tasks(arguments.tasks, arguments.tasks_path, arguments.limit, tokenizer, length)
@@ -315,7 +361,7 @@ def run(argv: Sequence[str]) -> None:
     mistakes.extend(argument_mistakes(arguments))
     mistakes.raise_all()
 
-    # Late: torch and DeepSpeed take seconds to import.
+    # The import is late, because torch and DeepSpeed take seconds to import.
     from megatron.cluster.processes import configure_logging, is_main_process, use_device_alone
 
     configure_logging(LoggingConfig())
@@ -326,15 +372,16 @@ def run(argv: Sequence[str]) -> None:
     sizes = {field: getattr(arguments, field) for field in _SIZES}
     launched = world_size_of(os.environ)
     tensor, context, pipeline, expert = sizes.values()
-    # Experts are divided over the ranks of a pipeline rank: of one replica, or of several.
+    # The ranks of a pipeline rank share the experts. They belong to one replica or to several replicas.
     world_size = launched if launched > 1 else pipeline * math.lcm(tensor * context, expert)
     evaluation = None
     with announce_errors():
         checkpoint = read_checkpoint(arguments.load, arguments.universal_checkpoint)
+        checkpoint = with_separate_documents(checkpoint, arguments)
         planned = run_of_layout(checkpoint, ParallelConfig(**sizes, world_size=world_size))
     verify = not arguments.no_verify_digests
     with ExitStack() as stack:
-        # Holds the store of rank 0, to which the other ranks connect while a task is downloaded.
+        # Keeps the store of rank 0, to which the other ranks connect while rank 0 downloads a task.
         preparation = stack.enter_context(Preparation(planned.config))
         with announce_errors():
             if is_main_process():
@@ -358,14 +405,14 @@ def run_on_ranks(evaluation: Evaluation | None, checkpoint: Checkpoint, planned:
     """Evaluates on all ranks. evaluation: None except on rank 0. size: samples per micro-batch."""
     import torch.distributed as dist
 
-    # Late: torch and DeepSpeed take seconds to import.
+    # The import is late, because torch and DeepSpeed take seconds to import.
     from megatron.checkpoint.lineage.start import share_checkpoint
     from megatron.cluster.preflight import check_attention, check_kernels
     from megatron.cluster.processes import init_distributed
     from megatron.cluster.rendezvous import announce_errors
     from megatron.training.build import load_distributed_model
 
-    leads_node = os.environ.get("LOCAL_RANK", "0") == "0"  # afterwards the variable has the device's index
+    leads_node = os.environ.get("LOCAL_RANK", "0") == "0"  # later the variable has the device's index
     with announce_errors():  # rank 0 prints that another rank has no device
         rank = init_distributed(planned.config)
     for note in check_kernels(required=False) + check_attention(planned.config):
@@ -388,12 +435,12 @@ def run_on_ranks(evaluation: Evaluation | None, checkpoint: Checkpoint, planned:
 
 @exit_on_user_error()
 def main(argv: Sequence[str] | None = None) -> None:
-    """Runs the tool. A user's mistake prints one sentence and exits with code 2; a rank that never connects
-    prints one sentence and exits with code 1."""
+    """Runs the tool. On a user's mistake, prints one sentence and exits with code 2. If a rank never
+    connects, prints one sentence and exits with code 1."""
 
     try:
         run(sys.argv[1:] if argv is None else argv)
-    except RunStopped as error:  # an error of this rank alone is printed on each rank that has it
+    except RunStopped as error:  # each rank that has the error prints it
         exit_with_error(str(error), error.exit_code, os.environ if error.on_all_ranks else {})
 
 

@@ -4,8 +4,9 @@
     echo "import os" | python tools/generate.py --load checkpoints/global_step300 --greedy
 
 The checkpoint may have any layout. It names the model and the tokenizer; set the tokenizer flags only if the
-tokenizer's files have moved. Text is written to stdout, notes to stderr. The context is the training's
-sequence length. Beyond it the model sees the last tokens of a text, between half and all of the context.
+tokenizer's files have moved. The tool writes texts to stdout and notes to stderr. The context has the
+sequence length of the training. If a text is longer, the model sees only its last tokens, between half the
+context and the whole context.
 """
 
 from __future__ import annotations
@@ -58,7 +59,7 @@ def build_parser() -> ToolParser:
     group.add_argument(
         "--prompt-file",
         metavar="FILE",
-        help="file with a prompt on each line, continued after those of --prompt",
+        help="file with a prompt on each line; these prompts follow the prompts of --prompt",
     )
     group = parser.add_argument_group("generation")
     group.add_argument(
@@ -68,16 +69,20 @@ def build_parser() -> ToolParser:
         "--temperature",
         type=float,
         default=1.0,
-        help="divide the logits by this number (default: 1); 0 means --greedy",
+        help="divide the logits by this number (default: 1); 0 has the effect of --greedy",
     )
     group.add_argument(
-        "--top-k", type=int, default=0, help="sample from the k most likely tokens (default: 0, all)"
+        "--top-k",
+        type=int,
+        default=0,
+        help="sample from the k most likely tokens (default: 0, from all tokens)",
     )
     group.add_argument(
         "--top-p",
         type=float,
         default=1.0,
-        help="sample from the smallest set of most likely tokens with this probability (default: 1, all)",
+        help="sample from the smallest set of most likely tokens whose total probability reaches this "
+        "number (default: 1, from all tokens)",
     )
     group.add_argument(
         "--stop",
@@ -86,7 +91,7 @@ def build_parser() -> ToolParser:
         help="end a text before this string; may be repeated (default: only the end of the document)",
     )
     group.add_argument(
-        "--batch-size", type=at_least_1, help="number of prompts continued at a time (default: 8)"
+        "--batch-size", type=at_least_1, help="number of prompts that are continued at a time (default: 8)"
     )
     group.add_argument("--greedy", action="store_true", help="always use the most likely token")
     group.add_argument("--seed", type=int, default=0, help="random seed of each prompt")
@@ -121,8 +126,9 @@ def read_prompts(arguments: argparse.Namespace) -> list[str]:
 
 
 def read_sampling(arguments: argparse.Namespace, mistakes: Mistakes) -> Sampling:
-    """Returns the sampling settings. Adds invalid values to the mistakes, and raises all of them."""
-    # Late: torch and DeepSpeed take seconds to import.
+    """Returns the sampling settings. Raises ConfigError with the given mistakes and the mistakes of invalid
+    values."""
+    # The import is late, because torch and DeepSpeed take seconds to import.
     from megatron.model.inference.generation import Sampling
 
     if not 0 <= arguments.seed <= MAX_SEED:
@@ -149,8 +155,9 @@ def write_texts(
     arguments: argparse.Namespace,
     sampling: Sampling,
 ) -> int:
-    """Prints each prompt with its text as it arrives, in their order; returns the number of new tokens."""
-    # Late: torch and DeepSpeed take seconds to import.
+    """Prints the prompts in their order, each with its generated text as soon as tokens arrive. Returns the
+    number of new tokens."""
+    # The import is late, because torch and DeepSpeed take seconds to import.
     from megatron.model.inference.generation import Continuation, first_visible, generate
 
     window, texts = checkpoint.config.model.seq_length, []
@@ -197,7 +204,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     with mistakes.collect():
         prompts = read_prompts(arguments)
 
-    # Late: torch and DeepSpeed take seconds to import.
+    # The import is late, because torch and DeepSpeed take seconds to import.
     from megatron.cluster.processes import configure_logging, use_device_alone
 
     configure_logging(LoggingConfig())

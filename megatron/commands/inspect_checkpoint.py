@@ -4,11 +4,11 @@
     python tools/inspect_checkpoint.py checkpoints/global_step300 other/global_step300 --json
 
 For a folder with checkpoints, the tool prints a row per checkpoint and describes the newest complete one. For
-a global_stepN folder, it describes that checkpoint. It compares file sizes with the recorded ones; --verify
-also reads all files of the described checkpoint and compares their digests and checksums. For two folders, it
-prints the settings that differ and the largest difference of each parameter's fp32 values and optimizer
-moments; layouts and formats (native, universal) may differ. The exit code is 2 if a file is damaged, missing
-or malicious. Code in a pickle is never executed.
+a global_stepN folder, it describes that checkpoint. It compares the sizes of files with the recorded sizes.
+With --verify it also reads all files of the described checkpoint and compares their digests and checksums.
+For two folders, it prints the settings that differ and the largest difference of each parameter's fp32 values
+and optimizer moments; layouts and formats (native, universal) may differ. The exit code is 2 if a file is
+damaged, missing or malicious. Code in a pickle is never executed.
 """
 
 from __future__ import annotations
@@ -37,14 +37,14 @@ def build_parser() -> ToolParser:
     parser.add_argument(
         "--verify",
         action="store_true",
-        help="verify all files of the described checkpoint against their digests and checksums",
+        help="read all files of the described checkpoint, and compare them with their digests and checksums",
     )
     return parser
 
 
 def show_one(folder: Path, as_json: bool, verify: bool) -> bool:
     """Describes the checkpoint in `folder`; returns whether it is intact."""
-    # Late: torch takes seconds to import.
+    # The import is late, because torch takes seconds to import.
     from megatron.checkpoint.inspect import inspect_folder
     from megatron.checkpoint.report import overview_text
 
@@ -55,7 +55,7 @@ def show_one(folder: Path, as_json: bool, verify: bool) -> bool:
 
 def show_two(folders: Sequence[Path], as_json: bool) -> None:
     """Prints how two checkpoints differ."""
-    # Late: torch and DeepSpeed take seconds to import.
+    # The import is late, because torch and DeepSpeed take seconds to import.
     from megatron.checkpoint.reading import read_checkpoint
     from megatron.checkpoint.report import compare_checkpoints, comparison_text
 
@@ -82,7 +82,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             "--verify needs one folder, got two: a comparison reads all tensors anyway; remove the flag"
         )
 
-    # Late: torch takes seconds to import.
+    # The import is late, because torch takes seconds to import.
     from megatron.cluster.processes import configure_logging
 
     configure_logging(LoggingConfig())

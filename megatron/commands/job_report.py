@@ -10,7 +10,8 @@ and throughput over the iterations. If an iteration ran twice (a resume from an 
 values are shown.
 
 With --compare, each log is a run. The table has one row per run, with the last loss and the loss at the last
-iteration that all runs have; the plot shows losses, grad norms and throughput of all runs.
+iteration that all runs have. A line per further run has the relative difference of its losses from the first
+run's. The plot shows losses, grad norms and throughput of all runs.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ from megatron.planner.plots import new_figure
 from megatron.text_table import format_table
 from megatron.training.log_lines import ParsedLine, parse_log_line, read_log_lines
 
-# What this repository and Megatron print before training starts.
+# Lines with the iteration at which training begins, as this program and Megatron print them.
 _LOADED = {
     "starting from ": re.compile(r", iteration (\d{1,18})"),
     "successfully loaded checkpoint ": re.compile(r" at iteration (\d{1,18})"),
@@ -37,15 +38,15 @@ _LOADED = {
 _FROM_SCRATCH = "initializing from scratch"
 # Fields that the plots show below the loss, and their labels.
 _LABELS = {"grad_norm": "grad norm", "learning_rate": "lr", "samples_per_second": "samples / s"}
-# Sums of larger numbers overflow in matplotlib.
+# Larger values are not drawn, because their sums overflow in matplotlib.
 _MOST_DRAWN = 1e100
 _DASHES = ("-", "--", ":", "-.")
 
 
 @dataclass
 class Start:
-    """The training lines that one start of the program logged, ascending by iteration. begin: the iteration
-    of the checkpoint that it loaded, 0 from scratch, None if the log does not name it."""
+    """The training lines of one start of the program, ascending by iteration. begin: iteration of the loaded
+    checkpoint; 0 for a start from scratch; None if the log does not name it."""
 
     log: str
     lines: list[ParsedLine] = field(default_factory=list)
@@ -53,7 +54,7 @@ class Start:
 
     @property
     def iterations(self) -> list[int]:
-        """The iterations of the lines, ascending."""
+        """Returns the iterations of the lines, ascending."""
         return [int(line["iteration"]) for line in self.lines]
 
     def values(self, name: str) -> list[float]:
@@ -63,20 +64,20 @@ class Start:
 
 @dataclass
 class Run:
-    """The starts in order, and the validation losses by name of the data set and iteration."""
+    """A run: its starts in order, and its validation losses (name of the data set -> iteration -> loss)."""
 
     starts: list[Start] = field(default_factory=list)
     validation: dict[str, dict[int, float]] = field(default_factory=dict)
 
     def curve(self, name: str) -> dict[int, float]:
-        """Returns the values of a field by iteration; for an iteration that ran twice, the later value."""
+        """Returns iteration -> value of a field. An iteration that ran twice has the later value."""
         values: dict[int, float] = {}
         for start in self.starts:
             values.update({int(x["iteration"]): float(x[name]) for x in start.lines if name in x})
         return dict(sorted(values.items()))
 
     def median(self, name: str) -> float | None:
-        """Returns the median of a field over all lines that have it; None if no line has the field."""
+        """Returns the median of a field over all lines that have the field; None if no line has it."""
         values = [value for start in self.starts for value in start.values(name)]
         return statistics.median(values) if values else None
 
@@ -88,7 +89,7 @@ class Run:
 
 
 def read_run(logs: Iterable[tuple[str, Iterable[str]]]) -> Run:
-    """Returns the run in logs. logs: (name, lines) of each log, in order."""
+    """Returns the run that several logs contain. logs: (name, lines) of each log, in order."""
     run = Run()
     iteration = 0
     for name, lines in logs:
@@ -102,7 +103,8 @@ def read_run(logs: Iterable[tuple[str, Iterable[str]]]) -> Run:
                 start.begin = begin
             if parsed is None:
                 continue
-            # The validation line at the end of training may lack the iteration: it is the last iteration.
+            # A validation line at the end of training may have no iteration; it belongs to the last
+            # iteration.
             previous, iteration = iteration, int(parsed.get("iteration", iteration))
             if parsed["kind"] == "validation":
                 run.validation.setdefault(str(parsed["name"]), {})[iteration] = float(parsed["lm_loss"])
@@ -123,14 +125,15 @@ def read_run(logs: Iterable[tuple[str, Iterable[str]]]) -> Run:
 def _begin_of(line: str) -> int | None:
     """Returns the iteration at which training begins, if the line says so; else None."""
     for words, iteration in _LOADED.items():
-        # The last number: the name of a checkpoint before it may contain numbers.
+        # The last number is the iteration, because the name of a checkpoint before it may contain numbers.
         if found := iteration.findall(line.partition(words)[2]):
             return int(found[-1])
     return 0 if _FROM_SCRATCH in line else None
 
 
 def _add_token_rate(line: ParsedLine, previous: ParsedLine) -> None:
-    """Adds tokens_per_second to a training line. previous: the line before, {} for the first of a start."""
+    """Adds tokens_per_second to a training line. previous: previous line of the start; {} for the first
+    line."""
     tokens, samples = (
         float(line.get(name, 0)) - float(previous.get(name, 0))
         for name in ("consumed_tokens", "consumed_samples")
@@ -140,7 +143,8 @@ def _add_token_rate(line: ParsedLine, previous: ParsedLine) -> None:
 
 
 def report(run: Run) -> str:
-    """Returns a table with a row per start, a line per validation data set, and repeated iterations."""
+    """Returns a table with a row per start, a line per validation data set, and the number of repeated
+    iterations."""
     head = ["log", "iterations", "lm loss", "lowest", "grad norm", "highest", "lr", "skipped", "s/iteration"]
     rows = [[*head, "samples/s", "TFLOPs"], *(_row(start) for start in run.starts)]
     lines = [format_table(rows)]
@@ -185,8 +189,8 @@ def _row(start: Start) -> list[str]:
 
 
 def comparison(runs: Mapping[str, Run]) -> str:
-    """Returns the table of --compare, with one row per run. runs: by name. Runs of different lengths are
-    compared by the loss at the last iteration that all have."""
+    """Returns the table of --compare, with one row per run. runs: name -> run. For runs of different lengths,
+    the table has the loss at the last iteration that all runs have."""
     curves = {name: run.curve("lm_loss") for name, run in runs.items()}
     common = max(set.intersection(*map(set, curves.values())), default=None)
     at_common = [] if common is None else [f"at {common:,}"]
@@ -211,7 +215,21 @@ def comparison(runs: Mapping[str, Run]) -> str:
                 str(len(run.starts) - 1),
             ]
         )
-    return format_table(rows)
+    return "\n".join((format_table(rows), *_differences(curves)))
+
+
+def _differences(curves: Mapping[str, Mapping[int, float]]) -> Iterator[str]:
+    """Yields a line per run after the first, about its losses at the iterations that both runs have."""
+    (first, reference), *others = curves.items()
+    for name, curve in others:
+        common = sorted(reference.keys() & curve.keys())
+        errors = [abs(curve[i] - reference[i]) / (abs(reference[i]) or 1.0) for i in common]
+        if errors:
+            worst = max(errors)
+            yield (
+                f"{name} differs from {first} by {errors[0]:.1e} of lm loss at iteration {common[0]:,}, by "
+                f"at most {worst:.1e} at iteration {common[errors.index(worst)]:,} ({len(common):,} compared)"
+            )
 
 
 def draw_comparison(runs: Mapping[str, Run], title: str, output: Path) -> None:
@@ -220,7 +238,7 @@ def draw_comparison(runs: Mapping[str, Run], title: str, output: Path) -> None:
     labels = {name: _LABELS[name] for name in ("grad_norm", "samples_per_second")}
     with _figure(output, 3, figsize=(9, 9), height_ratios=(4, 2, 2)) as (losses, *others):
         for i, (name, run) in enumerate(runs.items()):
-            # Each line is thinner than the one before, so that runs with equal values are all visible. After
+            # Each line is thinner than the line before, so that all of several equal runs are visible. After
             # ten runs the colors repeat with a different dash pattern.
             style = {
                 "color": f"C{i % 10}",
@@ -275,9 +293,9 @@ def build_parser() -> ToolParser:
         "logs", nargs="+", type=Path, metavar="LOG", help="console logs, in the order of the run"
     )
     parser.add_argument(
-        "--compare", action="store_true", help="compare runs: each log is one run, restarts included"
+        "--compare", action="store_true", help="compare runs: each log is one run, including its restarts"
     )
-    parser.add_argument("--output", type=Path, default=Path("job_report.png"), help="PNG to write")
+    parser.add_argument("--output", type=Path, default=Path("job_report.png"), help="PNG file to write")
     parser.add_argument(
         "--title",
         default="",
@@ -301,7 +319,8 @@ def read_logs(logs: Sequence[Path]) -> Run:
 
 
 def read_runs(logs: Sequence[Path]) -> dict[str, Run]:
-    """Returns each log as a run, by the name of the log, or by its path if the names are not unique."""
+    """Returns name -> run for each log. The name is the file name, or the path if the file names are not
+    unique."""
     if len(set(logs)) < 2 or len(set(logs)) < len(logs):
         raise UserError(f"--compare {' '.join(map(str, logs))}: expected at least 2 different logs")
     runs = {log: read_logs([log]) for log in logs}

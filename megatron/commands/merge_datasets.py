@@ -3,9 +3,9 @@
     python tools/merge_datasets.py --input data/part1_text_document data/part2_text_document \\
         --output-prefix data/all_text_document
 
-The .bin files are concatenated as bytes; nothing is tokenized again. All inputs need one type of token ids
-and, if they have vocabulary records, one vocabulary. To train on several data sets with weights, list them in
---data-path instead.
+The tool concatenates the bytes of the .bin files and tokenizes nothing again. All inputs must have the same
+type of token ids and, if they have vocabulary records, the same vocabulary. To train on several data sets
+with weights, list them in --data-path instead.
 """
 
 from __future__ import annotations
@@ -39,11 +39,14 @@ def build_parser() -> ToolParser:
         nargs="+",
         required=True,
         metavar="PREFIX",
-        help="data sets to merge, without .bin and .idx, or patterns such as 'tokens/*_text_document', whose "
-        "data sets are merged in alphabetical order, apart from the output",
+        help="data sets to merge, without .bin and .idx, or patterns such as 'tokens/*_text_document'. The "
+        "data sets of a pattern, except the output, are merged in alphabetical order",
     )
     parser.add_argument(
-        "--output-prefix", required=True, metavar="PREFIX", help="merged data set, without .bin and .idx"
+        "--output-prefix",
+        required=True,
+        metavar="PREFIX",
+        help="path of the merged data set, without .bin and .idx",
     )
     return parser
 
@@ -77,7 +80,7 @@ def _prefixes_of(word: str, output: str) -> list[str]:
 
 
 def merge(inputs: Sequence[str], output: str) -> list[str]:
-    """Writes the merged data set; returns notes for the user. After an error, no file has been written."""
+    """Writes the merged data set, and returns notes for the user. After an error, no file is left."""
     datasets = [IndexedDataset(prefix, "--input") for prefix in inputs]
     common_digest([("--input", prefix) for prefix in inputs])
     records = {prefix: read_record(prefix) for prefix in inputs}

@@ -5,12 +5,13 @@
     python tools/plan.py --search --gpus 64 --gpu a100-80gb --num-layers 40 --hidden-size 5120 ...
     python tools/plan.py --recipe nodes --gpus 64 --gpu a100-80gb --num-layers 40 --hidden-size 5120 ...
 
-All flags of pretrain_gpt.py are accepted, too. --script executes an sbatch script as you, with DRY_RUN=1, and
-plans the command that the script prints; further flags override the script's. The scripts of examples/slurm
-start nothing with DRY_RUN=1; read any other script before you pass it. A search varies the tensor- and
-pipeline-parallel sizes, with long sequences the context-parallel size, with experts the expert-parallel size,
-the micro-batch size, recomputation, sequence parallelism, the ZeRO stage, the pipeline schedule and the
-partition method; it keeps all other flags. docs/tuning.md explains the output.
+The tool accepts all flags of pretrain_gpt.py, too. --script executes an sbatch script under your user, with
+DRY_RUN=1, and plans the training command that the script prints; flags of this command override the flags of
+the script. With DRY_RUN=1 the scripts of examples/slurm start nothing. Read any other script before you pass
+it. A search varies the tensor- and pipeline-parallel sizes, with long sequences the context-parallel size,
+with experts the expert-parallel size, the micro-batch size, recomputation, sequence parallelism, the ZeRO
+stage, the pipeline schedule and the partition method. It does not change any other flag. docs/tuning.md
+explains the output.
 """
 
 from __future__ import annotations
@@ -37,21 +38,30 @@ def build_parser() -> RunFlagsParser:
     parser.add_argument(
         "--script",
         metavar="FILE",
-        help="plan the command of this sbatch script; it is executed as you, with DRY_RUN=1",
+        help="plan the training command of this sbatch script; the tool executes the script under your "
+        "user, with DRY_RUN=1",
     )
-    parser.add_argument("--search", action="store_true", help="search the fastest layout that fits")
+    parser.add_argument(
+        "--search", action="store_true", help="search the fastest layout that fits the memory"
+    )
     parser.add_argument(
         "--recipe",
         choices=RECIPES,
-        help="show the steps of a starting point. nodes: TP = devices per node, PP = nodes, then a larger "
-        "micro-batch; micro-batch: the largest micro-batch that one device holds with few layers, then "
-        "scale out",
+        help="show the steps to a starting point. nodes: set TP to the devices per node and PP to the "
+        "nodes, then raise the micro-batch; micro-batch: find the largest micro-batch that one device holds "
+        "with few layers, then scale out",
     )
-    parser.add_argument("--gpus", type=at_least_1, metavar="N", help="number of devices, as --world-size")
-    parser.add_argument("--top", type=at_least_1, default=3, metavar="N", help="number of layouts to explain")
+    parser.add_argument(
+        "--gpus", type=at_least_1, metavar="N", help="number of devices; a second name of --world-size"
+    )
+    parser.add_argument(
+        "--top", type=at_least_1, default=3, metavar="N", help="number of layouts that the search explains"
+    )
     parser.add_argument("--json", metavar="FILE", help="write the plan, or all plans of the search, as JSON")
     parser.add_argument(
-        "--plot", metavar="FILE", help="draw memory per rank and the schedule's timeline (.png, .svg, .pdf)"
+        "--plot",
+        metavar="FILE",
+        help="write a figure of the memory per rank and the schedule's timeline (.png, .svg, .pdf)",
     )
     parser.add_argument("--html", metavar="FILE", help="write a page with tables and charts, for a browser")
     return parser

@@ -3,12 +3,13 @@
     python tools/prepare_indices.py --world-size 384 --data-path tokens/a_text_document --train-iters 1000 ...
     python tools/prepare_indices.py --script examples/slurm/tr11-176B-ml.slurm
 
-All flags of pretrain_gpt.py are accepted, too: pass the flags of the run. --script executes an sbatch script
-as you, with DRY_RUN=1, and takes the flags and the number of processes that the script prints.
+The tool accepts all flags of pretrain_gpt.py: pass the flags of the run. --script executes an sbatch script
+under your user, with DRY_RUN=1, and uses the flags and the number of processes that the script prints.
 
 The tool verifies the token files, builds and verifies the indices of all data sets and splits, and writes a
-stamp with size and time of change of each file. The start of a run trusts the stamp: it reads no index, and
-builds none. Repeat the command after a failure. In an array job, --shard shares the data sets out:
+stamp with the size and the time of change of each file. The start of a run trusts the stamp, and neither
+reads nor builds indices. After a failure, run the command again. In an array job, --shard distributes the
+data sets over the jobs:
 
     python tools/prepare_indices.py --shard slurm --world-size 384 --data-path ...
 """
@@ -37,20 +38,22 @@ def build_parser() -> RunFlagsParser:
     parser.add_argument(
         "--script",
         metavar="FILE",
-        help="take the flags of this sbatch script; it is executed as you, with DRY_RUN=1",
+        help="use the flags of this sbatch script; the tool executes the script under your user, with "
+        "DRY_RUN=1",
     )
     parser.add_argument(
         "--threads",
         type=at_least_1,
         default=len(os.sched_getaffinity(0)),
         metavar="N",
-        help="indices to build at a time (default: the number of CPUs); each takes up to 32 bytes per sample",
+        help="number of indices that are built at a time (default: the number of CPUs); each needs up to 32 "
+        "bytes per sample",
     )
     parser.add_argument(
         "--shard",
         default="0/1",
         metavar="I/N",
-        help="prepare only shard I, from 0 to N - 1, of the data sets, which are shared out by the size of "
+        help="prepare only shard I, from 0 to N - 1, of the data sets, which are distributed by the size of "
         "their .idx files; 'slurm': the shard of this task of an array job",
     )
     return parser

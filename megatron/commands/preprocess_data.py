@@ -5,12 +5,12 @@
 
 The example writes data/text_text_document.bin and .idx. Train with --data-path data/text_text_document.
 
-An output prefix that ends with / is a folder, which gets files for each input; --shard divides the inputs
-among processes:
+If the output prefix ends with /, it is a folder, and each input gets its own files in it. --shard divides the
+inputs among processes:
 
     python tools/preprocess_data.py --input 'corpus/*.jsonl.zst' --output-prefix tokens/ --shard 0/4 ...
 
-A repeated command keeps the files that exist and were made from equal inputs with equal settings.
+If you run the command again, it keeps existing files that were made from equal inputs with equal settings.
 """
 
 from __future__ import annotations
@@ -47,24 +47,29 @@ def build_parser() -> ToolParser:
         nargs="+",
         required=True,
         metavar="FILE",
-        help="jsonl files (plain, .gz, .zst) and .parquet files, patterns such as 'corpus/*.jsonl', folders, "
-        "their URLs such as 's3://bucket/corpus/*.jsonl.zst', - (standard input), or @LIST, a file with one "
-        "of these per line; read in this order",
+        help="inputs, which are read in this order: jsonl files (plain, .gz, .zst) and .parquet files, "
+        "patterns such as 'corpus/*.jsonl', folders, their URLs such as 's3://bucket/corpus/*.jsonl.zst', - "
+        "(standard input), or @LIST, a file with one input per line",
     )
     group.add_argument(
         "--json-keys",
         nargs="+",
         default=["text"],
         help="JSON keys of the texts (default: text); each key becomes a pair of files\n"
-        "messages: chats, lists of objects with role and content; only the assistant's count in the loss\n"
+        "messages: chats, which are lists of objects with role and content; only the assistant's messages "
+        "count in the loss\n"
         "prompt completion: one pair of files, in which only completions count in the loss",
     )
-    group.add_argument("--skip-bad-lines", action="store_true", help="skip and count invalid lines")
+    group.add_argument(
+        "--skip-bad-lines",
+        action="store_true",
+        help="skip and count invalid lines (without the flag, an invalid line is an error)",
+    )
     group.add_argument(
         "--shard",
         metavar="I/N",
-        help="tokenize only shard I, from 0 to N - 1, of the inputs, which are shared out by bytes; 'slurm': "
-        "the shard of this task of an array job",
+        help="tokenize only shard I, from 0 to N - 1, of the inputs, which are distributed by bytes; "
+        "'slurm': the shard of this task of an array job",
     )
     group = add_tokenizer_flags(parser)
     group.add_argument(
@@ -75,23 +80,30 @@ def build_parser() -> ToolParser:
         "--tokenizer-backend",
         choices=BACKENDS,
         default="auto",
-        help="gigatoken: tokenize with this package, many times faster; texts of each file are compared with "
-        "the tokenizer's own library\nwords: the library with a table of words, for byte-level BPE; compared "
-        "like gigatoken\nreference: the library alone; a line takes up to 130 times its size in memory\n"
-        "auto: the first of these that is installed and supports the tokenizer (default)",
+        help="library that tokenizes\n"
+        "gigatoken: this package, which is many times faster; texts of each file are tokenized with the "
+        "tokenizer's own library, too, and compared\n"
+        "words: the tokenizer's own library with a table of words, for byte-level BPE; texts are compared "
+        "as for gigatoken\n"
+        "reference: only the tokenizer's own library; a line takes up to 130 times its size in memory\n"
+        "auto: the first of these backends that is installed and supports the tokenizer (default)",
     )
     group = parser.add_argument_group("output")
     group.add_argument(
         "--output-prefix",
         required=True,
         metavar="PREFIX",
-        help="write PREFIX_KEY_document.bin and .idx; if it ends with /, a folder with such files per input",
+        help="write PREFIX_KEY_document.bin and .idx. If the prefix ends with /, it is a folder that gets "
+        "such files for each input",
     )
     group.add_argument("--dataset-impl", default="mmap", choices=["mmap"], help="format of the files")
     group = parser.add_argument_group("execution")
     group.add_argument("--workers", type=at_least_1, default=1, help="number of processes that tokenize")
     group.add_argument(
-        "--log-interval", type=at_least_1, default=10000, help="input lines between progress lines"
+        "--log-interval",
+        type=at_least_1,
+        default=10000,
+        help="number of input lines between two progress lines",
     )
     return parser
 
@@ -129,8 +141,8 @@ def check_arguments(arguments: argparse.Namespace, mistakes: Mistakes) -> None:
 
 @contextmanager
 def progress_report(inputs: Sequence[str], log_interval: int) -> Iterator[Callable[[Progress], None]]:
-    """Yields a function that shows the progress: in a bar on a terminal, without a total if an input is
-    compressed; else in a line every `log_interval` input lines."""
+    """Yields a function that shows the progress. On a terminal it draws a bar, without a total if an input is
+    compressed. Otherwise it prints a line every `log_interval` input lines."""
     start, next_line = time.monotonic(), log_interval
 
     def print_line(progress: Progress) -> None:
@@ -161,7 +173,7 @@ def progress_report(inputs: Sequence[str], log_interval: int) -> Iterator[Callab
 
 
 def speed(progress: Progress, start: float) -> str:
-    """Returns the throughput since `start`: input in MB/s, and documents per second."""
+    """Returns a text with the throughput since `start`: input in MB/s, and documents per second."""
     seconds = max(time.monotonic() - start, 1e-9)
     return f"{progress.input_bytes / 1e6 / seconds:.2f} MB/s, {progress.lines / seconds:,.0f} docs/s"
 

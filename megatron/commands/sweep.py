@@ -4,13 +4,15 @@
     python tools/sweep.py run runs/sweep --steps 10 --repeat 3 --vary --zero-stage 0 1 -- FLAGS
     python tools/sweep.py report runs/sweep
 
-FLAGS are flags of pretrain_gpt.py. Every combination of the values of all --vary is a row. The flags of a row
-override FLAGS. 'on' and 'off' are the values of a switch, '' removes a flag, '0.9 0.1' are two values of one
-flag. The number of processes is --world-size, or the tensor-parallel times the pipeline-parallel size.
+FLAGS are flags of pretrain_gpt.py. Every combination of the values of all --vary flags is a row of the sweep.
+The flags of a row override FLAGS. The values 'on' and 'off' set and remove a switch, '' removes a flag, and
+'0.9 0.1' are two values of one flag. The number of processes is --world-size, or the tensor-parallel times
+the pipeline-parallel size.
 
 plan    checks every combination and prints what the planner predicts; nothing runs, no data is needed.
-run     runs every combination --repeat times, interleaved, and prints the report. The same command continues
-        an interrupted sweep; new values extend it. With --sbatch, an array of Slurm jobs executes the runs.
+run     runs every combination --repeat times, interleaved, and prints the report. If you run the command
+        again, it continues an interrupted sweep; new values extend the sweep. With --sbatch, an array of
+        Slurm jobs executes the runs.
 report  prints the table of a folder, and writes report.md, .csv, .png and .json into it.
 """
 
@@ -32,7 +34,7 @@ from megatron.planner.page import write_page
 from megatron.planner.plots import draw_summary
 from megatron.planner.sweep.axes import make_rows, split_command
 from megatron.planner.sweep.file_checks import MAX_REPEAT
-from megatron.planner.sweep.folder import Record, SweepFolder, machine_facts, now_text
+from megatron.planner.sweep.folder import Record, SweepFolder, now_text, version_and_host
 from megatron.planner.sweep.local import run_sweep
 from megatron.planner.sweep.slurm import read_base_command, submit
 from megatron.planner.sweep.summary import summarize
@@ -40,7 +42,7 @@ from megatron.planner.sweep.table import remarks, report_csv, report_markdown, r
 
 
 class _SweepParser(ToolParser):
-    """Separates --vary and the base command from the tool's own arguments."""
+    """A parser that separates --vary and the base command from the tool's own arguments."""
 
     def parse_args(self, args: Sequence[str] | None = None, namespace: Any = None) -> argparse.Namespace:  # type: ignore[override]
         words, axes, base = split_command(sys.argv[1:] if args is None else args)
@@ -71,7 +73,7 @@ class _SweepParser(ToolParser):
 
 def build_parser() -> ToolParser:
     parser = _SweepParser(__doc__)
-    parser.add_argument("action", choices=("plan", "run", "report"), help="see above")
+    parser.add_argument("action", choices=("plan", "run", "report"), help="plan, run or report, see above")
     parser.add_argument(
         "folder",
         nargs="?",
@@ -90,7 +92,8 @@ def build_parser() -> ToolParser:
     parser.add_argument(
         "--sbatch",
         metavar="SCRIPT",
-        help="submit this script of examples/slurm as an array of jobs; it is first executed with DRY_RUN=1",
+        help="submit this script of examples/slurm as an array of jobs; the tool first executes the script "
+        "with DRY_RUN=1",
     )
     parser.add_argument(
         "--sbatch-options", metavar="TEXT", default="", help="options of sbatch, such as '--time=01:00:00'"
@@ -99,19 +102,20 @@ def build_parser() -> ToolParser:
     parser.add_argument(
         "--html", type=Path, metavar="FILE", help="write a page with tables and charts, for a browser"
     )
-    # Only for --help: _SweepParser removes --vary before argparse reads the words.
+    # This argument exists only for --help, because _SweepParser removes --vary before argparse reads the
+    # words.
     parser.add_argument(
         "--vary",
         nargs="+",
         metavar=("FLAG", "VALUE"),
-        help="a flag and its values; with several --vary, all combinations",
+        help="a flag and its values; several --vary make all combinations",
     )
     return parser
 
 
 def plan_sweep(options: argparse.Namespace) -> Record:
     """Returns the record of the sweep with all predictions. Raises UserError for a wrong flag or axis."""
-    # Not imported at the top: planning needs torch and DeepSpeed, a report does not.
+    # The import is late, because planning needs torch and DeepSpeed, and a report does not.
     from megatron.cluster.processes import configure_logging
 
     base, processes = options.base, None
@@ -134,12 +138,12 @@ def plan_sweep(options: argparse.Namespace) -> Record:
         recorded,
         shlex.join(command),
         created=now_text(),
-        **machine_facts(),
+        **version_and_host(),
     )
 
 
 def write_report(folder: SweepFolder) -> str:
-    """Writes the files of the report; returns its text."""
+    """Writes the files of the report, and returns its text."""
     summary = summarize(folder.read(), folder.results())
     write_json(folder.path / "report.json", summary)
     write_atomically(folder.path / "report.md", report_markdown(summary))

@@ -2,9 +2,9 @@
 
     python tools/train_tokenizer.py --input text.jsonl --vocab-size 32768 --output-dir tokenizer
 
-The example writes tokenizer/vocab.json and tokenizer/merges.txt, for --vocab-file and --merge-file. The
-vocabulary includes all 256 bytes, so that it can encode any text, and the end-of-document token <|endoftext|>
-(id 0).
+The example writes tokenizer/vocab.json and tokenizer/merges.txt, for the flags --vocab-file and --merge-file.
+The vocabulary includes all 256 bytes, so that the tokenizer can encode any text, and the end-of-document
+token <|endoftext|> (id 0).
 """
 
 from __future__ import annotations
@@ -34,7 +34,8 @@ def build_parser() -> ToolParser:
         "--input",
         nargs="+",
         required=True,
-        help="files as for preprocess_data.py; text if the name does not contain .jsonl or .parquet",
+        help="files as for preprocess_data.py; a file whose name contains neither .jsonl nor .parquet is "
+        "plain text",
     )
     parser.add_argument("--json-key", default="text", help="JSON key of the text in jsonl files")
     parser.add_argument(
@@ -61,7 +62,8 @@ def check_arguments(arguments: argparse.Namespace) -> None:
 
 
 def read_texts(path: str, json_key: str) -> Iterator[str]:
-    """Yields the documents of a jsonl file, or parts of a text file. A UserError names an invalid line."""
+    """Yields the documents of a jsonl file, or parts of a text file. Raises UserError that names an invalid
+    line."""
     is_jsonl = ".jsonl" in os.path.basename(path) or path.endswith(".parquet")
     for batch in read_batches([path], [json_key]):
         if not is_jsonl:

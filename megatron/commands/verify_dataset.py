@@ -5,16 +5,16 @@
     python tools/verify_dataset.py --sample 81920 --data-path 0.3 A 0.7 B --seq-length 2048 ...
 
 The tool checks the header, sizes, offsets and document boundaries of the .idx file and the length of the .bin
-file. If the pair has a vocabulary record, it also checks that every token id is in the vocabulary, and the
-SHA-256 of the .bin file. Both files are read completely. The exit code is 2 if a data set is damaged; the
-error names the file.
+file. If the pair has a vocabulary record, the tool also checks that every token id is in the vocabulary, and
+that the SHA-256 of the .bin file is the recorded one. It reads both files completely. The exit code is 2 if a
+data set is damaged; the error names the file.
 
---html writes a page for a browser: lengths of documents, tokens and duplicates per data set, and the
-beginnings of documents. With the flags of the tokenizer, texts are decoded and bytes per token are counted.
+--html writes a page for a browser with the lengths of documents, tokens and duplicates per data set, and the
+beginnings of documents. With the flags of the tokenizer, the page has decoded texts and bytes per token.
 
 --sample I takes the flags of a run (all flags of pretrain_gpt.py are accepted) and prints the data set, the
 documents and their tokens that make up sample I of the run, and its text if the flags name a tokenizer. The
-index files of the data set are built if the run has not built them yet.
+tool builds the index files of the data set if the run has not built them yet.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ _DEFAULT_FLAGS = (
 
 
 class VerifyParser(ToolParser):
-    """Parses the flags of this tool. With --sample, `.run` is the configuration of the run."""
+    """The parser of this tool. With --sample, `run` in its result is the configuration of the run."""
 
     def parse_args(  # type: ignore[override]
         self, args: Sequence[str] | None = None, namespace: argparse.Namespace | None = None
@@ -93,17 +93,22 @@ class VerifyParser(ToolParser):
 
 def _add_sample_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
-        "--sample", type=int, metavar="I", help="sample of the run, from 0, with the flags of the run"
+        "--sample",
+        type=int,
+        metavar="I",
+        help="number of a sample of the run, counted from 0; needs the flags of the run",
     )
     parser.add_argument(
-        "--subset", choices=SPLIT_NAMES, default="train", help="the data that --sample counts"
+        "--subset", choices=SPLIT_NAMES, default="train", help="split whose samples --sample counts"
     )
 
 
 def build_parser() -> ToolParser:
     parser = VerifyParser(__doc__)
-    parser.add_argument("prefixes", nargs="*", metavar="PREFIX", help="data set, without .bin and .idx")
-    parser.add_argument("--html", metavar="FILE", help="write a page with statistics and examples")
+    parser.add_argument("prefixes", nargs="*", metavar="PREFIX", help="data sets, without .bin and .idx")
+    parser.add_argument(
+        "--html", metavar="FILE", help="write a page with statistics and examples to this file"
+    )
     _add_sample_flags(parser)
     add_tokenizer_flags(parser, "tokenizer, for the texts in --html")
     return parser
@@ -138,8 +143,8 @@ def check_token_range(dataset: IndexedDataset, smallest: int, largest: int, reco
 
 
 def verify_loss_mask(dataset: IndexedDataset, record: dict[str, Any]) -> str | None:
-    """Returns the summary of the loss mask, which is read; None if there is none. Raises UserError that names
-    the damaged file."""
+    """Reads the loss mask and returns its summary; None without a loss mask. Raises UserError that names the
+    damaged file."""
     check_loss_mask(dataset, record)
     if (mask := dataset.loss_mask) is None:
         return None
@@ -153,7 +158,8 @@ def verify_loss_mask(dataset: IndexedDataset, record: dict[str, Any]) -> str | N
 
 
 def check_digest(path: str, digest: str, expected: Any, prefix: str) -> None:
-    """Raises UserError unless the SHA-256 of a file is `expected` by the record of `prefix`; None for any."""
+    """Raises UserError unless the SHA-256 of a file is `expected`, from the record of `prefix`. expected:
+    None to accept any digest."""
     if expected not in (None, digest):
         raise UserError(
             f"{path}: damaged or replaced, its SHA-256 is {digest[:12]}, expected {str(expected)[:12]} by "
@@ -212,9 +218,9 @@ def report(prefix: str) -> bool:
 
 
 def sampled_run(words: Sequence[str], mistakes: Mistakes) -> Config:
-    """Returns the configuration of the run with these flags, with a small model on one process: neither model
-    nor layout changes the order of the samples. mistakes: found before. Raises ConfigError with all
-    mistakes."""
+    """Returns the configuration of the run with these flags, with a small model on one process, because
+    neither the model nor the layout changes the order of the samples. mistakes: mistakes that were found
+    before. Raises ConfigError with all mistakes."""
     words = rewrite(words)[0]
     with mistakes.collect():
         check_batch_size(words)
@@ -226,7 +232,7 @@ def sampled_run(words: Sequence[str], mistakes: Mistakes) -> Config:
 
 
 def sample_report(i: int, subset: str, config: Config) -> Iterator[str]:
-    """Yields a text for sample i of the run: for each weighted group if the subset has several. Raises
+    """Yields a text about sample i of the run, or one text for each weighted group of the subset. Raises
     UserError for a sample outside the run."""
     data, seq_length = config.data, config.model.seq_length
     length, checkpoint, origin = planned_length(config)
@@ -266,8 +272,8 @@ def sample_report(i: int, subset: str, config: Config) -> Iterator[str]:
 
 
 def write_statistics(prefixes: Sequence[str], arguments: argparse.Namespace, words: Sequence[str]) -> None:
-    """Writes the page of --html about intact data sets. words: the command line. Raises UserError for a
-    tokenizer that did not make the data, and for a file that cannot be written."""
+    """Writes the page of --html about intact data sets. words: words of the command line. Raises UserError
+    for a tokenizer that did not make the data, and for a file that cannot be written."""
     tokenizer: Tokenizer | None = None
     if tokenizer_settings(arguments):
         tokenizer = build_tokenizer(arguments)

@@ -1,6 +1,7 @@
-"""The configuration of a run: frozen sections, whose fields are the flags, and the parser made of them.
+"""The configuration of a run: frozen sections whose fields are the flags, and the parser that is generated
+from them.
 
-Importing it loads neither torch nor deepspeed, so that a misspelled flag is reported at once.
+The package imports neither torch nor deepspeed, so that a misspelled flag is reported at once.
 `megatron.arguments` reads a command line and checks the settings against each other.
 """
 

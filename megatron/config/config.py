@@ -1,4 +1,4 @@
-"""The configuration of a run: one frozen section per concern."""
+"""The configuration of a run: one frozen section for each topic."""
 
 from __future__ import annotations
 
@@ -24,18 +24,18 @@ from megatron.config.sections.stability import StabilityConfig
 from megatron.config.sections.training import TrainingConfig
 from megatron.errors import ConfigError
 
-# Former names, which run.json of older checkpoints contains.
+# Former names of sections and fields, which run.json of older checkpoints contains -> their names.
 RENAMED_SECTIONS = {"trouble": "stability"}
 RENAMED_FIELDS = {"checkpoint.allow_drift": "allow_replica_mismatch"}
 REMOVED_FIELDS = {"training.simulate"}
 _MIN_TOKENS_PER_RANK = 8192
-"""Fewest tokens of a sequence on a context-parallel rank that a search or an advice proposes: the activations
-of shorter sequences fit."""
+"""Minimum number of tokens of a sequence on a context-parallel rank with which a search or a hint proposes
+context parallelism. Shorter sequences do not need it, because their activations fit."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Config:
-    """All settings of a run. `with_settings` makes a variant."""
+    """All settings of a run. `with_settings` returns a variant."""
 
     model: ModelConfig
     parallel: ParallelConfig = field(default_factory=ParallelConfig)
@@ -49,7 +49,7 @@ class Config:
     logging: LoggingConfig = field(default_factory=LoggingConfig)
     stability: StabilityConfig = field(default_factory=StabilityConfig)
     curriculum: LengthCurriculum | None = None
-    """From --deepspeed_config, not from a flag."""
+    """The curriculum in the file of --deepspeed_config; it has no flag."""
 
     def __post_init__(self) -> None:
         if self.batch.global_batch_size is None:
@@ -63,7 +63,8 @@ class Config:
         return getattr(getattr(self, section), name)
 
     def with_settings(self, settings: Mapping[str, Any]) -> Config:
-        """Returns a copy with other values, by 'section.field'. It is not validated: see `validate`."""
+        """Returns a copy with new values. settings: 'section.field' -> value. The copy is not checked by
+        `arguments.checks.validate`."""
         sections: dict[str, dict[str, Any]] = {}
         for name, value in settings.items():
             section, _, field_name = name.partition(".")
@@ -80,16 +81,17 @@ class Config:
 
     @property
     def seq_length_per_rank(self) -> int:
-        """Tokens of each sequence on a rank: --seq-length / CP."""
+        """Returns the number of tokens that each sequence has on a rank: --seq-length / CP."""
         return self.model.seq_length // self.parallel.context_parallel_size
 
     def is_long_enough_for(self, context_size: int) -> bool:
-        """Returns whether a search or an advice proposes this context-parallel size."""
+        """Returns whether sequences are long enough that a search or a hint proposes this context-parallel
+        size."""
         return self.model.seq_length // context_size >= _MIN_TOKENS_PER_RANK
 
     @property
     def micro_batches_per_step(self) -> int:
-        """Micro-batches per step on each data-parallel replica, at the full batch size."""
+        """Returns the micro-batches per step on each data-parallel replica, at the full batch size."""
         batch = self.batch
         return batch.global_batch_size // (batch.micro_batch_size * self.parallel.data_parallel_size)
 
@@ -107,8 +109,8 @@ class Config:
         return sections
 
     def model_settings(self) -> dict[str, Any]:
-        """Returns field name -> value of all settings that change the model (`changes_model` in their flags),
-        without those that have no effect with the chosen variants."""
+        """Returns field name -> value of all settings that change the model (`changes_model` in their flags).
+        Settings that have no effect with the chosen variants are left out."""
         unused = self.model.unused_fields()
         return {
             setting.field: self.value(name)
@@ -118,7 +120,8 @@ class Config:
 
     @classmethod
     def from_dict(cls, settings: Mapping[str, Mapping[str, Any]]) -> Config:
-        """Returns the inverse of `to_dict`. Missing fields have their defaults; former names are understood.
+        """Returns the configuration of a dictionary that `to_dict` returned. Missing fields get their
+        defaults, and former names are accepted.
 
         Raises ConfigError for an unknown section or field, and for a missing field without a default.
         """
@@ -149,30 +152,31 @@ class Setting:
     field: str
     flag: Flag
     group: str
-    """Title of the help group."""
+    """Title of the flag's group in --help."""
     type: Any
     default: Any
-    """The field's default: None if it is derived, `dataclasses.MISSING` if the flag is required."""
+    """The default of the field: None if it is derived from other fields, `dataclasses.MISSING` if the flag is
+    required."""
     changes_model: bool
 
     @property
     def name(self) -> str:
-        """'section.field'."""
+        """Returns 'section.field'."""
         return f"{self.section}.{self.field}"
 
     @property
     def option(self) -> str:
-        """The flag's name."""
+        """Returns the flag's name."""
         return option_name(self.field)
 
     @property
     def options(self) -> tuple[str, ...]:
-        """All names of the flag."""
+        """Returns all names of the flag."""
         return (self.option, *self.flag.aliases)
 
     @property
     def is_required(self) -> bool:
-        """Whether the flag has no default."""
+        """Returns whether the flag has no default."""
         return self.default is dataclasses.MISSING
 
     def has_type(self, value: Any) -> bool:
@@ -183,7 +187,7 @@ class Setting:
 
     @property
     def kind(self) -> type[Any]:
-        """The type of a single value: int for `int | None` and for `tuple[int, int, int] | None`."""
+        """Returns the type of a single value: int for `int | None` and for `tuple[int, int, int] | None`."""
         kind = self.type
         while parts := [part for part in get_args(kind) if part not in (type(None), Ellipsis)]:
             kind = parts[0]
@@ -201,9 +205,9 @@ def _settings() -> Iterator[Setting]:
 
 
 SETTINGS = {setting.name: setting for setting in _settings()}
-"""All flags, by 'section.field'."""
+"""All flags: 'section.field' -> setting."""
 OPTIONS = {option: name for name, setting in SETTINGS.items() for option in setting.options}
-"""'section.field' of all names of all flags."""
+"""All names of all flags -> 'section.field'."""
 
 
 def settings_of_section(section: str) -> list[Setting]:

@@ -1,7 +1,8 @@
 """The description of a command-line flag in a dataclass field, and the base class of the config sections.
 
-`flag(default, help=...)` is used instead of `dataclasses.field`. It stores metadata, and cli.py generates the
-parser from it. Bounds and choices are checked whenever a section is constructed, not only by the parser.
+A section uses `flag(default, help=...)` instead of `dataclasses.field`. The function stores metadata, from
+which flag_parser.py generates the parser. Bounds and choices are checked whenever a section is constructed,
+not only by the parser.
 """
 
 from __future__ import annotations
@@ -20,38 +21,41 @@ from megatron.errors import ConfigError
 # Title of the first help group.
 COMMON_FLAGS = "flags that most runs set"
 _METADATA_KEY = "flag"
-# Metavars of flags that are paths. Lengths in bytes: Linux's limits, minus room for a suffix.
+# Metavars of flags that are paths, and the maximum lengths of paths in bytes: Linux's limits minus the length
+# of a suffix.
 _PATHS = ("FOLDER", "FILE", "PREFIX")
 _LONGEST_NAME, _LONGEST_PATH = 240, 4000
 
 
 @dataclass(frozen=True)
 class Flag:
-    """The metadata of a field for the command line and the checks, besides its name, type and default.
+    """What the command line and the checks know about a field in addition to its name, type and default.
 
-    help: what the flag does; further lines describe its choices. group: title of the help group (None: the
-    section's `group`). derived: description of a default that the section's `derive` computes from other
-    fields, so that a constructed section has no None in this field. at_least, above, at_most, below: bounds
-    of the number, or of each number of a tuple.
+    help: what the flag does; lines after the first one describe its choices. group: title of the group in
+    --help (None: the section's `group`). derived: text about a default that the section's `derive` computes
+    from other fields; the field of a constructed section is then never None. at_least, above, at_most, below:
+    bounds of the number, or of each number of a tuple.
 
-    choices: the possible values. registry: described in --help (default: `choices`, if they are a Registry).
-    spellings: value of another framework -> this program's. rejected: value of another framework -> the
-    alternative. several: the end of the error for several values, which another framework accepts.
+    choices: the possible values. registry: registry whose choices --help describes (default: `choices`, if
+    they are a Registry). spellings: value in another framework -> this program's value. rejected: value in
+    another framework -> the alternative. several: end of the error about more than one value, for a flag that
+    takes several values in another framework.
 
-    Rules between this field and other settings name conditions: 'section.field', 'section.field=value', or
-    several with '|' between them. 'section.field' holds if the setting is not at its default (see
+    Rules between this field and other settings use conditions: 'section.field', 'section.field=value', or
+    several of these with '|' between them. 'section.field' holds if the setting is not at its default (see
     `config.rules`). needs: conditions without which the flag is rejected -> reason, or "". excludes:
     conditions with which the flag is rejected -> reason. The error ends with a remedy, unless the reason has
     one. used_with: the flag has an effect only if one of these conditions holds. unused_with: the flag has no
     effect if one of these conditions holds.
 
-    changes_model: whether another value changes the function that the weights compute, or their shapes (None:
-    the section's `changes_model`). Checkpoints with another value are then rejected. A value that Hugging
-    Face's architecture cannot express is not exported. summary: text for one-line summaries of the model if
-    the value is not the default, with {} for the value. summarizes_default: also the default is in them.
+    changes_model: whether the value determines the function that the weights compute, or their shapes (None:
+    the section's `changes_model`). A run then rejects checkpoints with a different value, and an export to
+    Hugging Face rejects a value that the architecture cannot express. summary: text for one-line summaries of
+    the model, with {} for the value; it is used if the value is not the default. summarizes_default: whether
+    the summaries have the default, too.
 
-    For fields of ModelConfig: changes_layer_time, whether the time of a layer depends on the value (times in
-    --partition-profile are then rejected for another value).
+    changes_layer_time (for fields of ModelConfig): whether the time of a layer depends on the value. A run
+    then rejects a --partition-profile that was measured with a different value.
     """
 
     help: str
@@ -86,8 +90,8 @@ class Flag:
 
 
 def flag(default: Any = dataclasses.MISSING, **description: Any) -> Any:
-    """Returns a dataclass field that is a flag, required if it has no default. description: fields of
-    `Flag`."""
+    """Returns a dataclass field that is a flag. Without a default the flag is required. description: fields
+    of `Flag`."""
     metadata = Flag(**description)
     default = None if metadata.derived is not None else default
     return dataclasses.field(default=default, metadata={_METADATA_KEY: metadata})
@@ -115,7 +119,7 @@ def setting_option(setting: str) -> str:
 
 
 class InvalidSettings(ConfigError):
-    """The invalid values of a section. mistakes: field -> sentence."""
+    """The error of a section with invalid values. mistakes: field -> sentence."""
 
     def __init__(self, mistakes: Mapping[str, str]) -> None:
         super().__init__(next(iter(mistakes.values())))
@@ -124,7 +128,8 @@ class InvalidSettings(ConfigError):
 
 @dataclass(frozen=True, kw_only=True)
 class Section:
-    """Base of the config sections: checks bounds and choices, then computes derived defaults."""
+    """Base class of the config sections. Its constructor checks bounds and choices, then computes derived
+    defaults."""
 
     group: ClassVar[str]
     changes_model: ClassVar[bool] = False
@@ -144,12 +149,13 @@ class Section:
             raise InvalidSettings(mistakes)
 
     def chosen_settings(self) -> set[str]:
-        """Returns the fields that the chosen values use and other choices may not: `Choice.settings`."""
+        """Returns the fields that the chosen values list in `Choice.settings`: these fields have an
+        effect."""
         return {name for registry, value in self.choices_made() for name in registry[value].settings}
 
     def unused_fields(self) -> set[str]:
-        """Returns the fields without effect with the other values of the section: `Choice.settings` of other
-        choices, and by `Flag.unused_with`."""
+        """Returns the fields that have no effect with the values of the section, by `Choice.settings` of
+        choices that are not chosen, and by `Flag.unused_with`."""
         unused = {name for registry, value in self.choices_made() for name in registry.unused_settings(value)}
         for field in dataclasses.fields(self):
             if any(self.holds(condition) for condition in flag_of(field).unused_with):
@@ -157,9 +163,9 @@ class Section:
         return unused
 
     def holds(self, condition: str) -> bool:
-        """Returns whether a condition of `Flag` holds, without '|'; False for a field of another section.
-        'section.field': the value is neither the default nor off. 'section.field=value': the setting has this
-        value."""
+        """Returns whether a condition of `Flag` (without '|') holds. Returns False for a field of a different
+        section. 'section.field': the value is neither the default nor off. 'section.field=value': the setting
+        has this value."""
         name, equals, wanted = condition.partition(".")[2].partition("=")
         field = self.__dataclass_fields__.get(name)
         if field is None:
@@ -175,8 +181,8 @@ class Section:
                 yield choices, value
 
     def derive(self) -> dict[str, Any]:
-        """Returns the values of fields with a derived default, or the ConfigError of a field that has none.
-        Called once, by the constructor."""
+        """Returns field -> derived default, or the ConfigError of a field whose default cannot be derived.
+        The constructor calls it once."""
         return {}
 
 
@@ -192,7 +198,8 @@ def _mistake(field: dataclasses.Field[Any], value: Any) -> str | None:
 
 
 def _too_long_path(field: dataclasses.Field[Any], value: Any) -> str | None:
-    """Checks the length of a path. System calls would report it only later, each with its own error."""
+    """Returns a sentence if a path is too long; None if it is not. System calls would report this only later,
+    with various errors."""
     if flag_of(field).metavar not in _PATHS:
         return None
     for path in value if isinstance(value, tuple) else (value,):
@@ -206,7 +213,8 @@ def _too_long_path(field: dataclasses.Field[Any], value: Any) -> str | None:
 
 
 def bounds_of(description: Flag) -> Iterator[tuple[str, str, float, Callable[[Any, Any], bool]]]:
-    """Yields (words, sign, bound, comparison of a number with the bound) of each bound of a flag."""
+    """Yields (words, sign, bound, function that compares a number with the bound) for each bound of a
+    flag."""
     for words, sign, bound, holds in (
         ("at least", "≥", description.at_least, operator.ge),
         ("more than", ">", description.above, operator.gt),

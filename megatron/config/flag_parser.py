@@ -16,7 +16,8 @@ from megatron.config.mistakes import Mistakes
 from megatron.config.tool_parser import FLAG, CollectingParser, near_flags, typed_name, unknown_flag
 from megatron.errors import ConfigError, one_line
 
-# The groups of --help: the common flags, then Megatron-LM's groups in its order, and 'stability'.
+# The groups of flags in --help: the common flags, then Megatron-LM's groups in Megatron-LM's order, and
+# 'stability'.
 HELP_GROUPS = (
     COMMON_FLAGS,
     "network size",
@@ -40,7 +41,7 @@ HELP_GROUPS = (
 
 
 def make_parser() -> CollectingParser:
-    """Returns the parser. It stores each given flag under 'section.field'."""
+    """Returns the parser. A parsed command line has the given flags under 'section.field'."""
     parser = _Parser(
         prog=typed_name("pretrain_gpt.py"),
         usage="%(prog)s FLAGS",
@@ -56,7 +57,8 @@ def make_parser() -> CollectingParser:
 
 
 class _Parser(CollectingParser):
-    """Understands flags of other frameworks, which it adds when a command line has one, and for --help."""
+    """A parser that also knows the flags of other frameworks. It adds these flags only for a command line
+    that has one, and for --help."""
 
     knows_foreign_flags = False
 
@@ -72,7 +74,7 @@ class _Parser(CollectingParser):
             return f"{name} takes no value; it is read as {' '.join(stands_for)}"
         near = near_flags(name, self._option_string_actions.keys() - foreign_flags().ignored.keys())
         instead, family = foreign_flags().alternative(name)
-        # A family such as --moe-* also has the misspelt flags of this program.
+        # A misspelt flag of this program may begin with the name of an unsupported family such as --moe-*.
         if instead and not (family and near and near[0].startswith(family)):
             return f"{name} is not supported: {instead}"
         return unknown_flag(name, near)
@@ -112,7 +114,8 @@ class _Parser(CollectingParser):
 
 
 def _may_have_experts(settings: Mapping[str, Any]) -> bool:
-    """Returns whether the given flags make a model with experts, or may take one from a checkpoint."""
+    """Returns whether the given flags define a model with experts, or may take such a model from a
+    checkpoint."""
     from_checkpoint = {"checkpoint.use_checkpoint_args", "checkpoint.load_huggingface"} & settings.keys()
     return bool(from_checkpoint) or settings.get("model.num_experts", 1) != 1
 
@@ -136,8 +139,8 @@ _WITH_LISTS_ELSEWHERE = {option for option, name in OPTIONS.items() if SETTINGS[
 
 
 def _join_values(argv: Sequence[str], flags: Collection[str]) -> list[str]:
-    """Joins each of these flags with all words up to the next flag: '--flag=a b'. Surplus values are then
-    part of this flag's error."""
+    """Returns the command line with each of `flags` joined with all words up to the next flag: '--flag=a b'.
+    The error about surplus values then names this flag."""
     words: list[str] = []
     for word in argv:
         if words and word and not FLAG.match(word) and words[-1].partition("=")[0] in flags:
@@ -148,11 +151,12 @@ def _join_values(argv: Sequence[str], flags: Collection[str]) -> list[str]:
 
 
 NOTES = "(notes)"
-"""Where a parsed command line has its notes."""
+"""Name under which a parsed command line has its notes."""
 
 
 class _Store(argparse.Action):
-    """Stores the converted value. The last value of a repeated flag is used, with a note."""
+    """An argparse action that stores the converted value. The last value of a repeated flag is used, with a
+    note."""
 
     def __init__(self, *, convert: _Converter, choices: Iterable[str] | None = None, **keywords: Any) -> None:
         super().__init__(**keywords)
@@ -181,7 +185,7 @@ class _Store(argparse.Action):
 
 @dataclass(frozen=True)
 class _Converter:
-    """Converts the words of the command line to the value of one field."""
+    """A function that converts the words of a command line to the value of one field."""
 
     option: str
     kind: type[Any]
@@ -211,7 +215,7 @@ class _Converter:
 
 
 def _switch(option: str, word: str) -> bool:
-    """Returns True for a switch that old scripts give with the value 1."""
+    """Returns True for a switch. Old scripts set some switches with the value 1, which is accepted."""
     if word.lower() not in ("1", "true"):
         raise ConfigError(f"{option} is '{word}': expected no value, or 1; remove the flag to turn it off")
     return True

@@ -6,12 +6,14 @@ With --other-frameworks it prints the tables of docs/migration.md.
 from __future__ import annotations
 
 import argparse
+from collections.abc import Iterable
 
 from megatron.config.config import SETTINGS, Setting
 from megatron.config.fields import bounds_of
 from megatron.config.flag_parser import HELP_GROUPS, default_text
 from megatron.config.foreign_flags import IgnoredFlag, foreign_flags
 
+_FLAGS_PER_ROW = 6
 _HEAD = """# Flags
 
 All flags of `pretrain_gpt.py`, grouped as in `--help`. The page is generated from `megatron/config`:
@@ -37,38 +39,53 @@ def flags_page() -> str:
 def other_frameworks_tables() -> str:
     """Returns the tables of docs/migration.md: flags of other frameworks, and how they are treated."""
     flags = foreign_flags()
-    ignored = [
-        f"| {_code(flag.name)} {', '.join(map(_code, flag.values or ()))}".rstrip()
-        + f" | {_escaped(_reason(flag))} |"
+    ignored = _rows_by_answer(
+        (f"{_code(flag.name)} {', '.join(map(_code, flag.values or ()))}".rstrip(), _reason(flag))
         for flag in flags.ignored.values()
-    ]
+    )
     rewritten = [f"| {_code(name)} | {_code(' '.join(words))} |" for name, words in flags.rewritten.items()]
     rewritten += [
         f"| {_code(f'{setting.option} {value}')} | {_code(f'{setting.option} {instead}')} |"
         for setting in SETTINGS.values()
         for value, instead in setting.flag.spellings.items()
     ]
-    families: dict[str, list[str]] = {}
     rejected = [
-        f"| {_code(f'{setting.option} {value}')} | {_escaped(answer)} |"
+        (_code(f"{setting.option} {value}"), answer)
         for setting in SETTINGS.values()
         for value, answer in setting.flag.rejected.items()
     ]
-    for name, answer in flags.unsupported.items():
-        if name.endswith("*"):
-            families.setdefault(answer, []).append(_code(name))
-        else:
-            rejected.append(f"| {_code(name)} | {_escaped(answer)} |")
-    of_families = [f"| {', '.join(begins)} | {_escaped(answer)} |" for answer, begins in families.items()]
+    unsupported = [(_code(name), answer) for name, answer in flags.unsupported.items()]
+    of_families = [pair for pair in unsupported if pair[0].endswith("*`")]
+    rejected += [pair for pair in unsupported if pair not in of_families]
     tables = (
         ("### Renamed: read as flags of this program", "is read as", rewritten),
         ("### Automatic: accepted and ignored", "why it has no effect", ignored),
-        ("### Not supported, and what to do instead", "instead", rejected),
-        ("Whole families of flags are not supported:", "instead", of_families),
+        ("### Not supported, and what to do instead", "instead", _rows_by_answer(rejected)),
+        (
+            "Flags that begin with one of these words are not supported, unless a table above or flags.md "
+            "lists them:",
+            "instead",
+            _rows_by_answer(of_families),
+        ),
     )
     return "\n\n".join(
         "\n".join([title, "", f"| flag | {column} |", "|---|---|", *rows]) for title, column, rows in tables
     )
+
+
+def _rows_by_answer(pairs: Iterable[tuple[str, str]]) -> list[str]:
+    """Returns the rows of a table: flags with one answer are in one row, up to `_FLAGS_PER_ROW` of them.
+
+    pairs: (flag in Markdown, answer).
+    """
+    flags: dict[str, list[str]] = {}
+    for flag, answer in pairs:
+        flags.setdefault(answer, []).append(flag)
+    return [
+        f"| {', '.join(names[i : i + _FLAGS_PER_ROW])} | {_escaped(answer)} |"
+        for answer, names in flags.items()
+        for i in range(0, len(names), _FLAGS_PER_ROW)
+    ]
 
 
 def _reason(flag: IgnoredFlag) -> str:

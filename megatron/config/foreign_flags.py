@@ -1,8 +1,9 @@
-"""Flags of other frameworks: foreign_flags.json, which is read only for an unknown flag or a DeepSpeed file.
+"""Reads the flags of other frameworks from foreign_flags.json, only if a command line has an unknown flag or
+a DeepSpeed file.
 
 Such a flag is accepted and ignored, replaced by flags of this program, or rejected with the alternative.
-docs/migration.md lists all of them. Values of this program's flags that are spelled differently elsewhere
-stand beside their flags (`Flag.spellings`).
+docs/migration.md lists all of them. The description of each flag of this program has the values that other
+frameworks spell differently (`Flag.spellings`).
 """
 
 from __future__ import annotations
@@ -20,18 +21,18 @@ from megatron.config.tool_parser import FLAG
 
 @dataclass(frozen=True)
 class IgnoredFlag:
-    """An accepted flag without effect. nargs as in argparse, 0: no value."""
+    """A flag that is accepted and has no effect. nargs: as in argparse; 0 for a flag without a value."""
 
     name: str
     reason: str
     """Why the flag has no effect."""
     nargs: int | str | None = 0
     values: tuple[str, ...] | None = None
-    """The values that are accepted; None: all."""
+    """The values that are accepted; None if all values are."""
     otherwise: str = ""
-    """The alternative for any other value, or for a model with experts."""
+    """The alternative that the error names for a value that is not accepted, or for a model with experts."""
     only_in_plans: bool = False
-    """Whether a run rejects the flag, because it would change the losses; a dry run is not affected."""
+    """Whether a run rejects the flag, because it would change the losses. A dry run accepts it."""
     only_without_experts: bool = False
     """Whether a model with experts rejects the flag."""
     is_deprecated: bool = False
@@ -39,12 +40,12 @@ class IgnoredFlag:
 
     @property
     def has_conditions(self) -> bool:
-        """Whether the flag is rejected with some values or other flags."""
+        """Returns whether the flag is rejected with some values or other flags."""
         return bool(self.values or self.only_in_plans or self.only_without_experts)
 
     @property
     def note(self) -> str:
-        """The note in the log of a run with this flag."""
+        """Returns the note in the log of a run with this flag."""
         return f"{self.name} is {'deprecated and ' * self.is_deprecated}ignored: {self.reason}"
 
 
@@ -52,9 +53,9 @@ class IgnoredFlag:
 class ForeignFlags:
     """The content of foreign_flags.json.
 
-    ignored: by name. rewritten: a flag -> the words that replace it; a value after the flag goes after the
-    last word. unsupported: a flag, or the beginning of flags with '*', -> the alternative. deepspeed_keys:
-    keys of DeepSpeed's file that are rejected -> the alternative.
+    ignored: name of a flag -> the flag. rewritten: name of a flag -> words that replace it; a value after the
+    flag follows the last word. unsupported: name of a flag, or beginning of names with '*' -> the
+    alternative. deepspeed_keys: key of DeepSpeed's file that is rejected -> the alternative.
     """
 
     ignored: Mapping[str, IgnoredFlag]
@@ -63,8 +64,9 @@ class ForeignFlags:
     deepspeed_keys: Mapping[str, str]
 
     def alternative(self, name: str) -> tuple[str | None, str]:
-        """Returns the alternative to an unsupported flag, None for a flag that is in no table, and the
-        beginning of its name if the table has only that."""
+        """Returns (alternative, beginning of the name) for an unsupported flag. The alternative is None for a
+        flag that is in no table. The beginning is "" unless only the beginning of the flag's name is in the
+        table."""
         spelled = "--" + name.lstrip("-").replace("_", "-")
         if spelled in self.unsupported:
             return self.unsupported[spelled], ""
@@ -95,13 +97,13 @@ def _words(lines: Sequence[str]) -> list[str]:
 
 
 def has_foreign_flags(words: Sequence[str]) -> bool:
-    """Returns whether a command line has flags that are not this program's."""
+    """Returns whether a command line has flags that this program does not have."""
     return any(FLAG.match(word) and word.partition("=")[0] not in OPTIONS for word in words)
 
 
 def rewrite(words: Sequence[str]) -> tuple[list[str], list[str]]:
     """Returns the words of a command line with flags and values of other frameworks replaced, and a note for
-    each replacement. A flag with a value that it does not take stays: the parser rejects it."""
+    each replacement. A flag with an impossible value is not replaced, so that the parser rejects it."""
     words, notes = _with_own_values(words)
     if not has_foreign_flags(words):
         return words, notes
@@ -135,7 +137,7 @@ def _with_own_values(words: Sequence[str]) -> tuple[list[str], list[str]]:
             word = f"{name}={instead}" if equals else instead
         result.append(word)
         flag = word if word.startswith("--") else ""
-    if any("HuggingFaceTokenizer" in note for note in notes):  # its --tokenizer-model is a folder or a name
+    if any("HuggingFaceTokenizer" in note for note in notes):  # its tokenizer model is a folder or a name
         given = result
         result = [re.sub("^--tokenizer-model(?==|$)", "--tokenizer-name-or-path", word) for word in given]
         notes += ["--tokenizer-model is read as --tokenizer-name-or-path"] * (result != given)

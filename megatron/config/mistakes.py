@@ -1,4 +1,4 @@
-"""The mistakes of a command line, which are reported together in one error."""
+"""Collects the mistakes of a command line and reports them in one error."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 
 from megatron.errors import ConfigError, UserError
 
-# Aligns all lines of an error, of which the first begins with "error: ".
+# Line break that aligns the lines of an error with its first line, which begins with "error: ".
 _LINE_BREAK = "\n       "
 _FLAG_NAME = re.compile(r"--[A-Za-z][\w-]*")
 
@@ -20,10 +20,10 @@ def named_flags(sentence: str) -> set[str]:
 
 
 class Mistakes:
-    """The mistakes that were found, a sentence each, without duplicates.
+    """The mistakes that were found. Each mistake is a sentence. There are no duplicates.
 
-    The value of an invalid or missing flag is unknown. A sentence that names such a flag is left out, since
-    it may be a consequence of the mistake that was reported first.
+    The value of an invalid or missing flag is unknown. A further sentence that names such a flag is left out,
+    because it may be a consequence of the first mistake.
     """
 
     def __init__(self) -> None:
@@ -32,8 +32,9 @@ class Mistakes:
         self._sentences: dict[str, None] = {}
 
     def add(self, sentence: str, flags: Iterable[str] = (), is_cause: bool = False) -> None:
-        """Adds a mistake, or several from the text of an error. flags: their values are unknown from now on.
-        is_cause: the mistake does not depend on the values of flags that the sentence names."""
+        """Adds a mistake, or several mistakes from the text of an error. flags: flags whose values are
+        unknown from now on. is_cause: whether the mistake does not depend on the values of the flags that the
+        sentence names."""
         for line in sentence.split(_LINE_BREAK):
             if is_cause or self.unknown.isdisjoint(named_flags(line)):
                 self._sentences[line] = None
@@ -46,7 +47,7 @@ class Mistakes:
 
     @contextmanager
     def collect(self, flags: Iterable[str] = ()) -> Iterator[None]:
-        """Adds the mistake of a UserError that ends the block. flags: see `add`."""
+        """Adds the mistake of a UserError that the block raises. flags: see `add`."""
         try:
             yield
         except UserError as error:

@@ -1,4 +1,4 @@
-"""The model in one line, and its padded vocabulary."""
+"""Describes the model in one line, and computes its padded vocabulary."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
-"""Registries: the table of choices of each extensible setting.
+"""The registries: for each extensible setting, a table of its choices.
 
-A choice has a description and an implementation that is imported on use. A new choice is one line in this
-file and its implementation. The flag's choices, --help, docs/flags.md and the error for an unknown name come
-from these tables.
+A choice has a description and the name of an implementation, which is imported when it is used. To add a
+choice, add one line to this file and write the implementation. The flag's choices, --help, docs/flags.md and
+the error for an unknown name are generated from these tables.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 from megatron.config.registry import Choice, Registry
 
-# Elementwise functions Tensor -> Tensor.
+# The implementations are elementwise functions Tensor -> Tensor.
 ACTIVATIONS = Registry(
     "--activation",
     {
@@ -22,7 +22,8 @@ ACTIVATIONS = Registry(
     },
 )
 
-# Elementwise functions of the gate in value * activation(gate) (GLU variants, arXiv:2002.05202).
+# The implementations are elementwise functions of the gate in value * activation(gate) (GLU variants,
+# arXiv:2002.05202).
 GLU_ACTIVATIONS = Registry(
     "--glu-activation",
     {
@@ -36,8 +37,8 @@ GLU_ACTIVATIONS = Registry(
     module="megatron.model.activations",
 )
 
-# Modules with __init__(size, epsilon, use_apex), [..., size] -> [..., size]. Those with apply_layernorm_1p
-# among their settings get a fourth argument, True, if it is set.
+# The implementations are modules [..., size] -> [..., size] with __init__(size, epsilon, use_apex). If
+# apply_layernorm_1p is set and is among the settings of the norm, __init__ gets True as fourth argument.
 _CENTERED = ("apply_layernorm_1p",)
 NORMALIZATIONS = Registry(
     "--normalization",
@@ -56,11 +57,11 @@ NORMALIZATIONS = Registry(
 
 @dataclass(frozen=True)
 class LayerArrangement(Choice):
-    """The order of norms, attention and MLP in a transformer layer. Its implementation is a function (layer,
+    """An order of norms, attention and MLP in a transformer layer. Its implementation is a function (layer,
     hidden, document_ids) -> hidden.
 
-    norms: names of the layer's norms. ends_with_norm: the MLP's output is normalized, so that the backward
-    pass needs it.
+    norms: names of the layer's norms. ends_with_norm: whether the output of the MLP is normalized; the
+    backward pass then needs this output.
     """
 
     norms: tuple[str, ...] = ()
@@ -105,8 +106,8 @@ LAYER_ARRANGEMENTS = Registry(
     module="megatron.model.residual",
 )
 
-# Functions LayerContext -> (norm of the queries, norm of the keys), modules that keep the
-# shape [seq, batch, heads, head_dim].
+# The implementations are functions LayerContext -> (norm of the queries, norm of the keys). The norms are
+# modules [seq, batch, heads, head_dim] -> [seq, batch, heads, head_dim].
 QK_NORMS = Registry(
     "--qk-layernorm-scope",
     {
@@ -119,7 +120,8 @@ QK_NORMS = Registry(
     module="megatron.model.attention.qk_norm",
 )
 
-# Functions (rotary frequencies, ModelConfig) -> scaled frequencies and a multiplier of cosines and sines.
+# The implementations are functions (rotary frequencies, ModelConfig) -> (scaled frequencies, multiplier of
+# cosines and sines).
 _SCALING = ("rope_scaling_factor",)
 _ORIGINAL = (*_SCALING, "rope_original_max_position_embeddings")
 ROPE_SCALINGS = Registry(
@@ -140,7 +142,7 @@ ROPE_SCALINGS = Registry(
     module="megatron.model.rope_scaling",
 )
 
-# Instances of megatron.model.position.PositionScheme.
+# The implementations are instances of megatron.model.position.PositionScheme.
 POSITION_EMBEDDINGS = Registry(
     "--position-embedding-type",
     {
@@ -171,8 +173,8 @@ class OptimizerChoice(Choice):
     torch.optim.Optimizer.
 
     moments: names of the states that the optimizer keeps for each element of a parameter. matrix_moments:
-    names for the weights of linear layers, if the optimizer updates them as whole matrices (Muon); the
-    implementation then returns a `megatron.optimizer.matrix_optimizer.MatrixOptimizer`.
+    names of the states for the weights of linear layers, if the optimizer updates these weights as whole
+    matrices (Muon). The implementation then returns a `megatron.optimizer.matrix_optimizer.MatrixOptimizer`.
     """
 
     moments: tuple[str, ...] = ("exp_avg", "exp_avg_sq")
@@ -216,11 +218,13 @@ class ConstantPhaseStyle(Choice):
 
 
 class WarmupRelativeStyle(Choice):
-    """An LR decay style whose function takes, instead of the decay's progress, the run's progress divided by
-    the warm-up length, from 1 on. After the end of the decay, the learning rate is min_lr."""
+    """An LR decay style whose function takes the progress of the run divided by the length of the warm-up (1
+    at the end of the warm-up), instead of the progress of the decay. After the end of the decay, the learning
+    rate is min_lr."""
 
 
-# Functions (max_lr, min_lr, progress of the decay from 0 to 1) -> learning rate. WSD has a registry of them.
+# The implementations are functions (max_lr, min_lr, progress of the decay from 0 to 1) -> learning rate. WSD
+# has a separate registry of such functions.
 _DECAY = ("min_lr", "lr_decay_iters", "lr_decay_samples", "lr_decay_tokens")
 _WSD = ("lr_wsd_decay_style", "lr_wsd_decay_iters", "lr_wsd_decay_samples")
 LR_DECAY_STYLES = Registry(
@@ -243,8 +247,8 @@ LR_DECAY_STYLES = Registry(
     module="megatron.optimizer.schedule",
 )
 
-# Functions (max_lr, min_lr, progress of the decay from 0 to 1) -> learning rate. Names and formulas are those
-# of Megatron-LM (megatron/core/optimizer_param_scheduler.py).
+# The implementations are functions (max_lr, min_lr, progress of the decay from 0 to 1) -> learning rate, with
+# names and formulas of Megatron-LM (megatron/core/optimizer_param_scheduler.py).
 WSD_DECAY_STYLES = Registry(
     "--lr-wsd-decay-style",
     {
@@ -262,7 +266,7 @@ class Partitioner(Choice):
     """A partition method. Its implementation is a function (PartitionMethod, LayerTable, PipelineShape) ->
     Partition.
 
-    needs_memory: whether the method needs the memory of the layers (`run.PredictMemory`).
+    needs_memory: whether the method needs the predicted memory of the layers (`run.PredictMemory`).
     """
 
     needs_memory: bool = False
@@ -277,7 +281,8 @@ PARTITION_METHODS = Registry(
         "time": Partitioner("equal estimated FLOPs", "by_flops"),
         "profile": Partitioner("equal measured time", "by_measured_time"),
         "type": Partitioner(
-            "equal sums of layer weights by class name, as in type:embed:2|transformer:1", "by_layer_type"
+            "equal sums of the numbers given for class names, as in type:embed:2|transformer:1",
+            "by_layer_type",
         ),
         "layout": Partitioner(
             "explicit stages in Megatron-LM's syntax, as in layout:Et*3|(tt|)*29,t|L", "explicit_stages"
@@ -295,13 +300,15 @@ class PipelineSchedule(Choice):
     """A pipeline schedule. Its implementation is a function (ranks, micro-batches) -> ScheduleActions, which
     the engine, the simulation and the plan execute.
 
-    stages_per_rank: 0 if --virtual-pipeline-stages sets it; the function then takes it as third argument.
-    is_v_schedule: rank r of p holds stages r and 2p - 1 - r. Otherwise stage s is on rank s modulo p.
+    stages_per_rank: number of stages on a pipeline rank; 0 if --virtual-pipeline-stages sets it, which the
+    function then takes as third argument. is_v_schedule: whether rank r of p holds the stages r and 2p - 1 -
+    r; otherwise stage s is on rank s modulo p.
 
-    micro_batches_per_rank: a step needs at least this number x pipeline ranks of micro-batches; 0 if there is
-    no minimum. micro_batches_multiple_of_ranks: the number of micro-batches must be a multiple of the ranks.
+    micro_batches_per_rank: a step needs at least this number x pipeline ranks micro-batches; 0 if there is no
+    minimum. micro_batches_multiple_of_ranks: whether the number of micro-batches must be a multiple of the
+    pipeline ranks.
 
-    splits_backward: separate passes compute the weight gradients (zero bubble).
+    splits_backward: whether separate passes compute the weight gradients (zero bubble).
     """
 
     stages_per_rank: int = 1
@@ -343,7 +350,7 @@ PIPELINE_SCHEDULES = Registry(
     module="megatron.pipeline.schedule_actions",
 )
 
-# `CheckpointWriter` classes. The names are also names of checkpoint formats.
+# The implementations are `CheckpointWriter` classes. Each name is also the name of a checkpoint format.
 SAVE_FORMATS = Registry(
     "--save-format",
     {
@@ -358,8 +365,9 @@ SAVE_FORMATS = Registry(
 
 @dataclass(frozen=True)
 class TokenizerChoice(Choice):
-    """A tokenizer: a class whose arguments are the values of `settings`, in this order. All of these settings
-    are required. takes_vocab_size: --vocab-size is its only argument, and required."""
+    """A tokenizer. Its implementation is a class whose arguments are the values of `settings`, in this order.
+    All of these settings are required. takes_vocab_size: whether --vocab-size is required and the only
+    argument."""
 
     takes_vocab_size: bool = False
 
@@ -395,9 +403,10 @@ TOKENIZERS = Registry(
 class DataOrder(Choice):
     """The rules that order the samples. Its implementation is a `data.blended_dataset.Blend`.
 
-    last_epoch_threshold: share of the last epoch below which it is shuffled separately. is_core: whether
-    --split is rounded, and index files are read, as in Megatron-Core. blends_by_size: whether a blend may
-    have no weights. repeats_short: whether data with fewer tokens than a sample are repeated within it.
+    last_epoch_threshold: the last epoch is shuffled separately if the run reads less than this share of it.
+    is_core: whether --split is rounded, and index files are read, as in Megatron-Core. blends_by_size:
+    whether a blend may have no weights. repeats_short: whether data with fewer tokens than a sample are
+    repeated within the sample.
     """
 
     last_epoch_threshold: float = 0.95
@@ -406,7 +415,7 @@ class DataOrder(Choice):
     repeats_short: bool = False
 
     def shortest(self, seq_length: int) -> int:
-        """Returns the tokens that a split of a data set needs."""
+        """Returns the minimum number of tokens in a split of a data set."""
         return 1 if self.repeats_short else seq_length + 1
 
 
@@ -414,7 +423,8 @@ DATA_ORDERS = Registry(
     "--data-order",
     {
         "native": DataOrder(
-            "as megatron-deepspeed, but blends keep shares to about a sample (Sainte-Laguë) at any length",
+            "as megatron-deepspeed, but a blend of any length has the share of each data set to about a "
+            "sample (Sainte-Laguë)",
             "megatron.data.blended_dataset:BlendOrder",
         ),
         "megatron-deepspeed": DataOrder(
@@ -440,7 +450,7 @@ DATA_ORDERS = Registry(
     module="megatron.data.greedy_blend",
 )
 
-# Instances of megatron.cluster.devices.GPU.
+# The implementations are instances of megatron.cluster.devices.GPU.
 GPUS = Registry(
     "--gpu",
     {

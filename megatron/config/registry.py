@@ -15,8 +15,8 @@ from megatron.errors import ConfigError
 class Choice:
     """One choice of a setting.
 
-    implementation: "module:attribute", or "attribute" of the registry's module. settings: fields of the same
-    section that this choice uses and that have no effect with choices that do not list them.
+    implementation: "module:attribute", or "attribute" of the registry's module. settings: fields of the
+    section that this choice uses. They have no effect with choices that do not list them.
     """
 
     description: str
@@ -34,7 +34,8 @@ _ChoiceT = TypeVar("_ChoiceT", bound=Choice)
 
 
 class Registry(Mapping[str, _ChoiceT], Generic[_ChoiceT]):
-    """The choices of the flag `option`, by name. module: of the implementations without one."""
+    """The choices of the flag `option`: name -> choice. module: module of the implementations that name only
+    an attribute."""
 
     def __init__(self, option: str, choices: Mapping[str, _ChoiceT], module: str = "") -> None:
         self.option = option
@@ -71,5 +72,5 @@ class Registry(Mapping[str, _ChoiceT], Generic[_ChoiceT]):
         return tuple(dict.fromkeys(field for choice in self._choices.values() for field in choice.settings))
 
     def unused_settings(self, name: str) -> tuple[str, ...]:
-        """Returns the settings that other choices use and the choice `name` does not use."""
+        """Returns the settings that at least one choice uses, but not the choice `name`."""
         return tuple(field for field in self.settings() if field not in self[name].settings)

@@ -11,7 +11,8 @@ from megatron.config.registries import ROPE_SCALINGS
 
 
 def rule_mistakes(config: Config, sections: Collection[str] = SECTIONS) -> Iterator[str]:
-    """Yields a sentence for a flag without another flag that it needs, or with one that it excludes."""
+    """Yields a sentence for each flag that lacks a flag that it needs, or that is given together with a flag
+    that it excludes."""
     for setting, entry in SETTINGS.items():
         if setting.partition(".")[0] not in sections or not _is_given(config, setting):
             continue
@@ -27,17 +28,17 @@ def rule_mistakes(config: Config, sections: Collection[str] = SECTIONS) -> Itera
 
 
 def _ending(reason: str, remedy: str) -> str:
-    """Returns the end of an error. A reason that says what to remove has its own remedy."""
+    """Returns the end of an error: the reason, and the remedy unless the reason says what to remove."""
     return reason if "remove" in reason else "; ".join(filter(None, (reason, remedy)))
 
 
 def is_default(config: Config, setting: str) -> bool:
-    """Returns whether a setting, 'section.field', has its default."""
+    """Returns whether a setting has its default. setting: 'section.field'."""
     return bool(config.value(setting) == SETTINGS[setting].default)
 
 
 def _is_given(config: Config, condition: str) -> bool:
-    """Returns whether a condition of `Flag`, or one of several with '|' between them, holds."""
+    """Returns whether a condition of `Flag` holds, or at least one of several with '|' between them."""
     return any(getattr(config, one.partition(".")[0]).holds(one) for one in condition.split("|"))
 
 
@@ -52,7 +53,7 @@ def _flag_text(config: Config, condition: str) -> str:
 
 
 def _setting_of(condition: str) -> str:
-    """Returns the 'section.field' of a condition, or of the first one."""
+    """Returns the 'section.field' of a condition, or of the first of several conditions."""
     return condition.partition("|")[0].partition("=")[0]
 
 
@@ -62,7 +63,7 @@ def _required(condition: str) -> str:
 
 
 def unused_by_rules(config: Config) -> Iterator[tuple[str, str]]:
-    """Yields (setting, reason) of settings that are unused by the rules of their flags."""
+    """Yields (setting, reason) for each setting that has no effect according to the rules of its flag."""
     for setting, entry in SETTINGS.items():
         needed = entry.flag.used_with
         for condition in entry.flag.unused_with:
@@ -73,7 +74,7 @@ def unused_by_rules(config: Config) -> Iterator[tuple[str, str]]:
 
 
 def unused_by_choices(config: Config) -> Iterator[tuple[str, str]]:
-    """Yields (setting, reason) of settings that only other choices of a setting use."""
+    """Yields (setting, reason) for each setting that only choices use that are not chosen."""
     for section in SECTIONS:
         for registry, choice in getattr(config, section).choices_made():
             for name in registry.unused_settings(choice):

@@ -1,5 +1,5 @@
-"""The parsers of command lines, which report all mistakes in one error; checks of the tools' arguments, and
-the exit of an interrupted tool."""
+"""Parsers of command lines that report all mistakes in one error, checks of the tools' arguments, and the
+exit of an interrupted tool."""
 
 from __future__ import annotations
 
@@ -9,18 +9,20 @@ import os
 import re
 import signal
 import sys
+import textwrap
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from types import FrameType
-from typing import NoReturn
+from typing import Any, NoReturn
 
 from megatron.config.mistakes import Mistakes, named_flags
 from megatron.errors import ConfigError, one_line
 
 
 class _Rejected(ConfigError):
-    """What argparse rejects. argument: as argparse names it, "" if it names none. complaint: without it."""
+    """An argument that argparse rejects. argument: name of the argument in argparse's message; "" if the
+    message names none. complaint: the message without this name."""
 
     def __init__(self, sentence: str, message: str) -> None:
         super().__init__(sentence)
@@ -31,11 +33,12 @@ class _Rejected(ConfigError):
 
 
 class CollectingParser(argparse.ArgumentParser):
-    """An argparse parser that raises one ConfigError with all mistakes. A flag with an invalid value is left
-    out."""
+    """An argparse parser that raises one ConfigError with all mistakes. A flag with an invalid value is
+    missing in its result."""
 
     def rejection(self, message: str) -> str:
-        """Returns the sentence for a message of argparse. That of `at_least_1` begins with "is "."""
+        """Returns the sentence for a message of argparse. A message that begins with "is ", such as from
+        `at_least_1`, follows the flag's name."""
         name, _, complaint = message.removeprefix("argument ").partition(": ")
         if complaint.startswith("is "):
             return f"{name.split('/')[0]} {complaint}"
@@ -47,7 +50,7 @@ class CollectingParser(argparse.ArgumentParser):
         return unknown_flag(name, near_flags(name, self._option_string_actions))
 
     def check_values(self, parsed: argparse.Namespace, mistakes: Mistakes) -> None:
-        """Adds the mistakes in values that argparse accepts."""
+        """Adds to `mistakes` the mistakes in values that argparse accepts."""
 
     def parse_known(self, words: list[str]) -> tuple[argparse.Namespace, list[str]]:
         """Calls argparse's parser, which raises `_Rejected`."""
@@ -67,18 +70,18 @@ class CollectingParser(argparse.ArgumentParser):
     def collect(self, words: Sequence[str], mistakes: Mistakes) -> argparse.Namespace:
         """Parses a command line, and adds its mistakes to `mistakes`.
 
-        Words after an unknown flag may be its values. The value of a flag that a sentence recommends is
-        unknown, unless the flag is given: the user may have meant this flag.
+        Words after an unknown flag may be its values. If a sentence recommends a flag, the user may have
+        meant this flag, so its value is unknown unless the flag is given, too.
         """
         parsed, unknown, missing = self._parse(words, mistakes)
         self.check_values(parsed, mistakes)
         if unknown and not FLAG.match(unknown[0]):
             place = len(words)
-            for word in reversed(unknown):  # an equal word may be the value of a flag before them
+            for word in reversed(unknown):  # a flag before them may have an equal word as value
                 place = max(index for index in range(place) if words[index] == word)
             before = [word.partition("=")[0] for word in words[:place] if FLAG.match(word)]
             sentence = f"unexpected value '{unknown[0]}': quote a value that contains spaces, or see --help"
-            mistakes.add(sentence, before[-1:])  # the value of the flag before it may be incomplete
+            mistakes.add(sentence, before[-1:])  # the flag before it may have an incomplete value
         given = {word.partition("=")[0].replace("_", "-") for word in words}
         for name in dict.fromkeys(word.partition("=")[0] for word in unknown if FLAG.match(word)):
             sentence = self.unknown_flag(name)
@@ -87,7 +90,8 @@ class CollectingParser(argparse.ArgumentParser):
         return parsed
 
     def collect_known(self, words: Sequence[str], mistakes: Mistakes) -> tuple[argparse.Namespace, list[str]]:
-        """Behaves like `collect`, but returns the words of unknown flags, which are no mistakes."""
+        """Behaves like `collect`, but returns the words of unknown flags instead of adding them to the
+        mistakes."""
         parsed, unknown, missing = self._parse(words, mistakes)
         self._add_missing(missing, mistakes)
         return parsed, unknown
@@ -130,7 +134,7 @@ def _name(action: argparse.Action) -> str:
 
 def _without_flag(words: Sequence[str], action: argparse.Action) -> list[str]:
     """Returns the words without a flag and its values."""
-    limit = len(words)  # of values: any number with the nargs * and +
+    limit = len(words)  # limit of the number of values; nargs * and + have none
     if action.nargs in (None, "?") or isinstance(action.nargs, int):
         limit = action.nargs if isinstance(action.nargs, int) else 1
     kept, values = list[str](), 0
@@ -149,7 +153,7 @@ def _without_flag(words: Sequence[str], action: argparse.Action) -> list[str]:
 
 
 def near_flags(name: str, known: Iterable[str]) -> list[str]:
-    """Returns the flags that a user who typed an unknown one may have meant."""
+    """Returns the known flags that a user who typed the unknown flag `name` may have meant."""
     spelled = "--" + name.lstrip("-").replace("_", "-")
     near = difflib.get_close_matches(spelled, sorted(known), n=1, cutoff=_MIN_SIMILARITY)
     near = near or sorted(option for option in known if option.startswith(f"{spelled}-"))
@@ -162,7 +166,8 @@ def unknown_flag(name: str, near: Sequence[str]) -> str:
 
 
 FLAG = re.compile("--?[A-Za-z]")
-# One wrong letter in a flag of 5 or more letters stays above it; --batch-size and --micro-batch-size do not.
+# Minimum similarity of a flag that is suggested. A flag of 5 or more letters with one wrong letter is above
+# it; the pair --batch-size and --micro-batch-size is below it.
 _MIN_SIMILARITY = 0.85
 _MAX_HINTS = 3
 
@@ -175,13 +180,18 @@ class _HelpFormatter(argparse.ArgumentDefaultsHelpFormatter, argparse.RawDescrip
         is_explained = "(default" in (action.help or "")
         return action.help if is_empty or is_explained else super()._get_help_string(action)
 
+    def _split_lines(self, text: str, width: int) -> list[str]:
+        # Each line of the text begins a new line, and flags are not broken at a hyphen.
+        wrapped = (textwrap.wrap(line, width, break_on_hyphens=False) for line in text.splitlines())
+        return [line for lines in wrapped for line in lines]
+
 
 class ToolParser(CollectingParser):
     """The parser of a tool.
 
-    `description` is printed with its line breaks: it can be a tool's docstring. In an installation,
-    `megatron-NAME` replaces `python tools/NAME.py` in it. Flags cannot be abbreviated, since a new flag would
-    change the meaning of an abbreviation.
+    `description` is printed with its line breaks, so it can be the docstring of a tool. In an installation,
+    `megatron-NAME` replaces `python tools/NAME.py` in the description. Flags cannot be abbreviated, because a
+    new flag would change the meaning of an abbreviation.
     """
 
     def __init__(self, description: str | None) -> None:
@@ -191,9 +201,14 @@ class ToolParser(CollectingParser):
             allow_abbrev=False,
         )
 
+    def add_argument(self, *names: Any, **settings: Any) -> argparse.Action:
+        """Adds a flag. A flag with underscores, as in DeepSpeed's tools, may also be typed with dashes."""
+        dashed = (name.replace("_", "-") for name in names if name.startswith("--"))
+        return super().add_argument(*dict.fromkeys((*names, *dashed)), **settings)
+
 
 def typed_name(script: str) -> str:
-    """Returns how the user started a script of the repository: by its path, or by an installed command."""
+    """Returns how the user typed the name of this program: the path of a script, or an installed command."""
     command = os.path.basename(sys.argv[0])
     is_installed = command.startswith(_COMMAND)
     return _COMMAND + Path(script).stem.replace("_", "-") if is_installed else script
@@ -205,7 +220,7 @@ def _typed(command: re.Match[str]) -> str:
 
 
 def at_least_1(word: str) -> int:
-    """Converts the value of a flag, as its `type`, to an integer above 0."""
+    """Converts the value of a flag to an integer of at least 1. For the argument `type` of a flag."""
     if not re.fullmatch("[+-]?[0-9]{1,18}", word):
         raise argparse.ArgumentTypeError(f"is '{one_line(word, 60)}': expected an integer")
     if (number := int(word)) < 1:
@@ -227,7 +242,7 @@ def check_output_prefix(prefix: str) -> None:
 
 
 def add_universal_flag(parser: argparse._ActionsContainer, flag: str) -> None:
-    """Adds --universal_checkpoint. flag: names the folder with the checkpoints."""
+    """Adds --universal_checkpoint. flag: flag that names the folder with the checkpoints."""
     parser.add_argument(
         "--universal_checkpoint",
         "--universal-checkpoint",
@@ -245,7 +260,7 @@ def add_verify_digests_flag(parser: argparse._ActionsContainer) -> None:
     )
 
 
-_COMMAND = "megatron-"  # the commands of an installation begin with it
+_COMMAND = "megatron-"  # commands of an installation begin with it
 _SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
 

@@ -37,39 +37,40 @@ class BadLine:
 
 @dataclass(frozen=True)
 class EncodedBatch:
-    """The tokens of a batch. documents: for each output name, (concatenated ids, tokens per document)."""
+    """The tokens of a batch. documents: output name -> (concatenated ids, number of tokens of each
+    document)."""
 
     documents: dict[str, tuple[npt.NDArray[Any], npt.NDArray[np.int64]]]
     input_bytes: int
     num_lines: int
-    """Lines that are not blank."""
+    """Number of lines that are not blank."""
     bad_lines: list[BadLine]
     empty_documents: dict[str, int]
-    """Per output name, the number of documents without tokens, which are skipped."""
+    """Output name -> number of documents without tokens, which are skipped."""
     special_tokens: Counter[str]
-    """Special tokens that the texts contain literally."""
+    """Special tokens that the texts contain literally, and how often."""
     loss_masks: dict[str, npt.NDArray[np.uint8]] = field(default_factory=dict)
-    """Of prompts: for each name, whether each token counts in the loss."""
+    """Only for prompts: output name -> for each token 1 if it counts in the loss, else 0."""
 
 
 @dataclass(frozen=True)
 class BatchEncoder:
-    """Tokenizes batches of jsonl lines."""
+    """Tokenizes batches of jsonl lines whose keys hold plain texts."""
 
     texts_encoder: TextsEncoder
     json_keys: tuple[str, ...]
     dtype: npt.DTypeLike
-    """Type of the ids in the result."""
+    """Type of the token ids in the result."""
     eod: int | None
-    """This id ends each document; None for no id."""
+    """The token id that ends each document; None to add none."""
     find_special: Callable[[str], list[str]]
-    """Lists the special tokens in a text."""
+    """Returns the special tokens that a text contains literally."""
 
     def encode(self, batch: LineBatch) -> EncodedBatch:
-        """Tokenizes the texts of a batch. An invalid line is listed in `bad_lines` and gives no document.
+        """Returns the tokens of a batch. An invalid line is listed in `bad_lines` and gives no document.
 
-        Blank lines and documents without tokens are skipped, as in Megatron. Removes the lines from the
-        batch, since tokenizing a long line needs their memory.
+        Blank lines and documents without tokens are skipped, as in Megatron. The method removes the lines
+        from the batch, because tokenizing a long line needs their memory.
         """
         num_bytes = sum(map(len, batch.lines))
         texts, bad_lines, num_lines = self._parse(batch)
@@ -81,7 +82,7 @@ class BatchEncoder:
         return EncodedBatch(documents, num_bytes, num_lines, bad_lines, empty, special)
 
     def _parse(self, batch: LineBatch) -> tuple[dict[str, list[str]], list[BadLine], int]:
-        """Returns the texts of each key, the bad lines, and the number of lines that are not blank."""
+        """Returns JSON key -> texts, the bad lines, and the number of lines that are not blank."""
         texts: dict[str, list[str]] = {key: [] for key in self.json_keys}
         bad_lines = []
         num_lines = 0
@@ -112,15 +113,15 @@ class BatchEncoder:
 
 @dataclass(frozen=True)
 class PromptBatchEncoder:
-    """Tokenizes batches of jsonl lines with prompts and completions, or chats."""
+    """Tokenizes batches of jsonl lines that have prompts and completions, or chats."""
 
     encode_row: RowEncoder
     name: str
-    """Of the output."""
+    """Name of the output, the key of `EncodedBatch.documents`."""
     dtype: npt.DTypeLike
 
     def encode(self, batch: LineBatch) -> EncodedBatch:
-        """Tokenizes the rows of a batch. An invalid line is listed in `bad_lines` and gives no document."""
+        """Returns the tokens of a batch. An invalid line is listed in `bad_lines` and gives no document."""
         ids: list[int] = []
         counts: list[bool] = []
         sizes, bad_lines, num_lines = [], [], 0
@@ -151,7 +152,7 @@ class PromptBatchEncoder:
 
 
 def parse_object(line: bytes, json_keys: Sequence[str]) -> dict[str, Any] | str:
-    """Returns the object in a line, or the reason why it is none with `json_keys`."""
+    """Returns the JSON object in a line, or the reason why the line is not an object with `json_keys`."""
     if len(line) > MAX_LINE_BYTES:
         return f"longer than {MAX_LINE_BYTES:,} bytes, split the document into several lines"
     try:
@@ -187,7 +188,8 @@ def parse_line(line: bytes, json_keys: Sequence[str]) -> list[str] | str:
 def make_batch_encoder(
     tokenizer: Tokenizer, json_keys: tuple[str, ...], append_eod: bool, backend: str
 ) -> BatchEncoder | PromptBatchEncoder:
-    """Returns the encoder of lines with these keys. Raises UserError if the tokenizer cannot do it."""
+    """Returns the encoder of lines with these keys. Raises UserError if the tokenizer cannot encode such
+    lines."""
     eod = tokenizer.eod if append_eod else None
     dtype, find_special = smallest_dtype(tokenizer.vocab_size), finder_of(tokenizer.special_tokens)
     encode_row = row_encoder(tokenizer, json_keys, eod, find_special)
@@ -197,5 +199,6 @@ def make_batch_encoder(
 
 
 def output_keys(json_keys: Sequence[str]) -> tuple[str, ...]:
-    """Returns the part of the output's name for each data set that lines with these keys become."""
+    """Returns, for each data set that is made from lines with these keys, the key in the names of
+    its files."""
     return ("_".join(PROMPT_KEYS),) if set(json_keys) == set(PROMPT_KEYS) else tuple(json_keys)

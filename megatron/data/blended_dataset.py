@@ -1,9 +1,9 @@
-"""A weighted blend of datasets: which sample of which component is sample i of the blend.
+"""The weighted blend of datasets: each sample of the blend is a sample of one of its components.
 
-Component j has the integer weight a_j, and A is the sum of the weights. Sample k of component j has the time
-(2k + 1) A / (2 a_j). The blend reads the samples of all components in the order of these times; at equal
-times, the component with the lower index is first. This is the Sainte-Laguë (Webster) method of apportionment
-(https://en.wikipedia.org/wiki/Sainte-Lagu%C3%AB_method).
+A component is a dataset in the blend. Component j has the integer weight a_j, and A is the sum of the
+weights. Sample k of component j has the time (2k + 1) A / (2 a_j). The blend reads the samples of all
+components in the order of these times; at equal times, the component with the lower index is first. This is
+the Sainte-Laguë (Webster) method of apportionment (https://en.wikipedia.org/wiki/Sainte-Lagu%C3%AB_method).
 
 The order does not depend on the number of samples of the blend. Component j has (2 a_j T + A) // (2 A)
 samples with a time of at most T, so the order in an interval of time is computed without earlier samples.
@@ -26,27 +26,29 @@ import numpy.typing as npt
 
 from megatron.data.sample import Sample, SampleDataset
 
-# Length of a chunk in units of time (one sample per unit). Sorting a chunk takes milliseconds and 1 MB.
+# Length of a chunk in units of time; there is one sample per unit. Sorting a chunk takes milliseconds and 1
+# MB.
 CHUNK = 1 << 16
-# Prefetching threads can be in neighboring chunks, so more than one chunk is cached.
+# Number of cached chunks. It is above 1 because prefetching threads may be in neighboring chunks.
 CACHED_CHUNKS = 4
-# If the sum of the integer weights exceeds this, they are rounded. The error is one sample in 2**31. The
+# The integer weights are rounded if their sum exceeds this. The error is then one sample in 2**31. The
 # numerators in `_sorted_chunk` are at most CHUNK times the sum, which float64 represents exactly.
 MAX_WEIGHT_SUM = 1 << 32
 
 
 class Finder(Protocol):
-    """Finds the samples of a blend."""
+    """Finds where the samples of a blend are."""
 
     def find(self, sample: int) -> tuple[int, int]:
         """Returns (component, index of the sample in that component) for a sample of the blend."""
 
 
 class Blend(Protocol):
-    """The rule of a blend: which sample of which component is sample i."""
+    """The rule of a blend. It maps each sample of the blend to a component and to a sample of
+    this component."""
 
     blends_one: ClassVar[bool]
-    """Whether a single prefix with a weight is a blend."""
+    """Whether a single prefix with a weight is treated as a blend."""
 
     @property
     def weights(self) -> tuple[int, ...] | tuple[float, ...]:
@@ -58,24 +60,25 @@ class Blend(Protocol):
 
     @classmethod
     def from_sizes(cls, sizes: Sequence[int]) -> Blend:
-        """Returns the blend of data sets without weights. sizes: their samples in one epoch."""
+        """Returns the blend of data sets that have no weights. sizes: number of samples of each in one
+        epoch."""
 
     def planned_samples(self, num_samples: int) -> list[int]:
-        """Returns the samples over which the order of each component is planned, if the blend has
-        `num_samples`."""
+        """Returns for each component the number of samples over which its order is planned, if the blend has
+        `num_samples` samples."""
 
     def samples_of_components(self, num_samples: int) -> list[int]:
         """Returns the number of samples of each component among the first `num_samples` of the blend."""
 
     def table_paths(self, folder: str, num_samples: int) -> tuple[str, ...]:
-        """Returns the files in which the order is stored."""
+        """Returns the paths of the files that store the order; () if it is computed."""
 
     def prepare(self, folder: str, num_samples: int, available: Sequence[int], is_verified: bool) -> bool:
-        """Builds the files of `table_paths`, unless they are valid. Returns whether it has written them. See
-        `greedy_blend.GreedyBlend.prepare`. One process per file system calls it."""
+        """Builds the files of `table_paths` unless they are valid. Returns whether it has written them. One
+        process per file system calls it. available, is_verified: see `greedy_blend.GreedyBlend.prepare`."""
 
     def load(self, folder: str, num_samples: int) -> Finder:
-        """Returns the order, from the files of `table_paths`."""
+        """Returns the order, which it reads from the files of `table_paths`."""
 
 
 def integer_weights(weights: Sequence[Fraction]) -> tuple[int, ...]:
@@ -93,8 +96,8 @@ def integer_weights(weights: Sequence[Fraction]) -> tuple[int, ...]:
 
 @dataclass(frozen=True)
 class BlendOrder:
-    """The order of a blend with these positive integer weights, as the module's docstring defines it. It has
-    no table."""
+    """The order of a blend with these positive integer weights, as the docstring of this module defines it.
+    It is computed, not stored in a table."""
 
     blends_one: ClassVar[bool] = False
     weights: tuple[int, ...]
@@ -142,7 +145,7 @@ class BlendOrder:
 
     def _chunk_of(self, sample: int) -> tuple[int, int]:
         """Returns (chunk that contains the sample, first sample of that chunk)."""
-        # A unit of time has about one sample, so this estimate is wrong by one chunk at most.
+        # A unit of time has about one sample, so this estimate is wrong by at most one chunk.
         chunk = sample // CHUNK
         while _first_sample(self.weights, chunk) > sample:
             chunk -= 1
@@ -160,7 +163,8 @@ def _first_sample(weights: tuple[int, ...], chunk: int) -> int:
 def _sorted_chunk(
     weights: tuple[int, ...], chunk: int
 ) -> tuple[npt.NDArray[np.int32], npt.NDArray[np.int64]]:
-    """Returns (components, indices in them) of the times in (chunk * CHUNK, (chunk + 1) * CHUNK]."""
+    """Returns the samples with times in (chunk * CHUNK, (chunk + 1) * CHUNK], as (components, indices in
+    them)."""
     order, total = BlendOrder(weights), sum(weights)
     start, end = chunk * CHUNK, (chunk + 1) * CHUNK
     times, components, numbers = [], [], []
@@ -177,12 +181,12 @@ def _sorted_chunk(
 
 
 class BlendedDataset:
-    """The first `num_samples` samples of a blend of datasets, int64 [seq_length + 1] each."""
+    """The first `num_samples` samples of a blend of datasets. Each sample is int64 [seq_length + 1]."""
 
     def __init__(
         self, name: str, components: Sequence[SampleDataset], order: Finder, num_samples: int
     ) -> None:
-        """components: each has at least the samples that `order` finds."""
+        """components: datasets that have at least the samples which `order` finds."""
         self.name = name
         self._components = tuple(components)
         self.has_loss_mask = any(component.has_loss_mask for component in components)

@@ -1,4 +1,4 @@
-"""Writer of token files, which `megatron.data.indexed_dataset` reads."""
+"""Writes token files, which `megatron.data.indexed_dataset` reads."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ from megatron.data.indexed_dataset import (
 from megatron.errors import UserError
 from megatron.files import create_locked, locked_leftover, sync_file
 
-COPY_BLOCK = 1 << 24  # bytes that are copied at a time
+COPY_BLOCK = 1 << 24  # number of bytes that are copied at a time
 
 
 @contextmanager
@@ -49,10 +49,10 @@ def write_errors(path: str) -> Iterator[None]:
 
 
 class IndexedDatasetBuilder:
-    """Writes `{prefix}.bin` and `.idx`, under temporary names until `finalize`.
+    """Writes `{prefix}.bin` and `.idx`. The files have temporary names until `finalize`.
 
-    As a context manager it removes the temporary files on exit. Files that a killed process left are removed
-    by the next builder of the prefix.
+    As a context manager it removes the temporary files on exit. The next builder of the same prefix removes
+    files that a killed process left behind.
     """
 
     def __init__(
@@ -67,13 +67,15 @@ class IndexedDatasetBuilder:
         self._temporary_index = index_path(self.prefix) + suffix
         self._digest = hashlib.sha256()
         self._sizes: list[npt.NDArray[np.int32]] = []
-        # The first sequence of each document. An appended dataset may have several sequences per document.
+        # Index of the first sequence of each document. A document of an appended dataset may have several
+        # sequences.
         self._doc_idx: list[range | npt.NDArray[np.int64]] = []
         self.num_documents = 0
         self.num_tokens = 0
         _remove_leftovers(self.prefix)
         with write_errors(index_path(self.prefix)):
-            # Open until the last rename: the temporary files of a process that died are not locked.
+            # It stays open (and locked) until the last rename: unlocked temporary files belong to dead
+            # processes.
             self._index_file = create_locked(self._temporary_index)
         with write_errors(data_path(self.prefix)):
             self._file: BinaryIO = open(self._temporary_data, "xb")
@@ -83,8 +85,8 @@ class IndexedDatasetBuilder:
     def add_documents(
         self, tokens: npt.ArrayLike, sizes: npt.ArrayLike, loss_mask: npt.ArrayLike | None = None
     ) -> None:
-        """Appends documents. tokens: their concatenated ids; sizes: the number of tokens of each document;
-        loss_mask: whether each token counts in the loss, if the data set has a loss mask."""
+        """Appends documents. tokens: their concatenated ids. sizes: the number of tokens of each document.
+        loss_mask: for each token whether it counts in the loss, if the data set has a loss mask."""
         if self._loss_mask is not None:
             self._loss_mask.add_documents(np.asarray(loss_mask, dtype=LOSS_MASK_DTYPE), sizes)
         ids, lengths = np.asarray(tokens), np.asarray(sizes, dtype=np.int64)
@@ -103,10 +105,10 @@ class IndexedDatasetBuilder:
         self._append(lengths.astype("<i4"), ids.size, range(first, first + lengths.size))
 
     def add_dataset(self, dataset: IndexedDataset, on_progress: Callable[[int], object]) -> None:
-        """Appends all documents of `dataset`, whose .bin file is copied as bytes.
+        """Appends all documents of `dataset`. Its .bin file is copied as bytes.
 
-        on_progress: called with the number of bytes of each copied block. Raises UserError if the dtypes
-        differ.
+        on_progress: called with the number of bytes of each copied block. Raises UserError if the dtypes of
+        the token ids differ.
         """
         if dataset.dtype != self.dtype:
             raise UserError(
@@ -136,11 +138,11 @@ class IndexedDatasetBuilder:
         self._digest.update(block)
 
     def finalize(self, write_record: Callable[[dict[str, str]], object] = lambda digests: None) -> str:
-        """Writes the index and renames both files, also for the loss mask. A reader finds either all files or
-        none. Returns the SHA-256 of .bin.
+        """Writes the index, and renames the files (also the loss mask's) to their final names. A reader finds
+        either all files or none. Returns the SHA-256 of .bin.
 
-        write_record: called with the digests of .bin before the files get their names, so that no reader
-        finds them without their record.
+        write_record: called with the digests of the .bin files before the files get their names, so that no
+        reader finds the files without their record.
         """
         with write_errors(index_path(self.prefix)):
             self._write_index()
@@ -186,7 +188,7 @@ class IndexedDatasetBuilder:
         if self._loss_mask is not None:
             self._loss_mask.discard()
         for file in (self._file, self._index_file):
-            with suppress(OSError):  # on a full disk the flush fails again
+            with suppress(OSError):  # if the disk is full, the flush fails again
                 file.close()
         for path in (self._temporary_data, self._temporary_index):
             with suppress(FileNotFoundError):  # renamed, or removed by the next builder as a leftover
@@ -200,7 +202,7 @@ class IndexedDatasetBuilder:
 
 
 def _remove_leftovers(prefix: str) -> None:
-    """Removes temporary files of builders that died."""
+    """Removes temporary files of builders whose process has died."""
     for index in glob.glob(f"{glob.escape(index_path(prefix))}.*.tmp"):
         with suppress(OSError), locked_leftover(index):
             suffix = index.removeprefix(index_path(prefix))

@@ -1,7 +1,8 @@
-"""The data that the flags name: the value of --split, blends of token files, and files with these values.
+"""The data that the flags name: the value of --split, blends of token files, and files that contain these
+values.
 
-Blends are given by --data-path, by --train-data-path and its siblings, by the groups of the
---*-weighted-split-paths flags, and by files with the values of these flags.
+Blends are given by --data-path, by --train-data-path, --valid-data-path and --test-data-path, by the groups
+of the --*-weighted-split-paths flags, and by files that contain the values of these flags.
 """
 
 from __future__ import annotations
@@ -26,15 +27,16 @@ SPLIT_NAMES = ("train", "valid", "test")
 
 
 def parse_split(split: str) -> tuple[float, float, float]:
-    """Returns the fractions of train, valid and test, which add up to 1, for '969, 30, 1', '949/50/1' or '1'.
+    """Returns the fractions of train, valid and test for a value such as '969, 30, 1', '949/50/1' or '1'.
+    They add up to 1.
 
-    Missing weights are 0. Raises ConfigError for other values.
+    Weights that are not given are 0. Raises ConfigError for other values.
     """
     try:
         weights = [float(part) for part in split.split("," if "," in split else "/")]
     except ValueError:
         weights = []
-    # One addition after the other, as in Megatron: from Python 3.12 on, sum() corrects the rounding.
+    # The weights are added one by one, as in Megatron: from Python 3.12 on, sum() corrects rounding errors.
     total = reduce(operator.add, weights, 0.0)
     if len(weights) > 3 or not all(weight >= 0 for weight in weights) or not 0 < total < math.inf:
         raise ConfigError(
@@ -51,8 +53,8 @@ _MAX_FILE_BYTES = 1 << 23
 
 @dataclass(frozen=True)
 class WeightedPath:
-    """The documents of one prefix between the fractions `start` and `end`, with their weight in a blend
-    (None: no weight was given)."""
+    """The documents of one prefix between the fractions `start` and `end`. weight: the weight in a blend;
+    None if none was given."""
 
     weight: Fraction | None
     prefix: str
@@ -69,14 +71,15 @@ class PathGroup:
 
     @property
     def is_by_size(self) -> bool:
-        """Whether the data sets are read in proportion to their sizes, because they have no weights."""
+        """Whether the data sets have no weights, so that each is read in proportion to its size."""
         return len(self.paths) > 1 and self.paths[0].weight is None
 
 
 def parse_data_path(words: Sequence[str], option: str = "--data-path") -> tuple[WeightedPath, ...]:
-    """Parses prefixes, or alternating weights and prefixes: ('0.3', 'A', '0.7', 'B'). Raises ConfigError.
+    """Returns the prefixes with their weights. words: prefixes, or alternating weights and prefixes, such as
+    ('0.3', 'A', '0.7', 'B'). Raises ConfigError for other words.
 
-    Without weights, no word is a number.
+    If no weights are given, no word may be a number.
     """
     if len(words) == 1 or not any(map(_is_number, words)):
         return tuple(WeightedPath(None, prefix) for prefix in words)
@@ -99,7 +102,8 @@ def _is_number(word: str) -> bool:
 
 
 def parse_groups(option: str, texts: Sequence[str]) -> tuple[PathGroup, ...]:
-    """Parses the groups of one flag, each in the form GROUP_FORM. Raises ConfigError for an invalid group."""
+    """Returns the groups of a flag. Each text has the form GROUP_FORM. Raises ConfigError for an invalid
+    group."""
     groups = tuple(_parse_group(option, text) for text in texts)
     names = [group.name for group in groups]
     for name in names:
@@ -111,13 +115,13 @@ def parse_groups(option: str, texts: Sequence[str]) -> tuple[PathGroup, ...]:
 
 
 def read_groups_file(option: str, file: str) -> tuple[str, ...]:
-    """Returns the groups in a file, each in double quotes, unparsed. Raises ConfigError for an unreadable
-    file."""
+    """Returns the groups in a file, unparsed. Each group is in double quotes in the file. Raises ConfigError
+    for a file that cannot be read."""
     text = _read_text(option, file)
     try:
         groups = tuple(shlex.split(text))
     except ValueError:
-        groups = ()  # unbalanced quotes
+        groups = ()  # the quotes are unbalanced
     if not groups:
         raise ConfigError(
             f"{option}: {file} contains {shortened(text.strip())}: expected groups, each in double "
@@ -127,7 +131,8 @@ def read_groups_file(option: str, file: str) -> tuple[str, ...]:
 
 
 def read_data_args(option: str, file: str) -> tuple[str, ...]:
-    """Returns the words of --data-path in a file. Raises ConfigError for an empty or unreadable file."""
+    """Returns the words of --data-path in a file. Raises ConfigError for a file that is empty or cannot be
+    read."""
     words = tuple(_read_text(option, file).split())
     if not words:
         raise ConfigError(f"{option}: {file} is empty: expected weights and prefixes, such as 0.3 A 0.7 B")
@@ -135,7 +140,7 @@ def read_data_args(option: str, file: str) -> tuple[str, ...]:
 
 
 def read_per_split_data_args(option: str, file: str) -> dict[str, tuple[str, ...]]:
-    """Returns split -> words of its --*-data-path, for the splits with data in a JSON file. Raises
+    """Returns split -> words of its data-path flag, for the splits that have data in a JSON file. Raises
     ConfigError for a file of another form."""
     form = 'expected JSON such as {"train": ["0.3", "A", "0.7", "B"], "valid": ["C"], "test": null}'
     try:
@@ -165,7 +170,7 @@ def _read_text(option: str, file: str) -> str:
             )
         return path.read_text(encoding="utf-8")
     except FileNotFoundError:
-        raise ConfigError(f"{option}: there is no file {file}: correct the path") from None
+        raise ConfigError(f"{option}: {file} does not exist: correct the path") from None
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"{option}: {file} cannot be read ({error})") from None
 
@@ -211,7 +216,7 @@ def _weight(word: str, where: str, form: str) -> Fraction:
 
 
 def shortened(text: str) -> str:
-    """Returns the text in quotes, truncated if it is long (a blend of 50 languages)."""
+    """Returns the text in quotes. A long text (such as a blend of 50 languages) is truncated."""
     return f"'{text}'" if len(text) <= 120 else f"'{text[:117]}...'"
 
 
@@ -219,7 +224,8 @@ NO_EVALUATION_DATA = "no validation or test documents; change --split, or set --
 
 
 def available_eval_splits(data: DataConfig) -> tuple[bool, bool, str]:
-    """Returns (has validation data, has test data, why validation settings have no effect without data)."""
+    """Returns (whether there is validation data, whether there is test data, why settings of an evaluation
+    without data have no effect)."""
     if given := splits_with_own_data(data):
         per_split = data.train_data_path or data.per_split_data_args_path is not None
         field = "valid_data_path" if per_split else "valid_weighted_split_paths"
@@ -229,8 +235,8 @@ def available_eval_splits(data: DataConfig) -> tuple[bool, bool, str]:
 
 
 def splits_with_own_data(data: DataConfig) -> list[str]:
-    """Returns the splits whose data a flag of their own names, or a file (which may be missing in a dry run);
-    [] with --data-path, of which every split is a part."""
+    """Returns the splits whose data a flag or a file names for this split alone (in a dry run the file may be
+    missing). Returns [] with --data-path, because it names the data of all splits."""
     if data.per_split_data_args_path is not None and not data.train_data_path:
         return list(SPLIT_NAMES)
     return [
@@ -244,7 +250,8 @@ def splits_with_own_data(data: DataConfig) -> list[str]:
 
 def split_groups(data: DataConfig, split_name: str) -> tuple[PathGroup, ...]:
     """Returns the data of the split 'train', 'valid' or 'test': the weighted groups, or one group with the
-    name of the split; () if the flags name none. Raises ConfigError for flags that cannot be parsed."""
+    name of the split. Returns () if the flags name no data for it. Raises ConfigError for flags that cannot
+    be parsed."""
     option = data_option(data, split_name)
     if texts := getattr(data, f"{split_name}_weighted_split_paths"):
         return parse_groups(option, texts)
@@ -254,7 +261,7 @@ def split_groups(data: DataConfig, split_name: str) -> tuple[PathGroup, ...]:
 
 def token_file_prefixes(data: DataConfig) -> list[tuple[str, str]]:
     """Returns (flag, prefix) of all pairs of token files."""
-    # With --data-path, all splits have one group.
+    # With --data-path, all splits have the same group, so the first split's suffices.
     return [
         (data_option(data, name), path.prefix)
         for name in splits_with_own_data(data) or ["train"]
@@ -275,4 +282,4 @@ def missing_tokenizer_files(data: DataConfig) -> Iterator[str]:
     for name in used:
         file = getattr(data, name)
         if file is not None and name != "tokenizer_name_or_path" and not Path(file).is_file():
-            yield f"{option_name(name)}: there is no file {file}: correct the path"
+            yield f"{option_name(name)}: {file} does not exist: correct the path"

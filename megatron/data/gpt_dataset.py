@@ -1,4 +1,4 @@
-"""Map-style datasets of samples of consecutive tokens, one per split."""
+"""Map-style datasets of samples of consecutive tokens; each split has one."""
 
 from __future__ import annotations
 
@@ -33,20 +33,21 @@ from megatron.data.sample import Sample, SampleDataset
 from megatron.data.splits import DocumentGroup, document_groups
 from megatron.errors import UserError
 
-# Per split (train, valid, test): pairs of a group and its number of samples.
+# For each split (train, valid, test): pairs (group, number of samples).
 RequestedGroups = list[list[tuple[DocumentGroup, int]]]
 
-# Numbers of samples up to this one are exact in float64, and their sums fit 64 bits.
+# Largest number of samples. float64 represents such numbers exactly, and their sums fit into 64 bits.
 _MOST_SAMPLES = 2**53
-# int16 and int64, see `greedy_blend.BlendTable`.
+# A row has an int16 and an int64, see `greedy_blend.BlendTable`.
 _TABLE_BYTES_PER_SAMPLE = 10
 
 
 class GPTDataset:
     """The samples of one split in training order.
 
-    In data with a loss mask, the labels of a document that began in an earlier sample do not count: their
-    context is not in the sample. Nor does the first token of a document, which has no context.
+    In data with a loss mask, the tokens of a document that began in an earlier sample do not count as labels,
+    because their context is not in the sample. The first token of a document does not count either: it has no
+    context.
     """
 
     def __init__(
@@ -57,7 +58,7 @@ class GPTDataset:
         num_samples: int,
         seq_length: int,
     ) -> None:
-        """load_index: called for the first sample. num_samples: number of samples in the index."""
+        """load_index: called when the first sample is read. num_samples: number of samples in the index."""
         self.name = name
         self.seq_length = seq_length
         self.dataset = dataset
@@ -66,7 +67,7 @@ class GPTDataset:
 
     @classmethod
     def from_files(cls, request: IndexRequest) -> GPTDataset:
-        """Returns the samples in the order of the request's index files."""
+        """Returns the dataset whose order is stored in the request's index files."""
         load_index = partial(load_sample_index, request)
         num_samples = request.plan().total_samples
         return cls(request.split_name, request.dataset, load_index, num_samples, request.seq_length)
@@ -112,7 +113,7 @@ class GPTDataset:
         return tokens
 
     def parts(self, i: int) -> list[tuple[int, int, int]]:
-        """Returns (document, first token, end) of each part of sample i, in the order of its tokens."""
+        """Returns (document, first token, end) for each part of sample i, in the order of its tokens."""
         if not 0 <= i < len(self):
             raise IndexError(f"sample {i} of the {self.name} split, which has {len(self)}")
         row = int(self._index.shuffle[i])
@@ -120,16 +121,16 @@ class GPTDataset:
         parts = []
         for position in range(first, last + 1):
             document = int(self._index.documents[position])
-            # `final` is the offset of the sample's last token in the last document. It is inclusive.
+            # `final` is the offset of the sample's last token in its last document (inclusive).
             end = final + 1 if position == last else int(self.dataset.sizes[document])
             parts.append((document, offset if position == first else 0, end))
         return parts
 
 
 class Datasets(NamedTuple):
-    """The datasets of a run. A split that is not read has no dataset.
+    """The datasets of a run. A split that the run does not read has None.
 
-    valid and test have one dataset, or one per weighted group.
+    valid and test have one dataset, or one for each weighted group.
     """
 
     train: SampleDataset | None
@@ -138,7 +139,7 @@ class Datasets(NamedTuple):
 
 
 class _Requested(NamedTuple):
-    """A group of documents, its number of samples, and the index of each component."""
+    """A group of documents, its number of samples, and the index request of each component."""
 
     group: DocumentGroup
     num_samples: int
@@ -146,13 +147,13 @@ class _Requested(NamedTuple):
 
     @property
     def folder(self) -> str:
-        """The folder of the table of a blend."""
+        """The folder of the blend's table."""
         first = self.indices[0]
         return os.path.dirname(first.dataset.prefix) if first.cache_folder is None else first.cache_folder
 
     @property
     def table_paths(self) -> tuple[str, ...]:
-        """The table of a blend; () without one."""
+        """The files of the blend's table; () if the group has no table."""
         blend = self.group.blend
         return () if blend is None else blend.table_paths(self.folder, self.num_samples)
 
@@ -160,7 +161,7 @@ class _Requested(NamedTuple):
 def _requested(
     groups: Iterable[tuple[DocumentGroup, int]], seq_length: int, seed: int, cache_folder: str | None
 ) -> list[_Requested]:
-    """groups: see `RequestedGroups`."""
+    """Returns the index requests of groups. groups: see `RequestedGroups`."""
     return [
         _Requested(group, wanted, index_requests(group, wanted, seq_length, seed, cache_folder))
         for group, wanted in groups
@@ -176,13 +177,14 @@ def prepare_index_files(
     threads: int = 1,
     reads_back: bool = False,
 ) -> tuple[int, int]:
-    """Builds the index files that `build_gpt_datasets` reads if it has equal arguments. Returns the number of
-    indices and tables, and how many of them it has written.
+    """Builds the index files that `build_gpt_datasets` reads for equal arguments. Returns (number of indices
+    and tables, how many of them it has written).
 
-    Valid files are kept; those that the stamp vouches for are not read. stamp: of a shard of the data sets,
-    whose indices are built; the first shard builds the tables of blends. reads_back: whether indices are
-    verified after they were written. One process per file system must call this, and then all processes a
-    barrier. Concurrent and repeated calls are safe.
+    Valid files are kept. Files that are unchanged since the stamp recorded them are not read. stamp: the
+    stamp of a shard of the data sets; only the shard's indices are built, and the first shard builds the
+    tables of blends. reads_back: whether indices are verified after they were written. One process per file
+    system must call this function; after that all processes must wait at a barrier. Concurrent and repeated
+    calls are safe.
     """
     stamp = stamp or IndexStamp(data)
     of_shard = {prefix for _, prefix in stamp.prefixes}
@@ -204,8 +206,8 @@ def prepare_index_files(
 def _prepare_indices(
     requests: dict[IndexPaths, IndexRequest], stamp: IndexStamp, threads: int, reads_back: bool
 ) -> int:
-    """Builds the indices that are not valid, several at a time. Returns their number. Raises UserError if one
-    is not valid after it was written."""
+    """Builds the indices that are not valid, several at a time. Returns how many it has built. Raises
+    UserError if one of them is not valid after it was written."""
     unknown = [
         paths for paths, request in requests.items() if not stamp.vouches(request.dataset.prefix, paths)
     ]
@@ -233,7 +235,7 @@ def _prepare_indices(
 
 
 def _prepare_table(requested: _Requested, stamp: IndexStamp) -> bool:
-    """Builds the table of a blend unless it is valid. Returns whether it has built it."""
+    """Builds a blend's table unless it is valid. Returns whether it has built it."""
     group, num_samples, indices = requested
     assert group.blend is not None
     paths = requested.table_paths
@@ -245,13 +247,13 @@ def _prepare_table(requested: _Requested, stamp: IndexStamp) -> bool:
 
 
 class IndexFiles(NamedTuple):
-    """The files of an index, or of the table of a blend."""
+    """The files of an index, or of a blend's table."""
 
     paths: tuple[str, ...]
     num_bytes: int
-    """Size of all files, without their headers; for indices with 32-bit integers."""
+    """Size of all files in bytes without their headers; for indices this assumes 32-bit integers."""
     is_prepared: bool
-    """Whether the stamp vouches for them."""
+    """Whether the files are unchanged since the stamp recorded them."""
 
 
 def list_index_files(
@@ -261,7 +263,7 @@ def list_index_files(
     num_samples: tuple[int, int, int],
     stamp: IndexStamp | None = None,
 ) -> list[IndexFiles]:
-    """Returns the files that `build_gpt_datasets` reads if it has equal arguments. They may not exist."""
+    """Returns the files that `build_gpt_datasets` reads for equal arguments. The files need not exist."""
     stamp = stamp or IndexStamp(data)
     found: dict[tuple[str, ...], IndexFiles] = {}
     groups = chain(*requested_groups(data, seq_length, num_samples, stamp))
@@ -285,9 +287,9 @@ def build_gpt_datasets(
 ) -> Datasets:
     """Builds the train, valid and test datasets from the index files of `prepare_index_files`.
 
-    num_samples: minimum length of the train, valid and test datasets. A split with 0 samples, without
-    documents or with weight 0 has no dataset. Raises UserError for damaged data, missing index files and a
-    split with fewer tokens than one sample.
+    num_samples: minimum number of samples of the train, valid and test datasets. A split with 0 samples,
+    without documents or with weight 0 has no dataset. Raises UserError for damaged data, missing index files,
+    and a split with fewer tokens than one sample has.
     """
     train, valid, test = (
         tuple(map(_build, _requested(groups, seq_length, seed, data.data_cache_path)))
@@ -297,7 +299,7 @@ def build_gpt_datasets(
 
 
 class FoundSample(NamedTuple):
-    """A sample of a group: sample `number` of a data set."""
+    """Where a sample of a group is: it is sample `number` of a data set."""
 
     dataset: GPTDataset
     number: int
@@ -307,8 +309,8 @@ class FoundSample(NamedTuple):
 def find_sample(
     data: DataConfig, group: DocumentGroup, num_samples: int, seq_length: int, seed: int, i: int
 ) -> FoundSample:
-    """Returns the data set and the number of sample i of a group, from the index files of the run. Builds
-    missing files of only this data set. group, num_samples: of `requested_groups`."""
+    """Returns where sample i of a group is: in which data set, and under which number. Reads the run's index
+    files, and builds missing files of this data set. group, num_samples: a pair of `requested_groups`."""
     (requested,) = _requested([(group, num_samples)], seq_length, seed, data.data_cache_path)
     component, number = 0, i
     if group.blend is not None:
@@ -322,9 +324,9 @@ def find_sample(
 
 
 def one_epoch(dataset: IndexedDataset, name: str, documents: range, seq_length: int, seed: int) -> GPTDataset:
-    """Returns all samples of one epoch over `documents`, in the order of a run with at most one epoch.
+    """Returns all samples of one epoch over `documents`, in the order of a run of at most one epoch.
 
-    Writes no index files. Raises UserError if the documents have fewer tokens than one sample.
+    Writes no index files. Raises UserError if the documents have fewer tokens than one sample has.
     """
     plan = IndexRequest(dataset, name, documents, 1, seq_length, seed).plan()
     index = build_sample_order(dataset.sizes, documents, seq_length, seed, plan)
@@ -334,10 +336,11 @@ def one_epoch(dataset: IndexedDataset, name: str, documents: range, seq_length: 
 def data_fingerprint(
     data: DataConfig, seq_length: int, seed: int, num_samples: int, stamp: IndexStamp | None = None
 ) -> dict[str, Any]:
-    """Returns all that determines the order of the first `num_samples` training samples, as JSON types.
+    """Returns everything that determines the order of the first `num_samples` training samples, as JSON
+    types.
 
     Runs with equal fingerprints read equal samples in equal order. The fingerprint contains the number of
-    epochs instead of `num_samples`: a longer run with an equal number of epochs has an equal order.
+    epochs, not `num_samples`: a longer run with the same number of epochs has the same order.
     """
     (group,) = document_groups(data, "train", stamp or IndexStamp(data), seq_length, num_samples)
     datasets = [component.dataset for component in group.components]
@@ -364,19 +367,19 @@ def data_fingerprint(
     }
 
 
-# Key of --data-order in a fingerprint. Checkpoints of runs with the native order have none.
+# Key of --data-order in a fingerprint. Fingerprints of runs with the native order lack it.
 ORDER_KEY, NATIVE_ORDER = "data_order", "native"
-# Key of `DocumentGroup.renormalized_over` in a fingerprint. A run of another length has other weights.
+# Key of `DocumentGroup.renormalized_over` in a fingerprint. Runs of different lengths have different weights.
 _RENORMALIZED_KEY = "renormalized_over"
 # Key of `tokenizer.vocabulary_record.vocabulary_digest` in a fingerprint, if the run has a tokenizer. The
-# digest identifies the meaning of the token ids; the order of samples does not depend on it.
+# digest identifies the meaning of the token ids. It does not affect the order of samples.
 VOCABULARY_KEY = "vocabulary_sha256"
 
 
 def fingerprint_differences(saved: dict[str, Any], current: dict[str, Any]) -> list[str]:
     """Returns a phrase for each entry in which two fingerprints differ; [] if the orders are equal.
 
-    Only the file names of the paths are compared, since data may have moved to a different folder.
+    Of paths only the file names are compared, because data may have moved to a different folder.
     """
 
     def recorded(fingerprint: dict[str, Any], name: str) -> Any:
@@ -386,7 +389,7 @@ def fingerprint_differences(saved: dict[str, Any], current: dict[str, Any]) -> l
         value = recorded(fingerprint, name)
         if name == "paths" and value:
             return [os.path.basename(path) for path in value]
-        # Checkpoints from before blends were supported hold a number here, not a list of one number.
+        # Checkpoints of versions without blends contain a number, not a list with one number.
         return [value] if name in ("epochs", "last_epoch_apart") and isinstance(value, int) else value
 
     return [
@@ -397,8 +400,8 @@ def fingerprint_differences(saved: dict[str, Any], current: dict[str, Any]) -> l
 
 
 def same_data(saved: dict[str, Any], current: dict[str, Any]) -> bool:
-    """Returns whether two fingerprints differ at most in what the length of a run determines, such as the
-    number of epochs. (It also changes the order of the samples.)"""
+    """Returns whether two fingerprints are equal except for entries that the length of a run determines, such
+    as the number of epochs. (The order of the samples may still differ.)"""
     per_length = dict.fromkeys(("epochs", "last_epoch_apart", _RENORMALIZED_KEY))
     if saved.get(_RENORMALIZED_KEY) or current.get(_RENORMALIZED_KEY):
         per_length["weights"] = None
@@ -408,10 +411,10 @@ def same_data(saved: dict[str, Any], current: dict[str, Any]) -> bool:
 def requested_groups(
     data: DataConfig, seq_length: int, num_samples: tuple[int, int, int], stamp: IndexStamp | None = None
 ) -> RequestedGroups:
-    """Returns, per split (train, valid, test), pairs of a group and its number of samples.
+    """Returns for each split (train, valid, test) pairs (group, number of samples).
 
-    Groups without documents and splits with 0 samples have no pairs. stamp: of the token files; None reads
-    it.
+    Groups without documents and splits with 0 samples have no pairs. stamp: the stamp of the token files;
+    None: it is read from its file.
     """
     stamp = stamp or IndexStamp(data)
     return [
@@ -429,7 +432,8 @@ def requested_groups(
 def index_requests(
     group: DocumentGroup, num_samples: int, seq_length: int, seed: int, cache_folder: str | None
 ) -> list[IndexRequest]:
-    """Returns a request per component, for its number of samples among the first `num_samples` of the group.
+    """Returns an index request for each component, for the number of samples that it has among the first
+    `num_samples` of the group.
 
     cache_folder: see `IndexRequest`. Raises UserError for a number of samples that no file can hold.
     """
@@ -440,7 +444,7 @@ def index_requests(
         )
     shares = [num_samples] if group.blend is None else group.blend.planned_samples(num_samples)
     return [
-        # A component with a tiny weight can have 0 samples in a short run. Its dataset has at least one.
+        # In a short run a component with a tiny weight may have 0 samples. Its dataset has at least one.
         IndexRequest(
             component.dataset,
             group.name,

@@ -1,12 +1,13 @@
 """Blends as in other Megatron programs: a table that is built greedily, in double precision.
 
-Sample i of the blend is taken from the component that lacks most: the largest weight_j * max(i, 1) - count_j,
-where count_j is the number of its samples among the first i; at equal values the component with the lower
-index. Sums and ties depend on double precision, so the table is built from its beginning. It depends only
-on the weights: the table of a longer run begins with it.
+Sample i of the blend comes from the component that lacks most samples: the one with the largest weight_j *
+max(i, 1) - count_j, where count_j is its number of samples among the first i. At equal values the component
+with the lower index is chosen. The choices depend on rounding in double precision, so a table is always built
+from its first sample. The table depends only on the weights: the table of a longer run begins with the table
+of a shorter run.
 
-The order of each component is planned over slightly more samples than its share, 0.5 %, so that the greedy
-choice finds enough.
+The order of each component is planned over 0.5 % more samples than its share, so that the greedy choice finds
+enough.
 """
 
 from __future__ import annotations
@@ -29,16 +30,18 @@ from megatron.errors import UserError, stop_at_access_error
 
 logger = logging.getLogger(__name__)
 
-# Tables have a power of two of samples, at least these: their names and contents are equal for many lengths.
+# Tables have 2^n samples, at least this many, so that runs of many lengths use tables of the same name and
+# content.
 _SHORTEST_TABLE = 1 << 12
-# Samples from which the compiled loop is worth its compilation. numpy takes microseconds for each.
+# Number of samples from which compiling the loop pays off. numpy takes microseconds per sample.
 _COMPILED_FROM = 1 << 15
-# Samples that are checked at a time, to bound the memory.
+# Number of samples that are checked at a time, to limit the memory.
 _BLOCK = 1 << 22
 
 
 class BlendTable(NamedTuple):
-    """Which sample of which component is sample i: Megatron's dataset_index and dataset_sample_index."""
+    """For each sample of the blend, its component (Megatron's dataset_index) and its index in the component
+    (dataset_sample_index)."""
 
     components: npt.NDArray[Any]
     numbers: npt.NDArray[Any]
@@ -53,17 +56,19 @@ TablePaths = tuple[str, str]
 
 @dataclass(frozen=True)
 class GreedyBlend:
-    """A blend with these weights, normalized as the program does before it plans its components."""
+    """A blend in the order of another Megatron program. weights: normalized like that program's weights,
+    before it plans the samples of each component."""
 
     blends_one: ClassVar[bool] = True
     weights: tuple[float, ...]
 
     def samples_of_components(self, num_samples: int) -> list[int]:
-        """Returns the samples of each component among the first `num_samples`, to within about a sample."""
+        """Returns each component's number of samples among the first `num_samples`, exact to about one
+        sample."""
         return [round(weight * num_samples) for weight in self.weights]
 
     def table_paths(self, folder: str, num_samples: int) -> TablePaths:
-        """Returns the files of the table with at least `num_samples` samples."""
+        """Returns the files of the table that has at least `num_samples` samples."""
         digest = hashlib.sha256(self._table_weights().tobytes()).hexdigest()[:12]
         stem = os.path.join(folder, f"blend-{digest}_{_table_length(num_samples)}")
         return f"{stem}_dataset_index.npy", f"{stem}_dataset_sample_index.npy"
@@ -73,7 +78,7 @@ class GreedyBlend:
         self, folder: str, num_samples: int, available: Sequence[int], is_verified: bool = False
     ) -> bool:
         """Builds the table unless its files are valid. Returns whether it has written them. available: the
-        samples that each component has. is_verified: whether the files were verified before.
+        number of samples that each component has. is_verified: whether the files were verified before.
 
         Raises UserError if the blend needs more samples than are available.
         """
@@ -95,7 +100,8 @@ class GreedyBlend:
         return is_new
 
     def load(self, folder: str, num_samples: int) -> BlendTable:
-        """Memory-maps the table. Raises UserError, naming the file, if one is missing or damaged."""
+        """Returns the memory-mapped table. Raises UserError, naming the file, if one is missing or
+        damaged."""
         try:
             return _read_table(self.table_paths(folder, num_samples), _table_length(num_samples))
         except IndexFileError as problem:
@@ -105,7 +111,7 @@ class GreedyBlend:
             ) from problem
 
     def table(self, length: int) -> BlendTable:
-        """Returns the table with `length` samples."""
+        """Returns the first `length` samples of the table."""
         weights = self._table_weights()
         table = BlendTable(np.empty(length, np.int16), np.empty(length, np.int64))
         if length >= _COMPILED_FROM and (helpers := compiled()) is not None:
@@ -125,12 +131,13 @@ class GreedyBlend:
         return table
 
     def _table_weights(self) -> npt.NDArray[np.float64]:
-        """Returns the weights with which the table is built: they are normalized once more."""
+        """Returns the weights with which the table is built: the weights of the blend, normalized once
+        more."""
         weights = np.array(self.weights)
         return weights / np.sum(weights)
 
     def _valid_table(self, paths: TablePaths, length: int, is_verified: bool) -> BlendTable | None:
-        """Returns the table in the files, or None if a file is missing or damaged."""
+        """Returns the table in the files; None if a file is missing or damaged."""
         if not os.path.lexists(paths[0]):
             return None
         try:
@@ -144,7 +151,7 @@ class GreedyBlend:
 
 
 class DeepSpeedBlend(GreedyBlend):
-    """The blend of Megatron-DeepSpeed, BigScience's and Microsoft's."""
+    """The blend of BigScience's and Microsoft's Megatron-DeepSpeed."""
 
     @classmethod
     def from_fractions(cls, weights: Sequence[Fraction]) -> DeepSpeedBlend:
@@ -174,8 +181,8 @@ class CoreBlend(GreedyBlend):
 
 
 class CoreEpochBlend(GreedyBlend):
-    """The blend of Megatron-Core without weights, which ends after one epoch of each data set. weights: their
-    samples in one epoch."""
+    """The blend of Megatron-Core for data sets without weights. It ends after one epoch of each data set.
+    weights: the number of samples of each data set in one epoch."""
 
     def samples_of_components(self, num_samples: int) -> list[int]:
         return [round(weight * num_samples / sum(self.weights)) for weight in self.weights]
@@ -215,7 +222,7 @@ def _check_table(table: BlendTable, num_components: int, paths: TablePaths) -> N
 
 
 def _counts(components: npt.NDArray[Any], num_components: int) -> npt.NDArray[np.int64]:
-    """Returns the number of samples of each component."""
+    """Returns each component's number of samples in `components`."""
     blocks = range(0, len(components), _BLOCK)
     counts = (np.bincount(components[i : i + _BLOCK], minlength=num_components) for i in blocks)
     return sum(counts, np.zeros(num_components, np.int64))

@@ -1,7 +1,7 @@
 """The compiled loops of `helpers.c`, for large indices.
 
-The process that builds an index compiles them, in a tenth of a second, in a temporary folder: nothing is
-installed, no file is shared between processes or versions, and other processes need no compiler. Without a
+The process that builds an index compiles them in a temporary folder, which takes a tenth of a second. Nothing
+is installed, no file is shared between processes or versions, and other processes need no compiler. Without a
 compiler the callers use numpy, with equal results.
 """
 
@@ -27,7 +27,7 @@ _TIMEOUT_S = 60
 
 @cache
 def compiled() -> ctypes.CDLL | None:
-    """Returns the compiled loops, or None if they cannot be compiled."""
+    """Returns the library with the compiled loops; None if they cannot be compiled."""
     compiler = os.environ.get("CC") or next(filter(shutil.which, _COMPILERS), None)
     if compiler is None:
         logger.info("no C compiler (%s): indices are built by numpy", ", ".join(_COMPILERS))
@@ -35,7 +35,7 @@ def compiled() -> ctypes.CDLL | None:
     source = Path(__file__).with_suffix(".c")
     with tempfile.TemporaryDirectory() as folder:
         library = Path(folder) / "helpers.so"
-        # Fused operations would round differently from Megatron's tables.
+        # Without this option, fused operations would round differently from Megatron's tables.
         options = ["-O2", "-ffp-contract=off", "-fPIC", "-shared", "-o", str(library), str(source)]
         try:
             subprocess.run(
@@ -49,12 +49,12 @@ def compiled() -> ctypes.CDLL | None:
 
 
 def address(array: npt.NDArray[Any]) -> ctypes.c_void_p:
-    """Returns the address of a contiguous, aligned array for a compiled loop."""
+    """Returns the address of a contiguous, aligned array, as an argument of a compiled loop."""
     if not (array.flags.c_contiguous and array.flags.aligned):
         raise ValueError("a compiled loop needs a contiguous, aligned array")
     return ctypes.c_void_p(array.ctypes.data)
 
 
 def count(value: int) -> ctypes.c_int64:
-    """Returns a number for a compiled loop."""
+    """Returns a number as an argument of a compiled loop."""
     return ctypes.c_int64(value)

@@ -1,4 +1,4 @@
-"""Index files: arrays of integers as .npy files, read by memory mapping."""
+"""Index files: .npy files with arrays of integers, which are read by memory mapping."""
 
 from __future__ import annotations
 
@@ -25,7 +25,8 @@ class IndexFileError(Exception):
 
 
 def read_array(path: str, shape: tuple[int | None, ...]) -> npt.NDArray[Any]:
-    """Memory-maps an array of integers. shape: expected, None for any length. Raises IndexFileError."""
+    """Returns a memory-mapped array of integers. shape: the expected shape; None for any length. Raises
+    IndexFileError."""
     try:
         array = _map_array(path)
     except FileNotFoundError:
@@ -46,7 +47,7 @@ def read_array(path: str, shape: tuple[int | None, ...]) -> npt.NDArray[Any]:
 def _map_array(path: str) -> npt.NDArray[Any]:
     """Returns what np.load(path, mmap_mode="r") returns, without keeping a file descriptor open."""
     with open_regular(path) as file:
-        # Headers of later versions may have gigabytes; np.save does not write them for integers.
+        # np.save writes version 1.0 for integers. Headers of later versions may have gigabytes.
         if (version := np.lib.format.read_magic(file)) != (1, 0):
             raise ValueError(f"version {version} of the npy format, expected (1, 0)")
         shape, is_fortran, dtype = np.lib.format.read_array_header_1_0(file)
@@ -56,7 +57,8 @@ def _map_array(path: str) -> npt.NDArray[Any]:
 
 
 def write_array(path: str, array: npt.NDArray[Any]) -> None:
-    """Writes an index file under a temporary name and renames it. Creates its folder. Raises UserError."""
+    """Writes an index file under a temporary name and renames it. Creates its folder. Raises UserError if it
+    fails."""
     folder = os.path.dirname(os.path.abspath(path))
     try:
         os.makedirs(folder, exist_ok=True)
@@ -71,8 +73,8 @@ def write_array(path: str, array: npt.NDArray[Any]) -> None:
 
 @contextmanager
 def replaced_file(path: str) -> Iterator[BinaryIO]:
-    """Opens a temporary file, which replaces `path` after the block. Concurrent writers have different files.
-    Raises OSError."""
+    """Yields a temporary file, which replaces `path` after the block. Concurrent writers have different
+    temporary files. Raises OSError."""
     temporary = f"{path}.{uuid.uuid4().hex}.tmp"
     try:
         with create_locked(temporary) as file:
@@ -87,7 +89,8 @@ def replaced_file(path: str) -> Iterator[BinaryIO]:
 
 
 def remove_leftovers(folder: str) -> None:
-    """Removes the temporary files of processes that were killed. An unreadable folder is left as it is."""
+    """Removes the temporary files of processes that were killed. Does nothing if the folder cannot be
+    read."""
     with suppress(OSError):
         for name in os.listdir(folder):
             if _LEFTOVER.search(name):

@@ -1,8 +1,9 @@
-"""The stamp of prepared data: what was verified, and the size and time of change of each file at that time.
+"""The stamp of prepared data: what was verified, and the size and modification time of each file at that
+time.
 
-A start that finds the stamp asks for the status of the files, and opens none of them. The stamp is a JSON
-file, `prepared-DIGEST.json`, in --data-cache-path, otherwise in the folder of the first token files. DIGEST
-identifies the prefixes: all runs that read them share the stamp.
+A start that finds the stamp only compares these with the files' status, and opens no file. The stamp is a
+JSON file, `prepared-DIGEST.json`, in --data-cache-path, otherwise in the folder of the first token files.
+DIGEST identifies the prefixes: all runs that read the same prefixes share the stamp.
 
     {"version": 1,
      "data_sets": {
@@ -13,16 +14,16 @@ identifies the prefixes: all runs that read them share the stamp.
            "a_text_document_documents0-423_..._doc_idx.npy": [[size, mtime_ns], ...]}}},
      "blends": {"/data/blend-0123456789ab_4096_dataset_index.npy": [[size, mtime_ns], ...]}}
 
-`ranges` holds the tokens of ranges of documents, which determine the names of the index files. An entry of
-`files` has the name of its first file. Changed token files invalidate all entries of their data set.
-A loss mask adds its two files to the entry of the token files.
+`ranges` holds the number of tokens of ranges of documents; these ranges are part of the names of the index
+files. An entry of `files` has the name of its first file. If token files change, all entries of their data
+set become invalid. The entry of token files with a loss mask also has the mask's two files.
 
-A stamp that is written again loses the entries of index files that were deleted.
+When a stamp is written again, it loses the entries of index files that were deleted.
 
-Each shard of tools/prepare_indices.py writes a part, `prepared-DIGEST.0-of-4.json`. A shard that finds
-all parts merges them into the stamp; the parts remain. Files are written under a temporary name and
-renamed. Of two concurrent runs, one may lose the other's new entries, whose files are then verified once
-more.
+Each shard of tools/prepare_indices.py writes a part, `prepared-DIGEST.0-of-4.json`. A shard that finds all
+parts merges them into the stamp; the parts remain. Files are written under a temporary name and renamed. If
+two runs write at the same time, one may lose the new entries of the other; the files of lost entries are then
+verified once more.
 """
 
 from __future__ import annotations
@@ -39,7 +40,7 @@ from typing import Any
 from megatron.config import DataConfig
 from megatron.data.flags import token_file_prefixes
 from megatron.data.index_files import replaced_file
-from megatron.data.indexed_dataset import IndexedDataset, TokenFacts, file_paths, index_path
+from megatron.data.indexed_dataset import IndexedDataset, TokenCounts, file_paths, index_path
 from megatron.errors import one_line
 from megatron.files import HostileFileError, dict_of, fields_of, is_count, list_of, read_small
 from megatron.shares import share_out
@@ -47,16 +48,18 @@ from megatron.shares import share_out
 logger = logging.getLogger(__name__)
 
 _VERSION = 1
-# 3,000 data sets with three splits take 3 MB.
+# The key of a data set's `TokenCounts` in the file. It keeps the name of the first version of the stamp.
+_COUNTS_KEY = "facts"
+# Largest size of a stamp. 3,000 data sets with three splits take 3 MB.
 _MAX_BYTES = 1 << 27
-_WARNINGS = 3  # a blend may have thousands of changed files
+_WARNINGS = 3  # limit, because a blend may have thousands of changed files
 
 Status = list[int]
-"""Size and time of change of a file in nanoseconds; empty if the file cannot be accessed."""
+"""Size in bytes and modification time in nanoseconds of a file; [] if the file cannot be accessed."""
 
 
 def statuses(paths: Sequence[str]) -> list[Status]:
-    """Returns the present status of each file."""
+    """Returns the current status of each file."""
     found: list[Status] = []
     for path in paths:
         try:
@@ -69,10 +72,10 @@ def statuses(paths: Sequence[str]) -> list[Status]:
 
 
 class IndexStamp:
-    """The stamp of the prefixes of a run, or a part of it. Several threads may use it."""
+    """The stamp for the prefixes of a run, or a part of it. Several threads may use it."""
 
     def __init__(self, data: DataConfig, shard: tuple[int, int] = (0, 1)) -> None:
-        """Reads the stamp. shard: (index, number); this process then verifies and writes only its part."""
+        """Reads the stamp. shard: (index, number). This process then verifies and writes only its part."""
         given = list(dict.fromkeys(token_file_prefixes(data)))
         paths = [os.path.abspath(prefix) for _, prefix in given]
         folder = data.data_cache_path or (os.path.dirname(paths[0]) if paths else "")
@@ -93,57 +96,59 @@ class IndexStamp:
         self._changed = 0
 
     def refresh(self) -> None:
-        """Reads what other processes have written into the stamp since. Does not ask again for the status of
-        token files."""
+        """Reads what other processes have added to the stamp since the last read. Does not read the status of
+        token files again."""
         content, self._text = _read(self.path)
         self._content = _merged(self._content, content)
 
     def dataset(self, prefix: str, option: str) -> IndexedDataset:
-        """Returns the dataset of a prefix, which is opened only once and not verified. option: the flag that
-        names it. The files that the stamp vouches for are opened when a document is read."""
+        """Returns the dataset of a prefix. It is opened only once, and not verified. option: the flag that
+        names the prefix. Files that are unchanged since the stamp recorded them are opened only when a
+        document is read."""
         if prefix not in self._opened:
-            self._opened[prefix] = IndexedDataset(prefix, option, verify=False, facts=self.facts(prefix))
+            self._opened[prefix] = IndexedDataset(prefix, option, verify=False, counts=self.counts(prefix))
         return self._opened[prefix]
 
-    def facts(self, prefix: str) -> TokenFacts | None:
-        """Returns what is known of a data set; None unless its token files are those that were verified."""
+    def counts(self, prefix: str) -> TokenCounts | None:
+        """Returns the counts of a data set; None unless its token files are unchanged since they were
+        verified."""
         if prefix not in self._intact:
             entry = self._content["data_sets"].get(os.path.abspath(prefix), {"files": {}})
             paths = file_paths(prefix)
             self._intact[prefix] = self._is_unchanged(entry["files"], os.path.basename(paths[0]), paths)
         if not self._intact[prefix]:
             return None
-        facts = self._content["data_sets"][os.path.abspath(prefix)]["facts"]
-        return TokenFacts(*(facts[name] for name in _FACTS))
+        counts = self._content["data_sets"][os.path.abspath(prefix)][_COUNTS_KEY]
+        return TokenCounts(**{name: counts[name] for name in _COUNTS})
 
     def record_token_files(self, dataset: IndexedDataset, found: list[Status]) -> None:
-        """Records verified token files, and removes what was known of the files that they replace. found:
-        their status before the verification."""
+        """Records verified token files, and removes the entry of the files that they replace. found: the
+        files' status before the verification."""
         self._content["data_sets"][os.path.abspath(dataset.prefix)] = {
-            "facts": asdict(dataset.facts),
+            _COUNTS_KEY: asdict(dataset.counts),
             "files": {os.path.basename(index_path(dataset.prefix)): found},
         }
         self._intact[dataset.prefix] = True
 
     def vouches(self, prefix: str | None, paths: Sequence[str]) -> bool:
-        """Returns whether these files are those that were verified, with the present token files.
+        """Returns whether these files are the verified ones, and were made from the current token files.
 
-        prefix: of the data set of an index; None for the table of a blend.
+        prefix: the data set of an index; None for a blend's table.
         """
-        if prefix is not None and self.facts(prefix) is None:
+        if prefix is not None and self.counts(prefix) is None:
             return False
         files, key = self._place(prefix, paths)
         return self._is_unchanged(files, key, paths)
 
     def record(self, prefix: str | None, paths: Sequence[str], found: list[Status]) -> None:
-        """Records verified files of an index or a table. found: their status before the verification, or
+        """Records verified files of an index or a table. found: the files' status before the verification, or
         after they were written. Does nothing if the token files are not recorded."""
-        if all(found) and (prefix is None or self.facts(prefix) is not None):
+        if all(found) and (prefix is None or self.counts(prefix) is not None):
             files, key = self._place(prefix, paths)
             files[key] = found
 
     def _place(self, prefix: str | None, paths: Sequence[str]) -> tuple[dict[str, list[Status]], str]:
-        """Returns the entries in which files are recorded, and their key."""
+        """Returns the dict in which files are recorded, and their key in it."""
         if prefix is None:
             return self._content["blends"], os.path.abspath(paths[0])
         return self._content["data_sets"][os.path.abspath(prefix)]["files"], os.path.basename(paths[0])
@@ -178,20 +183,21 @@ class IndexStamp:
         )
 
     def write(self) -> bool:
-        """Writes the stamp, or this shard's part of it, if it has changed. Returns False, with a warning, if
-        the folder cannot be written."""
+        """Writes the stamp, or this shard's part of it, if it has changed. Returns False, and logs a warning,
+        if the folder is not writable."""
         content, path = self._content, self.path
         if self._parts:
             own = {os.path.abspath(prefix) for _, prefix in self.prefixes}
             content = {
                 **content,
                 "data_sets": {key: content["data_sets"][key] for key in content["data_sets"] if key in own},
-                # Only the first shard builds tables. Old entries of other shards would replace its entries.
+                # Only the first shard builds tables. Old entries of other shards must not replace its
+                # entries.
                 "blends": content["blends"] if self.shard[0] == 0 else {},
             }
             path = self._parts[self.shard[0]]
             if not os.path.exists(path):
-                self._text = ""  # a shard without data sets writes its part, too
+                self._text = ""  # so that a shard without data sets also writes its part
         try:
             self._text = self._replace(path, content, self._text)
             self._merge_parts()
@@ -201,8 +207,8 @@ class IndexStamp:
         return True
 
     def _merge_parts(self) -> None:
-        """Merges the parts into the stamp if all of them exist, including parts of an earlier command:
-        each shard merges at its end, and once more if another shard has written in the meantime."""
+        """Merges the parts into the stamp if all parts exist. Each shard merges when it ends, and once more
+        if another shard has written in the meantime. The parts may be of an earlier command."""
         merged: dict[str, Any] | None = None
         while self._parts and all(map(os.path.exists, self._parts)):
             before, (merged, text) = merged, _read(self.path)
@@ -222,7 +228,7 @@ class IndexStamp:
         return present
 
     def _existing(self, content: dict[str, Any]) -> dict[str, Any]:
-        """Returns the entries without those of index files and tables that were deleted."""
+        """Returns the entries except those whose index files or tables were deleted."""
         data_sets = {}
         for prefix, entry in content["data_sets"].items():
             token_files, folder = index_path(prefix), self._cache_folder or os.path.dirname(prefix)
@@ -237,7 +243,7 @@ class IndexStamp:
 
 
 def _of_shard(given: list[tuple[str, str]], shard: tuple[int, int]) -> list[tuple[str, str]]:
-    """Returns the pairs (flag, prefix) whose .idx files are of this shard, which are shared out by bytes."""
+    """Returns the pairs (flag, prefix) of a shard. Shards get about equally many bytes of .idx files."""
     index, number = shard
     if number == 1:
         return given
@@ -248,7 +254,7 @@ def _of_shard(given: list[tuple[str, str]], shard: tuple[int, int]) -> list[tupl
 
 
 def _merged(content: dict[str, Any], other: dict[str, Any]) -> dict[str, Any]:
-    """Returns the entries of both; an entry of `other` replaces an entry of `content`."""
+    """Returns the entries of both contents. An entry of `other` replaces an entry of `content`."""
     return {"version": _VERSION, **{key: content[key] | other[key] for key in ("data_sets", "blends")}}
 
 
@@ -257,7 +263,8 @@ def _text_of(content: dict[str, Any]) -> str:
 
 
 def _read(path: str) -> tuple[dict[str, Any], str]:
-    """Returns the content and the text of a stamp; no entries if there is none, or if it is damaged."""
+    """Returns the content and the text of a stamp. If it is missing or damaged, the content has no
+    entries."""
     empty: dict[str, Any] = {"version": _VERSION, "data_sets": {}, "blends": {}}
     try:
         text = read_small(Path(path), _MAX_BYTES).decode()
@@ -277,11 +284,11 @@ def _is_status(value: Any) -> bool:
 
 
 _FILES = dict_of(list_of(_is_status))
-_FACTS = {"documents": is_count, "tokens": is_count, "ranges": dict_of(is_count)}
+_COUNTS = {"documents": is_count, "tokens": is_count, "ranges": dict_of(is_count)}
 _is_stamp = fields_of(
     {
         "version": lambda value: value == _VERSION,
-        "data_sets": dict_of(fields_of({"facts": fields_of(_FACTS), "files": _FILES})),
+        "data_sets": dict_of(fields_of({_COUNTS_KEY: fields_of(_COUNTS), "files": _FILES})),
         "blends": _FILES,
     }
 )

@@ -1,4 +1,4 @@
-"""Reader and writer of Megatron's memory-mapped token files ("mmap"), format version 1.
+"""Reads Megatron's memory-mapped token files ("mmap"), format version 1.
 
 `{prefix}.bin` is the concatenation of the token ids of all documents. `{prefix}.idx` holds the sizes and
 offsets of the documents, little-endian:
@@ -50,30 +50,31 @@ DTYPE_OF_CODE: dict[int, np.dtype] = {
     8: np.dtype("<u2"),
 }
 CODE_OF_DTYPE = {dtype: code for code, dtype in DTYPE_OF_CODE.items()}
-# Codes 6 and 7 are floating-point types (of different widths in different programs), which hold no token ids.
+# Codes 6 and 7 are floating-point types, of different widths in different programs. They cannot hold token
+# ids.
 FLOAT_CODES = (6, 7)
 
 LOSS_MASK_DTYPE = np.dtype("uint8")
 LOSS_MASK_KEY = "loss_mask_sha256"
-"""Key of the digest of a loss mask in the record of its token files."""
+"""Key of a loss mask's digest in the record of its token files."""
 
-CHECK_BLOCK = 1 << 22  # number of sequences that are verified at a time, to bound the memory
-# A few blocks of a .bin file tell it from one with other tokens without reading all of it.
+CHECK_BLOCK = 1 << 22  # number of sequences that are verified at a time, to limit the memory
+# A sample of blocks distinguishes .bin files with different tokens without reading them completely.
 SAMPLED_BLOCKS, SAMPLED_BYTES = 4, 4096
 
 
 def smallest_dtype(vocab_size: int) -> np.dtype:
-    """Returns the dtype in which Megatron stores token ids below `vocab_size`."""
+    """Returns the dtype with which Megatron stores token ids below `vocab_size`."""
     return np.dtype("<u2") if vocab_size < 65500 else np.dtype("<i4")
 
 
 def index_path(prefix: str) -> str:
-    """Returns the path of the .idx file."""
+    """Returns the path of the .idx file of the token files `prefix`."""
     return prefix + ".idx"
 
 
 def data_path(prefix: str) -> str:
-    """Returns the path of the .bin file."""
+    """Returns the path of the .bin file of the token files `prefix`."""
     return prefix + ".bin"
 
 
@@ -83,14 +84,14 @@ def loss_mask_prefix(prefix: str) -> str:
 
 
 def file_paths(prefix: str) -> tuple[str, ...]:
-    """Returns the paths of the token files `prefix`, and of their loss mask if it exists."""
+    """Returns the paths of the token files `prefix`, and of their loss mask if there is one."""
     paths = index_path(prefix), data_path(prefix)
     masks = index_path(loss_mask_prefix(prefix)), data_path(loss_mask_prefix(prefix))
     return paths + masks if any(map(os.path.exists, masks)) else paths
 
 
 def sample_digest(path: str) -> str:
-    """Returns the SHA-256 of a few blocks of a .bin file, the first and the last one included."""
+    """Returns the SHA-256 of a few blocks of a .bin file, among them the first and the last one."""
     digest, last = hashlib.sha256(), max(os.path.getsize(path) - SAMPLED_BYTES, 0)
     with open(path, "rb", buffering=0) as file:
         for block in range(SAMPLED_BLOCKS):
@@ -100,13 +101,14 @@ def sample_digest(path: str) -> str:
 
 
 @dataclass(frozen=True)
-class TokenFacts:
-    """What the start of a run needs to know about token files."""
+class TokenCounts:
+    """The counts of token files that the start of a run needs."""
 
     documents: int
     tokens: int
     ranges: dict[str, int] = field(default_factory=dict)
-    """Tokens of ranges of documents, such as '0-423': those that `IndexedDataset.tokens_in` was asked for."""
+    """Range of documents, such as '0-423' -> number of tokens. Has the ranges that `tokens_in` was called
+    with."""
 
 
 @dataclass
@@ -129,7 +131,7 @@ class _TokenFiles:
 class IndexedDataset:
     """The documents of one `{prefix}.bin` and `.idx`, memory-mapped and read-only.
 
-    Opening checks both files. Raises UserError, naming the file, if one is damaged, truncated, empty or
+    Opening checks both files. Raises UserError, naming the file, if a file is damaged, truncated, empty or
     missing. Forked processes can share an instance; unpickling opens the files again.
     """
 
@@ -138,41 +140,42 @@ class IndexedDataset:
         prefix: str | os.PathLike[str],
         option: str = "--data-path",
         verify: bool = True,
-        facts: TokenFacts | None = None,
+        counts: TokenCounts | None = None,
     ) -> None:
         """option: the flag that names the prefix, for error messages. verify: whether to read all of the .idx
-        file and check every size and offset, instead of only the header and the sizes of both files. facts:
-        of verified files, which are opened when a document is read; None opens them now."""
+        file and check every size and offset, instead of only the header and the sizes of both files. counts:
+        the counts of verified files, which are opened when a document is first read; None to open the files
+        now."""
         self.prefix = os.fspath(prefix)
         self.option = option
-        if facts is None:
+        if counts is None:
             self._files = self._open(verify)
-            facts = TokenFacts(len(self.sizes), len(self._files.tokens))
-        self.facts = facts
+            counts = TokenCounts(len(self.sizes), len(self._files.tokens))
+        self.counts = counts
 
     def __len__(self) -> int:
         """Returns the number of documents."""
-        return self.facts.documents
+        return self.counts.documents
 
     def __getitem__(self, index: int) -> npt.NDArray[Any]:
         return self.get(index)
 
-    def __reduce__(self) -> tuple[type[IndexedDataset], tuple[str, str, bool, TokenFacts]]:
-        return IndexedDataset, (self.prefix, self.option, False, self.facts)
+    def __reduce__(self) -> tuple[type[IndexedDataset], tuple[str, str, bool, TokenCounts]]:
+        return IndexedDataset, (self.prefix, self.option, False, self.counts)
 
     @property
     def source(self) -> str:
-        """The flag and the prefix, as on the command line."""
+        """The flag and the prefix as on the command line, for messages."""
         return f"{self.option} {self.prefix}"
 
     @property
     def num_tokens(self) -> int:
-        """The number of tokens of all documents."""
-        return self.facts.tokens
+        """Number of tokens of all documents."""
+        return self.counts.tokens
 
     @property
     def dtype(self) -> np.dtype:
-        """The type of the token ids in .bin."""
+        """dtype of the token ids in .bin."""
         return self._files.dtype
 
     @property
@@ -187,12 +190,12 @@ class IndexedDataset:
 
     @property
     def doc_idx(self) -> npt.NDArray[np.int64]:
-        """int64: first sequence of each document, followed by the number of sequences."""
+        """int64: index of the first sequence of each document, followed by the number of sequences."""
         return self._files.doc_idx
 
     def get(self, index: int, offset: int = 0, length: int | None = None) -> npt.NDArray[Any]:
-        """Returns `length` tokens (None: all) of document `index` from token `offset`, a read-only view. It
-        may still be read from the disk."""
+        """Returns `length` tokens (None: all) of document `index` from token `offset` on, as a read-only
+        view. The tokens may be read from the disk only when they are used."""
         files = self._files
         if not 0 <= index < len(files.sizes):
             raise IndexError(f"document {index} of {self.prefix}, which has {len(files.sizes)}")
@@ -207,20 +210,20 @@ class IndexedDataset:
         return tokens
 
     def tokens_in(self, documents: range) -> int:
-        """Returns the number of tokens of consecutive documents. Reads the offsets of only the first and the
-        last."""
+        """Returns the number of tokens of consecutive documents. Reads only the offsets of the first and the
+        last document."""
         if not documents:
             return 0
         key = f"{documents.start}-{documents.stop}"
-        if key not in self.facts.ranges:
+        if key not in self.counts.ranges:
             end, start = self._files.end_of(documents[-1]), int(self.pointers[documents[0]])
-            self.facts.ranges[key] = (end - start) // self.dtype.itemsize
-        return self.facts.ranges[key]
+            self.counts.ranges[key] = (end - start) // self.dtype.itemsize
+        return self.counts.ranges[key]
 
     @cached_property
     def loss_mask(self) -> IndexedDataset | None:
-        """The loss mask of all tokens; None if it does not exist. Raises UserError if it has a different
-        length."""
+        """The loss mask of all tokens; None if there is none. Raises UserError if its length differs from the
+        tokens'."""
         prefix = loss_mask_prefix(self.prefix)
         if len(file_paths(self.prefix)) == 2:
             return None
@@ -350,10 +353,10 @@ def _read_header(path: str, file_bytes: int) -> tuple[np.dtype, int, int]:
 
 
 def check_loss_mask(dataset: IndexedDataset, record: Mapping[str, Any]) -> None:
-    """Verifies the .idx file of the loss mask, if there is one. record: of the token files.
+    """Verifies the .idx file of the loss mask, if there is one. record: the record of the token files.
 
-    Raises UserError if the mask is damaged, if its documents and the documents of the tokens have different
-    sizes, and if the record names a mask that does not exist.
+    Raises UserError if the mask is damaged, if the sizes of its documents differ from the token files', and
+    if the record names a mask that does not exist.
     """
     prefix = loss_mask_prefix(dataset.prefix)
     if dataset.loss_mask is None:

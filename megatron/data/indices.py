@@ -1,19 +1,19 @@
 """The order of samples: document, sample and shuffle index, computed as in Megatron.
 
-The arrays equal Megatron's for equal data, seed, sequence length and number of samples (--data-order chooses
-the program). They are computed in this order from one `numpy.random.RandomState(seed)`:
+The arrays equal Megatron's for equal data, seed, sequence length and number of samples; --data-order chooses
+which program "Megatron" is. They are computed in this order from one `numpy.random.RandomState(seed)`:
 
-document index  The documents of all epochs, shuffled together. If less than a share of the last epoch is used
-                (`DataOrder.last_epoch_threshold`), the last epoch is shuffled separately and appended, so
+document index  The documents of all epochs, shuffled together. If less than a certain share of the last epoch
+                (`DataOrder.last_epoch_threshold`) is used, this epoch is shuffled separately and appended, so
                 that no document is repeated before all documents have been read.
 sample index    The documents are concatenated in this order and split every seq_length tokens. Row i is the
-                first token of sample i (position in the document index, offset in that document), row i + 1
-                its last: a sample has seq_length + 1 tokens; consecutive samples overlap by one token.
+                first token of sample i (position in the document index, offset in that document), and row
+                i + 1 is its last token: a sample has seq_length + 1 tokens, so consecutive samples share one.
 shuffle index   A permutation of the samples. A separate last epoch is permuted separately.
 
 Index files hold the arrays as .npy files, in the folder of the data or of --data-cache-path. One process per
-node calls `prepare_sample_index`, which builds them; then a process calls `load_sample_index`, which
-memory-maps them, when it reads the first sample. Files are written under a temporary name and renamed. All
+node calls `prepare_sample_index`, which builds them. When a process reads the first sample, it calls
+`load_sample_index`, which memory-maps them. Files are written under a temporary name and renamed. All
 processes would write equal contents, so concurrent builders are safe.
 """
 
@@ -37,30 +37,30 @@ from megatron.errors import UserError, stop_at_access_error
 
 logger = logging.getLogger(__name__)
 
-# Documents and samples from which the compiled loop is worth its compilation.
+# Number of documents or samples from which compiling the loop pays off.
 _COMPILED_FROM = 1 << 20
 
 IndexPaths = tuple[str, str, str]
-"""Files of the document, sample and shuffle index."""
+"""The files of the document, sample and shuffle index."""
 
 
 @dataclass(frozen=True)
 class EpochPlan:
-    """The number of epochs over the documents of a split, and the samples that they give."""
+    """The number of epochs over the documents of a split, and the number of samples in them."""
 
     num_epochs: int
     tokens_per_epoch: int
     total_samples: int
-    """Complete samples in all epochs, at least the requested number."""
+    """Number of complete samples in all epochs; at least the requested number."""
     samples_before_last_epoch: int
-    """Complete samples in all epochs but the last."""
+    """Number of complete samples in all epochs except the last."""
     separate_last_epoch: bool
     """Whether the last epoch is shuffled separately."""
 
 
 @dataclass(frozen=True)
 class SampleIndex:
-    """The document, sample and shuffle index."""
+    """The three arrays of an index: document, sample and shuffle index."""
 
     documents: npt.NDArray[Any]
     """Document index, [num_epochs * documents]: document numbers."""
@@ -73,7 +73,8 @@ class SampleIndex:
 def plan_epochs(
     tokens_per_epoch: int, seq_length: int, num_samples: int, last_epoch_threshold: float
 ) -> EpochPlan:
-    """Plans at least `num_samples` samples of `seq_length` + 1 tokens; adjacent samples share one token.
+    """Returns the plan for at least `num_samples` samples of `seq_length` + 1 tokens. Adjacent samples share
+    one token.
 
     last_epoch_threshold: see `DataOrder`. Raises ValueError unless all numbers are positive.
     """
@@ -95,7 +96,8 @@ def plan_epochs(
 def build_sample_order(
     sizes: npt.NDArray[Any], documents: range, seq_length: int, seed: int, plan: EpochPlan
 ) -> SampleIndex:
-    """Computes the three arrays for `documents` of a dataset. sizes: tokens of each of its documents."""
+    """Returns the three arrays for `documents` of a dataset. sizes: number of tokens of each of its
+    documents."""
     generator = np.random.RandomState(seed)
     order = build_document_index(documents, plan, generator)
     samples = build_sample_index(sizes, order, seq_length, plan.total_samples)
@@ -119,22 +121,30 @@ def build_document_index(
 def build_sample_index(
     sizes: npt.NDArray[Any], document_index: npt.NDArray[Any], seq_length: int, num_samples: int
 ) -> npt.NDArray[Any]:
-    """Returns the first token of each sample and the last token of the last sample, [num_samples + 1, 2].
+    """Returns the first token of each sample, followed by the last token of the last sample, [num_samples +
+    1, 2].
 
-    Row: position in `document_index`, token offset in that document. The documents must have at least
-    num_samples * seq_length + 1 tokens. Row 0 is the first document, also if it is empty. No other row refers
-    to an empty document.
+    A row is (position in `document_index`, token offset in that document). The documents must have at least
+    num_samples * seq_length + 1 tokens. Row 0 is in the first document, even if this document is empty. No
+    other row is in an empty document.
     """
     dtype = _index_dtype(len(document_index))
     samples = np.empty((num_samples + 1, 2), dtype)
     if len(document_index) + num_samples >= _COMPILED_FROM and (helpers := compiled()) is not None:
-        # The sizes are not aligned in the .idx file.
+        # The sizes may be unaligned, because they are mapped from the .idx file.
         lengths = np.require(sizes, np.int32, ("C", "A"))
         documents = np.require(document_index, dtype, ("C", "A"))
         walk = getattr(helpers, f"sample_index_{np.dtype(dtype).name}")
         walk.restype = ctypes.c_int64
-        numbers = count(len(documents)), count(seq_length), count(len(samples))
-        if walk(address(lengths), address(documents), *numbers, address(samples)) < len(samples):
+        found = walk(
+            address(lengths),
+            address(documents),
+            count(len(documents)),
+            count(seq_length),
+            count(len(samples)),
+            address(samples),
+        )
+        if found < len(samples):
             raise ValueError(f"the documents have too few tokens for {num_samples:,} samples")
         return samples
     ends = np.cumsum(sizes[document_index], dtype=np.int64)
@@ -159,7 +169,8 @@ def build_shuffle_index(plan: EpochPlan, generator: np.random.RandomState) -> np
 
 
 def _shuffle(generator: np.random.RandomState, values: npt.NDArray[Any]) -> None:
-    """Calls `generator.shuffle(values)`, compiled for long arrays: faster, and other threads can run."""
+    """Does what `generator.shuffle(values)` does. Long arrays are shuffled by compiled code: faster, without
+    the GIL."""
     if not _COMPILED_FROM <= len(values) < 1 << 32 or (helpers := compiled()) is None:
         generator.shuffle(values)
         return
@@ -185,12 +196,12 @@ class IndexRequest:
     seq_length: int
     seed: int
     cache_folder: str | None = None
-    """The folder of the files. None: the folder of the data."""
+    """The folder of the index files; None for the folder of the data."""
     order: DataOrder = DATA_ORDERS["native"]
 
     def plan(self) -> EpochPlan:
         """Returns the number of epochs and samples. Raises UserError if an epoch has fewer tokens than one
-        sample."""
+        sample has."""
         tokens = self.dataset.tokens_in(self.documents)
         if tokens < self.order.shortest(self.seq_length):
             raise UserError(
@@ -201,8 +212,9 @@ class IndexRequest:
         return plan_epochs(tokens, self.seq_length, self.num_samples, self.order.last_epoch_threshold)
 
     def paths(self) -> IndexPaths:
-        """Returns the files of the document, sample and shuffle index, named by all that determines their
-        contents. A longer run with equal epochs finds them; groups with equal documents share them."""
+        """Returns the files of the document, sample and shuffle index. Their names contain everything that
+        determines their contents: a longer run with equally many epochs finds them, and groups with equal
+        documents share them."""
         plan = self.plan()
         length = f"{plan.num_epochs}epochs{'-last-apart' if plan.separate_last_epoch else ''}"
         stem = f"{self._data_name()}_documents{self.documents.start}-{self.documents.stop}"
@@ -215,7 +227,8 @@ class IndexRequest:
         return (plan.num_epochs * len(self.documents),), (plan.total_samples + 1, 2), (plan.total_samples,)
 
     def _data_name(self) -> str:
-        """Returns the prefix of the data; with a cache folder, a path in it that is unique to the prefix."""
+        """Returns the prefix of the data. With a cache folder, returns a path in it that is unique to the
+        prefix."""
         if self.cache_folder is None:
             return self.dataset.prefix
         path = os.path.abspath(self.dataset.prefix)
@@ -239,7 +252,7 @@ def prepare_sample_index(request: IndexRequest) -> bool:
 
 
 def _is_valid(request: IndexRequest) -> bool:
-    """Returns whether the index files exist, are not damaged and were built from these data."""
+    """Returns whether the index files exist, are undamaged and were built from these data."""
     if not os.path.lexists(request.paths()[0]):
         return False
     try:
@@ -252,7 +265,7 @@ def _is_valid(request: IndexRequest) -> bool:
 
 @stop_at_access_error()
 def load_sample_index(request: IndexRequest) -> SampleIndex:
-    """Memory-maps the index files. Raises UserError, naming the file, if one is missing or damaged."""
+    """Returns the memory-mapped index. Raises UserError, naming the file, if a file is missing or damaged."""
     try:
         return _read_index(request)
     except IndexFileError as problem:
@@ -268,20 +281,21 @@ def _read_index(request: IndexRequest) -> SampleIndex:
 
 
 def _check_contents(request: IndexRequest, index: SampleIndex) -> None:
-    """Raises IndexFileError if files of the expected shape are damaged or were built from other data."""
+    """Raises IndexFileError if files of the expected shape are damaged or were built from different data."""
     plan, (doc_path, sample_path, shuffle_path) = request.plan(), request.paths()
     documents, samples, shuffle = index.documents, index.samples, index.shuffle
     if documents.min() < request.documents.start or documents.max() >= request.documents.stop:
         raise IndexFileError(f"{doc_path} names documents outside {request.documents}")
     total, before_last = plan.total_samples, plan.samples_before_last_epoch
-    # Comparing sums is not enough: wrong numbers of a damaged file may have the expected sum.
+    # Comparing sums would not be enough: wrong numbers in a damaged file may have the expected sum.
     found = np.zeros(total, dtype=bool)
     if shuffle.min() >= 0 and shuffle.max() < total:
         found[shuffle] = True
     if not found.all():
         raise IndexFileError(f"{shuffle_path} is not a permutation of {total} samples")
     if plan.separate_last_epoch and before_last and shuffle[:before_last].max() >= before_last:
-        # Other versions of Megatron have a different threshold for a separate last epoch, but equal names.
+        # Other versions of Megatron have a different threshold for a separate last epoch, but the same file
+        # names.
         raise IndexFileError(f"{shuffle_path} mixes the last epoch with the others")
     positions, offsets = samples[:, 0], samples[:, 1]
     if samples.min() < 0 or positions.max() >= len(documents) or np.any(positions[1:] < positions[:-1]):

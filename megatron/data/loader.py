@@ -1,4 +1,4 @@
-"""Micro-batches: the assignment of samples to data-parallel ranks, and the tensors of a micro-batch."""
+"""Assigns samples to data-parallel ranks, and builds the tensors of micro-batches."""
 
 from __future__ import annotations
 
@@ -20,30 +20,31 @@ PREFETCH_PER_WORKER = 2
 class MicroBatch:
     """Consecutive samples of the run, for one forward and one backward pass.
 
-    On pipeline ranks between the first and the last stage, which read no tokens, seq is 0.
+    On pipeline ranks between the first and the last stage, which read no tokens, the tensors have seq 0.
     """
 
     samples: range
-    """Numbers of the samples in the run. Dropout masks depend on these numbers."""
+    """Numbers of these samples in the run. Dropout masks depend on the numbers."""
     tokens: Tensor
-    """int64 [batch, seq]"""
+    """int64 [batch, seq]: the input tokens."""
     labels: Tensor
-    """int64 [batch, seq]: the tokens shifted by one."""
+    """int64 [batch, seq]: for each input the next token."""
     loss_mask: Tensor
-    """float32 [batch, seq]: whether the label counts in the loss."""
+    """float32 [batch, seq]: 1 where the label counts in the loss, else 0."""
     document_ids: Tensor | None = None
-    """int64 [batch, seq]: each token's document in its sample; None if end-of-document tokens separate them,
-    or if the model does not need it."""
+    """int64 [batch, seq]: number of each token's document within its sample. None if end-of-document tokens
+    separate the documents, or if the model does not need the numbers."""
 
     @property
     def inputs(self) -> tuple[Tensor, ...]:
-        """The inputs of the first stage."""
+        """The inputs of the first pipeline stage."""
         return (self.tokens,) if self.document_ids is None else (self.tokens, self.document_ids)
 
     @classmethod
     def from_rows(cls, rows: Tensor, first_sample: int, masked_token: int | None = None) -> MicroBatch:
-        """Returns the micro-batch with the tokens `rows`, int64 [batch, seq + 1], of the samples from
-        `first_sample` on. masked_token: the loss mask is 0 where the input is this token, otherwise 1."""
+        """Returns the micro-batch with the tokens `rows`, int64 [batch, seq + 1]. first_sample: number of the
+        first row's sample in the run. masked_token: the loss mask is 0 where the input is this token,
+        otherwise 1."""
         tokens, labels = rows[:, :-1].contiguous(), rows[:, 1:].contiguous()
         loss_mask = torch.ones(tokens.shape, dtype=torch.float32)
         if masked_token is not None:
@@ -54,9 +55,9 @@ class MicroBatch:
     def from_samples(
         cls, samples: Sequence[Sample], first_sample: int, eod: int | None, masks_eod: bool, has_ids: bool
     ) -> MicroBatch:
-        """Returns the micro-batch with the samples of the run from `first_sample` on. eod: ends the documents
-        of a sample without document ids. masks_eod: see `from_rows`. has_ids: whether the micro-batch has
-        document ids."""
+        """Returns the micro-batch with these samples. first_sample: number of the first sample in the run.
+        eod: the token that ends the documents of a sample without document ids. masks_eod: whether the loss
+        mask is 0 where the input is `eod`. has_ids: whether the micro-batch has document ids."""
         rows = torch.from_numpy(np.stack([sample.tokens for sample in samples]))
         batch = cls.from_rows(rows, first_sample, eod if masks_eod else None)
         document_ids = []
@@ -70,7 +71,7 @@ class MicroBatch:
         return replace(batch, document_ids=torch.from_numpy(np.stack(document_ids))) if has_ids else batch
 
     def truncated(self, seq_length: int) -> MicroBatch:
-        """Returns the first `seq_length` tokens of each sample."""
+        """Returns the micro-batch with only the first `seq_length` tokens of each sample."""
         if seq_length >= self.tokens.shape[1]:
             return self
         parts = (x[:, :seq_length].contiguous() for x in (self.tokens, self.labels, self.loss_mask))
@@ -81,16 +82,16 @@ class MicroBatch:
 class GPTBatchLoader:
     """Reads the micro-batches of one data-parallel rank, starting at any sample.
 
-    A global batch is the next `global_batch_size` samples after the consumed ones, on every layout.
-    Micro-batch k of data-parallel rank r is the `micro_batch_size` samples from sample
-    consumed + (k * dp_size + r) * micro_batch_size on, as in Megatron-LM.
+    On every layout a global batch consists of the next `global_batch_size` samples after the consumed ones.
+    Micro-batch k of data-parallel rank r consists of the `micro_batch_size` samples from sample consumed + (k
+    * dp_size + r) * micro_batch_size on, as in Megatron-LM.
 
     first_sample: number of the dataset's first sample in the run. reads_tokens: False for a rank that needs
     only the numbers of the samples. eod_mask_loss: whether the loss mask is 0 where the input token is `eod`.
-    needs_document_ids: whether micro-batches of a data set that knows its documents have document ids.
-    vocab_size: size of the vocabulary without padding; a token id at or above it raises UserError, since the
-    data was made with a different tokenizer. num_workers: number of threads that prefetch micro-batches; 0
-    for none. Threads suffice because the files are memory-mapped.
+    needs_document_ids: whether micro-batches have document ids, if the data set knows its documents.
+    vocab_size: size of the vocabulary without padding; a token id at or above it raises UserError, because
+    the data was made with a different tokenizer. num_workers: number of threads that prefetch micro-batches;
+    0 for no prefetching. Threads suffice because the files are memory-mapped.
     """
 
     def __init__(
@@ -118,13 +119,14 @@ class GPTBatchLoader:
         self.dp_rank = dp_rank
         self.dp_size = dp_size
         self.masks_tokens = eod_mask_loss or dataset.has_loss_mask
-        """Whether loss masks may have zeros."""
-        self._form = eod, eod_mask_loss, needs_document_ids and dataset.has_loss_mask
+        """Whether loss masks may contain zeros."""
+        self._eod, self._masks_eod = eod, eod_mask_loss
+        self._has_document_ids = needs_document_ids and dataset.has_loss_mask
         self._vocab_size = vocab_size
         self._first_sample, self._reads_tokens = first_sample, reads_tokens
         self._workers = ThreadPoolExecutor(num_workers, "data-prefetch") if num_workers > 0 else None
         self._num_prefetched = num_workers * PREFETCH_PER_WORKER
-        self._pending: dict[int, Future[MicroBatch]] = {}  # by the micro-batch's first sample
+        self._pending: dict[int, Future[MicroBatch]] = {}  # key: first sample of the micro-batch
 
     def micro_batches(self, consumed_samples: int, global_batch_size: int) -> Iterator[MicroBatch]:
         """Returns the micro-batches of this rank for the training step after `consumed_samples` samples.
@@ -158,7 +160,7 @@ class GPTBatchLoader:
     def _next(self, start: int) -> MicroBatch:
         if self._workers is None:
             return self._read(start)
-        # The distance between consecutive micro-batches of a rank, within a step and across steps.
+        # Distance in samples between consecutive micro-batches of a rank, within a step and across steps.
         stride = self.micro_batch_size * self.dp_size
         wanted = range(start, start + (self._num_prefetched + 1) * stride, stride)
         for other in [key for key in self._pending if key not in wanted]:
@@ -180,4 +182,6 @@ class GPTBatchLoader:
                 f"the {self.dataset.name} data has token ids {smallest} to {largest}, expected "
                 f"0 to {self._vocab_size - 1}: use the tokenizer that the data was preprocessed with"
             )
-        return MicroBatch.from_samples(samples, self._first_sample + start, *self._form)
+        return MicroBatch.from_samples(
+            samples, self._first_sample + start, self._eod, self._masks_eod, self._has_document_ids
+        )

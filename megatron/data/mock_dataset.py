@@ -13,7 +13,7 @@ class MockDataset:
     """Random tokens of the vocabulary, int64 [seq_length + 1]. A sample is a function of the seed, the split
     and its number, so every layout and every resumed run reads equal samples.
 
-    A sample ends one document on average, if `eod`, the end-of-document token, is known.
+    If `eod`, the end-of-document token, is known, a sample contains one end of a document on average.
     """
 
     has_loss_mask = False
@@ -35,7 +35,8 @@ class MockDataset:
     def __getitem__(self, i: int) -> npt.NDArray[np.int64]:
         if not 0 <= i < len(self):
             raise IndexError(f"sample {i} of the {self.name} mock data, which have {len(self)}")
-        # The raw bits of Philox are equal in all versions of numpy; the numbers of a Generator may change.
+        # Uses the raw bits of Philox, which are equal in all versions of numpy. A Generator's numbers may
+        # change.
         key = np.array([self._key, i], dtype=np.uint64)
         bits = np.random.Philox(key=key).random_raw(self._seq_length + 1)
         tokens = (bits % np.uint64(self._vocab_size)).astype(np.int64)

@@ -1,4 +1,4 @@
-"""Tokenizes jsonl text into token files. The files do not depend on the number of processes."""
+"""Tokenizes jsonl text into token files. Their contents do not depend on the number of processes."""
 
 from __future__ import annotations
 
@@ -47,19 +47,20 @@ BATCHES_IN_FLIGHT_PER_WORKER = 3
 
 @dataclass
 class Progress:
-    """What has been processed so far; `documents`, `tokens` and `empty_documents` count per JSON key."""
+    """What has been processed so far. `documents`, `tokens` and `empty_documents` have a number per JSON
+    key."""
 
     documents: dict[str, int]
     tokens: dict[str, int]
     empty_documents: dict[str, int]
-    """Documents without tokens, which are skipped."""
+    """JSON key -> number of documents without tokens, which are skipped."""
     lines: int = 0
     input_bytes: int = 0
     skipped: list[BadLine] = field(default_factory=list)
     special_tokens: Counter[str] = field(default_factory=Counter)
-    """Special tokens that the texts contain literally."""
+    """Special tokens that the texts contain literally, and how often."""
     indivisible_tokens: Counter[str] = field(default_factory=Counter)
-    """Special tokens that the model of the tokenizer, a list of words for example, does not split."""
+    """Special tokens in texts that the tokenizer's model (such as a list of words) does not split."""
 
 
 BatchesEncoder = Callable[[Iterator[LineBatch]], Iterator[EncodedBatch]]
@@ -79,17 +80,18 @@ def preprocess(
     report: Callable[[Progress], None] | None = None,
     note: Callable[[str], object] = lambda line: None,
 ) -> Progress:
-    """Tokenizes the files `inputs` into `{output_prefix}_{key}_document.bin` and `.idx` per JSON key. If
-    `output_prefix` ends with '/', it is a folder that gets such files for each input, named after it. The
-    keys of prompts (`megatron.tokenizer.prompts`) give one pair of files with a loss mask.
+    """Tokenizes the files `inputs` into `{output_prefix}_{key}_document.bin` and `.idx`, one pair for each
+    JSON key. If `output_prefix` ends with '/', it is a folder that gets such files for each input, named
+    after the input. The keys of prompts (`megatron.tokenizer.prompts`) give one pair of files with a loss
+    mask.
 
-    Each pair of files gets a record (`megatron.tokenizer.vocabulary_record`) of its vocabulary, its tokens
-    and its inputs. Files that exist, and whose record names equal inputs and settings, are kept. `report` is
-    called after each batch, `note` with a line for each pair of files. Raises UserError, and writes none of
-    the files of an input, if it is missing or damaged, if a line is not a JSON object with the keys (unless
-    `skip_bad_lines`), or if there is no text. In a folder, a file without text is only noted.
+    Each pair of files gets a record (`megatron.tokenizer.vocabulary_record`) of its vocabulary, tokens and
+    inputs. Existing files whose record has equal inputs and settings are kept. `report` is called after each
+    batch, `note` with a line for each pair of files. Raises UserError, and writes no file of an input, if the
+    input is missing or damaged, if a line is not a JSON object with the keys (unless `skip_bad_lines`), or if
+    there is no text. In a folder, an input without text only causes a note.
     """
-    # The threads of the tokenizers library would compete with the worker processes.
+    # Threads of the tokenizers library would compete with the worker processes.
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
     tokenizer = build_tokenizer(flags, parse_special=parse_special)
     check_parse_special(tokenizer, parse_special)
@@ -110,7 +112,7 @@ def preprocess(
             if job.is_done(keys):
                 note(f"{prefix}: made from this input before, kept")
                 continue
-            if encode is None:  # workers start only if there is work
+            if encode is None:  # so that workers start only if there is work
                 encode = stack.enter_context(
                     _batches_encoder(flags, tokenizer, keys, append_eod, backend, workers)
                 )
@@ -122,7 +124,7 @@ def preprocess(
 
 
 def _outputs(inputs: Sequence[str], output_prefix: str) -> Iterator[tuple[str, Sequence[str]]]:
-    """Yields each prefix of output files, without the JSON key, and its inputs."""
+    """Yields (prefix of output files without the JSON key, inputs of these files)."""
     if not output_prefix.endswith("/"):
         yield output_prefix, inputs
         return
@@ -139,7 +141,8 @@ def _outputs(inputs: Sequence[str], output_prefix: str) -> Iterator[tuple[str, S
 
 @dataclass(frozen=True)
 class _Job:
-    """The token files of one prefix. settings: what decides their content, besides the inputs."""
+    """The token files of one prefix. settings: the settings that determine their content, besides the
+    inputs."""
 
     prefix: str
     inputs: tuple[str, ...]
@@ -156,7 +159,7 @@ class _Job:
 
     def _is_done(self, name: str, details: dict[str, Any]) -> bool:
         if None in details["made_from"]:
-            return False  # nothing identifies the content of a pipe
+            return False  # because nothing identifies the content of a pipe
         try:
             record = read_record(name)
             if record is None or not record.items() >= details.items():
@@ -165,7 +168,7 @@ class _Job:
             check_loss_mask(dataset, record)
             return len(dataset) > 0 and record["bin_sample_sha256"] == sample_digest(data_path(name))
         except (UserError, KeyError):
-            return False  # damaged or incomplete
+            return False  # because the files are damaged or incomplete
 
     def run(
         self,
@@ -176,8 +179,9 @@ class _Job:
         note: Callable[[str], object],
         may_be_empty: bool,
     ) -> None:
-        """Writes the files. See `preprocess`."""
-        # Read before the content: an input that changes meanwhile does not look done afterwards.
+        """Writes the token files. See `preprocess` for the arguments."""
+        # This is read before the content, so that an input that changes during the run does not count
+        # as done.
         outputs = output_keys(keys)
         details = {key: self._details(key) for key in outputs}
         first_skipped = len(progress.skipped)
@@ -232,7 +236,7 @@ class _Job:
 
 
 def output_name(output_prefix: str, json_key: str) -> str:
-    """Returns the prefix of the token files of one JSON key, named as in Megatron."""
+    """Returns the prefix of the token files of one JSON key, in Megatron's form."""
     return f"{output_prefix}_{json_key}_document"
 
 
@@ -246,7 +250,7 @@ def _batches_encoder(
     workers: int,
 ) -> Iterator[BatchesEncoder]:
     """Yields a function that applies `BatchEncoder.encode` to each batch, in `workers` processes, and yields
-    the results in order. tokenizer: the one of `flags`."""
+    the results in order. tokenizer: the tokenizer that `flags` select."""
     settings = (json_keys, append_eod, backend)
     encoder = make_batch_encoder(tokenizer, *settings)
     if workers == 1:
@@ -262,7 +266,7 @@ def _batches_encoder(
             idle.put(worker)
 
     def encode(batches: Iterator[LineBatch]) -> Iterator[EncodedBatch]:
-        # The number of batches in flight is bounded, so that memory use does not grow with the input.
+        # The number of batches in flight is limited, so that memory use does not grow with the input.
         in_flight: deque[Future[EncodedBatch]] = deque()
         for batch in batches:
             in_flight.append(threads.submit(encode_in_worker, batch))
@@ -273,7 +277,7 @@ def _batches_encoder(
 
     with ExitStack() as stack:
         threads = ThreadPoolExecutor(workers)
-        stack.callback(threads.shutdown, cancel_futures=True)  # after the workers, so that no thread waits
+        stack.callback(threads.shutdown, cancel_futures=True)  # runs after the workers' end: no thread waits
         for _ in range(workers):
             worker = _Worker(tokenizer_settings(flags), settings, tokenizer.parse_special)
             stack.callback(worker.kill)
@@ -282,24 +286,25 @@ def _batches_encoder(
 
 
 class _Worker:
-    """A process that encodes batches. It has a pipe of its own: if the process is killed, even while it sends
-    a result, the pipe ends."""
+    """A process that encodes batches. It has its own pipe, so that the pipe ends if the process is killed,
+    even while it sends a result."""
 
     def __init__(self, flags: dict[str, str], settings: tuple[Any, ...], parse_special: bool = False) -> None:
-        # fork is unsafe in a process with threads (the progress bar has one).
+        # fork is unsafe in a process with threads, and the progress bar has one.
         context = multiprocessing.get_context("spawn")
         self._pipe, other_end = context.Pipe()
         arguments = (other_end, flags, settings, parse_special)
         self.process = context.Process(target=_encode_batches, args=arguments, daemon=True)
-        resource_tracker.ensure_running()  # the start of this process of Python's unblocks SIGINT
-        with signals_blocked({signal.SIGINT}):  # Ctrl-C reaches all processes of a terminal
+        resource_tracker.ensure_running()  # a later start of the tracker would unblock SIGINT
+        with signals_blocked({signal.SIGINT}):  # because Ctrl-C reaches all processes of a terminal
             self.process.start()
         other_end.close()
 
     def encode(self, batch: LineBatch) -> EncodedBatch:
         """Returns the tokens of a batch. Raises UserError if the process has died."""
         try:
-            # As one string, which is not copied: pickled, a long line would exist twice in both processes.
+            # The lines are sent as one string, which is not copied: pickling would copy a long line in each
+            # process.
             self._pipe.send((batch.path, batch.first_line, [len(line) for line in batch.lines]))
             self._pipe.send_bytes(b"".join(batch.lines))
             batch.lines.clear()
@@ -313,7 +318,7 @@ class _Worker:
         return result
 
     def kill(self) -> None:
-        """Ends the process at once."""
+        """Kills the process."""
         self.process.kill()
         self.process.join()
 
@@ -321,7 +326,8 @@ class _Worker:
 def _encode_batches(
     pipe: Connection, flags: dict[str, str], settings: tuple[Any, ...], parse_special: bool
 ) -> None:
-    """Encodes the batches that arrive. flags: see `tokenizer_settings`, settings: `make_batch_encoder`."""
+    """Encodes the batches that arrive. flags: see `tokenizer_settings`. settings: see
+    `make_batch_encoder`."""
     end_with_parent()
     given: dict[str, str | None] = {**dict.fromkeys(TOKENIZER_FIELDS), **flags}
     encoder = make_batch_encoder(build_tokenizer(Namespace(**given), parse_special=parse_special), *settings)

@@ -1,4 +1,4 @@
-"""A sample of training data, and the interface of the data sets that have them."""
+"""A sample of training data, and the interface of datasets of samples."""
 
 from __future__ import annotations
 
@@ -9,14 +9,15 @@ import numpy.typing as npt
 
 
 class Sample(NamedTuple):
-    """Consecutive tokens of one or several documents, for seq_length inputs and their labels."""
+    """Consecutive tokens of one or more documents: seq_length inputs and their labels."""
 
     tokens: npt.NDArray[np.int64]
-    """[seq_length + 1]"""
+    """[seq_length + 1]: token ids. The labels are the inputs shifted by one."""
     loss_mask: npt.NDArray[np.bool_] | None = None
-    """[seq_length + 1]: whether a token counts in the loss when it is the label; None if all do."""
+    """[seq_length + 1]: whether a token counts in the loss when it is the label. None if all tokens count."""
     document_ids: npt.NDArray[np.int64] | None = None
-    """[seq_length + 1]: each token's document in the sample; None if end-of-document tokens separate them."""
+    """[seq_length + 1]: number of each token's document within the sample. None if end-of-document tokens
+    separate the documents."""
 
 
 class SampleDataset(Protocol):

@@ -1,4 +1,4 @@
-"""Assignment of documents to the train, valid and test splits."""
+"""Assigns documents to the train, valid and test splits."""
 
 from __future__ import annotations
 
@@ -51,12 +51,13 @@ class DocumentGroup:
     components: tuple[Component, ...]
     blend: Blend | None
     fractions: list[Any]
-    """The user's flag as fractions: of train, valid and test (--split), or [START, END] per component."""
+    """The fractions in the user's flag: (train, valid, test) of --split, or [START, END] for each
+    component."""
     order: DataOrder
     notes: tuple[str, ...] = ()
-    """What differs from the flags: components that are left out or capped."""
+    """Sentences on what differs from the flags: components that are left out or limited."""
     renormalized_over: int | None = None
-    """The samples over which --max-epochs-action renormalize has changed the weights; None if it has not."""
+    """Number of samples for which --max-epochs-action renormalize changed the weights; None if it did not."""
 
     @property
     def is_empty(self) -> bool:
@@ -69,15 +70,16 @@ class DocumentGroup:
 
 
 def verify_token_files(data: DataConfig, shard: tuple[int, int] = (0, 1)) -> IndexStamp:
-    """Reads the .idx files of all prefixes and checks every size and offset, and samples of the .bin files,
-    unless the stamp vouches for them. Returns the stamp with what was verified, for `IndexStamp.write`.
+    """Reads the .idx files of all prefixes and checks every size and offset, and compares samples of the .bin
+    files with their records. Skips files that are unchanged since the stamp recorded them. Returns the stamp
+    with the verified files, for `IndexStamp.write`.
 
     shard: see `IndexStamp`. Raises UserError that names a damaged file. One process per node must call it
     before any process uses `IndexStamp.dataset`, which does not verify.
     """
     stamp = IndexStamp(data, shard)
     for option, prefix in stamp.prefixes:
-        if stamp.facts(prefix) is not None:
+        if stamp.counts(prefix) is not None:
             continue
         found = statuses(file_paths(prefix))
         dataset = IndexedDataset(prefix, option)
@@ -85,7 +87,7 @@ def verify_token_files(data: DataConfig, shard: tuple[int, int] = (0, 1)) -> Ind
         expected = record.get("bin_sample_sha256")
         if expected is not None and expected != sample_digest(data_path(prefix)):
             raise UserError(
-                f"{option} {prefix}: the tokens of the .bin file are not those of {record_path(prefix)}: "
+                f"{option} {prefix}: the tokens of the .bin file differ from {record_path(prefix)}: "
                 "another program replaced the file, or it is damaged; preprocess the data again"
             )
         check_loss_mask(dataset, record)
@@ -98,12 +100,12 @@ def document_groups(
 ) -> tuple[DocumentGroup, ...]:
     """Returns the document groups of the split 'train', 'valid' or 'test'.
 
-    With weighted groups these are the groups of the flag, otherwise one group with the name of the split,
-    which may be empty. num_samples: samples that the run reads of each group.
+    With weighted groups these are the groups of the flag. Otherwise it is one group with the name of the
+    split, which may be empty. num_samples: number of samples that the run reads of each group.
 
-    A blend leaves out components without tokens, and those with fewer tokens than one sample unless the data
-    order repeats these. --max-epochs-action renormalize changes the weights of the training data. Raises
-    UserError for damaged data, and for a weighted group without documents.
+    A blend leaves out components without tokens. It also leaves out components with fewer tokens than one
+    sample has, unless the data order repeats these. --max-epochs-action renormalize changes the weights of
+    the training data. Raises UserError for damaged data, and for a weighted group without documents.
     """
     return tuple(
         _document_group(data, split_name, group, stamp, seq_length, num_samples)
@@ -120,7 +122,7 @@ def _document_group(
     shortest = seq_length + 1 if named.is_by_size else order.shortest(seq_length)
     used = [i for i, count in enumerate(tokens) if count >= shortest]
     notes = _left_out_notes(named.name, components, tokens, shortest) if used else ()
-    if not used:  # an empty split, or one with too few tokens, which `IndexRequest.plan` rejects
+    if not used:  # the split is empty, or has too few tokens, which `IndexRequest.plan` rejects
         used = list(range(len(components)))
         if has_ranges and not any(component.documents for component in components):
             path = named.paths[0]
@@ -142,7 +144,8 @@ def _document_group(
 
 
 def _blend_of(data: DataConfig, paths: Sequence[WeightedPath], sizes: Sequence[int]) -> Blend | None:
-    """Returns the blend of a group; None if it has one prefix. sizes: samples in one epoch of each prefix.
+    """Returns the blend of a group; None if the group has one prefix. sizes: number of samples of each prefix
+    in one epoch.
 
     In other programs a single prefix with a weight is a blend, too, but not in a weighted group, and not in
     Megatron-Core's --train-data-path.
@@ -161,7 +164,7 @@ def _blend_of(data: DataConfig, paths: Sequence[WeightedPath], sizes: Sequence[i
 def _component(data: DataConfig, split_name: str, path: WeightedPath, stamp: IndexStamp) -> Component:
     dataset = stamp.dataset(path.prefix, data_option(data, split_name))
     if splits_with_own_data(data):
-        # The bounds are rounded as in Megatron. Adjacent ranges share a bound.
+        # The bounds are rounded as in Megatron, and adjacent ranges share a bound.
         documents = range(round(path.start * len(dataset)), round(path.end * len(dataset)))
         return Component(dataset, documents)
     splits = split_documents(data.split, len(dataset), DATA_ORDERS[data.data_order])
@@ -171,7 +174,8 @@ def _component(data: DataConfig, split_name: str, path: WeightedPath, stamp: Ind
 def _left_out_notes(
     name: str, components: Sequence[Component], tokens: Sequence[int], shortest: int
 ) -> Iterator[str]:
-    """Yields a note for each reason to leave components out of a group. shortest: tokens of a sample."""
+    """Yields a note for each reason why components are left out of a group. shortest: number of tokens of a
+    sample."""
     prefixes = [part.dataset.prefix for part in components]
     empty = [prefix for prefix, count in zip(prefixes, tokens, strict=True) if count == 0]
     short = [prefix for prefix, count in zip(prefixes, tokens, strict=True) if 0 < count < shortest]
@@ -185,12 +189,13 @@ def _left_out_notes(
 
 
 def _renormalized(group: DocumentGroup, data: DataConfig, seq_length: int, num_samples: int) -> DocumentGroup:
-    """Returns the group with weights by which no component has more than --max-epochs-per-dataset epochs
+    """Returns the group with weights for which no component has more than --max-epochs-per-dataset epochs
     among the first `num_samples`.
 
-    A component that would exceed the limit has exactly the samples within it; the others share the rest by
-    their weights. The weights are the numbers of samples, so the order gives each component exactly these.
-    Raises ConfigError if all components together have too few samples, or if two have common documents.
+    A component that would exceed the limit gets all samples within the limit; the other components share the
+    rest in proportion to their weights. The new weights are numbers of samples, so the order gives each
+    component exactly these numbers. Raises ConfigError if all components together have too few samples, or if
+    two have common documents.
     """
     limit = data.max_epochs_per_dataset
     in_order = sorted(
@@ -248,12 +253,13 @@ def _renormalized(group: DocumentGroup, data: DataConfig, seq_length: int, num_s
 def split_documents(
     split: str, num_documents: int, order: DataOrder
 ) -> tuple[range | None, range | None, range | None]:
-    """Returns the documents of train, valid and test: ranges within [0, num_documents), None if empty.
+    """Returns the ranges of documents of train, valid and test, within [0, num_documents); None for an empty
+    one.
 
-    The bounds are integers, rounded half to even. Megatron-Core rounds the share of all documents before
-    each bound. Megatron-DeepSpeed rounds the share of each split; then it subtracts the excess of the sum
-    over `num_documents` from every upper bound. A split of weight 0 is None even if rounding would assign a
-    document to it.
+    The bounds are integers, rounded half to even. Megatron-Core rounds the share of all documents before each
+    bound. Megatron-DeepSpeed rounds the share of each split; it then subtracts from every upper bound the
+    amount by which the sum exceeds `num_documents`. A split of weight 0 is None even if rounding would assign
+    a document to it.
     """
     fractions = parse_split(split)
     if order.is_core:
@@ -261,7 +267,7 @@ def split_documents(
     else:
         bounds = list(accumulate((round(share * num_documents) for share in fractions), initial=0))
         excess = bounds[-1] - num_documents
-        # With few documents Megatron's correction can give negative bounds.
+        # With few documents Megatron's subtraction can give negative bounds.
         bounds = [0] + [max(bound - excess, 0) for bound in bounds[1:]]
     train, valid, test = (
         range(start, end) if fraction > 0 and end > start else None

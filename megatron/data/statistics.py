@@ -1,6 +1,6 @@
 """Statistics of token files: lengths of documents, duplicates, bytes per token, and examples.
 
-All of a .bin file is read once, in blocks; memory does not grow with the data.
+A .bin file is read completely, once, in blocks. The memory does not grow with the data.
 """
 
 from __future__ import annotations
@@ -16,13 +16,14 @@ from megatron.data.indexed_dataset import IndexedDataset, data_path
 from megatron.tokenizer.base import Tokenizer
 from megatron.tokenizer.vocabulary_record import read_record
 
-# Documents of a block have about these tokens together.
+# Number of tokens (about) and largest number of documents in a block.
 _BLOCK_TOKENS, _BLOCK_DOCUMENTS = 1 << 22, 1 << 20
-# Hashes that are kept: 24 bytes each, and about three times as much while they are sorted.
+# Number of hashes that are kept. Each takes 24 bytes, and about three times as much while hashes are sorted.
 MAX_HASHES = 1 << 22
-# Bytes per token are counted in so many documents of a data set, and in so many tokens of each.
+# Bytes per token are measured on this many documents of a data set, and on this many tokens of each document.
 _DECODED_DOCUMENTS, _DECODED_TOKENS = 64, 2048
-# Documents whose beginnings are shown: per data set, in all, and those with the most copies.
+# Number of documents whose beginnings are shown: per data set, in all data sets, and of the most repeated
+# ones.
 _EXAMPLES, _MAX_EXAMPLES, _REPEATED = 3, 60, 10
 _EXAMPLE_TOKENS, _EXAMPLE_CHARACTERS = 64, 240
 
@@ -32,8 +33,8 @@ def dataset_statistics(
 ) -> dict[str, Any]:
     """Returns statistics as JSON types, for the page of `tools/verify_dataset.py --html`.
 
-    tokenizer: decodes texts; without one, token ids are shown and bytes per token are None. max_hashes: if
-    the data sets have more documents, duplicates are counted in a sample of the contents.
+    tokenizer: decodes texts; None: token ids are shown, and bytes per token are None. max_hashes: if the data
+    sets have more documents than this, duplicates are counted in a sample of the documents.
     """
     hashes = DocumentHashes(max_hashes)
     dtype = np.result_type(*(dataset.dtype for dataset in datasets))
@@ -89,18 +90,19 @@ def dataset_statistics(
 class DocumentHashes:
     """Counts documents with equal tokens, by 64-bit hashes.
 
-    Of more than `capacity` documents, only those with hashes divisible by `sampled`, a power of two, are
-    kept. Equal documents have equal hashes, so all copies of a document are kept, or none.
+    If there are more than `capacity` documents, only documents whose hash is divisible by `sampled`, a power
+    of two, are kept. Equal documents have equal hashes, so either all copies of a document are kept, or none.
     """
 
     def __init__(self, capacity: int) -> None:
         self.capacity = capacity
         self.sampled = 1
-        # int [3, documents] parts: hash (as int64), data set, document.
+        # Parts of an int64 array [3, documents]: hash, data set, document.
         self._parts = [np.zeros((3, 0), np.int64)]
 
     def add(self, number: int, first: int, hashes: npt.NDArray[np.int64]) -> None:
-        """Adds the hashes of consecutive documents of data set `number`. 0: the document is empty."""
+        """Adds the hashes of consecutive documents of data set `number`. The hash of an empty document is
+        0."""
         documents = np.arange(first, first + len(hashes), dtype=np.int64)
         part = np.stack((hashes, np.full(len(hashes), number, np.int64), documents))
         self._parts.append(self._sample(part[:, hashes != 0]))
@@ -112,8 +114,8 @@ class DocumentHashes:
         return part[:, part[0] % self.sampled == 0]
 
     def duplicates(self, num_sets: int) -> tuple[list[int], list[int]]:
-        """Returns, per data set, the documents that repeat an earlier one of the set, and the documents that
-        are in another set, too: counted, or estimated from the sample."""
+        """Returns for each data set how many documents repeat an earlier document of the set, and how many
+        documents are also in another set. Both are counted, or estimated from the sample."""
         hashes, sets, _ = np.concatenate(self._parts, axis=1)
         order = np.lexsort((sets, hashes))
         hashes, sets = hashes[order], sets[order]
@@ -128,7 +130,8 @@ class DocumentHashes:
         return within, across
 
     def most_repeated(self, limit: int) -> list[tuple[int, int, int]]:
-        """Returns (copies, data set, document) of the first copy of the most frequent documents."""
+        """Returns (number of copies, data set, document) for the most frequent documents, by their first
+        copy."""
         hashes, sets, documents = np.concatenate(self._parts, axis=1)
         _, first, copies = np.unique(hashes, return_index=True, return_counts=True)
         most = np.argsort(-copies, kind="stable")[:limit]
@@ -138,7 +141,7 @@ class DocumentHashes:
 
 
 def _blocks(dataset: IndexedDataset) -> Iterator[tuple[int, list[npt.NDArray[Any]]]]:
-    """Yields (first document, tokens of each document) of consecutive documents."""
+    """Yields blocks of consecutive documents as (first document, tokens of each document)."""
     tokens = np.memmap(data_path(dataset.prefix), mode="r", dtype=dataset.dtype)
     for begin in range(0, len(dataset), _BLOCK_DOCUMENTS):
         part = slice(begin, begin + _BLOCK_DOCUMENTS)
@@ -155,7 +158,8 @@ def _blocks(dataset: IndexedDataset) -> Iterator[tuple[int, list[npt.NDArray[Any
 def _digests(
     block: Sequence[npt.NDArray[Any]], sizes: npt.NDArray[Any], dtype: np.dtype[Any]
 ) -> npt.NDArray[np.int64]:
-    """Returns a hash per document, 0 for an empty one. dtype: of the token ids, equal for all data sets."""
+    """Returns a hash for each document; 0 for an empty one. dtype: the common dtype of token ids in all data
+    sets."""
     digests = b"".join(
         hashlib.blake2b(document.astype(dtype, copy=False).data, digest_size=8).digest() for document in block
     )
@@ -163,7 +167,8 @@ def _digests(
 
 
 def _lengths(dataset: IndexedDataset) -> npt.NDArray[np.int64]:
-    """Returns documents and tokens by the number of bits of the document's length, [2, 33]."""
+    """Returns the numbers of documents and of tokens for each number of bits of a document's length, [2,
+    33]."""
     counts = np.zeros((2, 33), np.int64)
     for first in range(0, len(dataset), _BLOCK_DOCUMENTS):
         sizes = dataset.sizes[first : first + _BLOCK_DOCUMENTS].astype(np.int64)
@@ -174,7 +179,7 @@ def _lengths(dataset: IndexedDataset) -> npt.NDArray[np.int64]:
 
 
 def _spread(dataset: IndexedDataset, count: int) -> list[int]:
-    """Returns up to `count` documents with tokens, spread over the data set."""
+    """Returns up to `count` non-empty documents, spread evenly over the data set."""
     numbers = np.unique(np.linspace(0, len(dataset) - 1, 4 * count).astype(np.int64))
     full = numbers[dataset.sizes[numbers] > 0]
     chosen = full[np.unique(np.linspace(0, len(full) - 1, min(count, len(full))).astype(np.int64))]
@@ -182,7 +187,8 @@ def _spread(dataset: IndexedDataset, count: int) -> list[int]:
 
 
 def _bytes_per_token(dataset: IndexedDataset, tokenizer: Tokenizer) -> float | None:
-    """Returns the bytes of UTF-8 per token in a sample, without end-of-document tokens."""
+    """Returns the mean number of UTF-8 bytes per token in a sample of documents, without end-of-document
+    tokens."""
     num_bytes = num_tokens = 0
     for document in _spread(dataset, _DECODED_DOCUMENTS):
         tokens = dataset.get(document, 0, min(int(dataset.sizes[document]), _DECODED_TOKENS))

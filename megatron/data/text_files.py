@@ -1,4 +1,5 @@
-"""The text files that preprocessing reads: which files, which of them in this shard, and their lines."""
+"""The text files that preprocessing reads: finds the files, selects a shard of them, and reads their
+lines."""
 
 from __future__ import annotations
 
@@ -25,18 +26,18 @@ from megatron.shares import share_out
 
 BATCH_BYTES = 1 << 20
 BATCH_LINES = 1024
-# Length limit of a line. Tokenizing a document takes about 100 times its size in memory.
+# Length limit of a line in bytes. Tokenizing a document takes about 100 times its size in memory.
 MAX_LINE_BYTES = 1 << 26
-# Bytes of an object that are read with one request.
+# Number of bytes of an object that one request reads.
 OBJECT_BLOCK_BYTES = 1 << 23
 _PARQUET = ".parquet"
-# Suffix -> the first bytes of such files.
+# Suffix of compressed or binary files -> the first bytes of such a file.
 _MAGIC = {".gz": b"\x1f\x8b", ".zst": b"\x28\xb5\x2f\xfd", _PARQUET: b"PAR1"}
 _FORMATS_OF_PYARROW = (".zst", _PARQUET)
-# What reading a damaged file raises. The errors of pyarrow are OSError and ValueError.
+# The errors that reading a damaged file raises. pyarrow raises OSError and ValueError.
 _READ_ERRORS = (OSError, EOFError, ValueError, zlib.error)
 _UNREADABLE = (".xz", ".bz2", ".zip", ".tar")
-# Files with these names are read from a folder of --input.
+# Suffixes of the files that are read from a folder of --input.
 _TEXT_NAMES = (".jsonl", ".json", ".jsonl.gz", ".json.gz", ".jsonl.zst", ".json.zst", _PARQUET)
 
 
@@ -53,10 +54,10 @@ class LineBatch:
 def find_files(words: Iterable[str]) -> list[str]:
     """Returns the files that --input names: files, patterns such as 'corpus/*.jsonl', folders (all jsonl and
     parquet files in them, in alphabetical order), URLs of objects, of patterns and of folders in an object
-    store, - (standard input) and @LIST, a file with one of these per line.
+    store, - (standard input), and @LIST, a file with one of these per line.
 
-    Raises ConfigError for a word that names no file, and for a file that cannot be read or has an unknown
-    compression.
+    Raises ConfigError for a word that names no file, and for a file that cannot be read or whose compression
+    is unknown.
     """
     return [path for word in words for path in _files_of(word)]
 
@@ -117,7 +118,7 @@ def _named_objects(word: str) -> list[str]:
 
 
 def _matches(url: str, pattern: str) -> bool:
-    """Returns whether a URL matches a pattern as in `glob.glob` with `recursive`."""
+    """Returns whether a URL matches a pattern by the rules of `glob.glob` with `recursive`."""
     parts = re.split(r"(\*\*/|\*|\?)", pattern)
     meanings = {"**/": "(?:.*/)?", "*": "[^/]*", "?": "[^/]"}
     return re.fullmatch("".join(meanings.get(part) or re.escape(part) for part in parts), url) is not None
@@ -125,8 +126,8 @@ def _matches(url: str, pattern: str) -> bool:
 
 @cache
 def _listing(folder: str, depth: int | None = 1) -> dict[str, ObjectInfo]:
-    """Returns the objects in a folder of an object store by URL, from one listing in the life of the
-    process: thousands of inputs are in few folders."""
+    """Returns URL -> object for the objects in a folder of an object store. A process lists each folder only
+    once, because thousands of inputs are in few folders."""
     return {f"{folder}/{key}": info for key, info in ObjectStore(folder).list(depth=depth).items()}
 
 
@@ -151,15 +152,15 @@ def _check_format(path: str) -> None:
 
 
 def files_of_shard(paths: Sequence[str], shard: int, shards: int) -> list[str]:
-    """Returns the files of one of `shards` shards, which have about equally many bytes, in their order. All
-    shards must be given equal paths."""
+    """Returns the files of one of `shards` shards, in their order. The shards have about equally many bytes.
+    All shards must be given the same paths."""
     chosen = share_out({path: size_of(path) for path in paths}, shards)
     return [path for path in paths if chosen[path] == shard]
 
 
 def parse_shard(text: str, environment: Mapping[str, str]) -> tuple[int, int]:
-    """Returns (index, number) of --shard I/N, or of 'slurm': this task of a Slurm array job. Raises
-    ConfigError."""
+    """Returns (index, number of shards) for a value of --shard: I/N, or 'slurm' for this task of a Slurm
+    array job. Raises ConfigError for other values."""
     if text == "slurm":
         names = ("SLURM_ARRAY_TASK_ID", "SLURM_ARRAY_TASK_MIN", "SLURM_ARRAY_TASK_COUNT")
         try:
@@ -181,7 +182,7 @@ def parse_shard(text: str, environment: Mapping[str, str]) -> tuple[int, int]:
 
 
 def size_of(path: str) -> int:
-    """Returns the bytes of a file, before decompression."""
+    """Returns the size of a file in bytes, before decompression."""
     if is_url(path):
         info = _object_info(path)
         assert info is not None
@@ -190,15 +191,15 @@ def size_of(path: str) -> int:
 
 
 def stem_of(path: str) -> str:
-    """Returns a file's name without folder, format and compression: 'a' for corpus/a.jsonl.zst."""
+    """Returns a file's name without folder, format and compression: 'a' for 'corpus/a.jsonl.zst'."""
     name = os.path.basename(path)
     name = name.removesuffix(_suffix(name))
     return os.path.splitext(name)[0] if name.endswith((".jsonl", ".json", ".txt")) else name
 
 
 def read_batches(inputs: Sequence[str], keys: Sequence[str] = ()) -> Iterator[LineBatch]:
-    """Yields the lines of the files in order, in batches of about 1 MB from one file. keys: the columns of a
-    parquet file, each row of which becomes a line of JSON.
+    """Yields the lines of the files in order, in batches of about 1 MB from one file. keys: the columns of
+    parquet files to read; each row becomes a line of JSON.
 
     A line longer than MAX_LINE_BYTES is truncated to MAX_LINE_BYTES + 1 bytes, so that the caller can reject
     it: a .gz file of 300 kB can decompress to a line of 600 MB.
@@ -214,7 +215,7 @@ def read_batches(inputs: Sequence[str], keys: Sequence[str] = ()) -> Iterator[Li
                     if num_bytes >= BATCH_BYTES or len(lines) == BATCH_LINES:
                         batch = LineBatch(path, first_line, lines)
                         first_line += len(lines)
-                        lines, num_bytes, line = [], 0, b""  # only the batch holds its lines
+                        lines, num_bytes, line = [], 0, b""  # so that only the batch holds its lines
                         yield batch
             except _READ_ERRORS as error:
                 line_number = first_line + len(lines)
@@ -231,7 +232,8 @@ def _suffix(path: str) -> str:
 
 @contextmanager
 def _open_lines(path: str, keys: Sequence[str]) -> Iterator[Iterator[bytes]]:
-    """Opens a file of any format. Raises UserError if it is not of the type in its name, or not UTF-8."""
+    """Yields the lines of a file of any format. Raises UserError if its content does not have the format that
+    its name indicates, or is not UTF-8."""
     with ExitStack() as stack:
         plain = stack.enter_context(_open_plain(path))
         suffix, head = _suffix(path), plain.peek(4)[:4]
@@ -257,7 +259,7 @@ def _open_lines(path: str, keys: Sequence[str]) -> Iterator[Iterator[bytes]]:
         try:
             head = file.peek(4)[:4]
         except _READ_ERRORS:
-            head = b""  # reading the lines will raise this error again, with the line number
+            head = b""  # reading the lines raises the same error again, with the line number
         # UTF-16 and UTF-32 text begins with a byte order mark or with ASCII characters that have zero bytes.
         if head.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)) or 0 in head:
             raise UserError(
@@ -280,8 +282,8 @@ def _open_plain(path: str) -> Iterator[Any]:
 
 
 class _ObjectReader(io.RawIOBase):
-    """Reads an object, one request for each read. Raises OSError with its URL if requests fail after retries,
-    if the object ends early, or if it is replaced while it is read."""
+    """Reads an object in a store, one request for each read. Raises OSError with its URL if requests fail
+    after retries, if the object ends early, or if it is replaced while it is read."""
 
     def __init__(self, url: str) -> None:
         folder, _, self._key = url.rpartition("/")
@@ -313,7 +315,8 @@ class _ObjectReader(io.RawIOBase):
 
 
 def _rows(source: BinaryIO, keys: Sequence[str]) -> Iterator[bytes]:
-    """Yields the rows of a parquet file as JSON, with the columns `keys` that it has."""
+    """Yields the rows of a parquet file as JSON objects, with only the columns in `keys` that the file
+    has."""
     from pyarrow import parquet
 
     with parquet.ParquetFile(source) as file:
@@ -324,13 +327,13 @@ def _rows(source: BinaryIO, keys: Sequence[str]) -> Iterator[bytes]:
 
 
 def _lines(file: BinaryIO) -> Iterator[bytes]:
-    """Returns the lines of a file. Holds none of them, since a long line takes memory."""
+    """Yields the lines of a file. Keeps no reference to them, because a long line takes much memory."""
     is_cut = False
 
     def read() -> bytes:
         nonlocal is_cut
         line = file.readline(MAX_LINE_BYTES + 1)
-        while is_cut:  # the rest of the line before
+        while is_cut:  # skips the rest of the truncated line
             is_cut, line = _is_cut(line), file.readline(MAX_LINE_BYTES + 1)
         is_cut = _is_cut(line)
         return line
@@ -343,10 +346,11 @@ def _is_cut(line: bytes) -> bool:
 
 
 def identity_of(path: str) -> list[Any] | None:
-    """Returns name, bytes and time of change of a file, which identify it as rsync does; None for a pipe."""
+    """Returns [name, bytes, modification time], which identify a file as in rsync; None for a pipe."""
     if is_url(path):
         info = _object_info(path)
-        # In whole seconds: a request for one object has no fractions, in contrast to a listing.
+        # Times are compared in whole seconds: a listing has fractions of seconds, a request for one object
+        # has none.
         return None if info is None else [os.path.basename(path), info.size, int(info.modified)]
     state = os.stat(path)
     if not stat.S_ISREG(state.st_mode):

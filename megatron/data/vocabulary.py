@@ -18,9 +18,10 @@ class Vocabulary:
     size: int
     """Number of tokens without padding."""
     eod: int | None
-    """Id of the end-of-document token, None if unknown."""
+    """Id of the end-of-document token; None if unknown."""
     digest: str | None = None
-    """The `vocabulary_digest` of the tokenizer, or in the records of the token files; None if unknown."""
+    """The `vocabulary_digest` of the tokenizer, or the digest in the records of token files; None if
+    unknown."""
 
 
 def find_vocabulary(config: Config) -> Vocabulary:

@@ -1,1 +1,2 @@
-"""DeepSpeed: its configuration, the pipeline engine of a run, and workarounds for its defects."""
+"""Training with DeepSpeed: its configuration, the pipeline engine of a run, and workarounds for its
+defects."""

@@ -1,16 +1,16 @@
 """The forward and backward pass of a micro-batch as one CUDA graph (--cuda-graph-impl local).
 
 A graph repeats the kernels that it has captured, with equal addresses and numbers, and runs no Python code.
-The host needs one call per micro-batch, not one per kernel: small models and short micro-batches are no
-longer limited by the host. What differs between micro-batches is copied to fixed addresses before each
+The host needs one call per micro-batch instead of one per kernel, so the host no longer limits small models
+and short micro-batches. Values that differ between micro-batches are copied to fixed addresses before each
 replay: tokens, labels, their weights, and the keys of the dropout masks. The loss scale and the number of
-micro-batches are numbers in the graph; if one of them or a shape changes, the next micro-batch runs eagerly,
-and the one after it is captured again.
+micro-batches are constants in the graph. If one of them or a shape changes, the next micro-batch runs
+eagerly, and the micro-batch after it is captured.
 
-Python hooks do not run in a replay. So gradients are always added to sums that `zero_gradients` has reset,
-and the data-parallel ranks reduce them after the last micro-batch. The flags' rules exclude what needs hooks
-or the host within a pass: ZeRO-2 and ZeRO-3, several pipeline stages, experts, compiled layers, activations
-in host memory.
+Python hooks do not run in a replay. Therefore gradients are always added to sums that `zero_gradients` has
+reset, and the data-parallel ranks reduce them after the last micro-batch. The checks of the flags exclude all
+features that need hooks or the host within a pass: ZeRO-2 and ZeRO-3, several pipeline stages, experts,
+compiled layers, and activations in host memory.
 """
 
 from __future__ import annotations
@@ -32,8 +32,8 @@ _LOG = logging.getLogger(__name__)
 
 
 class MicroBatchGraph:
-    """Trains on micro-batches with a model of one stage. Where the accelerator has no graphs, such as on a
-    CPU, every pass runs eagerly."""
+    """Trains on micro-batches with a model of one stage. If the accelerator has no graphs, as on a CPU, every
+    pass runs eagerly."""
 
     def __init__(self, module: GPTModelPipe) -> None:
         self._module, self._rng = module, module.dropout_rng
@@ -43,20 +43,21 @@ class MicroBatchGraph:
         self._dropout_keys: Tensor | None = None
         self._loss: Tensor | None = None
         self._read: list[torch.UntypedStorage] = []
-        """The memory outside of the graph that it reads or writes. A replay knows only addresses."""
+        """The storages outside of the graph that it reads or writes. They are kept alive, since a replay has
+        only addresses."""
 
     def run(
         self, inputs: Sequence[Tensor], samples: Sequence[int], loss_scale: float, micro_batches: int
     ) -> Tensor:
         """Adds the gradients of the micro-batch's loss x loss_scale / micro_batches to the sums of the step.
 
-        inputs: `MicroBatch.inputs`, labels and weights of the labels, each [batch, seq], on the device.
-        Returns the loss, a scalar. Parameters must not be in a collective.
+        inputs: `MicroBatch.inputs`, labels and the labels' weights, each [batch, seq], on the device. Returns
+        the loss, a scalar. No collective may be running on the parameters.
         """
         numbers = loss_scale, micro_batches
         key = ([(x.shape, x.dtype) for x in inputs], numbers)
         if key != self._key:
-            # Runs eagerly: first passes fill tables and choose kernels, which a capture must not do.
+            # The first pass runs eagerly: it fills tables and chooses kernels, which a capture must not do.
             self._key, self._graph, self._loss, self._read = key, None, None, []
             return self._pass(inputs, Samples(samples), *numbers)
         if self._graph is None:
@@ -77,15 +78,15 @@ class MicroBatchGraph:
     def _capture(
         self, inputs: Sequence[Tensor], samples: Sequence[int], loss_scale: float, micro_batches: int
     ) -> None:
-        """Records a pass. On a GPU nothing is computed."""
+        """Captures a pass. On a GPU a capture computes nothing."""
         self._inputs = [x.clone() for x in inputs]
         fixed = Samples(samples)
         with self._rng.use_samples(fixed):
-            # Its own keys are at addresses that other micro-batches do not use.
+            # The graph has its own keys, at addresses that other micro-batches do not use.
             self._dropout_keys = self._rng.copy_keys(self._inputs[0].device)
         capture = get_accelerator().capture_to_graph(self._graph)
-        # In torch's default mode 'global' a CUDA call of any thread can end the capture, for example when the
-        # data loader's thread pins memory, or the checkpoint writer's waits for a copy.
+        # In torch's default mode 'global', a CUDA call of any thread can abort the capture, for example when
+        # the data loader's thread pins memory, or when the checkpoint writer's thread waits for a copy.
         capture.capture_error_mode = "thread_local"
         with _MemoryOutside() as outside, capture:
             self._loss = self._pass(self._inputs, fixed, loss_scale, micro_batches)
@@ -111,12 +112,12 @@ def _log_no_graphs(device: str) -> None:
 
 
 class _MemoryOutside(TorchDispatchMode):
-    """Keeps the storages that operations read or write, without the operations' own outputs."""
+    """Records the storages that operations read or write, except the outputs of these operations."""
 
     def __init__(self) -> None:
         super().__init__()
         self.storages: dict[int, torch.UntypedStorage] = {}
-        """By address."""
+        """The storages by address."""
         self._made: set[int] = set()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -130,7 +131,7 @@ class _MemoryOutside(TorchDispatchMode):
 
 
 def _storages(values: Any) -> Iterator[torch.UntypedStorage]:
-    """Yields the storages of the tensors in nested sequences and mappings."""
+    """Yields the storages of all tensors in nested sequences and mappings."""
     if isinstance(values, Tensor):
         yield values.untyped_storage()
     elif isinstance(values, Mapping):

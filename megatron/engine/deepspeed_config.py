@@ -1,4 +1,4 @@
-"""Checks the DeepSpeed JSON file of --deepspeed_config, and makes the configuration that DeepSpeed gets.
+"""Checks the JSON file of --deepspeed_config, and makes the configuration that DeepSpeed gets.
 
 The flags define the run. The file may repeat their values, as published scripts do, but must not contradict
 them. There are two exceptions: the file overrides the flags for the loss scale, and only the file can define
@@ -24,8 +24,8 @@ from megatron.config.sections.precision import PrecisionConfig
 from megatron.errors import ConfigError
 from megatron.files import read_json
 
-# Keys that are passed to DeepSpeed unchanged: they monitor the run and do not change its results. Each has an
-# effect with the pipeline engine of DeepSpeed 0.19.8.
+# Keys that are passed to DeepSpeed unchanged. They monitor the run and do not change its results. Each key
+# has an effect with the pipeline engine of DeepSpeed 0.19.8.
 _PASSED_THROUGH: dict[str, type] = {
     "tensorboard": dict,
     "wandb": dict,
@@ -35,11 +35,11 @@ _PASSED_THROUGH: dict[str, type] = {
     "checkpoint": dict,
 }
 
-# Allowed keys of the section `checkpoint`. Other keys would change where or how checkpoints are written.
+# Allowed keys of the section `checkpoint`. All other keys would change where or how checkpoints are written.
 _CHECKPOINT_KEYS = ("tag_validation", "parallel_write")
 
-# Supported keys of the section `fp16` -> field of PrecisionConfig, and function from the key's value to the
-# field's value. "enabled" is compared with --fp16.
+# Supported keys of the section `fp16` -> (field of PrecisionConfig, function from the key's value to the
+# field's value). The key "enabled" is compared with --fp16 instead.
 _LOSS_SCALE_KEYS: dict[str, tuple[str, Callable[[float], float | None]]] = {
     "loss_scale": ("loss_scale", lambda scale: float(scale) or None),
     "loss_scale_window": ("loss_scale_window", int),
@@ -48,13 +48,13 @@ _LOSS_SCALE_KEYS: dict[str, tuple[str, Callable[[float], float | None]]] = {
     "initial_scale_power": ("initial_loss_scale", lambda power: 2.0**power),
 }
 
-# The loss scale is stored in fp32.
+# The loss scale is stored in fp32, so it must be at most 2 to this power.
 _LARGEST_SCALE_POWER = 127
 
 # Sections that this module reads.
 _OWN_SECTIONS = ("zero_optimization", "fp16", "bf16", "bfloat16", "data_types", "curriculum_learning")
 
-# Keys that this module handles; they are not passed to DeepSpeed.
+# Keys that this module handles, and that are not passed to DeepSpeed.
 _OWN_KEYS = (
     "train_batch_size",
     "train_micro_batch_size_per_gpu",
@@ -67,18 +67,18 @@ _OWN_KEYS = (
 )
 
 _CURRICULA = ("fixed_linear", "fixed_root", "fixed_discrete")
-# The sequence length of every step is computed at the start.
+# Largest number of curriculum steps: the sequence length of every step is computed at the start.
 _MAX_CURRICULUM_STEPS = 1_000_000
 
 
 def merge_file(
     flags: dict[str, Any], mistakes: Mistakes
 ) -> tuple[dict[str, Any], LengthCurriculum | None, list[str]]:
-    """Reads the file of --deepspeed_config, if any, and puts its loss scale into the given flags.
+    """Reads the file of --deepspeed_config, if it is set, and writes the file's loss scale into `flags`.
 
-    flags: by 'section.field'. Returns the content of the file, its curriculum, and notes for the user, one
-    sentence each. Adds a mistake for a file that is missing or not JSON. With --dry-run a missing file is
-    only noted.
+    flags: values of the flags by 'section.field'. Returns the content of the file, its curriculum, and notes
+    for the user, one sentence each. Adds a mistake if the file is missing or not JSON. With --dry-run a
+    missing file only causes a note.
     """
     path = flags.get("training.deepspeed_config")
     if path is None:
@@ -98,16 +98,16 @@ def merge_file(
 
 
 def file_mistakes(config: Config, content: Mapping[str, Any]) -> Iterator[str]:
-    """Yields a sentence for each contradiction of the file with a flag (both are named), for each unsupported
-    key, and for each value of a wrong type. content: of the file."""
+    """Yields a sentence for each contradiction between the file and a flag (it names both), for each
+    unsupported key, and for each value of a wrong type. content: the content of the file."""
     yield from _mistakes_of_types(content)
     yield from _mistakes_of_keys(content)
     yield from _contradictions(config, content)
 
 
 def file_notes(config: Config, content: Mapping[str, Any]) -> list[str]:
-    """Returns notes for the user, one sentence each, on keys of the file without effect, and on its
-    curriculum."""
+    """Returns notes for the user, one sentence each, about keys of the file that have no effect, and about
+    its curriculum."""
     notes: list[str] = []
     if content.get("steps_per_print") is not None:
         notes.append(
@@ -133,9 +133,9 @@ def file_notes(config: Config, content: Mapping[str, Any]) -> list[str]:
 
 
 def with_curriculum(config: Config) -> Config:
-    """Returns the config with the curriculum of the file of --deepspeed_config if it determines the number of
-    samples, with --train-tokens. The other settings of the file are not compared with the flags. Raises
-    ConfigError for a file that is missing or not JSON."""
+    """Returns the config with the curriculum of the file of --deepspeed_config, if the curriculum determines
+    the number of samples (with --train-tokens). All other settings of the file are not compared with the
+    flags. Raises ConfigError if the file is missing or not JSON."""
     path = config.training.deepspeed_config
     if path is None or config.training.train_tokens is None:
         return config
@@ -144,10 +144,9 @@ def with_curriculum(config: Config) -> Config:
 
 
 def deepspeed_dict(config: Config, global_batch_size: int) -> dict[str, Any]:
-    """Returns the configuration that DeepSpeed gets, for steps of `global_batch_size` samples.
+    """Returns the configuration that DeepSpeed gets, including the monitoring keys of the user's file.
 
-    It includes the monitoring keys of the user's file. `global_batch_size` is the size of the next step: with
-    --rampup-batch-size it changes during the run.
+    global_batch_size: number of samples in the next step. With --rampup-batch-size it changes during the run.
     """
     micro, data = config.batch.micro_batch_size, config.parallel.data_parallel_size
     path = config.training.deepspeed_config
@@ -157,20 +156,21 @@ def deepspeed_dict(config: Config, global_batch_size: int) -> dict[str, Any]:
         # This timer synchronizes with the device in every forward pass, and nothing reads it.
         "timers": {"throughput": {"enabled": False}},
         **_passed_through(settings),
-        # DeepSpeed's data-parallel group includes the context-parallel ranks, which share their samples.
+        # DeepSpeed's data-parallel group includes the context-parallel ranks, which read the same samples.
         "train_batch_size": global_batch_size * config.parallel.context_parallel_size,
         "train_micro_batch_size_per_gpu": micro,
         "gradient_accumulation_steps": global_batch_size // (micro * data),
         "gradient_clipping": 0.0,
-        # DeepSpeed's pipeline rejects stages above 1. Stage 1 makes each replica write its optimizer file;
-        # sharding itself is done by this repository's optimizer.
+        # DeepSpeed's pipeline rejects ZeRO stages above 1. With ZeRO stage 1 each replica writes its
+        # optimizer file. This repository's optimizer does the sharding.
         "zero_optimization": {"stage": min(config.parallel.zero_stage, 1)},
         "zero_allow_untested_optimizer": True,
     }
 
 
 def _is_absent(path: str, dry_run: bool) -> bool:
-    """Returns whether the file is missing in a dry run, which allows it: a job script may write it later."""
+    """Returns whether the file is missing in a dry run, which is allowed, because a job script may write it
+    later."""
     return dry_run and not Path(path).exists()
 
 
@@ -195,12 +195,12 @@ def _unset(value: Any) -> bool:
 
 
 def _is_off(value: Any) -> bool:
-    """Returns whether a key has no effect: absent, false, or a section that is not enabled."""
+    """Returns whether a key has no effect, because it is absent, false, or a section that is not enabled."""
     return _unset(value) or value is False or (isinstance(value, dict) and value.get("enabled") is False)
 
 
 def _section(settings: Mapping[str, Any], name: str) -> dict[str, Any]:
-    """Returns a section of the file; {} if it is absent, or no object (`_mistakes_of_types`)."""
+    """Returns a section of the file; {} if it is absent or not an object (see `_mistakes_of_types`)."""
     section = settings.get(name)
     return section if isinstance(section, dict) else {}
 
@@ -212,7 +212,8 @@ def _value(settings: Mapping[str, Any], key: str) -> Any:
 
 
 def _mistakes_of_types(settings: Mapping[str, Any]) -> Iterator[str]:
-    """Yields a sentence for each section that is no object, and each switch that is not true or false."""
+    """Yields a sentence for each section that is not an object, and for each switch that is not true or
+    false."""
     sections = [name for name, kind in _PASSED_THROUGH.items() if kind is dict]
     for name in (*sections, *_OWN_SECTIONS):
         if not _unset(settings.get(name)) and not isinstance(settings[name], dict):
@@ -276,7 +277,7 @@ def _offload_device(settings: Mapping[str, Any], name: str) -> Any:
     """Returns the offload device of zero_optimization.`name`; None if the file does not set it."""
     zero = _section(settings, "zero_optimization")
     if name == "offload_optimizer" and not _unset(zero.get("cpu_offload")):
-        return "cpu" if zero["cpu_offload"] else "none"  # the key's old name
+        return "cpu" if zero["cpu_offload"] else "none"  # cpu_offload is the key's old name
     section = zero.get(name)
     device = section.get("device", "none") if isinstance(section, dict) else section
     return None if _unset(device) or device is False else device
@@ -294,7 +295,7 @@ def _contradictions(config: Config, settings: Mapping[str, Any]) -> Iterator[str
         "fp16.enabled": ("--fp16", precision.fp16),
         f"{'bfloat16' if 'bfloat16' in settings else 'bf16'}.enabled": ("--bf16", precision.bf16),
     }
-    # Without whole micro-batches on each replica, the batch size or the number of processes is the mistake.
+    # If the batch is not whole micro-batches per replica, the batch size or the number of processes is wrong.
     per_step = batch.micro_batch_size * parallel.data_parallel_size
     if per_step and batch.global_batch_size % per_step == 0:
         flags["gradient_accumulation_steps"] = (accumulation, config.micro_batches_per_step)
@@ -315,11 +316,12 @@ def _contradictions(config: Config, settings: Mapping[str, Any]) -> Iterator[str
 
 
 def _override_loss_scale(flags: dict[str, Any], fp16: Mapping[str, Any]) -> list[str]:
-    """Puts the file's loss-scale settings into the given flags; returns a note for each changed setting."""
+    """Writes the file's loss-scale settings into `flags`, and returns a note for each setting that it
+    changes."""
     in_file = {key: fp16[key] for key in _LOSS_SCALE_KEYS if not _unset(fp16.get(key))}
     for key, value in in_file.items():
         is_number = not isinstance(value, bool) and isinstance(value, (int, float))
-        if not is_number or not abs(value) <= 2.0**_LARGEST_SCALE_POWER:  # NaN is not below it
+        if not is_number or not abs(value) <= 2.0**_LARGEST_SCALE_POWER:  # NaN fails this comparison
             raise ConfigError(f"the DeepSpeed config's fp16.{key} is {json.dumps(value)}: expected a number")
     power = in_file.get("initial_scale_power", 0)
     if not 0 <= power <= _LARGEST_SCALE_POWER:
@@ -334,7 +336,7 @@ def _override_loss_scale(flags: dict[str, Any], fp16: Mapping[str, Any]) -> list
     for name, value in changes.items():
         before = flags.get(f"precision.{name}", getattr(PrecisionConfig, name))
         if name == "loss_scale":
-            before = before or None  # 0 is a dynamic scale
+            before = before or None  # 0 stands for a dynamic scale
         flags[f"precision.{name}"] = value
         if before != value:
             notes.append(
@@ -355,8 +357,8 @@ def _passed_through(settings: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def read_curriculum(section: Mapping[str, Any]) -> LengthCurriculum | None:
-    """Returns the curriculum of a JSON section, or None if it is off. Raises ConfigError for invalid
-    settings."""
+    """Returns the curriculum of a JSON section, or None if the curriculum is off. Raises ConfigError for
+    invalid settings."""
     if section.get("enabled") is not True:
         return None
     for key in ("curriculum_type", "schedule_type", "schedule_config", "min_difficulty", "max_difficulty"):

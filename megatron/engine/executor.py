@@ -1,11 +1,12 @@
 """The executor of pipeline schedules: DeepSpeed's pipeline engine for ranks with one or several stages.
 
-It runs the instructions of `engine.instructions`. Messages are queued, and CommitP2P sends and receives them
-together. So a rank never waits for one message while another rank waits for a message that it could send at
-the same time. A rank that only sends waits at its next exchange, not before the pass in between.
+It runs the instructions of `engine.instructions`. Messages are queued, and CommitP2P sends and receives all
+queued messages together. So a rank never waits for one message while another rank waits for a message that it
+could send at the same time. A rank that only sends waits for the send at its next exchange, and not before
+the pass in between.
 
-Without sequence parallelism the hidden state between two stages is replicated over the tensor-parallel ranks.
-Each rank sends only its part, and the receivers all-gather the parts when the pass begins.
+Without sequence parallelism all tensor-parallel ranks hold the full hidden state between two stages. Each
+rank sends only its part of it, and the receivers all-gather the parts when their pass begins.
 """
 
 from __future__ import annotations
@@ -35,39 +36,40 @@ Tensors = tuple[Tensor, ...]
 
 
 class ScheduleExecutor(PatchedPipelineEngine):
-    """Trains a model by any schedule. `model_chunk_id` is the index of a stage on its rank.
+    """Trains a model by any schedule. `model_chunk_id` is the index of a stage among the stages of its rank.
 
-    It adds buffers to DeepSpeed's, indexed by the instructions' buffer_id: "messages", outputs to be sent,
-    and received gradients of outputs; "losses"; "deferred", weight gradients that are not computed yet;
-    "samples", the sample numbers of a micro-batch.
+    It adds buffers to DeepSpeed's, which are indexed by the instructions' buffer_id: "messages" (outputs to
+    be sent, and received gradients of outputs), "losses", "deferred" (weight gradients that are not computed
+    yet), and "samples" (the sample numbers of a micro-batch).
     """
 
     loss: Tensor
     total_loss: Tensor | None
     _tokens_per_micro_batch: Tensor | None = None
-    """Mean numbers of unmasked tokens in the micro-batches of all ranks in a step, see `loss_inputs`; None if
-    it masks none."""
+    """For each loss, the mean number of unmasked tokens per micro-batch, over all ranks and micro-batches of
+    the step: the `counts` of `loss_inputs`. None if the step masks no token."""
     _loss_tokens: Tensor | int = 0
-    """The tokens over which the loss of a micro-batch is a mean, whatever its mask."""
+    """The number of tokens by which the loss of a micro-batch is divided, regardless of its mask."""
     _own_tokens = 0.0
     """Number of unmasked tokens in this rank's micro-batches."""
     grad_layer: Tensors | None
     _is_built = False
     _model_chunk_id: int | None = None
-    """The model chunk whose pass runs."""
+    """The model chunk whose pass is running; None between passes."""
     _seq_length: int
     """Tokens per sample of the micro-batches."""
 
     def __init__(self, parallel: ParallelConfig, tp_group: Axis, **options: Any) -> None:
-        """options: arguments of DeepSpeed's engine."""
+        """options: keyword arguments of DeepSpeed's engine."""
         self._rank_of_stage = parallel.rank_of_stage
         self._scatter_group = tp_group if parallel.sends_parts else Axis("tp")
         super().__init__(**options)
-        self.is_pipe_partitioned = self.is_grad_partitioned = False  # this class splits messages itself
+        self.is_pipe_partitioned = self.is_grad_partitioned = False  # this class splits messages
         self._stages = chunks_of_rank(self._rank_of_stage, self.stage_id)
         self._make_schedule = lru_cache(4)(partial(pipeline_schedule, parallel, self.stage_id))
-        # Messages in the default group would need a communicator of all ranks. All ranks of a group must take
-        # part in its first call, but not in every message exchange: so the first call is an all-reduce.
+        # Messages in the default group would need a communicator of all ranks, so the pipeline's group is
+        # used. All ranks of a group must take part in its first call, but not all take part in each message
+        # exchange. Therefore the first call is this all-reduce.
         self._pipeline = self.grid.get_pipe_parallel_group()
         if self.is_pipe_parallel:
             dist.all_reduce(torch.zeros(1, device=self.device), group=self._pipeline)
@@ -79,14 +81,16 @@ class ScheduleExecutor(PatchedPipelineEngine):
     # --- stages ---
 
     def _runs_stage(self, stage: int) -> bool:
-        """Returns whether the current pass runs `stage`; between passes, whether this rank holds it."""
+        """Returns whether the current pass runs `stage`. Between passes it returns whether this rank holds
+        `stage`."""
         if self._model_chunk_id is None:
             return self._rank_of_stage[stage] == self.stage_id
         return self._stages[self._model_chunk_id] == stage
 
     def is_first_stage(self) -> bool:
-        """Returns whether the current pass runs stage 0; between passes, whether this rank holds stage 0."""
-        # Entry 22 of `engine.workarounds`: a first and last stage has no neighbors.
+        """Returns whether the current pass runs stage 0. Between passes it returns whether this rank holds
+        stage 0."""
+        # Entry 22 of `engine.workarounds`: a stage that is both first and last has no neighbors.
         return not self._is_built or self._runs_stage(0)
 
     def is_last_stage(self) -> bool:
@@ -110,7 +114,8 @@ class ScheduleExecutor(PatchedPipelineEngine):
         return stage > 0 and self._rank_of_stage[stage - 1] != self.stage_id
 
     def _next_on_this_rank(self, buffer_id: int, model_chunk_id: int) -> int | None:
-        """Returns the micro-batch's buffer in the next stage; None if a different rank holds that stage."""
+        """Returns the micro-batch's buffer in the next stage, or None if a different rank holds this
+        stage."""
         following = self._stages[model_chunk_id] + 1
         if following not in self._stages:
             return None
@@ -119,7 +124,7 @@ class ScheduleExecutor(PatchedPipelineEngine):
     # --- schedule ---
 
     def set_dataiterator(self, iterator: Iterator[MicroBatch]) -> None:
-        """Keeps the iterator on every rank, since every rank needs the sample numbers."""
+        """Sets the iterator on every rank, since every rank needs the sample numbers."""
         self.data_iterator = iterator
 
     def _train_schedule(self) -> InstructionSchedule:
@@ -137,7 +142,8 @@ class ScheduleExecutor(PatchedPipelineEngine):
     # --- passes ---
 
     def _exec_load_micro_batch(self, buffer_id: int) -> None:
-        """Starts copying what the rank's stages need to the device, from pinned memory."""
+        """Copies the parts of a micro-batch that the rank's stages need to the device, asynchronously from
+        pinned memory."""
         micro_batch, buffers = next(self.data_iterator), self.pipe_buffers
         if not isinstance(micro_batch, MicroBatch):
             raise TypeError(
@@ -174,7 +180,7 @@ class ScheduleExecutor(PatchedPipelineEngine):
             buffers["inputs"][buffer_id] = _leaves(self._gather(buffers["inputs"][buffer_id]))
         inputs = buffers["inputs"][buffer_id]
         with self._in_model_chunk(model_chunk_id):
-            # The forward pass of DeepSpeed's pipeline engine would clone the inputs.
+            # The forward pass of DeepSpeed's pipeline engine, which is overridden, would clone the inputs.
             found = DeepSpeedEngine.forward(self, inputs if len(inputs) > 1 else inputs[0])
             if not self.module.training:
                 checkpointing.reset()
@@ -194,7 +200,8 @@ class ScheduleExecutor(PatchedPipelineEngine):
             buffers["inputs"][buffer_id] = buffers["labels"][buffer_id] = None
 
     def _add_loss(self, buffer_id: int, outputs: Tensor) -> None:
-        """Does what DeepSpeed does with the outputs of the last stage."""
+        """Computes the loss from the outputs of the last stage, and stores it where DeepSpeed's engine
+        does."""
         if self.eval_return_logits:
             self.outputs = outputs
         labels = self.pipe_buffers["labels"][buffer_id]
@@ -209,8 +216,8 @@ class ScheduleExecutor(PatchedPipelineEngine):
         self.total_loss = loss.clone() if self.total_loss is None else self.total_loss + loss
 
     def token_totals(self) -> Tensor:
-        """Returns, of all unmasked tokens of the last step or evaluation, the sum of their losses and their
-        number, equal on all ranks. Collective."""
+        """Returns two numbers of the last step or evaluation, equal on all ranks: the sum of the losses of
+        all unmasked tokens, and the number of these tokens. It is a collective."""
         totals = self._own_token_totals()
         if self.is_last_stage() and self.is_data_parallel:
             dist.all_reduce(totals, group=self.grid.get_data_parallel_group())
@@ -219,15 +226,16 @@ class ScheduleExecutor(PatchedPipelineEngine):
         return totals
 
     def _own_token_totals(self) -> Tensor:
-        """Returns this replica's part of `token_totals`; zeros without a head."""
+        """Returns this replica's part of `token_totals`, which is zero on ranks without the head."""
         if not self.is_last_stage():
             return torch.zeros(2, device=self.device)
         losses = torch.stack(self.fwd_outputs).sum() * self._loss_tokens
-        # Each context-parallel rank has CP times its part of the loss, and counts all tokens.
+        # The loss on each context-parallel rank is CP times its part, and each of these ranks counts all
+        # tokens.
         return torch.stack((losses, torch.full_like(losses, self._own_tokens))) / self.module.mesh.cp.size
 
     def _aggregate_total_loss(self) -> Tensor:
-        """Entry 18 of `engine.workarounds`."""
+        """Returns the mean loss of the step (entry 18 of `engine.workarounds`)."""
         losses, tokens = self.token_totals()
         return losses / tokens
 
@@ -245,11 +253,11 @@ class ScheduleExecutor(PatchedPipelineEngine):
                 self.grad_layer = self._gather(buffers["messages"][buffer_id])
                 buffers["messages"][buffer_id] = None
             super()._exec_backward_pass(buffer_id)
-            # The graph of the loss holds the stage's input and its gradient.
+            # The graph of the loss keeps the stage's input and its gradient in memory.
             self.loss, self.grad_layer = self.loss.detach(), None
             buffers["outputs"][buffer_id] = buffers["labels"][buffer_id] = None
             if self.is_first_stage():
-                buffers["inputs"][buffer_id] = None  # its gradient is not sent
+                buffers["inputs"][buffer_id] = None  # the gradient of the first stage's input is not sent
         if self.module.deferred_gradients is not None:
             buffers["deferred"][buffer_id] = self.module.deferred_gradients.take()
 
@@ -260,8 +268,8 @@ class ScheduleExecutor(PatchedPipelineEngine):
     # --- messages ---
 
     def _part(self, hidden: Tensor) -> Tensor:
-        """Returns the part of a replicated hidden state that this tensor-parallel rank sends: [..., hidden]
-        -> [..., hidden / parts], elements that follow one another in memory."""
+        """Returns the part of a replicated hidden state [..., hidden] that this tensor-parallel rank sends,
+        [..., hidden / parts]. Its elements are consecutive in memory."""
         return hidden.reshape(self._scatter_group.size, *hidden.shape[:-1], -1)[self._scatter_group.rank]
 
     def _empty_part(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
@@ -270,8 +278,8 @@ class ScheduleExecutor(PatchedPipelineEngine):
         return torch.empty(*outer, hidden_size // self._scatter_group.size, dtype=dtype, device=self.device)
 
     def _split_off(self, outputs: Tensors) -> Tensors:
-        """Returns what this rank sends of a stage's outputs. A hidden state that is sent in parts keeps its
-        graph and its shape, but not its memory."""
+        """Returns the tensors that this rank sends from a stage's outputs. If a hidden state is sent in
+        parts, it keeps its graph and its shape, but its memory is freed."""
         if self._scatter_group.size == 1:
             return outputs
         hidden, *others = outputs
@@ -280,7 +288,8 @@ class ScheduleExecutor(PatchedPipelineEngine):
         return part, *others
 
     def _gather(self, received: Tensors) -> Tensors:
-        """Returns the activations or gradients whose parts the tensor-parallel ranks have received."""
+        """All-gathers the hidden state or gradient whose parts the tensor-parallel ranks have received, and
+        returns it with the other received tensors."""
         if self._scatter_group.size == 1:
             return received
         part, *others = received
@@ -321,7 +330,8 @@ class ScheduleExecutor(PatchedPipelineEngine):
         self._messages += [dist.P2POp(operation, x, peer, self._pipeline) for x in tensors]
 
     def _exec_commit_p2p(self) -> None:
-        """Sends and receives the queued messages. Waits for them; if it only sends, at the next exchange."""
+        """Sends and receives the queued messages, and waits for them. If there are only sends, the next
+        exchange waits for them."""
         self._wait_for_sends()
         messages, self._messages = self._messages, []
         self._sending = dist.batch_isend_irecv(messages), messages
@@ -331,16 +341,16 @@ class ScheduleExecutor(PatchedPipelineEngine):
     def _wait_for_sends(self) -> None:
         for request in self._sending[0]:
             request.wait()
-        self._sending = [], []  # frees the tensors
+        self._sending = [], []  # frees the sent tensors
 
     _INSTRUCTION_MAP = {CommitP2P: _exec_commit_p2p, WeightGradPass: _exec_weight_grad_pass}
 
 
 def _leaves(tensors: Iterable[Tensor]) -> Tensors:
-    """Makes tensors the inputs of a pass: activations get gradients, document ids do not."""
+    """Makes received tensors the inputs of a pass: activations require gradients, document ids do not."""
     return tuple(x.requires_grad_(x.is_floating_point()) for x in tensors)
 
 
 def _gradients(inputs: Tensors) -> Tensors:
-    """Returns the gradients of a stage's inputs."""
+    """Returns the gradients of a stage's inputs, which the previous stage needs."""
     return tuple(x.grad for x in inputs if x.grad is not None)

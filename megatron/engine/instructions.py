@@ -1,4 +1,4 @@
-"""Translates the actions of a schedule into a step's instructions for DeepSpeed's pipeline engine."""
+"""Translates the actions of a schedule into the instructions of a step for DeepSpeed's pipeline engine."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ _PASSES: dict[Kind, type[PipeInstruction]] = {
 def pipeline_schedule(
     parallel: ParallelConfig, rank: int, micro_batches: int, *, trains: bool
 ) -> InstructionSchedule:
-    """Returns the instructions of a training step, or of an evaluation, on a pipeline rank."""
+    """Returns the instructions of a training step (`trains`), or of an evaluation, on a pipeline rank."""
     if trains:
         ranks = parallel.pipeline_model_parallel_size
         actions = actions_of(parallel.pipeline_schedule, ranks, micro_batches, parallel.stages_per_rank)
@@ -56,8 +56,9 @@ def pipeline_schedule(
 class InstructionSchedule(PipeSchedule):
     """The instructions of a rank.
 
-    The stages of a rank are its model chunks 0, 1 and so on. Each chunk has a buffer for every micro-batch:
-    model_chunk_id x micro-batches + micro-batch. A rank loads a micro-batch before its first pass.
+    The stages of a rank are its model chunks 0, 1, and so on. Each chunk has a buffer for every micro-batch,
+    with the index model_chunk_id x micro-batches + micro-batch. A rank loads a micro-batch before its first
+    pass.
     """
 
     def __init__(self, actions: ScheduleActions, micro_batches: int, rank: int, *, trains: bool) -> None:
@@ -71,7 +72,8 @@ class InstructionSchedule(PipeSchedule):
         return len(self._model_chunk_ids) * self.micro_batches
 
     def steps(self) -> Iterator[list[PipeInstruction]]:
-        """Yields the instructions of each step, and at the end those of the optimizer step."""
+        """Yields the instructions of each step of the schedule, and finally the instructions of the optimizer
+        step."""
         for step in self._own_steps:
             yield [
                 *self._exchange(step.sends, step.receives),
@@ -84,7 +86,7 @@ class InstructionSchedule(PipeSchedule):
     def _exchange(
         self, sends: Sequence[PipelineAction], receives: Sequence[PipelineAction]
     ) -> list[PipeInstruction]:
-        """Returns the instructions of messages that are sent and received together."""
+        """Returns the instructions for messages that are sent and received together."""
         queued = [self._instruction(action, _SENDS[action.kind]) for action in sends]
         queued += [self._instruction(action, _RECEIVES[action.kind]) for action in receives]
         return [*queued, CommitP2P()] if queued else []

@@ -14,26 +14,27 @@ from megatron.mpu.world import gather_from_all_ranks
 
 
 class PassTimes:
-    """Records the start and end of each pass of the current step: device events, or on a CPU the clock."""
+    """Records the start and the end of each pass of the current step, by device events, or on a CPU by the
+    clock."""
 
     def __init__(self) -> None:
         self._start: Any = _mark()
         self._passes: list[tuple[Any, Any]] = []
 
     def begin_step(self) -> None:
-        """Forgets the passes of the last step."""
+        """Deletes the recorded passes of the last step."""
         self._start, self._passes = _mark(), []
 
     @contextmanager
     def measure(self) -> Iterator[None]:
-        """Measures one pass."""
+        """Returns a context that records one pass."""
         start = _mark()
         yield
         self._passes.append((start, _mark()))
 
     def busy_and_span(self) -> tuple[float, float]:
-        """Returns the seconds in passes, and from the start of the step to the end of the last pass. Waits
-        for the device."""
+        """Returns two times in seconds: the sum over all passes, and the time from the start of the step to
+        the end of the last pass. It waits for the device."""
         if not self._passes:
             return 0.0, 0.0
         get_accelerator().synchronize()
@@ -42,10 +43,11 @@ class PassTimes:
 
 
 def bubble_line(times: PassTimes, mesh: Mesh) -> str:
-    """Returns the log line with each pipeline rank's idle share of the last step, in percent. Collective.
+    """Returns the log line with each pipeline rank's idle share of the last step, in percent. It is a
+    collective.
 
-    As in the planner's simulation, the step lasts from its start to the end of the last pass of any rank,
-    without gradient reduction and optimizer. A stage's share is the mean over its ranks.
+    As in the planner's simulation, the step ends with the last pass of any rank, before gradient reduction
+    and optimizer. The share of a pipeline rank is the mean over its processes.
     """
     found = gather_from_all_ranks((mesh.pp.rank, *times.busy_and_span()))
     makespan = max(span for _, _, span in found)

@@ -32,7 +32,7 @@ from megatron.optimizer.parameter_groups import make_optimizer, parameter_groups
 from megatron.run import Run
 from megatron.shares import share_out
 
-# Methods of DeepSpeed's engines that do what DeepSpeed documents; all others raise an error.
+# Methods of DeepSpeed's engines that do what DeepSpeed documents. All other methods raise an error.
 _SUPPORTED = (
     "autotuning_enabled checkpoint_tag_validation_enabled checkpoint_tag_validation_fail "
     "collect_python_gc communication_data_type data_efficiency_enabled destroy dump_state eval eval_batch "
@@ -66,14 +66,15 @@ _ANSWERS: dict[str, Callable[[Any], Any]] = {
     "zero_optimization_partition_weights": lambda engine: engine.zero_optimization_stage() >= 3,
     "zero_optimization_stage": lambda engine: engine.run.config.parallel.zero_stage,
 }
-"""Results of methods of DeepSpeed's engines: the run's values, with which DeepSpeed is not configured."""
+"""Methods of DeepSpeed's engines that return the run's values. DeepSpeed is configured with different
+values."""
 
 
 @restrict(_SUPPORTED, _ANSWERS)
 class GPTEngine(ScheduleExecutor):
     """Trains and evaluates the stages of a `GPTModelPipe`.
 
-    Of the methods that it inherits from DeepSpeed, only `_SUPPORTED` and `_ANSWERS` are for callers.
+    Callers may use only these inherited methods of DeepSpeed: `_SUPPORTED` and `_ANSWERS`.
     """
 
     def __init__(self, run: Run, model: GPTModelPipe) -> None:
@@ -113,14 +114,16 @@ class GPTEngine(ScheduleExecutor):
         exit_code_fn: Callable[[], int] | None = None,
         heartbeat: Callable[[], None] | None = None,
     ) -> Tensor:
-        """Trains one step on the mean loss over the unmasked tokens of all ranks; returns it, on the device.
+        """Trains one step on the mean loss over the unmasked tokens of all ranks. Returns this loss, on the
+        device.
 
-        micro_batches: for this data-parallel rank. lr: learning rate of the step. seq_length: tokens per
-        sample of `micro_batches`, by default --seq-length. masks_tokens: whether their loss masks may have
-        zeros; all of them are then read before the first pass. skips_non_finite, exit_code_fn: see
-        `MixedPrecisionOptimizer.begin_step`. skip_update_fn: given the mean loss and the grad norm, equal on
-        all ranks, returns whether to skip the update. heartbeat: called for every micro-batch. Raises
-        NonFiniteError on all ranks, before the update.
+        micro_batches: the micro-batches of this data-parallel rank. lr: learning rate of the step.
+        seq_length: tokens per sample of `micro_batches`, by default --seq-length. masks_tokens: whether loss
+        masks may have zeros; if so, all micro-batches are read before the first pass. skips_non_finite,
+        exit_code_fn: see `MixedPrecisionOptimizer.begin_step`. skip_update_fn: gets the mean loss and the
+        gradient norm, which are equal on all ranks, and returns whether to skip the update. heartbeat: is
+        called for every micro-batch. Raises NonFiniteError on all ranks, before the update, if the loss or a
+        gradient is not finite.
         """
         self._heartbeat = heartbeat or _no_heartbeat
         self._seq_length = seq_length or self.run.config.model.seq_length
@@ -153,8 +156,9 @@ class GPTEngine(ScheduleExecutor):
         heartbeat: Callable[[], None] | None = None,
         seq_length: int | None = None,
     ) -> Tensor:
-        """Returns `token_totals` of `num_micro_batches` per data-parallel rank. heartbeat: called for every
-        micro-batch. seq_length: length of these samples; --seq-length if None. Collective."""
+        """Evaluates `num_micro_batches` micro-batches per data-parallel rank, and returns their
+        `token_totals`. heartbeat: is called for every micro-batch. seq_length: tokens per sample; None:
+        --seq-length. It is a collective."""
         self._heartbeat = heartbeat or _no_heartbeat
         self._seq_length = seq_length or self.run.config.model.seq_length
         self.device_progress.begin_step()
@@ -165,9 +169,9 @@ class GPTEngine(ScheduleExecutor):
         return self.token_totals()
 
     def _mean_tokens(self, batches: Sequence[MicroBatch]) -> Tensor:
-        """Returns the mean number of unmasked tokens in the micro-batches of all ranks, on the device, where
-        it is at least the inverse of their number: of the main model, then of each layer for multi-token
-        prediction. Collective on the ranks of the last stage."""
+        """Returns the mean number of unmasked tokens per micro-batch over all ranks, on the device: for the
+        main model, then for each layer of multi-token prediction. If no token is unmasked, it is computed as
+        for one token. It is a collective on the ranks of the last stage."""
         depths = range(self.module.loss_depths)
         own = [float(sum(batch.loss_mask[:, depth:].sum() for batch in batches)) for depth in depths]
         tokens = torch.tensor(own, device=self.device) / self.mesh.cp_size
@@ -176,8 +180,8 @@ class GPTEngine(ScheduleExecutor):
         return tokens.clamp_(min=1.0) / (len(batches) * self.mesh.dp_size)
 
     def train_batch_size(self) -> int:
-        """Returns the global batch size. DeepSpeed counts a sample once per context-parallel rank, and checks
-        that number while the engine is built."""
+        """Returns the global batch size in samples. DeepSpeed counts a sample once per context-parallel rank,
+        and checks its own number while the engine is built."""
         return int(super().train_batch_size()) // (self.mesh.cp_size if self._is_built else 1)
 
     def was_step_applied(self) -> bool:
@@ -185,8 +189,8 @@ class GPTEngine(ScheduleExecutor):
         return bool(super().was_step_applied()) and not self.optimizer.skipped
 
     def _loss_and_norm_everywhere(self, grad_norm: float) -> tuple[float, float]:
-        """Returns the step's mean loss and rank 0's grad norm, before the update, on all ranks.
-        Collective."""
+        """Returns, on all ranks, the step's mean loss and rank 0's gradient norm before the update. It is a
+        collective."""
         found = torch.zeros(3, dtype=torch.float64, device=self.device)
         if self.is_last_stage() and self.mesh.tp.rank == 0:
             found[:2] = self._own_token_totals()
@@ -203,12 +207,12 @@ class GPTEngine(ScheduleExecutor):
 
     @property
     def layer_writers(self) -> dict[int, int]:
-        """The replica (`Mesh.dp_cp`) that writes each layer, so that all write about as many
+        """The replica (a rank of `Mesh.dp_cp`) that writes each layer. All replicas write about equally many
         bytes."""
         return share_out(self.layer_sizes, self.mesh.dp_cp.size)
 
     def _free_pipe_buffers(self) -> None:
-        """Frees the activations of the last micro-batches, which include logits.
+        """Frees the activations of the last micro-batches, including logits.
 
         DeepSpeed keeps them until the next step. They also refer to the engine through autograd hooks, which
         Python's garbage collector cannot follow, so the engine would never be freed.
@@ -234,7 +238,7 @@ class GPTEngine(ScheduleExecutor):
             super()._exec_forward_pass(buffer_id, model_chunk_id)
 
     def _exec_both_passes(self, buffer_id: int, graph: MicroBatchGraph) -> None:
-        """Runs forward and backward pass of a micro-batch."""
+        """Runs the forward and the backward pass of a micro-batch."""
         buffers = self.pipe_buffers
         inputs = (*buffers["inputs"][buffer_id], *buffers["labels"][buffer_id])
         buffers["inputs"][buffer_id] = buffers["labels"][buffer_id] = None
@@ -245,7 +249,7 @@ class GPTEngine(ScheduleExecutor):
 
     def _exec_backward_pass(self, buffer_id: int, model_chunk_id: int) -> None:
         if self._graph:
-            return  # `_exec_forward_pass` has run it
+            return  # `_exec_forward_pass` has already run it
         with self._timed_pass():
             super()._exec_backward_pass(buffer_id, model_chunk_id)
 
@@ -258,7 +262,7 @@ class GPTEngine(ScheduleExecutor):
 
 
 def plain_optimizer(config: Config, model: GPTModelPipe) -> torch.optim.Optimizer:
-    """Returns the optimizer of --optimizer over the parameter groups of a model."""
+    """Returns the optimizer that --optimizer selects, over the parameter groups of a model."""
     optimizer = config.optimizer
     units = {layer: layer for layer in _zero_units(config, model)}
     buckets = _buckets(model, config.parallel.bucket_size)
@@ -280,10 +284,11 @@ def mixed_precision_optimizer(
     model: GPTModelPipe,
     plain: torch.optim.Optimizer,
 ) -> MixedPrecisionOptimizer:
-    """Returns the optimizer of a rank. plain: the model's `plain_optimizer`."""
+    """Returns the mixed-precision optimizer of a rank. plain: the result of `plain_optimizer` for the
+    model."""
     parallel = config.parallel
     buckets = _buckets(model, parallel.bucket_size)
-    # A replay of a graph runs no Python code.
+    # The replay of a CUDA graph runs no Python hooks.
     calls_hooks = not config.training.uses_cuda_graph
     return MixedPrecisionOptimizer(
         plain,
@@ -316,7 +321,8 @@ def _zero_units(config: Config, model: GPTModelPipe) -> dict[str, nn.Module]:
 
 
 def _buckets(model: GPTModelPipe, bucket_size: int | None) -> dict[str, dict[str, nn.Module]]:
-    """Returns the layers of each bucket (see `optimizer.overlap`) by name; none if bucket_size is None."""
+    """Returns the layers of each bucket (see `optimizer.overlap`) by name. Without a bucket_size there are
+    none."""
     if bucket_size is None:
         return {}
     layers = list(model.transformer_layers().items())
@@ -332,4 +338,4 @@ def _tied_weights(model: GPTModelPipe) -> list[tuple[nn.Parameter, dist.ProcessG
 
 
 def _no_heartbeat() -> None:
-    """Does nothing, for callers without a watchdog."""
+    """Does nothing. Callers without a watchdog use it."""

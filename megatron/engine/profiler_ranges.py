@@ -1,4 +1,5 @@
-"""Named ranges for profilers: on NVIDIA GPUs, NVTX ranges, which Nsight Systems shows on its time line.
+"""Named ranges for profilers. On NVIDIA GPUs these are NVTX ranges, which Nsight Systems shows on its time
+line.
 
 The simulation reads the same ranges to assign the work of a step to the instructions of the schedule.
 """
@@ -15,7 +16,7 @@ TRAIN_STEP = "train_step"
 
 @contextmanager
 def profiler_range(message: str) -> Iterator[None]:
-    """Marks everything that runs within this context."""
+    """Returns a context that marks everything that runs within it."""
     get_accelerator().range_push(message)
     try:
         yield
@@ -25,7 +26,7 @@ def profiler_range(message: str) -> Iterator[None]:
 
 def in_profiler_range(name: str, method: Callable) -> Callable:
     """Returns a method that runs an instruction of a schedule in a range such as 'ForwardPass buffer_id=0',
-    and records it in the engine's `device_progress`."""
+    and records the instruction in the engine's `device_progress`."""
 
     @wraps(method)
     def run(self: Any, **arguments: int) -> Any:

@@ -1,7 +1,7 @@
 """All workarounds for defects of DeepSpeed and torch.
 
-Each entry was observed with DeepSpeed 0.19.8. Each entry names a test that fails without the
-workaround, in tests/distributed/test_optimizer.py unless another file is named.
+Each entry was observed with DeepSpeed 0.19.8, and names a test that fails without the workaround. The test is
+in tests/distributed/test_optimizer.py unless the entry names a different file.
 
 1. fp32, ZeRO-0, pipeline, clipping: `clip_grad_norm_` counts the tied embedding on both of its stages, and
    no grad norm is reported (the family of DeepSpeed 1839):
@@ -52,8 +52,8 @@ workaround, in tests/distributed/test_optimizer.py unless another file is named.
    whose buffers take hundreds of MB on each device. The grid gets the groups of the mesh instead.
    tests/simulated/test_layouts.py
 22. At its start the pipeline engine sends a message to each neighbor in the default group, which with NCCL
-   makes a communicator for each pair of ranks. `engine.executor` calls each rank the first and the last stage
-   until then. tests/simulated/test_layouts.py
+   makes a communicator for each pair of ranks. While the engine is built, `engine.executor` reports each rank
+   as both the first and the last stage, which has no neighbors. tests/simulated/test_layouts.py
 """
 
 from collections.abc import Iterator, Sequence
@@ -78,20 +78,20 @@ _SHARED_MEMORY_OP = "deepspeed_shm_comm"
 
 
 def disable_shm_comm_jit() -> None:
-    """Entry 8. Call it before the process group is created."""
-    # Set without a look at the table, which would run compilers to find which other operators can be built.
+    """Works around entry 8. It must be called before the process group is created."""
+    # This sets the table without reading it: a read would run compilers to find which operators can be built.
     vars(deepspeed.ops)["__compatible_ops__"] = {_SHARED_MEMORY_OP: False}
 
 
 def set_default_group_timeout(timeout: timedelta) -> None:
-    """Entry 15. Call it before the process group is created."""
+    """Works around entry 15. It must be called before the process group is created."""
     distributed_c10d.default_pg_timeout = timeout
     distributed_c10d.default_pg_nccl_timeout = timeout
 
 
 @contextmanager
 def groups_of_mesh(mesh: Mesh) -> Iterator[None]:
-    """Entry 21. Build the model within this context."""
+    """Returns a context that works around entry 21. The model must be built within it."""
     new_group = deepspeed.comm.new_group
 
     def existing_or_new(ranks: Sequence[int]) -> dist.ProcessGroup:
@@ -108,7 +108,7 @@ class PatchedPipelineEngine(PipelineEngine):
     """DeepSpeed's pipeline engine with `MixedPrecisionOptimizer`."""
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
-        """Entry 6: instructions call the methods of the subclass."""
+        """Works around entry 6: instructions call the methods of the subclass."""
         super().__init_subclass__(**kwargs)
         table: dict = {}
         for base in reversed(cls.__mro__):
@@ -119,18 +119,18 @@ class PatchedPipelineEngine(PipelineEngine):
         }
 
     def wrap_optimizer(self, optimizer: torch.optim.Optimizer) -> MixedPrecisionOptimizer:
-        """Wraps the plain optimizer. The engine's module and process groups exist when this is called."""
+        """Wraps the plain optimizer. The engine's module and process groups exist before this call."""
         raise NotImplementedError
 
     def _broadcast_model(self) -> None:
-        """Entry 19."""
+        """Works around entry 19: broadcasts each parameter to its replicas."""
         for parameter in self.module.parameters():
             axis = self.module.mesh.reduced_over(spec_of(parameter))
             if axis.size > 1 and has_memory(parameter):
                 dist.broadcast(parameter.data, group=axis.group, group_src=0)
 
     def train_batch(self, data_iter: Any = None) -> torch.Tensor:
-        """Entry 20."""
+        """Works around entry 20: frees the step's device events."""
         loss = super().train_batch(data_iter)
         self.timers(pipe_engine.TRAIN_BATCH_TIMER).reset()
         return loss
@@ -143,7 +143,8 @@ class PatchedPipelineEngine(PipelineEngine):
         self.optimizer.zero_grad()
 
     def _exec_reduce_tied_grads(self) -> None:
-        """Entry 13: done in `_exec_reduce_grads`, which comes next in every schedule."""
+        """Does nothing (entry 13): `_exec_reduce_grads`, the next instruction of every schedule, reduces
+        them."""
 
     def _exec_reduce_grads(self) -> None:
         if self.is_last_stage():

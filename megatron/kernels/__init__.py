@@ -1,12 +1,13 @@
 """Triton kernels for GPUs.
 
 Each operator is one kernel launch, so the simulated accelerator counts it as one operation with its bytes.
-The operators' files import without triton, which is optional and takes 0.4 s. The kernels themselves are in
-`triton_kernels`, `norm_triton`, `rotary_triton`, `attention_triton`, `fp8_triton` and `grouped_triton`. Each
-has a reference implementation in PyTorch, which also serves CPUs and GPUs without triton:
+The operators' files import without triton, which is optional and whose import takes 0.4 s. The kernels
+themselves are in `triton_kernels`, `norm_triton`, `rotary_triton`, `attention_triton`, `fp8_triton` and
+`grouped_triton`. Each operator has a reference implementation in PyTorch, which also serves CPUs and GPUs
+without triton:
 
     dropout        dropout, bias and residual addition  `mpu.random.dropout_add`
-    layer_norm     these, and the norm of the sum       `model.norm`
+    layer_norm     dropout_add, and the norm of the sum `model.norm`
     activation     plain or gated activation,           `model.activations`
                    gradient of the bias before it
     optimizer      norms of many tensors                `optimizer.gradient_norm.accurate_norm`
@@ -22,8 +23,8 @@ has a reference implementation in PyTorch, which also serves CPUs and GPUs witho
     fp8            FP8 matrices and their products      in `fp8` itself
     grouped_linear products of groups with experts      loops in `grouped_linear` itself
 
-Gradients of biases and norms are sums over rows in a fixed order, without atomic additions: `column_sums`.
-`operators` makes an operator of a function that launches a kernel. `selection` chooses between kernel and
-reference implementation; for attention, `model.attention.choice` does, and for experts
-`grouped_linear.implementation`, which also knows torch's grouped product.
+Gradients of biases and norms are sums over rows in a fixed order, without atomic additions: see
+`column_sums`. `operators` makes an operator of a function that launches a kernel. `selection` chooses between
+kernel and reference implementation. For attention `model.attention.choice` chooses; for experts
+`grouped_linear.implementation` does, which can also choose torch's grouped product.
 """

@@ -1,12 +1,12 @@
-"""Operators of an MLP's activation: plain, or gated, (value + offset) * activation(gate) with both in one
-tensor.
+"""Operators of an MLP's activation. A gated activation is (value + offset) * activation(gate), with values
+and gates in one tensor.
 
-Each element is read once and written once. The backward pass writes in place, which saves the largest tensor
-of a layer's backward pass. The reference implementation is in `model.activations`.
+Each element is read once and written once. The backward pass overwrites its input with the gradient, which
+saves the largest tensor of a layer's backward pass. The reference implementation is in `model.activations`.
 
-The bias of the linear layer before a plain activation is added within its matrix product. Its gradient is the
-sum of the rows of the activation's gradient, which the kernel of the backward pass has in registers. So no
-pass over memory is needed for it.
+The matrix product of the linear layer before a plain activation adds the bias. The gradient of this bias is
+the sum of the rows of the activation's gradient, which the kernel of the backward pass has in registers.
+Therefore it needs no separate pass over memory.
 """
 
 from __future__ import annotations
@@ -24,20 +24,20 @@ from megatron.kernels.column_sums import TILE_ROWS, num_blocks, rows_per_block, 
 from megatron.kernels.operators import Launch, first_order, operator
 
 ACTIVATIONS = {"gelu": "geglu_tanh", "gelu_exact": "geglu"}
-"""The values of --activation that the kernels compute, and their names in `triton_kernels`."""
+"""The values of --activation that the kernels support, and their names in `triton_kernels`."""
 GATED_ACTIVATIONS = ("swiglu", "geglu", "geglu_tanh", "quick_geglu", "reglu", "liglu")
-"""The values of --glu-activation that the kernels compute."""
+"""The values of --glu-activation that the kernels support."""
 BLOCK, GATED_BLOCK, BLOCK_COLUMNS = 4096, 1024, 256
 OPTIONS = {"num_warps": 4, "enable_fp_fusion": False}
 
 
 def fused_activation(x: Tensor, bias: Tensor | None, activation: str) -> Tensor:
-    """Returns activation(x), [..., n]. bias: [n], a parameter that was added to `x` without autograd: it gets
-    the sum of the gradient of `x` over the rows. activation: one of `ACTIVATIONS`.
+    """Returns activation(x), [..., n]. bias: [n], a parameter that was added to `x` without autograd; its
+    gradient is the sum of the gradient of `x` over the rows. activation: a key of `ACTIVATIONS`.
 
-    The backward pass writes the gradient of a contiguous `x` over its elements, so nothing else may need them
-    afterwards. Autograd raises an error in a second backward pass, and in the backward pass of another
-    function that has saved `x`.
+    The backward pass overwrites a contiguous `x` with its gradient, so nothing may read `x` afterwards.
+    Autograd raises an error in a second backward pass, and in the backward pass of any other function that
+    has saved `x`.
     """
     return _Activation.apply(x, bias, ACTIVATIONS[activation], None)
 
@@ -45,9 +45,9 @@ def fused_activation(x: Tensor, bias: Tensor | None, activation: str) -> Tensor:
 def gated_activation(
     wide: Tensor, activation: str, limit: float | None = None, offset: float = 0.0
 ) -> Tensor:
-    """Returns (value + offset) * activation(gate): [..., 2n], first the values, then the gates -> [..., n].
-    activation: one of `GATED_ACTIVATIONS`. limit: gates are at most as large, values in -limit to limit. The
-    backward pass overwrites `wide`: see `fused_activation`."""
+    """Returns (value + offset) * activation(gate), [..., n]. wide: [..., 2n], first the values, then the
+    gates. activation: one of `GATED_ACTIVATIONS`. limit: gates are clamped to at most limit, values to -limit
+    to limit; None: no clamping. The backward pass overwrites `wide`: see `fused_activation`."""
     return _Activation.apply(wide, None, activation, (math.inf if limit is None else limit, offset))
 
 
@@ -77,7 +77,8 @@ class _Activation(torch.autograd.Function):
 
 @operator("activation")
 def activation_op(x: Tensor, activation: str, gate: Sequence[float] | None) -> Tensor:
-    """Launches the kernel of the forward pass; `x` is contiguous. gate: limit and offset if it is gated."""
+    """Launches the kernel of the forward pass. x: contiguous. gate: limit and offset of a gated activation;
+    None if it is plain."""
     columns = x.shape[-1] if gate is None else x.shape[-1] // 2
     out = x.new_empty((*x.shape[:-1], columns))
     if gate is not None:
@@ -90,7 +91,7 @@ def activation_op(x: Tensor, activation: str, gate: Sequence[float] | None) -> T
 
 @operator("activation_backward", mutates_args=("x",))
 def activation_backward_op(grad: Tensor, x: Tensor, activation: str, gate: Sequence[float] | None) -> None:
-    """Overwrites `x` with its gradient, from the contiguous gradient of the output."""
+    """Overwrites `x` with its gradient. grad: the contiguous gradient of the output."""
     if gate is not None:
         launch = _gated_launch("gated_activation_backward_kernel", grad.shape[-1], activation, *gate)
         launch(grad, x, grid=_gated_grid(grad))
@@ -100,7 +101,7 @@ def activation_backward_op(grad: Tensor, x: Tensor, activation: str, gate: Seque
 
 @operator("activation_and_bias_backward", mutates_args=("x",))
 def activation_and_bias_backward_op(grad: Tensor, x: Tensor, activation: str) -> Tensor:
-    """`activation_backward_op`, which also returns the sums of the gradient over blocks of rows."""
+    """Runs `activation_backward_op`, and returns the sums of the gradient over blocks of rows."""
     sums = x.new_empty((num_blocks(_num_rows(x)), x.shape[-1]), dtype=torch.float32)
     _launch_backward(grad, x, sums, activation, rows_per_block(_num_rows(x)))
     return sums
@@ -111,14 +112,15 @@ def _num_rows(x: Tensor) -> int:
 
 
 def _launch_backward(grad: Tensor, x: Tensor, sums: Tensor | None, activation: str, block_rows: int) -> None:
-    """block_rows: rows of a program, a constant of the kernel."""
+    """Launches the kernel of the backward pass. block_rows: number of rows per program, a constant of the
+    kernel."""
     rows, columns = _num_rows(x), x.shape[-1]
     constants = {"BLOCK_ROWS": block_rows, "TILE_ROWS": TILE_ROWS, "BLOCK_COLUMNS": BLOCK_COLUMNS}
     grid = (-(-rows // block_rows), -(-columns // BLOCK_COLUMNS))
     _launch("activation_backward_kernel", columns, activation, **constants)(grad, x, sums, rows, grid=grid)
 
 
-# A call gives the number of rows and the grid: experts have another number of rows in each step.
+# A call passes the number of rows and the grid, because the number of rows of an expert changes in each step.
 
 
 @lru_cache(maxsize=1024)

@@ -1,13 +1,13 @@
 """Operators of causal flash attention with hash dropout, ALiBi, document boundaries, sinks and capped scores.
 
 The algorithm is FlashAttention (arXiv 2205.14135, 2307.08691): scores exist only as tiles in registers. The
-backward pass recomputes the scores from query, key and the logarithm of each row's sum, and the dropout mask
-from its hash. So the saved state is O(seq). One kernel computes the gradient of the queries by blocks of
-queries, another the gradients of keys and values by blocks of keys. Each element is summed by one program in
-a fixed order, without atomics.
+backward pass recomputes the scores from query, key and the logarithm of each row's sum of exponentials, and
+it recomputes the dropout mask from its hash. So the saved state is O(seq). One kernel computes the gradient
+of the queries by blocks of queries. A second kernel computes the gradients of keys and values by blocks of
+keys. One program sums each element in a fixed order, without atomics.
 
-A sink is one more score of each row, without a value. It changes the row's logarithm and so the output; with
-these, the gradients of queries, keys and values have no other terms.
+A sink is one additional score of each row, without a value. It changes the row's logarithm and therefore the
+output. Given these two, the gradients of queries, keys and values have no additional terms.
 """
 
 from __future__ import annotations
@@ -25,22 +25,22 @@ from torch.utils.flop_counter import register_flop_formula
 from megatron.kernels.dropout import drop_threshold
 from megatron.kernels.operators import Launch, first_order, operator
 
-# Larger heads do not fit in a GPU's registers and shared memory.
+# Larger heads do not fit in the registers and the shared memory of a GPU.
 MAX_HEAD_DIM = 128
 
 
 class AttentionMask(NamedTuple):
-    """What changes the scores besides the causal mask, for this rank's heads. All tensors are contiguous.
+    """What changes the scores of this rank's heads, besides the causal mask. All tensors are contiguous.
 
     slopes: ALiBi's slopes, fp32 [heads]; slope * (key - query) is added to a score. None: no ALiBi.
-    first_keys, end_queries: int32 [batch, seq]. Query i attends to the keys first_keys[i] to i; key j is
-        attended to by the queries j to end_queries[j] - 1. Both ascend. None: only the causal mask applies.
+    first_keys, end_queries: int32 [batch, seq], both ascending. Query i attends to the keys first_keys[i] to
+        i; the queries j to end_queries[j] - 1 attend to key j. None: only the causal mask applies.
     sample_keys: int64 [batch], see `mpu.random.DropoutRNG.sample_keys`. None: no dropout.
     dropout: probability that an attention weight is dropped.
     first_head: the model's index of this rank's first query head. The dropout mask depends on it.
     seq: number of tokens of the sequence, if the keys are only its first tokens. None: all keys are given.
-    window: most keys that a query attends to, if `first_keys` contains a window. It only changes the FLOPs
-        that are counted.
+    window: largest number of keys that a query attends to, if `first_keys` contains a window. It affects only
+        the counted FLOPs.
     softcapping: scores are softcapping * tanh(score / softcapping), without ALiBi. None: they are not capped.
     """
 
@@ -65,18 +65,20 @@ def flash_attention(
 ) -> Tensor:
     """Returns dropout(softmax(query @ key.T * scale + bias)) @ value for each sample and head.
 
-    query: [queries, batch, heads, head_dim]; key, value: [keys, batch, groups, head_dim]. The keys are the
-    first tokens of the sequence, the queries the last ones of them (with context parallelism a chunk of the
-    sequence, otherwise all tokens). `groups` divides `heads`, and query head i uses group i // (heads /
-    groups). Any strides; a last dimension that is not contiguous is copied. head_dim is at most MAX_HEAD_DIM.
-    sinks: [heads], or None. Returns [queries, batch, heads, head_dim], contiguous.
+    query: [queries, batch, heads, head_dim]. key, value: [keys, batch, groups, head_dim]. The keys are the
+    first tokens of the sequence, and the queries are the last of these tokens (with context parallelism a
+    chunk of the sequence, otherwise all tokens). `groups` divides `heads`, and query head i uses group i //
+    (heads / groups). All strides are supported; a tensor whose last dimension is not contiguous is copied.
+    head_dim is at most MAX_HEAD_DIM. sinks: [heads], or None. Returns [queries, batch, heads, head_dim],
+    contiguous.
     """
     return _FlashAttention.apply(query, key, value, sinks, scale, mask)
 
 
 def sink_gradient(sinks: Tensor, log_sums: Tensor, row_sums: Tensor) -> Tensor:
     """Returns the gradient of the sinks, [heads]. log_sums: natural logarithms of the rows' sums of
-    exponentials, with the sink's; row_sums: sum(out * gradient); both fp32 [batch, heads, queries]."""
+    exponentials, including the sink's. row_sums: sum(out * gradient) of each row. Both are fp32
+    [batch, heads, queries]."""
     weights = torch.exp(sinks.float()[None, :, None] - log_sums)
     return -(weights * row_sums).sum((0, 2)).to(sinks.dtype)
 
@@ -132,7 +134,7 @@ class _FlashAttention(torch.autograd.Function):
 
 
 class Sizes(NamedTuple):
-    """Sizes of the sequence and of the heads. group: query heads that share a key head."""
+    """Sizes of the sequence and of the heads. group: number of query heads that share a key head."""
 
     queries: int
     keys: int
@@ -144,7 +146,8 @@ class Sizes(NamedTuple):
 
 
 class Strides(NamedTuple):
-    """The first strides of a tensor [seq, batch, heads, head_dim], in elements."""
+    """The strides of a tensor [seq, batch, heads, head_dim], in elements, except the last one (which is
+    1)."""
 
     seq: int
     batch: int
@@ -153,7 +156,7 @@ class Strides(NamedTuple):
 
 @dataclass(frozen=True)
 class Tiles:
-    """Sizes of the tiles of queries and of keys, and compile options."""
+    """Sizes of the tiles of queries and of keys, and options of Triton's compiler."""
 
     queries: int
     keys: int
@@ -169,18 +172,19 @@ class Tiles:
         return {"num_warps": self.num_warps, "num_stages": self.num_stages}
 
 
-# Architecture -> kernel -> tiles, for heads of up to 64 and of up to 128. In the machine code none of them
-# spills a register or repeats a product. (The compiler gives a warp 16 rows of a product, and on sm_90 a
-# group of 4 warps 64 rows. Further warps would repeat the products of others.) They were not timed on a GPU.
+# Architecture -> kernel -> tiles, for heads of up to 64 and of up to 128 elements. The machine code of these
+# tiles spills no register and repeats no product. (The compiler assigns 16 rows of a product to a warp, and
+# on sm_90 64 rows to a group of 4 warps. Additional warps would repeat products.) The tiles were not timed on
+# a GPU.
 _TILES = {
-    # A block needs at most 99 KiB of shared memory, which consumer GPUs have.
+    # A block needs at most 99 KiB of shared memory, which consumer GPUs have, too.
     "sm_80": {
         "forward": (Tiles(128, 64, 8, 2), Tiles(128, 32, 8, 2)),
         "query": (Tiles(128, 32, 8, 2), Tiles(64, 64, 8, 2)),
         "key": (Tiles(32, 64, 4, 2), Tiles(16, 128, 8, 2)),
     },
-    # Also for sm_100. A block has up to 227 KiB. Products of fewer than 64 columns take longer to read than
-    # to compute.
+    # These tiles also serve sm_100. A block has up to 227 KiB. A product of fewer than 64 columns takes
+    # longer to read than to compute.
     "sm_90": {
         "forward": (Tiles(128, 64, 8, 3), Tiles(128, 64, 8, 3)),
         "query": (Tiles(64, 64, 4, 2), Tiles(128, 64, 8, 2)),
@@ -195,7 +199,8 @@ _FP32_TILES = {
 
 
 def tiles(kernel: str, dtype: torch.dtype, head_dim: int, capability: int) -> Tiles:
-    """Returns the tiles of the kernel 'forward', 'query' or 'key'. capability: see `compute_capability`."""
+    """Returns the tiles of a kernel. kernel: 'forward', 'query' or 'key'. capability: see
+    `compute_capability`."""
     if dtype == torch.float32:
         return _FP32_TILES[kernel][head_dim > 64]
     return _TILES["sm_90" if 90 <= capability < 120 else "sm_80"][kernel][head_dim > 64]
@@ -203,7 +208,7 @@ def tiles(kernel: str, dtype: torch.dtype, head_dim: int, capability: int) -> Ti
 
 @lru_cache
 def compute_capability(device: torch.device) -> int:
-    """Returns the compute capability of a GPU, 90 for sm_90, and 80 for any other device."""
+    """Returns the compute capability of a GPU as an integer (90 for sm_90), and 80 for any other device."""
     if device.type != "cuda":
         return 80
     major, minor = torch.cuda.get_device_capability(device)
@@ -226,7 +231,7 @@ def attention_forward_op(
     seq: int,
     window: int | None,
 ) -> tuple[Tensor, Tensor]:
-    """Returns the output, and the base-2 log of each query's sum of exponentials, fp32."""
+    """Returns the output, and for each query the base-2 logarithm of its sum of exponentials, fp32."""
     out, log_sums = query.new_empty(query.shape), _per_row(query, torch.float32)
     launch = _launch("forward", *_layout(query, key, value), scale, softcapping, p, seq, first_head)
     launch(query, key, value, out, log_sums, slopes, first_keys, sample_keys, sinks)
@@ -251,7 +256,7 @@ def attention_backward_query_op(
     seq: int,
     window: int | None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Returns the gradient of the queries, each row's sum(out * grad) (fp32), and each row's hash (int64)."""
+    """Returns the gradient of the queries, and for each row sum(out * grad) (fp32) and its hash (int64)."""
     grad_query, row_sums = query.new_empty(query.shape), _per_row(query, torch.float32)
     row_keys = _per_row(query[:0] if sample_keys is None else query, torch.int64)
     launch = _launch("query", *_layout(query, key, value), scale, softcapping, p, seq, first_head)
@@ -286,7 +291,7 @@ def attention_backward_key_op(
 
 
 def _layout(query: Tensor, key: Tensor, value: Tensor) -> tuple[Any, ...]:
-    """Returns the arguments of `_launch` that describe the tensors."""
+    """Returns the arguments of `_launch` that describe the shapes and strides of the tensors."""
     strides = (Strides(*x.stride()[:3]) for x in (query, key, value))
     return compute_capability(query.device), query.dtype, query.shape, key.shape, *strides
 
@@ -307,7 +312,8 @@ def _launch(
     seq: int,
     first_head: int = 0,
 ) -> Launch:
-    """kernel: 'forward', 'query' or 'key'. The kernel of the keys gets hashes instead of `first_head`."""
+    """Returns the launch of a kernel. kernel: 'forward', 'query' or 'key'. The kernel 'key' uses the hashes
+    of rows instead of `first_head`."""
     queries, batch, heads, head_dim = query_shape
     keys, _, groups, _ = key_shape
     tile = tiles(kernel, dtype, head_dim, capability)
@@ -331,7 +337,7 @@ def _launch(
 
 
 def _per_row(query: Tensor, dtype: torch.dtype) -> Tensor:
-    """Allocates [batch, heads, queries]."""
+    """Allocates a tensor [batch, heads, queries] with one element per row of scores."""
     queries, batch, heads, _ = query.shape
     return query.new_empty((batch, heads, queries), dtype=dtype)
 
@@ -339,13 +345,14 @@ def _per_row(query: Tensor, dtype: torch.dtype) -> Tensor:
 # FLOPs of products [queries, keys, head_dim]. As in PyTorch's formulas, the causal mask does not halve them.
 # The kernels compute no scores outside of a window.
 PRODUCTS = {"attention_forward": 2, "attention_backward_query": 3, "attention_backward_key": 4}
-"""Operator -> its products: the scores; weights times values, or the gradients of weights and of queries, or
-the gradients of weights, keys and values."""
+"""The number of products of each operator. The forward pass computes the scores, and weights times values.
+The backward pass of the queries computes the scores, and the gradients of weights and queries. The backward
+pass of the keys computes the scores, and the gradients of weights, keys and values."""
 
 
 def count_products(operators: Mapping[str, int]) -> None:
-    """Registers the FLOPs of operators whose first arguments are query and key, and whose last is a window.
-    operators: name -> number of products."""
+    """Registers the FLOPs of operators whose first arguments are query and key, and whose last argument is a
+    window. operators: name -> number of products."""
     for name, number in operators.items():
 
         def flops(
@@ -357,17 +364,18 @@ def count_products(operators: Mapping[str, int]) -> None:
 
 
 def product_flops(query_shape: torch.Size, key_shape: torch.Size, window: int | None) -> int:
-    """Returns the FLOPs of one product of queries, keys and elements of a head."""
+    """Returns the FLOPs of one product [queries, keys, head_dim], summed over samples and heads."""
     queries, batch, heads, head_dim = query_shape
     return 2 * batch * heads * head_dim * scores_within(window, queries, key_shape[0])
 
 
 def scores_within(window: int | None, queries: int, keys: int) -> int:
-    """Returns the scores that are counted for the last `queries` of `keys` tokens: queries x keys, of which a
-    window leaves the share that it leaves of the scores below the causal mask."""
+    """Returns the number of scores that are counted for the last `queries` of `keys` tokens. Without a window
+    it is queries x keys. A window multiplies this number by the share of the causal scores that lie in the
+    window."""
 
     def below_mask(limit: int) -> int:
-        """Returns twice the scores of the queries, each with at most `limit` keys."""
+        """Returns twice the number of causal scores of the queries if each query has at most `limit` keys."""
         first, last = (n**2 if n <= limit else (2 * n - limit) * limit for n in (keys - queries, keys))
         return last - first
 

@@ -1,6 +1,6 @@
 """The Triton kernels of `megatron.kernels.attention`.
 
-The queries are the last ones of the `keys` first tokens of a sequence of `seq` tokens: query row i is at
+The queries are the last of the first `keys` tokens of a sequence of `seq` tokens: query row i has the
 position keys - queries + i. Element offsets are int64, except within a tile.
 """
 
@@ -40,8 +40,8 @@ def attention_forward_kernel(
     BLOCK_KEYS: tl.constexpr,
     BLOCK_DIM: tl.constexpr,
 ):
-    """Each program computes a block of queries of one head of one sample. The longest rows start first.
-    sizes: see `megatron.kernels.attention.Sizes`."""
+    """Computes attention. Each program computes a block of queries of one head of one sample. The longest
+    rows start first. sizes: see `megatron.kernels.attention.Sizes`."""
     queries, keys, seq, batch, heads, group, first_head = sizes
     first_row = (tl.num_programs(0) - 1 - tl.program_id(0)) * BLOCK_QUERIES
     sample, head = tl.program_id(1) // heads, tl.program_id(1) % heads
@@ -61,10 +61,11 @@ def attention_forward_kernel(
     if sample_keys is not None:
         row_keys = _hash_rows(sample_keys, sample, first_head + head, positions, seq)
 
-    # Finite, so that a block without an allowed key gives exp2(-inf - largest) = 0 and not NaN.
+    # The value is finite, so that a block without an allowed key gives exp2(-inf - largest) = 0 instead of
+    # NaN.
     largest = tl.full([BLOCK_QUERIES], -1.0e30, tl.float32)
     total = tl.zeros([BLOCK_QUERIES], tl.float32)
-    if sinks is not None:  # the first score, whose value is 0
+    if sinks is not None:  # the sink is the first score, and its value is 0
         largest = tl.zeros_like(total) + tl.load(sinks + head).to(tl.float32) * LOG2_E
         total += 1.0
     acc = tl.zeros([BLOCK_QUERIES, BLOCK_DIM], tl.float32)
@@ -119,8 +120,8 @@ def attention_backward_query_kernel(
     BLOCK_KEYS: tl.constexpr,
     BLOCK_DIM: tl.constexpr,
 ):
-    """Takes the inputs of the forward kernel. Also writes row_sums, sum(out * grad), and row_keys for the
-    kernel of the keys."""
+    """Computes the gradient of the queries from the inputs of the forward kernel. It also writes row_sums,
+    sum(out * grad), and row_keys, the hashes of the rows, for the kernel of the keys."""
     queries, keys, seq, batch, heads, group, first_head = sizes
     first_row = (tl.num_programs(0) - 1 - tl.program_id(0)) * BLOCK_QUERIES
     sample, head = tl.program_id(1) // heads, tl.program_id(1) % heads
@@ -196,7 +197,8 @@ def attention_backward_key_kernel(
     BLOCK_KEYS: tl.constexpr,
     BLOCK_DIM: tl.constexpr,
 ):
-    """Each program sums a block of keys of one key head of one sample over the queries of its query heads."""
+    """Computes the gradients of keys and values. Each program sums a block of keys of one key head of one
+    sample over the queries of all query heads that share this key head."""
     queries, keys, seq, batch, heads, group, first_head = sizes
     first_column = tl.program_id(0) * BLOCK_KEYS
     groups = heads // group
@@ -209,9 +211,9 @@ def attention_backward_key_kernel(
     value += sample.to(tl.int64) * value_strides.batch + key_index * value_strides.head
     k = _load_rows(key, first_column, key_strides.seq, keys, HEAD_DIM, BLOCK_KEYS, BLOCK_DIM)
     v = _load_rows(value, first_column, value_strides.seq, keys, HEAD_DIM, BLOCK_KEYS, BLOCK_DIM)
-    # The first query is at position `past`. Rows from `begin` to `end` attend to some of the keys.
+    # The first query has the position `past`. The rows `begin` to `end` attend to some of the keys.
     past = keys - queries
-    # Rows before `full_end` attend to all of them, if these precede the rows.
+    # Rows before `full_end` attend to all of the keys, if the keys precede the rows.
     begin, end, full_end = tl.maximum(first_column - past, 0), queries, queries
     if end_queries is not None:
         last = tl.minimum(first_column + BLOCK_KEYS, keys) - 1
@@ -221,8 +223,9 @@ def attention_backward_key_kernel(
 
     acc_k = tl.zeros([BLOCK_KEYS, BLOCK_DIM], tl.float32)
     acc_v = tl.zeros([BLOCK_KEYS, BLOCK_DIM], tl.float32)
-    # The sums, the scores and their gradients take nearly all registers. So one loop runs over the blocks of
-    # all query heads, and documents are masked by the end of each key: a thread has fewer keys than queries.
+    # The sums, the scores and their gradients take nearly all registers. Therefore one loop runs over the
+    # blocks of all query heads, and documents are masked by the end of each key: a thread has fewer keys than
+    # queries.
     begin = begin // BLOCK_QUERIES * BLOCK_QUERIES
     head, start = key_index * group, begin
     for _ in range(group * tl.cdiv(end - begin, BLOCK_QUERIES)):
@@ -271,7 +274,8 @@ def attention_backward_key_kernel(
 def _load_rows(
     pointer, first, stride, length, HEAD_DIM: tl.constexpr, BLOCK: tl.constexpr, BLOCK_DIM: tl.constexpr
 ):
-    """Loads BLOCK rows of one head from `first` on, [BLOCK, BLOCK_DIM]; zero from row `length` on."""
+    """Loads BLOCK rows of one head, starting at row `first`, as [BLOCK, BLOCK_DIM]. Rows from `length` on are
+    zero."""
     row, column = tl.arange(0, BLOCK), tl.arange(0, BLOCK_DIM)
     place = pointer + (tl.cast(first, tl.int64) + row)[:, None] * stride + column[None, :]
     return tl.load(place, mask=(first + row < length)[:, None] & (column < HEAD_DIM)[None, :], other=0.0)
@@ -305,9 +309,9 @@ def _first_keys(
     BLOCK_QUERIES: tl.constexpr,
     BLOCK_KEYS: tl.constexpr,
 ):
-    """Returns each query's first key [queries, 1] (None: 0), the first key of the tile's first block of keys,
-    and the first key of the tile's last query. A block of keys from this one on, and not after the tile's
-    first query, has no masked score."""
+    """Returns three values: the first key of each query, [queries, 1] (None: key 0); the first key of the
+    tile's first block of keys; and the first key of the tile's last query. A block of keys has no masked
+    score if it starts at or after this last value and ends at or before the tile's first query."""
     firsts, first_block, last_first = None, 0, 0
     if first_keys is not None:
         first_keys += sample.to(tl.int64) * seq
@@ -320,7 +324,7 @@ def _first_keys(
 @triton.jit
 def _masked_scores(scores, places, scaling, firsts, has_mask):
     """Returns `_scaled_scores`, with -inf where a query does not attend to a key. firsts: see `_first_keys`.
-    has_mask: whether the block has such a pair. Most blocks have none."""
+    has_mask: whether the block has such a pair of query and key. Most blocks have none."""
     scores = _scaled_scores(scores, places, scaling)
     if has_mask:
         rows, columns = places
@@ -333,8 +337,8 @@ def _masked_scores(scores, places, scaling, firsts, has_mask):
 
 @triton.jit
 def _scaled_scores(scores, places, scaling):
-    """Returns scaled and capped scores with ALiBi's bias, times log2(e). places: positions of the queries
-    and of the keys. scaling: scale, slope (None: no ALiBi) and cap (None: no cap)."""
+    """Returns the scaled and capped scores with ALiBi's bias, times log2(e). places: the positions of the
+    queries and of the keys. scaling: scale, slope (None: no ALiBi) and cap (None: no cap)."""
     scale, slope, softcapping = scaling
     if softcapping is None:
         scores *= scale * LOG2_E
@@ -350,13 +354,13 @@ def _scaled_scores(scores, places, scaling):
 
 @triton.jit
 def _cap_slope(scores, softcapping):
-    """Returns the derivative of a capped score, from the result of `_scaled_scores` without ALiBi; 0 for
-    -inf."""
+    """Returns the derivative of a capped score. scores: the result of `_scaled_scores` without ALiBi; for
+    -inf the derivative is 0."""
     tanh = tl.maximum(scores / (softcapping * LOG2_E), -1.0)
     return 1.0 - tanh * tanh
 
 
 @triton.jit
 def _hash_rows(sample_keys, sample, head, positions, seq):
-    """Returns the keys of rows of the scores [batch, heads, seq, seq]."""
+    """Returns the keys (hashes) of rows of the scores [batch, heads, seq, seq], for the dropout mask."""
     return _row_keys(tl.load(sample_keys + sample), head.to(tl.int64) * seq + positions)

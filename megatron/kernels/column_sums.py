@@ -1,7 +1,7 @@
-"""Sums over rows in a fixed order: the gradients of biases and of the parameters of norms.
+"""Sums over rows in a fixed order, for the gradients of biases and of the parameters of norms.
 
-A kernel of a backward pass divides its rows into blocks, and writes the fp32 sums of each block. A second
-kernel adds the blocks. The order of all additions depends only on the number of rows.
+A kernel of a backward pass divides its rows into blocks, and writes the fp32 sum of each block. A second
+kernel adds the blocks' sums. The order of all additions depends only on the number of rows.
 """
 
 from __future__ import annotations
@@ -13,10 +13,10 @@ from torch import Tensor
 
 from megatron.kernels.operators import Launch, operator
 
-# Blocks of rows for which a GPU has enough multiprocessors: an H100 has 132, which run two blocks each.
+# Number of row blocks that keep a GPU busy: an H100 has 132 multiprocessors, and each runs two blocks.
 _BLOCKS = 256
 TILE_ROWS = 8
-"""A block has this number of rows, or a power of two times as many."""
+"""The number of rows of a block is this number times a power of two."""
 _SUM_ROWS, _SUM_COLUMNS = 32, 32
 
 
@@ -29,13 +29,13 @@ def rows_per_block(rows: int) -> int:
 
 
 def num_blocks(rows: int) -> int:
-    """Returns the number of blocks of `rows` rows."""
+    """Returns the number of blocks into which `rows` rows are divided."""
     return -(-rows // rows_per_block(rows))
 
 
 @operator("sum_blocks")
 def sum_blocks(partial_sums: Tensor, dtype: torch.dtype) -> Tensor:
-    """Returns the sum of fp32 [blocks, ...] over the blocks, in `dtype`."""
+    """Returns the sum of `partial_sums`, fp32 [blocks, ...], over the blocks, in `dtype`."""
     sums = torch.empty_like(partial_sums[0], dtype=dtype)
     _launch(len(partial_sums), sums.numel())(partial_sums, sums)
     return sums

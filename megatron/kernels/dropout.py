@@ -1,7 +1,8 @@
 """Operators of hash dropout, fused with bias and residual addition.
 
-The mask is bitwise equal to the mask of `megatron.mpu.random`. It is not stored: the backward pass hashes
-again. So an element costs only its reads and its write: in 16 bits 6 bytes with a residual, 4 without.
+The mask is bitwise equal to the mask of `megatron.mpu.random`. It is not stored: the backward pass computes
+the hash a second time. So an element costs only its reads and its write: in 16 bits 6 bytes with a residual,
+4 bytes without.
 """
 
 from __future__ import annotations
@@ -18,16 +19,17 @@ from megatron.kernels.operators import Launch, first_order, operator
 
 BLOCK_ROWS, BLOCK_COLUMNS = 4, 512
 SUM_COLUMNS = 256
-# Compile options. No fused multiply-add: the product is rounded before the residual is added, as in PyTorch.
+# Options of Triton's compiler. Without fused multiply-add the product is rounded before the residual is
+# added, as in PyTorch.
 OPTIONS = {"num_warps": 4, "enable_fp_fusion": False}
 
 
 class ShardOffsets(NamedTuple):
-    """Where this rank's shard lies in the mask of the full activation.
+    """The position of this rank's shard in the mask of the full activation.
 
-    The activation is read as [outer, batch, inner, columns]. Row (o, b, i) of the shard is row
-    o * outer_stride + i + first_row of sample b in the full mask; column c is column c + first_column. The
-    rows of a sample from row `split` of the shard on have `second_first_row` instead of `first_row`.
+    The activation is read as [outer, batch, inner, columns]. Row (o, b, i) of the shard is row o *
+    outer_stride + i + first_row of sample b in the full mask. Column c is column c + first_column. From row
+    `split` of the shard on, the rows of a sample have `second_first_row` instead of `first_row`.
     """
 
     batch: int
@@ -40,10 +42,10 @@ class ShardOffsets(NamedTuple):
 
 
 class KernelMask(NamedTuple):
-    """What a kernel computes a dropout mask from."""
+    """The values from which a kernel computes a dropout mask."""
 
     sample_keys: torch.Tensor | None
-    """int64 [batch], see `DropoutRNG.sample_keys`; None without dropout."""
+    """The key of each sample, int64 [batch]: see `DropoutRNG.sample_keys`; None without dropout."""
     p: float
     """Probability that an element is dropped; 0 without dropout."""
     offsets: ShardOffsets
@@ -56,8 +58,9 @@ NO_DROPOUT = KernelMask(None, 0.0, ShardOffsets(1, 1, 1, 0, 0))
 def shard_offsets(
     shape: torch.Size, batch_dim: int, shard_dim: int | None, rank: int, size: int
 ) -> ShardOffsets | None:
-    """Returns the offsets of the shard of TP rank `rank` of `size`; None if the kernel does not support the
-    shard: its dimension is not the last, and follows another one on its side of the batch."""
+    """Returns the offsets of the shard of TP rank `rank` of `size`. Returns None if the kernel does not
+    support the sharded dimension: it supports the last one, the first one before the batch, and the one after
+    the batch."""
     outer, inner = math.prod(shape[:batch_dim]), math.prod(shape[batch_dim + 1 : -1])
     offsets = ShardOffsets(shape[batch_dim], inner, inner, 0, 0)
     if shard_dim is None or size == 1:
@@ -75,8 +78,9 @@ def shard_offsets(
 def part_offsets(
     shape: torch.Size, batch_dim: int, dim: int, ranges: tuple[range, ...]
 ) -> ShardOffsets | None:
-    """Returns the offsets of an activation that holds one or two ranges of dimension `dim`; None if the
-    kernel does not support it: the activation has other dimensions than this one, the batch and the last."""
+    """Returns the offsets of an activation that holds one or two ranges of dimension `dim`. Returns None if
+    the kernel does not support it: the activation has dimensions other than `dim`, the batch and the last
+    one."""
     if len(shape) != 3 or batch_dim + dim != 1 or not 1 <= len(ranges) <= 2:
         return None
     inner = shape[1] if dim == 1 else 1
@@ -85,7 +89,7 @@ def part_offsets(
 
 
 def drop_threshold(p: float) -> int:
-    """Returns the threshold of probability p: elements whose hash, as int32, is below it are dropped."""
+    """Returns the threshold for probability p: elements whose hash, as int32, is below it are dropped."""
     return min(round(p * 2**32), 2**32 - 1) - 2**31
 
 
@@ -95,9 +99,9 @@ def fused_dropout_add(
     residual: torch.Tensor | None,
     mask: KernelMask,
 ) -> torch.Tensor:
-    """Returns residual + dropout(x + bias), in one launch. A `bias` or `residual` of None is not added.
+    """Returns residual + dropout(x + bias), in one launch. A `bias` or `residual` of None adds nothing.
 
-    x, residual: [outer..., batch, inner..., columns] of one shape; bias: [columns]. Every addition and
+    x, residual: [outer..., batch, inner..., columns], of equal shape. bias: [columns]. Every addition and
     product is rounded as in PyTorch's operations.
     """
     return _DropoutAdd.apply(x, bias, residual, mask)
@@ -113,8 +117,9 @@ def dropout_add_op(
     offsets: Sequence[int],
     dtype: torch.dtype,
 ) -> torch.Tensor:
-    """Launches the kernel. offsets: the fields of `ShardOffsets`. dtype: of the output. The product has x's
-    dtype, or without a residual `dtype`."""
+    """Launches the kernel of `fused_dropout_add`. offsets: the fields of `ShardOffsets`. dtype: the dtype of
+    the output. dropout(x + bias) is rounded to x's dtype before the residual is added, or without a residual
+    to `dtype`."""
     out = torch.empty_like(x, dtype=dtype)
     _launch(x.shape, ShardOffsets(*offsets), p)(x, bias, residual, out, sample_keys)
     return out
@@ -146,7 +151,7 @@ def dropout_backward_op(
     offsets: Sequence[int],
     dtype: torch.dtype,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Returns dropout(grad) in `dtype`, and its sums over blocks of rows: see `column_sums`."""
+    """Returns dropout(grad) in `dtype`, and its sums over blocks of rows (see `column_sums`)."""
     blocks, columns = num_blocks(grad.shape[:-1].numel()), grad.shape[-1]
     grad_x = torch.empty_like(grad, dtype=dtype)
     sums = grad.new_empty((blocks, columns), dtype=torch.float32)
@@ -164,8 +169,8 @@ class _DropoutAdd(torch.autograd.Function):
         residual: torch.Tensor | None,
         mask: KernelMask,
     ) -> torch.Tensor:
-        # Not saved by autograd: activation recomputation ends when the last tensor is saved, and so before
-        # the matrix product whose output this is.
+        # Autograd does not save the mask: activation recomputation stops after the last saved tensor, so it
+        # skips the matrix product whose output is `x`.
         ctx.mask, ctx.x_dtype = mask, x.dtype
         ctx.bias_dtype = None if bias is None else bias.dtype
         ctx.residual_dtype = None if residual is None else residual.dtype

@@ -1,7 +1,7 @@
-"""Operator `megatron::add_rows`: the gradient of an embedding, added to its rows in a fixed order.
+"""Operator `megatron::add_rows`: adds the gradient of an embedding to its rows in a fixed order.
 
 The rows of equal ids are summed in fp32 in the order of their positions, and the sum is added once. So the
-result does not depend on the order of threads. Only the rows of the ids are read and written.
+result does not depend on the order of threads. Only the rows of the given ids are read and written.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ def fused_add_rows(total: torch.Tensor, ids: torch.Tensor, rows: torch.Tensor) -
 
 @operator("add_rows", mutates_args=("total",))
 def add_rows_op(total: torch.Tensor, ids: torch.Tensor, order: torch.Tensor, rows: torch.Tensor) -> None:
-    """Computes total[ids[i]] += rows[order[i]] for all i. The ids must ascend."""
+    """Computes total[ids[i]] += rows[order[i]] for all i. The ids must be in ascending order."""
     _launch(*rows.shape)(total, ids, order, rows)
 
 

@@ -1,24 +1,24 @@
-"""Products of FP8 matrices, whose blocks have scales.
+"""Products of FP8 matrices. Blocks of their elements have scales.
 
-A tensor is stored as 8-bit codes and fp32 scales: value = code * scale. Along the inner length of a product,
-128 elements share a scale: of a row (activations and gradients, 1 x 128), or of 128 rows (matrices, 128 x
-128), as in DeepSeek-V3 (arXiv 2412.19437, section 3.3). So the codes of an element depend on at most 128 x
-128 elements, and not on how a tensor is divided into shards that are multiples of 128. With `amax` a whole
-tensor has one scale.
+A tensor is stored as 8-bit codes and fp32 scales: value = code * scale. Along the inner dimension of a
+product, 128 elements share a scale: 128 elements of one row (activations and gradients, 1 x 128), or of 128
+rows (matrices, 128 x 128), as in DeepSeek-V3 (arXiv 2412.19437, section 3.3). So the code of an element
+depends on at most 128 x 128 elements, and not on how a tensor is divided into shards whose sizes are
+multiples of 128. With `amax` a whole tensor has one scale.
 
-A scale is the smallest power of two with which the largest code does not overflow, as in Transformer
-Engine's Float8BlockScaling. Multiplying by it is exact, so a scale adds no rounding, and a last-bit
-difference of the largest element almost never changes it.
+A scale is the smallest power of two for which the largest code does not overflow, as in Transformer Engine's
+Float8BlockScaling. Multiplication by a power of two is exact, so a scale adds no rounding, and a last-bit
+difference of the largest element almost never changes the scale.
 
-Who computes:
+Implementations of a product:
 
-    F.scaled_mm   one matrix, on devices where it gives the numbers of the reference: on Hopper with CUDA 12.9
-                  or newer by blocks, on all GPUs with FP8 by tensors
+    F.scaled_mm   one matrix, on devices where its results agree with the reference: with scales of blocks on
+                  Hopper with CUDA 12.9 or newer, with scales of whole tensors on all GPUs with FP8
     Triton        everything else on GPUs: quantization, and products with the matrices of experts
-    PyTorch       the reference: dequantizes and multiplies in fp32
+    PyTorch       the reference: dequantizes, and multiplies in fp32
 
-No GPU multiplies FP8 matrices whose inner length is not contiguous: matrices are stored a second time,
-transposed, for the gradient of the input. One kernel writes both.
+No GPU multiplies FP8 matrices whose inner dimension is not contiguous. Therefore matrices are stored a second
+time, transposed, for the gradient of the input. One kernel writes both copies.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ from megatron.kernels.selection import uses_kernels
 
 _LOG = logging.getLogger(__name__)
 _LARGEST_EXPONENT = {torch.float8_e4m3fn: 8, torch.float8_e5m2: 15}
-"""Format -> n; its largest value is 1.75 * 2 ** n (448 and 57,344)."""
+"""Format -> n, where the largest value of the format is 1.75 * 2 ** n (448 and 57,344)."""
 _OPTIONS = {"num_warps": 8, "num_stages": 3}
 _INFINITY = 0x7F800000
 """The bits of inf in fp32."""
@@ -48,22 +48,23 @@ _INFINITY = 0x7F800000
 class Quantized(NamedTuple):
     """An FP8 tensor: codes [..., rows, k] and scales.
 
-    scales: of activations [k / 128, rows]; of matrices [..., rows / 128, k / 128, padded to a multiple of 4],
-    cuBLAS's layouts; of a whole tensor [1]."""
+    scales: activations have [k / 128, rows], and matrices [..., rows / 128, k / 128, padded to a multiple of
+    4], which are cuBLAS's layouts. A tensor with one scale has [1]."""
 
     codes: Tensor
     scales: Tensor
 
 
 class Matrices(NamedTuple):
-    """FP8 matrices [..., rows, k], and the transposed matrices [..., k, rows], of equal values."""
+    """FP8 matrices [..., rows, k], and the transposed matrices [..., k, rows] with equal values."""
 
     rows: Quantized
     transposed: Quantized
 
 
 def empty_matrices(shape: torch.Size, dtype: torch.dtype, whole: bool, **options: Any) -> Matrices:
-    """Returns memory for matrices [..., rows, k], on torch's default device. whole: they have one scale."""
+    """Returns memory for matrices [..., rows, k], on torch's default device. whole: whether they have one
+    scale."""
 
     *leading, rows, inner = shape
     scale = torch.empty(1, dtype=torch.float32, **options)
@@ -77,8 +78,8 @@ def empty_matrices(shape: torch.Size, dtype: torch.dtype, whole: bool, **options
 
 
 def quantize_rows(x: Tensor, dtype: torch.dtype, amax: Tensor | None = None) -> Quantized:
-    """Quantizes a contiguous x [rows, k] with a scale for 128 elements of a row, or one for the whole tensor.
-    amax: its largest absolute value, fp32 [1]."""
+    """Quantizes a contiguous x [rows, k] with one scale per 128 elements of a row, or with one scale for the
+    whole tensor if `amax` is given. amax: the largest absolute value of the tensor, fp32 [1]."""
     codes = torch.empty_like(x, dtype=dtype)
     size = (1,) if amax is not None else (x.shape[1] // BLOCK, len(x))
     quantized = Quantized(codes, x.new_empty(size, dtype=torch.float32))
@@ -87,7 +88,8 @@ def quantize_rows(x: Tensor, dtype: torch.dtype, amax: Tensor | None = None) -> 
 
 
 def quantize_matrices(matrices: Tensor, into: Matrices, amax: Tensor | None = None) -> None:
-    """Quantizes contiguous matrices [..., rows, k] into the memory of `empty_matrices`. amax: as above."""
+    """Quantizes contiguous matrices [..., rows, k] into the memory of `empty_matrices`. amax: see
+    `quantize_rows`."""
     _quantize(matrices, *into, amax)
 
 
@@ -102,9 +104,10 @@ def _quantize(x: Tensor, rows: Quantized, transposed: Quantized | None, amax: Te
 def multiply(
     x: Quantized, matrices: Quantized, bias: Tensor | None, groups: Groups | None, dtype: torch.dtype
 ) -> Tensor:
-    """Returns x @ matrices.T + bias, of this dtype, summed in fp32: [rows, k] and [n, k] -> [rows, n].
+    """Returns x @ matrices.T + bias, [rows, n] in `dtype`, summed in fp32. x: [rows, k]. matrices: [n, k].
 
-    groups: the rows of each expert e are multiplied by matrices[e] [n, k], with bias[e].
+    groups: if given, matrices is [experts, n, k], and the rows of each expert e are multiplied by
+    matrices[e], with bias[e].
     """
     if not uses_kernels(x.scales):
         return _multiply_reference(x, matrices, bias, groups, dtype)
@@ -142,9 +145,9 @@ def _quantize_reference(
 
 
 def _scale_of(amax: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """Returns the scales of blocks with these largest absolute values, and their inverses; inf and 0 for
-    values that are not finite."""
-    bits = amax.contiguous().view(torch.int32) & 0x7FFFFFFF  # NaN has a sign
+    """Returns the scales of blocks with the largest absolute values `amax`, and the inverse scales. They are
+    inf and 0 if `amax` is not finite."""
+    bits = amax.contiguous().view(torch.int32) & 0x7FFFFFFF  # NaN may have a sign
     exponent = ((bits.clamp(max=_INFINITY) + 0x1FFFFF) // 0x800000 - _LARGEST_EXPONENT[dtype]).clamp_(min=1)
     is_finite = bits < _INFINITY
     scale = torch.where(is_finite, exponent * 0x800000, _INFINITY)
@@ -153,7 +156,7 @@ def _scale_of(amax: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
 
 
 def dequantized(x: Quantized, is_matrix: bool) -> Tensor:
-    """Returns the values of activations, or of matrices, in fp32."""
+    """Returns the values of activations or (`is_matrix`) of matrices, in fp32."""
     values = x.codes.float()
     if x.scales.numel() == 1:
         return values * x.scales
@@ -189,7 +192,7 @@ def quantize_fp8_op(
     transposed_scales: Tensor | None,
     amax: Tensor | None,
 ) -> None:
-    """Quantizes `x` into the other tensors, see `Quantized`."""
+    """Quantizes `x` into `codes`, `scales` and the transposed tensors: see `Quantized`."""
     columns = x.shape[-1]
     group_rows = x.shape[-2] if transposed is not None else BLOCK
     transposed_pitch = 1 if transposed_scales is None else transposed_scales.shape[-1]
@@ -230,7 +233,7 @@ def multiply_fp8_op(
     row_tiles: int,
     dtype: torch.dtype,
 ) -> Tensor:
-    """Runs `multiply`. offsets, row_tiles: see `Groups`."""
+    """Runs `multiply` in a Triton kernel. offsets, row_tiles: see `Groups`."""
     rows, (columns, inner), whole = len(x), matrices.shape[-2:], scales.numel() == 1
     fits = offsets is None and dtype == torch.bfloat16 and rows > 0 and rows % 4 == 0
     if fits and _has_scaled_mm(x.device, x.dtype, whole, bias is not None):
@@ -282,7 +285,7 @@ def _multiply_launch(inner: int, columns: int, experts: int, whole: bool) -> Lau
 
 
 def _scaled_mm(x: Quantized, matrix: Quantized, bias: Tensor | None) -> Tensor:
-    """Runs `multiply` for one matrix with F.scaled_mm, in bf16. It adds the bias to the fp32 sum."""
+    """Runs `multiply` for one matrix with F.scaled_mm, in bf16. F.scaled_mm adds the bias to the fp32 sum."""
     kinds, scales = (F.ScalingType.TensorWise, F.ScalingType.TensorWise), (x.scales, matrix.scales)
     if matrix.scales.numel() > 1:
         kinds = F.ScalingType.BlockWise1x128, F.ScalingType.BlockWise128x128
@@ -293,8 +296,8 @@ def _scaled_mm(x: Quantized, matrix: Quantized, bias: Tensor | None) -> Tensor:
 
 @lru_cache
 def _has_scaled_mm(device: torch.device, dtype: torch.dtype, whole: bool, has_bias: bool) -> bool:
-    """Returns whether F.scaled_mm runs on the device and gives the numbers of the reference. A wrong layout
-    of the scales would multiply the wrong ones."""
+    """Returns whether F.scaled_mm runs on the device and agrees with the reference. If the layout of the
+    scales differed, it would multiply by wrong scales."""
     generator = torch.Generator().manual_seed(0)
     x, matrix = (
         torch.randn(shape, generator=generator).mul_(torch.linspace(0.01, 9, shape[1]).cumsum(0)).to(device)

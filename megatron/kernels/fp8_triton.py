@@ -1,4 +1,4 @@
-"""The Triton kernels of `megatron.kernels.fp8`. A block of scales has 128 elements, or 128 x 128."""
+"""The Triton kernels of `megatron.kernels.fp8`. A block with one scale has 128 elements, or 128 x 128."""
 
 from __future__ import annotations
 
@@ -8,7 +8,8 @@ import triton.language as tl
 from megatron.kernels.grouped_triton import find_tile
 
 
-# Kernels are not compiled again for other numbers of rows, which change from step to step for experts.
+# The number of rows of an expert changes in each step. The kernels are not compiled separately for each
+# number.
 @triton.jit(do_not_specialize=["rows", "scale_pitch"])
 def quantize_kernel(
     x,
@@ -25,11 +26,11 @@ def quantize_kernel(
     EXPONENT: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Quantizes a tile of x [rows, columns]: program (row tile, column tile).
+    """Quantizes x [rows, columns]. Program (r, c) quantizes the tile in row tile r and column tile c.
 
-    With `amax` all elements have one scale. Otherwise, without `transposed_scales`, each row of a tile has
-    one, scales[column tile, row]; with them each tile has one. Matrices of `group_rows` rows follow one
-    another. scale_pitch, transposed_pitch: length of a row of the scales in memory.
+    With `amax` all elements have one scale. Otherwise, with `transposed_scales`, each tile has one scale;
+    without them each row of a tile has one, scales[column tile, row]. x consists of matrices of `group_rows`
+    rows each. scale_pitch, transposed_pitch: elements in memory per row of the scales.
     """
     row_tile, column_tile = tl.program_id(0), tl.program_id(1)
     row = row_tile * BLOCK + tl.arange(0, BLOCK)
@@ -62,15 +63,15 @@ def quantize_kernel(
 
 @triton.jit
 def _magnitude(values):
-    """Returns the bits of the absolute values. As integers they have the order of the values, and NaN is the
-    largest; a maximum of floats ignores it."""
+    """Returns the bits of the absolute values. As integers they are ordered like the values, and NaN is the
+    largest. (A maximum of floats would ignore NaN.)"""
     return values.to(tl.int32, bitcast=True) & 0x7FFFFFFF
 
 
 @triton.jit
 def _scale_of(bits, EXPONENT: tl.constexpr):
-    """Returns the smallest power of two with amax / scale <= 1.75 * 2 ** EXPONENT, and its inverse; inf and 0
-    if amax is not finite. bits: of amax."""
+    """Returns the smallest power of two with amax / scale <= 1.75 * 2 ** EXPONENT, and its inverse. They are
+    inf and 0 if amax is not finite. bits: the bits of amax."""
     exponent = tl.maximum((tl.minimum(bits, 0x7F800000) + 0x1FFFFF) // 0x800000 - EXPONENT, 1)
     is_finite = bits < 0x7F800000
     scale = tl.where(is_finite, exponent * 0x800000, 0x7F800000).to(tl.float32, bitcast=True)
@@ -99,10 +100,10 @@ def multiply_fp8_kernel(
     BLOCK_EXPERTS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """out_e = x_e @ matrices[e].T + bias[e], a tile per program, in the order of
+    """Computes out_e = x_e @ matrices[e].T + bias[e], one tile per program, in the order of
     `grouped_triton.multiply_groups_kernel`. Without `offsets` there is one matrix. Each block of the inner
-    length is summed on its own, then added in fp32. x_scale_block, x_scale_row, scale_expert, scale_column,
-    scale_block: strides of the scales."""
+    dimension is summed separately, and the blocks' sums are added in fp32. x_scale_block, x_scale_row,
+    scale_expert, scale_column, scale_block: strides of the scales."""
     column_tiles = columns // BLOCK
     tile, column_tile = tl.program_id(0) // column_tiles, tl.program_id(0) % column_tiles
     if offsets is not None:

@@ -1,16 +1,18 @@
-"""Products of groups of rows, each group with the matrix of its expert.
+"""Products of groups of rows with the matrix of each group's expert.
 
-Rows [N, n] are sorted by expert; expert e has `counts[e]` of them, perhaps none. A linear layer of experts
-needs three products. `multiply_groups` computes the output, and with transposed matrices the gradient of the
-input; `multiply_within_groups` the gradient of the matrices; `sum_groups` the gradient of the biases.
+Rows [N, n] are sorted by expert; expert e has `counts[e]` rows, possibly none. A linear layer of experts
+needs three products. `multiply_groups` computes the output and, with transposed matrices, the gradient of the
+input. `multiply_within_groups` computes the gradient of the matrices. `sum_groups` computes the gradient of
+the biases.
 
-`implementation` chooses who computes them, from the device, the dtype and the addresses:
+`implementation` chooses one of three, by the device, the dtype and the addresses:
 
-    mm          a loop over the experts: the reference, and always for fp32
-    grouped_mm  torch's grouped product, for bf16 and fp16 where no kernel runs
-    triton      kernels, for bf16 and fp16. They also add the gradient of the matrices to an fp32 sum
+    mm          a loop over the experts: the reference, and always used for fp32
+    grouped_mm  torch's grouped product, for bf16 and fp16 if no kernel runs
+    triton      kernels, for bf16 and fp16. They can also add the gradient of the matrices to an fp32 sum
 
-No implementation reads the device from the host: the host has the counts, the device their sums.
+No implementation makes the host wait for the device: the host has the counts, the device their cumulative
+sums.
 """
 
 from __future__ import annotations
@@ -30,26 +32,26 @@ from megatron.kernels.operators import Launch, is_in_torch_dispatch_mode, operat
 from megatron.kernels.selection import uses_kernels
 
 BLOCK_ROWS = 128
-# For lengths that are multiples of 16, and for other lengths, whose elements are loaded one by one. Compiled
-# for sm_80 and sm_90, no kernel spills a register with these tiles.
+# Tiles for inner sizes that are multiples of 16, and for other sizes, whose elements are loaded one by one.
+# With these tiles no kernel, compiled for sm_80 or sm_90, spills a register.
 TILES = {"BLOCK_ROWS": BLOCK_ROWS, "BLOCK_COLUMNS": 128, "BLOCK_INNER": 64}
 UNALIGNED_TILES = {"BLOCK_ROWS": BLOCK_ROWS, "BLOCK_COLUMNS": 32, "BLOCK_INNER": 32}
 OPTIONS = {"num_warps": 8, "num_stages": 3}
 SUM_TILES = {"BLOCK_ROWS": 32, "BLOCK_COLUMNS": 64}
 
-# torch's grouped product needs addresses and row lengths that are multiples of this number of bytes.
+# torch's grouped product needs addresses and row sizes that are multiples of this number of bytes.
 _ALIGNMENT = 16
 
 
 @dataclass
 class Groups:
-    """The numbers of rows of the experts, on the host. The rows follow one another in the experts' order."""
+    """The number of rows of each expert, on the host. The rows are stored in the order of the experts."""
 
     counts: tuple[int, ...]
     _offsets: Tensor | None = None
 
     def rows(self) -> Iterator[tuple[int, slice]]:
-        """Yields each expert that has rows, and its rows."""
+        """Yields (expert, its rows) for each expert that has rows."""
         start = 0
         for expert, count in enumerate(self.counts):
             if count:
@@ -57,12 +59,12 @@ class Groups:
             start += count
 
     def row_tiles(self) -> int:
-        """Returns the number of the kernels' tiles of rows."""
+        """Returns the number of row tiles that the kernels compute."""
         return sum(-(-count // BLOCK_ROWS) for count in self.counts)
 
     def offsets(self, device: torch.device) -> Tensor:
         """Returns the end of each expert's rows, int32 [experts]. The first call copies the ends to the
-        device, asynchronously from pinned memory."""
+        device asynchronously from pinned memory."""
         if self._offsets is None or self._offsets.device.type != device.type:
             ends = torch.tensor(self.counts, dtype=torch.int64).cumsum(0).int()
             self._offsets = get_accelerator().pin_memory(ends).to(device, non_blocking=True)
@@ -72,16 +74,18 @@ class Groups:
 def multiply_groups(
     x: Tensor, matrices: Tensor, bias: Tensor | None, groups: Groups, transposed: bool = False
 ) -> Tensor:
-    """Returns x_e @ matrices[e].T + bias[e] for the rows x_e of each expert e; transposed: x_e @ matrices[e].
+    """Returns x_e @ matrices[e].T + bias[e] for the rows x_e of each expert e; with transposed, x_e @
+    matrices[e].
 
-    x: [N, k]. matrices: [experts, n, k], or transposed [experts, k, n]. bias: [experts, n]. All contiguous.
+    x: [N, k]. matrices: [experts, n, k], or with transposed [experts, k, n]. bias: [experts, n]. All are
+    contiguous.
     """
     chosen = implementation(x, matrices)
     if chosen == "triton":
         offsets = groups.offsets(x.device)
         return multiply_groups_op(x, matrices, bias, offsets, groups.row_tiles(), transposed)
     factors = matrices if transposed else matrices.transpose(1, 2)
-    if chosen == "grouped_mm" and bias is None:  # it takes no bias
+    if chosen == "grouped_mm" and bias is None:  # F.grouped_mm supports no bias
         return F.grouped_mm(x, factors, offs=groups.offsets(x.device))
     out = _product(x, matrices, transposed)
     for expert, rows in groups.rows():
@@ -93,20 +97,21 @@ def multiply_groups(
 
 
 def adds_products(a: Tensor, b: Tensor) -> bool:
-    """Returns whether `add_products_within_groups` runs for these contiguous tensors."""
+    """Returns whether `add_products_within_groups` supports these contiguous tensors."""
     return implementation(a, b) == "triton"
 
 
 def add_products_within_groups(total: Tensor, a: Tensor, b: Tensor, groups: Groups, beta: float) -> None:
-    """Computes total = beta total + `multiply_within_groups`, without rounding it first. total: fp32
-    [experts, n, k], contiguous, not read if beta is 0. beta: 0 or 1."""
+    """Computes total = beta total + `multiply_within_groups`, without rounding the product. total: fp32
+    [experts, n, k], contiguous. beta: 0 or 1; with 0 `total` is not read."""
     add_products_within_groups_op(total, a, b, groups.offsets(a.device), beta=beta)
 
 
 def multiply_within_groups(a: Tensor, b: Tensor, groups: Groups) -> Tensor:
-    """Returns a_e.T @ b_e, [experts, n, k], for the rows a_e and b_e of each expert e, zero without rows.
+    """Returns a_e.T @ b_e, [experts, n, k], for the rows a_e and b_e of each expert e. It is zero for experts
+    without rows.
 
-    a: [N, n]. b: [N, k]. All contiguous.
+    a: [N, n]. b: [N, k]. Both are contiguous.
     """
     chosen, offsets = implementation(a, b), groups.offsets
     if chosen == "triton":
@@ -120,7 +125,8 @@ def multiply_within_groups(a: Tensor, b: Tensor, groups: Groups) -> Tensor:
 
 
 def sum_groups(x: Tensor, groups: Groups) -> Tensor:
-    """Returns the sum of the rows of each expert, [experts, n], zero without rows. x: [N, n], contiguous."""
+    """Returns the sum of the rows of each expert, [experts, n]; zero for experts without rows. x: [N, n],
+    contiguous."""
     if implementation(x) == "triton":
         return sum_groups_op(x, groups.offsets(x.device))
     out = x.new_zeros(len(groups.counts), x.shape[1])
@@ -133,13 +139,13 @@ def sum_groups(x: Tensor, groups: Groups) -> Tensor:
 
 
 def implementation(*factors: Tensor) -> Literal["mm", "grouped_mm", "triton"]:
-    """Returns which implementation multiplies these contiguous tensors."""
+    """Returns the implementation that multiplies these contiguous tensors."""
     first = factors[0]
     if first.dtype not in (torch.bfloat16, torch.float16):
         return "mm"
     if uses_kernels(first):
         return "triton"
-    if is_in_torch_dispatch_mode():  # no FLOPs are counted of torch's grouped product
+    if is_in_torch_dispatch_mode():  # torch's grouped product has no FLOP formula
         return "mm"
     addresses_and_rows = [n for x in factors for n in (x.data_ptr(), x.shape[-1] * x.element_size())]
     is_aligned = not any(n % _ALIGNMENT for n in addresses_and_rows)
@@ -148,8 +154,8 @@ def implementation(*factors: Tensor) -> Literal["mm", "grouped_mm", "triton"]:
 
 @lru_cache
 def _has_grouped_mm(device: torch.device, dtype: torch.dtype) -> bool:
-    """Returns whether torch's grouped product runs on the device. Its documentation promises bf16 on GPUs of
-    compute capability 8.0 or newer."""
+    """Returns whether torch's grouped product runs on the device. Its documentation promises only bf16, on
+    GPUs of compute capability 8.0 or newer."""
     ones = torch.ones(16, 16, dtype=dtype, device=device)
     offsets = torch.tensor([16], dtype=torch.int32, device=device)
     try:
@@ -161,14 +167,14 @@ def _has_grouped_mm(device: torch.device, dtype: torch.dtype) -> bool:
     return bool((product == 16).all())
 
 
-# --- Launches of the kernels. They are in `grouped_triton`. offsets: see `Groups`. ---
+# --- Operators that launch the kernels of `grouped_triton`. offsets: see `Groups`. ---
 
 
 @operator("multiply_groups")
 def multiply_groups_op(
     x: Tensor, matrices: Tensor, bias: Tensor | None, offsets: Tensor, row_tiles: int, transposed: bool
 ) -> Tensor:
-    """Runs `multiply_groups`. row_tiles: see `Groups`."""
+    """Runs `multiply_groups` in a Triton kernel. row_tiles: see `Groups`."""
     out = _product(x, matrices, transposed)
     launch = _multiply_launch(len(offsets), out.shape[1], x.shape[1], transposed)
     grid = (row_tiles * -(-out.shape[1] // launch.numbers["BLOCK_COLUMNS"]), 1)
@@ -182,7 +188,7 @@ def _product(x: Tensor, matrices: Tensor, transposed: bool) -> Tensor:
 
 @operator("multiply_within_groups")
 def multiply_within_groups_op(a: Tensor, b: Tensor, offsets: Tensor) -> Tensor:
-    """Runs `multiply_within_groups`."""
+    """Runs `multiply_within_groups` in a Triton kernel."""
     out = a.new_empty(len(offsets), a.shape[1], b.shape[1])
     _within_launch(len(offsets), *out.shape[1:], ADD=False)(a, b, out, offsets)
     return out
@@ -192,13 +198,13 @@ def multiply_within_groups_op(a: Tensor, b: Tensor, offsets: Tensor) -> Tensor:
 def add_products_within_groups_op(
     total: Tensor, a: Tensor, b: Tensor, offsets: Tensor, *, beta: float
 ) -> None:
-    """Runs `add_products_within_groups`."""
+    """Runs `add_products_within_groups` in a Triton kernel."""
     _within_launch(*total.shape, ADD=beta != 0.0)(a, b, total, offsets)
 
 
 @operator("sum_groups")
 def sum_groups_op(x: Tensor, offsets: Tensor) -> Tensor:
-    """Runs `sum_groups`."""
+    """Runs `sum_groups` in a Triton kernel."""
     out = x.new_empty(len(offsets), x.shape[1])
     _sum_launch(*out.shape)(x, out, offsets)
     return out
@@ -206,7 +212,7 @@ def sum_groups_op(x: Tensor, offsets: Tensor) -> Tensor:
 
 @lru_cache(maxsize=1024)
 def _multiply_launch(experts: int, columns: int, inner: int, transposed: bool) -> Launch:
-    """Without a grid: the number of tiles of rows differs from step to step."""
+    """Returns a launch without a grid, since the number of row tiles differs from step to step."""
     tiles = _tiles(columns, inner)
     return Launch(
         "grouped_triton.multiply_groups_kernel",

@@ -1,6 +1,6 @@
 """The Triton kernels of `megatron.kernels.grouped_linear`, for bf16 and fp16.
 
-`offsets` are the ends of the experts' rows. A tile of rows has rows of only one expert. Element offsets are
+`offsets` are the ends of the experts' rows. All rows of a row tile belong to one expert. Element offsets are
 int64, except within a tile.
 """
 
@@ -27,10 +27,12 @@ def multiply_groups_kernel(
     BLOCK_COLUMNS: tl.constexpr,
     BLOCK_INNER: tl.constexpr,
 ):
-    """out_e = x_e @ matrices[e].T + bias[e], or with TRANSPOSED x_e @ matrices[e], a tile per program.
+    """Computes out_e = x_e @ matrices[e].T + bias[e], or with TRANSPOSED x_e @ matrices[e], one tile per
+    program.
 
-    The programs of a tile of rows are neighbors, so that they read its rows from the L2 cache. Rows and
-    columns outside of the matrices read the last one, and are not stored. EVEN: BLOCK_INNER divides `inner`.
+    The programs of a row tile are neighbors, so that they read its rows from the L2 cache. Rows and columns
+    outside of the matrices read the last row or column, and are not stored. EVEN: whether BLOCK_INNER divides
+    `inner`.
     """
     column_tiles = tl.cdiv(columns, BLOCK_COLUMNS)
     expert, first_row, end = find_tile(
@@ -67,7 +69,7 @@ def multiply_groups_kernel(
 
 @triton.jit
 def find_tile(offsets, tile, experts, BLOCK_EXPERTS: tl.constexpr, BLOCK_ROWS: tl.constexpr):
-    """Returns the expert of a tile of rows, the tile's first row, and the end of the expert's rows."""
+    """Returns the expert of a row tile, the tile's first row, and the end of the expert's rows."""
     expert = tl.arange(0, BLOCK_EXPERTS)
     ends = tl.load(offsets + expert, mask=expert < experts, other=0)
     begins = tl.load(offsets + expert - 1, mask=(expert > 0) & (expert < experts), other=0)
@@ -98,7 +100,8 @@ def multiply_within_groups_kernel(
     BLOCK_COLUMNS: tl.constexpr,
     BLOCK_INNER: tl.constexpr,
 ):
-    """out[e] = a_e.T @ b_e, [rows, columns], or with ADD the sum of it and out[e], a tile per program."""
+    """Computes out[e] = a_e.T @ b_e, [rows, columns], one tile per program. With ADD it adds the product to
+    out[e]."""
     column_tiles = tl.cdiv(columns, BLOCK_COLUMNS)
     tiles = tl.cdiv(rows, BLOCK_ROWS) * column_tiles
     expert, tile = tl.program_id(0) // tiles, tl.program_id(0) % tiles
@@ -122,9 +125,9 @@ def multiply_within_groups_kernel(
         b += BLOCK_INNER * columns
     out += (expert.to(tl.int64) * rows + row)[:, None] * columns
     stored_rows = in_rows
-    if ADD:  # nothing for an expert without rows
+    if ADD:  # an expert without rows adds nothing
         stored_rows = (row < tl.where(begin < end, rows, 0))[:, None]
-    # Half a tile at a time takes fewer registers, so that two programs fit on a multiprocessor of an H100.
+    # Half a tile at a time needs fewer registers, so that two programs fit on a multiprocessor of an H100.
     half: tl.constexpr = BLOCK_COLUMNS // 2
     parts = tl.split(tl.permute(tl.reshape(acc, [BLOCK_ROWS, 2, half]), (0, 2, 1)))
     for part in tl.static_range(2):
@@ -138,7 +141,7 @@ def multiply_within_groups_kernel(
 
 @triton.jit
 def sum_groups_kernel(x, out, offsets, columns, BLOCK_ROWS: tl.constexpr, BLOCK_COLUMNS: tl.constexpr):
-    """Program (c, e): sums a block of columns over the rows of expert e, in a fixed order."""
+    """Program (c, e) sums column block c over the rows of expert e, in a fixed order."""
     expert = tl.program_id(1)
     begin, end = _rows_of(offsets, expert)
     column = tl.program_id(0) * BLOCK_COLUMNS + tl.arange(0, BLOCK_COLUMNS)

@@ -1,13 +1,14 @@
-"""Operators of layer norm and RMS norm, with the residual addition before it.
+"""Operators of layer norm and RMS norm, fused with the residual addition before the norm.
 
-In a transformer layer a sum goes two ways: to a norm, and as the residual to the next addition. The forward
-pass reads the operands once, and writes the sum and its norm; hash dropout and bias are included. The
-backward pass adds the gradients of sum and norm, and writes the gradients of the addition's operands. Its
+In a transformer layer a sum has two uses: as the input of a norm, and as the residual of the next addition.
+The forward pass reads the operands once, and writes the sum and its norm, including hash dropout and bias.
+The backward pass adds the gradients of sum and norm, and writes the gradients of the addition's operands. Its
 sums over rows for weight, beta and bias are partial: see `column_sums`. The reference implementation is in
 `model.norm`.
 
-A program has a whole row in registers, and in the backward pass the sums of its rows. `MAX_WIDTH` is the
-largest width without spills. Above `MAX_DROPOUT_WIDTH` the backward pass of the dropout is a second kernel.
+A program has a whole row in registers; in the backward pass it also has the sums over its rows. `MAX_WIDTH`
+is the largest width without register spills. Above `MAX_DROPOUT_WIDTH` a second kernel computes the backward
+pass of the dropout.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ from megatron.kernels.dropout import (
 from megatron.kernels.operators import Launch, first_order, operator
 
 MAX_WIDTH, MAX_DROPOUT_WIDTH = 8192, 4096
-# No fused multiply-add: the product of dropout is rounded before the residual is added, as in PyTorch.
+# Without fused multiply-add the product of dropout is rounded before the residual is added, as in PyTorch.
 OPTIONS = {"enable_fp_fusion": False}
 
 
@@ -46,9 +47,9 @@ def add_norm(
 ) -> tuple[Tensor, Tensor]:
     """Returns the sum residual + dropout(x + bias), and its norm in the dtype of `weight`.
 
-    x, residual: [..., width]; x None: the sum is the residual. bias: [width] or None. weight, beta: [width],
-    of the norm; beta None: an RMS norm. zero_centered: the factor is 1 + weight. mask: of the dropout. The
-    sum has the dtype of x + residual.
+    x, residual: [..., width]. x None: the sum is the residual. bias: [width] or None. weight, beta: [width],
+    the norm's parameters; beta None: an RMS norm. zero_centered: the factor is 1 + weight. mask: the dropout
+    mask. The sum has the dtype of x + residual.
     """
     return _AddNorm.apply(x, bias, residual, weight, beta, epsilon, zero_centered, mask)
 
@@ -74,7 +75,7 @@ class _AddNorm(torch.autograd.Function):
         total = residual if x is None else sums[0]
         ctx.save_for_backward(total, statistics, weight, beta)
         ctx.set_materialize_grads(False)
-        # Not saved by autograd, as in `dropout`.
+        # Autograd does not save the mask, for the reason given in `dropout`.
         ctx.mask, ctx.zero_centered = mask, zero_centered
         ctx.dtypes = tuple(None if tensor is None else tensor.dtype for tensor in (x, bias, residual))
         return total, normed
@@ -127,8 +128,9 @@ def add_norm_op(
     epsilon: float,
     zero_centered: bool,
 ) -> list[Tensor]:
-    """Returns the norm, its statistics, fp32 [1 or 2, rows] (reciprocal deviation, and mean of a layer norm),
-    and with `x` the sum. sample_keys: None without dropout. offsets: the fields of `ShardOffsets`."""
+    """Returns the norm, its statistics, and with `x` the sum. statistics: fp32 [1 or 2, rows], the reciprocal
+    deviation, and for a layer norm the mean. sample_keys: None without dropout. offsets: the fields of
+    `ShardOffsets`."""
     normed, total = torch.empty_like(residual, dtype=weight.dtype), None
     rows = residual.numel() // residual.shape[-1]
     statistics = residual.new_empty((1 if beta is None else 2, rows), dtype=torch.float32)
@@ -154,8 +156,9 @@ def add_norm_backward_op(
     offsets: Sequence[int],
     zero_centered: bool,
 ) -> list[Tensor]:
-    """Returns the gradient of the residual, the partial sums of the gradients of weight, beta and bias, fp32
-    [blocks, 1 to 3, width], and with `x_dtype` the gradient of `x`; without, it equals the residual's."""
+    """Returns the gradient of the residual, and the partial sums of the gradients of weight, beta and bias,
+    fp32 [blocks, 1 to 3, width]. With `x_dtype` it also returns the gradient of `x`; without it, this
+    gradient equals the residual's."""
     width = total.shape[-1]
     blocks, num_sums = num_blocks(total.numel() // width), 1 + (beta is not None) + has_bias
     grad_residual, grad_x = torch.empty_like(total), None
@@ -177,7 +180,8 @@ def _launch(
     epsilon: float | None,
     has_bias: bool = False,
 ) -> Launch:
-    """epsilon: None for the backward pass. has_bias: whether the backward pass sums for a bias."""
+    """Returns the launch of a kernel. epsilon: None for the backward pass. has_bias: whether the backward
+    pass also sums the gradient of a bias."""
     width, rows = shape[-1], shape[:-1].numel()
     block = max(1 << (width - 1).bit_length(), 32)
     numbers: dict[str, Any] = {

@@ -29,8 +29,8 @@ def add_norm_kernel(
     ZERO_CENTERED: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """A program has a row: total = residual + dropout(x + bias), normed = norm(total). Without `x` the total
-    is the residual."""
+    """Computes total = residual + dropout(x + bias) and normed = norm(total), one row per program. Without
+    `x` the total is the residual."""
     row = tl.program_id(0).to(tl.int64)
     column = tl.arange(0, BLOCK)
     inside = column < width
@@ -93,9 +93,10 @@ def add_norm_backward_kernel(
     BLOCK_ROWS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """A program has `BLOCK_ROWS` rows, one after the other. grad_residual = grad_total + the gradient of the
-    norm's input. grad_x = dropout(grad_residual), if it differs. partial_sums[program]: the sums over the
-    rows for weight, beta and bias."""
+    """Computes the gradients. A program computes `BLOCK_ROWS` rows, one after the other. grad_residual:
+    grad_total plus the gradient of the norm's input. grad_x: dropout(grad_residual), written only if it
+    differs from grad_residual. partial_sums[program]: the sums over the program's rows for weight, beta and
+    bias."""
     block = tl.program_id(0)
     column = tl.arange(0, BLOCK)
     inside = column < width
@@ -116,7 +117,7 @@ def add_norm_backward_kernel(
         of_weight += grad * value
         if beta is not None:
             of_beta += grad
-        # Loaded again for each row: the sums need the registers.
+        # The weight is loaded again for each row, because the sums need the registers.
         grad = grad * _factor(weight, column, inside, ZERO_CENTERED)
         result = grad - value * (tl.sum(grad * value, 0) / width)
         if not IS_RMS:
@@ -147,7 +148,8 @@ def add_norm_backward_kernel(
 
 @triton.jit
 def sum_rows_kernel(rows_of_sums, sums, rows, columns, BLOCK_ROWS: tl.constexpr, BLOCK: tl.constexpr):
-    """sums[c] = sum of rows_of_sums[r, c] over r, in an order that depends only on the number of rows."""
+    """Sets sums[c] to the sum of rows_of_sums[r, c] over r, in an order that depends only on the number of
+    rows."""
     column = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     total = tl.zeros([BLOCK_ROWS, BLOCK], tl.float32)
     for first in range(0, rows, BLOCK_ROWS):

@@ -1,5 +1,5 @@
-"""Operators (functions that launch a kernel, and that the simulated accelerator counts), and what autograd
-functions need to take little host time."""
+"""Operators (functions that launch a kernel, and that the simulated accelerator counts), and helpers with
+which autograd functions need little host time."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ Arguments = ParamSpec("Arguments")
 Result = TypeVar("Result")
 Function = TypeVar("Function", bound=type[torch.autograd.Function])
 
-# Private names: `megatron.torch_versions` lists what happens without them.
+# These names are private in torch: `megatron.torch_versions` lists what happens if torch lacks them.
 is_in_torch_dispatch_mode = getattr(_python_dispatch, "is_in_torch_dispatch_mode", lambda: True)
 _active_hooks = getattr(torch._C._autograd, "_top_saved_tensors_default_hooks", None)
 
@@ -27,12 +27,12 @@ _active_hooks = getattr(torch._C._autograd, "_top_saved_tensors_default_hooks", 
 class Operator(Generic[Arguments, Result]):
     """A function that launches a kernel, registered with PyTorch as `megatron::name`.
 
-    A call through PyTorch's dispatcher takes 40 us of host time (measured 2026-11-26). Only dispatch modes,
-    such as the simulated accelerator and FLOP counters, and compiled functions need it. All other calls go
-    directly to the function.
+    A call through PyTorch's dispatcher takes 40 us of host time (measured 2026-11-26). Only compiled
+    functions and dispatch modes, such as the simulated accelerator and FLOP counters, need the dispatcher.
+    All other calls go directly to the function.
 
-    For tensors without memory, which modes and the compiler pass, the function only allocates its results:
-    `Launch` launches nothing. A function that does more needs `register_fake`.
+    With tensors without memory, which dispatch modes and the compiler pass, the function only allocates its
+    results, because `Launch` does not launch for them. A function that does more needs `register_fake`.
     """
 
     def __init__(self, launch: Callable[Arguments, Result], name: str, mutates_args: Iterable[str]) -> None:
@@ -52,35 +52,38 @@ class Operator(Generic[Arguments, Result]):
 def operator(
     name: str, mutates_args: Iterable[str] = ()
 ) -> Callable[[Callable[Arguments, Result]], Operator[Arguments, Result]]:
-    """Makes an `Operator` of the decorated function. mutates_args: names of the arguments that it changes."""
+    """Makes an `Operator` of the decorated function. mutates_args: names of the arguments that the function
+    changes."""
     return lambda launch: Operator(launch, name, mutates_args)
 
 
 class Launch:
-    """A launch of a Triton kernel with fixed numbers. A call passes the tensors, after them numbers that
-    change, and the grid unless it is fixed too. Triton must not specialize the kernel for numbers that
-    change: they are floats, and integers that the kernel lists in `do_not_specialize`.
+    """A launch of a Triton kernel with fixed numbers. A call passes the tensors, then the numbers that
+    change, and the grid unless it is fixed. Triton must not specialize the kernel for numbers that change:
+    they are floats, or integers that the kernel lists in `do_not_specialize`.
 
     At each launch Triton examines all arguments and options to find the compiled variant of the kernel, which
     takes 13 to 24 us of host time (measured 2026-11-26). With fixed numbers the variant depends only on the
-    tensors: their device and dtypes, which of them are None, and which addresses are multiples of 16. The
-    first launch is Triton's, which returns the variant; later launches with aligned tensors of these dtypes
-    call that variant, with all arguments. A Triton whose launcher was not read launches each time.
+    tensors: on their device and dtypes, on which of them are None, and on which addresses are multiples of
+    16. Triton performs the first launch and returns the variant. Later launches with aligned tensors of the
+    same dtypes call this variant directly, with all arguments. If the launcher of the installed Triton
+    version is unknown, Triton performs every launch.
     """
 
     def __init__(
         self, kernel: str, grid: tuple[int, int] | None, options: Mapping[str, Any], **numbers: Any
     ) -> None:
         """kernel: 'module.name' in this package; the arguments of a call are its first parameters. grid: None
-        if calls pass it. options: of Triton's compiler. numbers: the kernel's other arguments, numbers,
-        texts, or tuples of numbers. A grid without programs launches nothing."""
+        if each call passes the grid. options: options of Triton's compiler. numbers: the kernel's other
+        arguments, which are numbers, texts, or tuples of numbers. An empty grid launches nothing."""
         self.name, self.grid, self.options, self.numbers = kernel, grid, options, numbers
         self._arguments: list[Any] = []
         self._variants: dict[tuple, Any] = {}
 
     @cached_property
     def kernel(self) -> Any:
-        """The function of Triton. Its module is imported on use: triton is optional, and takes 0.4 s."""
+        """The Triton function. Its module is imported on first use: triton is optional, and its import takes
+        0.4 s."""
         module, _, name = self.name.partition(".")
         return getattr(import_module(f"megatron.kernels.{module}"), name)
 
@@ -97,7 +100,7 @@ class Launch:
             elif isinstance(argument, float):
                 kinds.append(float)
             elif isinstance(argument, int):
-                kinds.append(argument.bit_length() > 31)  # Triton passes it in 64 bits
+                kinds.append(argument.bit_length() > 31)  # Triton passes such integers in 64 bits
             else:
                 kinds.append(argument.dtype)
                 addresses |= argument.data_ptr()
@@ -121,9 +124,9 @@ class Launch:
 
 
 def first_order(function: Function) -> Function:
-    """Makes an autograd function that has no second derivative and ignores the transforms of torch.func (a
-    class decorator). It replaces `once_differentiable` and the Python part of `apply`, which take 4 and 5 us
-    of host time (measured 2026-11-26)."""
+    """Decorates the class of an autograd function that has no second derivative and ignores the transforms of
+    torch.func. It replaces `once_differentiable` and the Python part of `apply`, which take 4 and 5 us of
+    host time (measured 2026-11-26)."""
     compute = function.backward
 
     def backward(ctx: Any, *grads: Any) -> Any:
@@ -137,12 +140,13 @@ def first_order(function: Function) -> Function:
 
 
 def keep_input(ctx: Any, x: Tensor) -> None:
-    """Keeps an input of an autograd function for the backward pass, like `ctx.save_for_backward(x)`, with two
-    differences. Hooks on saved tensors get `x` at once, not when the function ends: activation recomputation
-    ends with the last saved tensor, and so before the product that `x` is an input of. And it takes 1 instead
-    of 5 us of host time (measured 2026-11-26). An output must not be kept: it would never be freed.
+    """Saves an input of an autograd function for the backward pass, like `ctx.save_for_backward(x)`, with two
+    differences. First, hooks on saved tensors get `x` at once instead of when the function ends. Activation
+    recomputation stops after the last saved tensor, so it then skips the product that follows in the
+    function. Second, it takes 1 instead of 5 us of host time (measured 2026-11-26). The tensor must not be an
+    output of the function: an output would never be freed.
 
-    torch has no public function for the hooks that are active, nor for a tensor's version.
+    torch has no public function for the active hooks, nor for a tensor's version counter.
     """
     if _active_hooks is None:
         ctx.save_for_backward(x)
@@ -155,8 +159,8 @@ def keep_input(ctx: Any, x: Tensor) -> None:
 
 
 def take_input(ctx: Any) -> Tensor:
-    """Returns the tensor of `keep_input` in the backward pass, and frees it. Raises RuntimeError in a second
-    backward pass, or if the tensor was changed in place."""
+    """Returns, in the backward pass, the tensor that `keep_input` has saved, and frees it. Raises
+    RuntimeError in a second backward pass, or if the tensor was changed in place."""
     if _active_hooks is None:
         return ctx.saved_tensors[0]
     x, ctx.kept = ctx.kept, None

@@ -1,13 +1,13 @@
 """Operators of the optimizer step: norms of gradients, a copy that finds non-finite elements, and AdamW.
 
-Norms take two launches: squares of chunks, then their sums for each tensor. Squares are computed and summed
-in fp64, in an order that depends only on the number of elements. So equal tensors have equal norms, to the
-last bit.
+Norms take two launches: the first sums the squares of chunks, the second adds these sums for each tensor.
+Squares are computed and summed in fp64, in an order that depends only on the number of elements. So equal
+tensors have norms that are equal to the last bit.
 
 AdamW is one pass over memory, from the sum of the scaled gradients to the weights in the run's precision. An
-element costs 4 bytes for its gradient, 8 for the fp32 weight, 16 for the moments and 2 for the rounded
-weight: 30 bytes. It computes `torch.optim.AdamW(fused=True)`'s formulas. Every operation is rounded as
-IEEE 754 specifies, without fused multiply-add. So the result does not depend on an element's place.
+element costs 30 bytes: 4 for its gradient, 8 for the fp32 weight, 16 for the moments and 2 for the rounded
+weight. The formulas equal the formulas of `torch.optim.AdamW(fused=True)`. Every operation is rounded as IEEE
+754 specifies, without fused multiply-add, so the result does not depend on an element's position.
 """
 
 from __future__ import annotations
@@ -19,26 +19,27 @@ import torch
 
 from megatron.kernels.operators import Launch, operator
 
-# Elements of a chunk, which one program of the first kernel sums.
+# Number of elements in a chunk, which one program of the first kernel sums.
 CHUNK = 4096
-# Squares that a program of the second kernel adds at once.
+# Number of squares that a program of the second kernel adds at a time.
 BLOCK = 1024
 CHUNK_SQUARES_OPTIONS = {"num_warps": 8}
 CHUNK_NORMS_OPTIONS = {"num_warps": 4}
-# Elements that a program copies.
+# Number of elements that a program copies.
 COPY_BLOCK = 4096
 COPY_OPTIONS = {"num_warps": 8}
 
 
 def fused_norms(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
-    """Returns the 2-norm of each contiguous fp32 tensor, fp64 [tensors]; not finite if an element is not."""
+    """Returns the 2-norm of each contiguous fp32 tensor, fp64 [tensors]. A norm is not finite if an element
+    is not."""
     counts = [-(-tensor.numel() // CHUNK) for tensor in tensors]
     return chunk_norms_op(chunk_squares_op(list(tensors)), counts)
 
 
 @operator("chunk_squares")
 def chunk_squares_op(tensors: list[torch.Tensor]) -> torch.Tensor:
-    """Returns the sum of squares of each chunk of the tensors, one tensor after the other, fp64."""
+    """Returns the sum of squares of each chunk, fp64. The chunks are ordered by tensor."""
     places = tuple((tensor.data_ptr(), tensor.numel()) for tensor in tensors)
     starts, lengths = _chunk_table(places, tensors[0].device)
     squares = torch.empty(len(starts), dtype=torch.float64, device=starts.device)
@@ -54,7 +55,7 @@ def _(tensors: list[torch.Tensor]) -> torch.Tensor:
 
 @operator("chunk_norms")
 def chunk_norms_op(squares: torch.Tensor, counts: list[int]) -> torch.Tensor:
-    """Returns the square root of the sum of the next counts[i] squares, for each i, fp64."""
+    """Returns, for each i, the square root of the sum of the next counts[i] squares, fp64."""
     norms = torch.empty(len(counts), dtype=torch.float64, device=squares.device)
     first_chunks = _first_chunks(tuple(counts), squares.device)
     _chunk_norms(len(norms))(squares, first_chunks, norms)
@@ -68,8 +69,8 @@ def _(squares: torch.Tensor, counts: list[int]) -> torch.Tensor:
 
 @operator("copy_gradient", mutates_args=("total", "norm"))
 def copy_gradient_op(gradient: torch.Tensor, total: torch.Tensor, norm: torch.Tensor) -> None:
-    """Copies `gradient` to `total`, fp32; both are contiguous. Sets `norm`, an fp64 scalar, to NaN if an
-    element is not finite, and does not change it otherwise."""
+    """Copies `gradient` to `total`, which is fp32; both are contiguous. If an element is not finite, sets
+    `norm`, an fp64 scalar, to NaN. Otherwise `norm` is unchanged."""
     _copy_gradient(gradient.numel())(gradient, total, norm)
 
 
@@ -90,13 +91,13 @@ def _copy_gradient(length: int) -> Launch:
     return Launch(kernel, grid, COPY_OPTIONS, length=length, BLOCK=COPY_BLOCK)
 
 
-# The gradients lie in the same buffers at every step, so the tables are copied to the device once.
+# The gradients are in the same buffers at every step, so the tables are copied to the device only once.
 @lru_cache(maxsize=4096)
 def _chunk_table(
     places: tuple[tuple[int, int], ...], device: torch.device
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Returns address (int64) and length (int32) of each chunk. places: (address, elements) of each
-    tensor."""
+    """Returns the address (int64) and the length (int32) of each chunk. places: (address, number of elements)
+    of each tensor."""
     offsets = [torch.arange(0, numel, CHUNK, dtype=torch.int64) for _, numel in places]
     starts = [address + 4 * offset for (address, _), offset in zip(places, offsets, strict=True)]
     lengths = [(numel - offset).clamp(max=CHUNK) for (_, numel), offset in zip(places, offsets, strict=True)]
@@ -127,15 +128,15 @@ def fused_adamw(
     weight_decay: float,
     step: int,
 ) -> None:
-    """Updates `master` and its moments from gradient * factor, and copies `master` to `rounded`, if given.
+    """Updates `master` and its moments from gradient * factor. If `rounded` is given, copies `master` to it.
 
-    All tensors are flat and contiguous, and fp32 except `rounded`. step: number of this update, from 1.
+    All tensors are flat and contiguous, and fp32 except `rounded`. step: number of this update, counted from
+    1.
     """
-    correction1, correction2 = (1.0 - beta**step for beta in betas)
-    numbers = (
-        *(factor, 1.0 - lr * weight_decay, lr / correction1),
-        *(1.0 - betas[0], betas[1], 1.0 - betas[1], correction2**0.5, eps),
-    )
+    beta1, beta2 = betas
+    decay, step_size = 1.0 - lr * weight_decay, lr / (1.0 - beta1**step)
+    correction = (1.0 - beta2**step) ** 0.5
+    numbers = (factor, decay, step_size, 1.0 - beta1, beta2, 1.0 - beta2, correction, eps)
     adamw_op(master, gradient, exp_avg, exp_avg_sq, rounded, tuple(map(float, numbers)))
 
 
@@ -148,7 +149,8 @@ def adamw_op(
     rounded: torch.Tensor | None,
     numbers: Sequence[float],
 ) -> None:
-    """Launches the kernel, which documents the numbers: its parameters from `factor` to `eps`."""
+    """Launches the kernel. numbers: the kernel's parameters from `factor` to `eps`, which its docstring
+    explains."""
     _adamw(master.numel())(master, gradient, exp_avg, exp_avg_sq, rounded, *numbers)
 
 

@@ -1,12 +1,12 @@
-"""Operators that split a fused projection into queries, keys and values, and rotate queries and keys (RoPE),
-with --qk-layernorm after a norm of each head.
+"""Operators that split a fused projection into queries, keys and values, and rotate queries and keys (RoPE).
+With --qk-layernorm they first apply a norm to each query head and key head.
 
-Each element is read once and written once, forward and backward. Tables, products and sums are fp32, and only
-the result is rounded to the dtype of the projection. The reference implementation is
-`model.position.RotaryEmbedding.rotate`, whose operations are rounded equally; with norms, after the norms
-of `model.norm`, whose results are also rounded.
+Each element is read once and written once, in the forward and in the backward pass. Tables, products and sums
+are fp32, and only the result is rounded to the dtype of the projection. The reference implementation is
+`model.position.RotaryEmbedding.rotate`, which rounds in the same way. With norms, the reference first applies
+the norms of `model.norm`, whose results are also rounded.
 
-With norms the projection is kept for the backward pass, which overwrites it with its gradient.
+With norms the projection is saved for the backward pass, which overwrites it with its gradient.
 """
 
 from __future__ import annotations
@@ -23,18 +23,18 @@ from torch.autograd.graph import increment_version
 from megatron.kernels.column_sums import rows_per_block, sum_blocks
 from megatron.kernels.operators import Launch, first_order, operator
 
-# Heads of a tile; its columns are the pairs of a head.
+# Number of heads in a tile. The columns of a tile are the rotated pairs of a head.
 BLOCK_HEADS = 16
-# With norms a warp has one head, and so its sums.
+# With norms each warp has one head, and therefore all sums of this head.
 NORM_BLOCK_HEADS = 8
 
 
 class Heads(NamedTuple):
     """Sizes of a fused projection [seq, batch, groups x (group + gates + 2) x head_dim].
 
-    A group has `group` query heads, their `gates` (as many, or 0), its key head and its value head.
-    rotary_dim: elements of a head that are rotated, the first ones. interleaved: 1 if the elements 2i and
-    2i + 1 are a pair, otherwise i and i + rotary_dim / 2.
+    A group has `group` query heads, their `gates` (as many as query heads, or 0), its key head and its value
+    head. rotary_dim: number of elements that are rotated, at the start of each head. interleaved: 1 if the
+    elements 2i and 2i + 1 are a pair; 0 if i and i + rotary_dim / 2 are.
     """
 
     groups: int
@@ -46,8 +46,8 @@ class Heads(NamedTuple):
 
 
 class HeadNorms(NamedTuple):
-    """The norms of query heads and key heads: each tensor is [head_dim], in the dtype of the projection.
-    Without betas they are RMS norms. zero_centered: their factor is 1 + weight."""
+    """The norms of query heads and key heads. Each tensor is [head_dim], in the dtype of the projection.
+    Without betas they are RMS norms. zero_centered: the factor is 1 + weight."""
 
     query_weight: Tensor | None
     key_weight: Tensor | None
@@ -64,9 +64,9 @@ def split_and_rotate(
     projected: Tensor, cosine: Tensor, sine: Tensor, heads: Heads, norms: HeadNorms = NO_NORMS
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Returns query [seq, batch, groups x group, head_dim], key and value [seq, batch, groups, head_dim], and
-    the gate [seq, batch, groups x gates, head_dim], all contiguous. cosine, sine: fp32 [seq, 1 or batch, 1,
-    rotary_dim]. norms: of queries and keys before their rotation. With norms the backward pass overwrites
-    `projected`: see `activation.fused_activation`."""
+    the gate [seq, batch, groups x gates, head_dim], all contiguous. cosine, sine: fp32
+    [seq, 1 or batch, 1, rotary_dim]. norms: the norms of queries and keys before the rotation. With norms the
+    backward pass overwrites `projected`: see `activation.fused_activation`."""
     return _SplitAndRotate.apply(projected, cosine, sine, heads, *norms)
 
 
@@ -114,8 +114,8 @@ def split_and_rotate_op(
     epsilon: float,
     zero_centered: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Launches the kernel of the forward pass. heads: the fields of `Heads`. Then the fields of
-    `HeadNorms`."""
+    """Launches the kernel of the forward pass. heads: the fields of `Heads`. The arguments after `heads` are
+    the fields of `HeadNorms`."""
     seq, batch, _ = projected.shape
     groups, group, head_dim, *_, gates = heads
     query, key, value, gate = (
@@ -181,8 +181,9 @@ def norm_and_rotate_backward_op(
 def _launch(
     shape: torch.Size, table_batch: int, heads: Heads, norms: tuple[float, bool] | None, backward: bool
 ) -> Launch:
-    """shape: of the projection. table_batch: samples of the tables of cosines and sines. norms: their
-    epsilon, and whether their factor is 1 + weight. Their backward pass has a block of tokens per program."""
+    """Returns the launch of a kernel. shape: the shape of the projection. table_batch: number of samples in
+    the tables of cosines and sines. norms: their epsilon, and whether their factor is 1 + weight. With norms
+    each program of the backward pass has a block of tokens."""
     blocks, numbers = shape[:2].numel(), dict[str, int]()
     if backward:
         block = 1 if norms is None else rows_per_block(blocks)
@@ -194,7 +195,7 @@ def _launch(
     return Launch(
         f"rotary_triton.rotary_{'backward_' * backward}kernel",
         (blocks, -(-heads.groups * (heads.group + heads.gates + 2) // block_heads)),
-        # No fused multiply-add: products are rounded before they are added, as in PyTorch.
+        # Without fused multiply-add, products are rounded before they are added, as in PyTorch.
         {"num_warps": 4 if norms is None else NORM_BLOCK_HEADS, "enable_fp_fusion": False},
         batch=shape[1],
         groups=heads.groups,

@@ -1,7 +1,7 @@
 """The Triton kernels of `megatron.kernels.rotary`.
 
-A head is three parts: the first elements of its rotated pairs (x), their second elements (y), and the
-elements that are not rotated (z). Tiles are [heads, columns of a part].
+A head has three parts: the first elements of its rotated pairs (x), the second elements of these pairs (y),
+and the elements that are not rotated (z). Tiles are [heads, columns of a part].
 """
 
 from __future__ import annotations
@@ -36,8 +36,8 @@ def rotary_kernel(
     BLOCK_PAIRS: tl.constexpr,
     BLOCK_REST: tl.constexpr,
 ):
-    """A program moves some heads of a token from `projected` to query, key, value and gate, and rotates
-    queries and keys; with weights after a norm of each head, which without betas is an RMS norm."""
+    """Moves some heads of a token, per program, from `projected` to query, key, value and gate, and rotates
+    queries and keys. With weights it first applies a norm to each head; without betas this is an RMS norm."""
     token = tl.program_id(0).to(tl.int64)
     head = tl.program_id(1) * BLOCK_HEADS + tl.arange(0, BLOCK_HEADS)
     gates = 0
@@ -95,11 +95,11 @@ def rotary_backward_kernel(
     BLOCK_PAIRS: tl.constexpr,
     BLOCK_REST: tl.constexpr,
 ):
-    """Writes the gradient of `projected` from the gradients of query, key, value and gate. A program has some
-    heads of `BLOCK_TOKENS` tokens, one after the other.
+    """Writes the gradient of `projected` from the gradients of query, key, value and gate. A program computes
+    some heads of `BLOCK_TOKENS` tokens, one token after the other.
 
     With weights the gradient overwrites `projected`. partial_sums[program]: the sums of the gradients of the
-    weights of queries and keys, and of their betas.
+    query weight, the key weight and their betas.
     """
     head = tl.program_id(1) * BLOCK_HEADS + tl.arange(0, BLOCK_HEADS)
     gates = 0
@@ -151,7 +151,7 @@ def _columns(
     BLOCK_PAIRS: tl.constexpr,
     BLOCK_REST: tl.constexpr,
 ):
-    """Returns the columns of the three parts of a head, and which of them exist."""
+    """Returns the columns of the three parts of a head, and masks of the columns that exist."""
     pair, rest = tl.arange(0, BLOCK_PAIRS), ROTARY_DIM + tl.arange(0, BLOCK_REST)
     first, second = pair, pair + ROTARY_DIM // 2
     if INTERLEAVED:
@@ -167,7 +167,8 @@ def _load_parts(heads, columns, exists, inside):
 
 @triton.jit
 def _places(token, head, inside, groups, group, gates, HEAD_DIM: tl.constexpr):
-    """Returns where a token's heads are in query, key and value, and in gate; and which heads are in each."""
+    """Returns the offsets of a token's heads in query, in key and value, and in gate, and masks of the heads
+    that belong to query, key, value and gate."""
     index, place = head // (group + gates + 2), head % (group + gates + 2)
     of_query = ((token * groups * group + index * group + place) * HEAD_DIM)[:, None]
     of_group = ((token * groups + index) * HEAD_DIM)[:, None]
@@ -180,7 +181,7 @@ def _places(token, head, inside, groups, group, gates, HEAD_DIM: tl.constexpr):
 
 @triton.jit
 def _load_heads(tensors, places, column, in_columns):
-    """Loads a part of heads. tensors: query, key, value and gate (None: no gate)."""
+    """Loads a part of the heads. tensors: query, key, value and gate (None: no gate)."""
     query, key, value, gate = tensors
     of_query, of_group, of_gate, is_query, is_key, is_value, is_gate = places
     x = tl.load(query + of_query + column, mask=is_query & in_columns, other=0.0)
@@ -206,7 +207,7 @@ def _store_heads(tensors, places, column, in_columns, x):
 
 @triton.jit
 def _angles(cosine, sine, token, batch, table_batch, first, in_table, ROTARY_DIM: tl.constexpr):
-    """Returns cosines and sines of a token, [1, pairs]."""
+    """Returns the cosines and sines of a token, each [1, pairs]."""
     place = (token // batch * table_batch + token % batch % table_batch) * ROTARY_DIM + first
     cos = tl.load(cosine + place, mask=in_table, other=0.0)
     sin = tl.load(sine + place, mask=in_table, other=0.0)
@@ -215,13 +216,14 @@ def _angles(cosine, sine, token, batch, table_batch, first, in_table, ROTARY_DIM
 
 @triton.jit
 def _mean(x, y, z, HEAD_DIM: tl.constexpr):
-    """Returns the mean of each head, [heads, 1]."""
+    """Returns the mean over the elements of each head, [heads, 1]."""
     return ((tl.sum(x, 1) + tl.sum(y, 1) + tl.sum(z, 1)) / HEAD_DIM)[:, None]
 
 
 @triton.jit
 def _normalized(parts, exists, inside, epsilon, IS_RMS: tl.constexpr, HEAD_DIM: tl.constexpr):
-    """Returns the heads without mean, times their reciprocal deviations, and these, [heads, 1]."""
+    """Returns the heads minus their means, times their reciprocal deviations, and the reciprocal deviations
+    [heads, 1]. An RMS norm subtracts no mean."""
     if not IS_RMS:
         mean = _mean(parts[0], parts[1], parts[2], HEAD_DIM)
         parts = [tl.where(inside[:, None] & exists[i], parts[i] - mean, 0.0) for i in (0, 1, 2)]
@@ -232,7 +234,8 @@ def _normalized(parts, exists, inside, epsilon, IS_RMS: tl.constexpr, HEAD_DIM: 
 
 @triton.jit
 def _norm_gradient(grads, normed, rate, IS_RMS: tl.constexpr, HEAD_DIM: tl.constexpr):
-    """Returns the gradients of heads. grads: the gradients of their results of `_normalized`."""
+    """Returns the gradients of the heads. grads: the gradients of the normalized heads (see
+    `_normalized`)."""
     x, y, z = [grads[i] * normed[i] for i in (0, 1, 2)]
     inner, shift = _mean(x, y, z, HEAD_DIM), 0.0
     if not IS_RMS:
@@ -242,8 +245,8 @@ def _norm_gradient(grads, normed, rate, IS_RMS: tl.constexpr, HEAD_DIM: tl.const
 
 @triton.jit
 def _of_heads(of_query, of_key, is_query, columns, exists, ZERO_CENTERED: tl.constexpr):
-    """Returns for each part [heads, columns]: the vector of queries for query heads, the vector of keys for
-    the others."""
+    """Returns, for each part [heads, columns], the vector of queries for query heads and the vector of keys
+    for key heads."""
     queries = [tl.load(of_query + columns[i], mask=exists[i], other=0.0).to(tl.float32) for i in (0, 1, 2)]
     keys = [tl.load(of_key + columns[i], mask=exists[i], other=0.0).to(tl.float32) for i in (0, 1, 2)]
     one = 1.0 if ZERO_CENTERED else 0.0
@@ -252,7 +255,7 @@ def _of_heads(of_query, of_key, is_query, columns, exists, ZERO_CENTERED: tl.con
 
 @triton.jit
 def _store_sums(place, sums, is_query, is_key, columns, exists, HEAD_DIM: tl.constexpr):
-    """Sums [heads, columns] over the query heads, and over the key heads."""
+    """Stores the sums of [heads, columns] over the query heads and over the key heads."""
     for i in tl.static_range(3):
         of_query = tl.sum(tl.where(is_query[:, None], sums[i], 0.0), 0)
         of_key = tl.sum(tl.where(is_key[:, None], sums[i], 0.0), 0)

@@ -1,8 +1,8 @@
 """Decides whether Triton kernels or PyTorch compute with the tensors of a device.
 
-MEGATRON_KERNELS in the environment changes the decision: `pytorch` selects PyTorch on every device;
+The environment variable MEGATRON_KERNELS changes the decision: `pytorch` selects PyTorch on every device;
 `interpreter` also runs the kernels on CPU tensors, in triton's interpreter (with TRITON_INTERPRET=1). The
-interpreter is slow, but with it any machine can compare a run with kernels to a run without them.
+interpreter is slow, but with it a run with kernels can be compared with a run without kernels on any machine.
 """
 
 from __future__ import annotations
@@ -24,10 +24,10 @@ _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
 def uses_kernels(tensor: torch.Tensor) -> bool:
-    """Returns whether a kernel computes with this tensor. Otherwise the reference implementation does.
+    """Returns whether a kernel computes with this tensor. If not, the reference implementation does.
 
-    Kernels need triton and a device that it supports: CUDA with compute capability 8.0 or newer. The first
-    call for a device other than a CPU logs the decision and its reason.
+    Kernels need triton and a device that triton supports: CUDA with compute capability 8.0 or newer. The
+    first call for a device other than a CPU logs the decision and its reason.
     """
     return tensor.dtype in _DTYPES and _device_uses_kernels(tensor.device.type)
 
@@ -41,18 +41,18 @@ def _device_uses_kernels(device_type: str) -> bool:
 
 
 def forget_decisions() -> None:
-    """Clears the cached decisions, for a process in which MEGATRON_KERNELS changes."""
+    """Clears the cached decisions. It is for a process in which MEGATRON_KERNELS changes."""
     _device_uses_kernels.cache_clear()
 
 
 def use_pytorch() -> None:
-    """Makes this process compute only with PyTorch from now on."""
+    """Makes this process compute only with PyTorch from this call on."""
     os.environ["MEGATRON_KERNELS"] = "pytorch"
     forget_decisions()
 
 
 def reason_against_kernels(device_type: str) -> str | None:
-    """Returns why kernels do not run on the current accelerator of this type, or on the CPU; None if they do.
+    """Returns the reason why kernels do not run on the accelerator (or CPU) of this type; None if they run.
 
     The simulated accelerator runs no kernels and does not need triton.
     """
@@ -73,9 +73,9 @@ def reason_against_kernels(device_type: str) -> str | None:
 
 @lru_cache
 def _launch_failure(device_type: str) -> str | None:
-    """Launches one kernel; returns its error in one line, None if it computes.
+    """Launches one kernel, and returns its error in one line, or None if it runs.
 
-    At its first launch on a node, triton compiles a library in C, and it writes to its cache.
+    At its first launch on a node, triton compiles a C library, and it writes to its cache.
     """
 
     try:

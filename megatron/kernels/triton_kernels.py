@@ -1,7 +1,7 @@
 """The Triton kernels of dropout, norms of gradients, AdamW, cross entropy, the embedding's gradient and
 activations.
 
-Their operators are in other files, because importing triton takes 0.4 s and the package is optional.
+Their operators are in other files, because triton is optional and its import takes 0.4 s.
 """
 
 from __future__ import annotations
@@ -25,7 +25,8 @@ def dropout_add_kernel(
     BLOCK_ROWS: tl.constexpr,
     BLOCK_COLUMNS: tl.constexpr,
 ):
-    """out[r, c] = residual[r, c] + keep(r, c) * (x[r, c] + bias[c]) * scale, a tile per program."""
+    """Computes out[r, c] = residual[r, c] + keep(r, c) * (x[r, c] + bias[c]) * scale, one tile per
+    program."""
     row = tl.program_id(0).to(tl.int64) * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)
     column = tl.program_id(1) * BLOCK_COLUMNS + tl.arange(0, BLOCK_COLUMNS)
     inside = (row < rows)[:, None] & (column < columns)[None, :]
@@ -38,7 +39,8 @@ def dropout_add_kernel(
     if sample_keys is not None:
         row_keys = _row_keys_of_mask(sample_keys, row, rows, offsets)
         keep = _keep(row_keys[:, None], (column + offsets.first_column)[None, :], dropped_below)
-        # A product, not a selection: a dropped NaN stays NaN, as in the reference implementation.
+        # This is a product instead of a selection: a dropped NaN stays NaN, as in the reference
+        # implementation.
         value = value * keep.to(tl.float32) * scale
     value = value.to(dtype)
     if residual is not None:
@@ -61,8 +63,8 @@ def dropout_backward_kernel(
     TILE_ROWS: tl.constexpr,
     BLOCK_COLUMNS: tl.constexpr,
 ):
-    """grad_x = keep * grad * scale for some columns of `BLOCK_ROWS` rows. partial_sums[program of rows]: sums
-    of grad_x over the rows, for the bias."""
+    """Computes grad_x = keep * grad * scale for some columns of `BLOCK_ROWS` rows. partial_sums[row block]:
+    the sums of grad_x over the block's rows, for the gradient of the bias."""
     column = tl.program_id(1) * BLOCK_COLUMNS + tl.arange(0, BLOCK_COLUMNS)
     total = tl.zeros([TILE_ROWS, BLOCK_COLUMNS], tl.float32)
     for first in range(0, BLOCK_ROWS, TILE_ROWS):
@@ -81,7 +83,8 @@ def dropout_backward_kernel(
 
 @triton.jit
 def _row_keys_of_mask(sample_keys, row, rows, offsets):
-    """Returns the keys of rows of a shard of the mask. offsets: `megatron.kernels.dropout.ShardOffsets`."""
+    """Returns the keys of the rows of a shard of the mask. offsets: see
+    `megatron.kernels.dropout.ShardOffsets`."""
     inner, batch = offsets.inner, offsets.batch
     outer_row, inner_row = row // inner // batch, row % inner
     is_first = outer_row * inner + inner_row < offsets.split
@@ -92,13 +95,14 @@ def _row_keys_of_mask(sample_keys, row, rows, offsets):
 
 @triton.jit
 def _row_keys(sample_keys, rows):
-    """Returns a uint64 per row: the keys of `mpu.random._row_keys`, from the keys of the rows' samples."""
+    """Returns one uint64 per row: both keys of `mpu.random._row_keys`, from the keys of the rows' samples."""
     return _mix64((sample_keys + rows * -0x61C8864680B583EB).to(tl.uint64))
 
 
 @triton.jit
 def _keep(row_keys, columns, dropped_below):
-    """Returns the mask of `mpu.random.keep_mask` as booleans. Rows and columns are of the full activation."""
+    """Returns the mask of `mpu.random.keep_mask` as booleans. columns: the columns' positions in the
+    full activation."""
     low, high = row_keys.to(tl.uint32), (row_keys >> 32).to(tl.uint32)
     bits = (_mix32(columns.to(tl.uint32)) ^ low) * (high | 1)
     bits = (bits ^ (bits >> 15)) * 0x2C1B3C6D
@@ -121,7 +125,8 @@ def _mix64(x):
 
 @triton.jit
 def chunk_squares_kernel(starts, lengths, squares, CHUNK: tl.constexpr):
-    """Program i sets squares[i] to the sum of squares of lengths[i] fp32 elements at address starts[i]."""
+    """Program i sets squares[i] to the sum of squares of the lengths[i] fp32 elements at address
+    starts[i]."""
     chunk = tl.program_id(0)
     values = tl.load(starts + chunk).to(tl.pointer_type(tl.float32))
     place = tl.arange(0, CHUNK)
@@ -131,7 +136,8 @@ def chunk_squares_kernel(starts, lengths, squares, CHUNK: tl.constexpr):
 
 @triton.jit
 def chunk_norms_kernel(squares, first_chunks, norms, BLOCK: tl.constexpr):
-    """Program i sets norms[i] to the root of the sum of squares[first_chunks[i] : first_chunks[i + 1]]."""
+    """Program i sets norms[i] to the square root of the sum of squares[first_chunks[i] :
+    first_chunks[i + 1]]."""
     tensor = tl.program_id(0)
     end = tl.load(first_chunks + tensor + 1)
     total = tl.zeros([BLOCK], dtype=tl.float64)
@@ -143,7 +149,8 @@ def chunk_norms_kernel(squares, first_chunks, norms, BLOCK: tl.constexpr):
 
 @triton.jit
 def copy_gradient_kernel(gradient, total, norm, length, BLOCK: tl.constexpr):
-    """Sets total (fp32) to gradient, a block per program. Sets norm to NaN if an element is not finite."""
+    """Copies gradient to total (fp32), one block per program. Sets norm to NaN if an element is not
+    finite."""
     place = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     x = tl.load(gradient + place, mask=place < length, other=0.0).to(tl.float32)
     tl.store(total + place, x, mask=place < length)
@@ -170,9 +177,9 @@ def adamw_kernel(
     length,
     BLOCK: tl.constexpr,
 ):
-    """A step of AdamW, a block of elements per program. For learning rate lr and step t: decay = 1 - lr *
-    weight decay, step_size = lr / (1 - beta1^t), weight1 = 1 - beta1, weight2 = 1 - beta2, and correction is
-    the root of 1 - beta2^t."""
+    """Computes a step of AdamW, one block of elements per program. For learning rate lr and step t: decay = 1
+    - lr * weight decay, step_size = lr / (1 - beta1^t), weight1 = 1 - beta1, weight2 = 1 - beta2, and
+    correction is the square root of 1 - beta2^t."""
     place = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     inside = place < length
     g = tl.load(gradient + place, mask=inside, other=0.0) * factor
@@ -199,12 +206,13 @@ def logit_statistics_kernel(
     WITH_GRADIENT: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """found[:, row] = largest logit, sum(exp(logit - largest)), logit of the target; then the gradient.
-    settings: see `_write_gradient`."""
+    """Sets found[:, row] to the row's largest logit, sum(exp(logit - largest)), and the logit of its target.
+    With WITH_GRADIENT it then writes the gradient. settings: see `_write_gradient`."""
     num_valid_columns = settings[0]
     row, rows = tl.program_id(0), tl.num_programs(0)
     logits += row.to(tl.int64) * columns
-    # Each lane has its own largest value and sum, combined at the end. Finite, so that no lane gives NaN.
+    # Each lane has its own largest value and sum; they are combined at the end. The start value is finite, so
+    # that no lane gives NaN.
     largest = tl.full([BLOCK], -3.0e38, tl.float32)
     total = tl.zeros([BLOCK], tl.float32)
     for start in range(0, num_valid_columns, BLOCK):
@@ -242,7 +250,7 @@ def write_gradient_kernel(
     settings,
     BLOCK: tl.constexpr,
 ):
-    """Writes the gradient of a row from the statistics over the full vocabulary."""
+    """Writes the gradient of a row of logits, from the statistics over the full vocabulary."""
     row = tl.program_id(0)
     _write_gradient(
         logits + row.to(tl.int64) * columns,
@@ -265,10 +273,11 @@ def _write_gradient(
     settings,
     BLOCK: tl.constexpr,
 ):
-    """settings: number of valid columns, scale of the gradient, weight of the z-loss."""
+    """Overwrites a row of logits with its gradient. settings: number of valid columns, scale of the gradient,
+    weight of the z-loss."""
     num_valid_columns, gradient_scale, z_loss_weight = settings
     factor = gradient_scale / exp_sum * (1.0 + 2.0 * z_loss_weight * (largest + tl.log(exp_sum)))
-    # No thread may overwrite the target's logit before all have read it.
+    # All threads must have read the target's logit before a thread overwrites it.
     tl.debug_barrier()
     for start in range(0, columns, BLOCK):
         column = start + tl.arange(0, BLOCK)
@@ -279,7 +288,8 @@ def _write_gradient(
 
 @triton.jit
 def add_rows_kernel(total, ids, order, rows, tokens, width, BLOCK: tl.constexpr):
-    """Program (i, c): if ids[i] is the first id of its value, adds the sum of all rows of this id."""
+    """Program (i, c): if position i is the first one with the id ids[i], adds the sum of all rows with this
+    id."""
     token = tl.program_id(0)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = column < width
@@ -307,8 +317,8 @@ def gated_activation_kernel(
     OFFSET: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """out[row, c] = (value + OFFSET) * activation(gate), with value = wide[row, c] clamped to +-LIMIT, and
-    gate = wide[row, width + c] clamped to at most LIMIT."""
+    """Computes out[row, c] = (value + OFFSET) * activation(gate), with value = wide[row, c] clamped to
+    +-LIMIT, and gate = wide[row, width + c] clamped to at most LIMIT."""
     row = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = column < width
@@ -331,7 +341,7 @@ def gated_activation_backward_kernel(
     OFFSET: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Overwrites values and gates with their gradients, which are 0 beyond LIMIT."""
+    """Overwrites values and gates with their gradients. The gradient of an element beyond LIMIT is 0."""
     row = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = column < width
@@ -351,9 +361,9 @@ def gated_activation_backward_kernel(
 
 @triton.jit(do_not_specialize=["rows"])
 def activation_kernel(x, out, rows, columns, ACTIVATION: tl.constexpr, BLOCK: tl.constexpr):
-    """out = activation(x), a block per program."""
+    """Computes out = activation(x), one block per program."""
     place = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
-    # The compiler knows divisors of `columns`, and so loads several elements at once in spite of the mask.
+    # The compiler knows divisors of `columns`, so it loads several elements at once in spite of the mask.
     inside = place < rows.to(tl.int64) * columns
     value = tl.load(x + place, mask=inside, other=0.0).to(tl.float32)
     activated, _ = _activation(value, ACTIVATION)
@@ -372,8 +382,8 @@ def activation_backward_kernel(
     TILE_ROWS: tl.constexpr,
     BLOCK_COLUMNS: tl.constexpr,
 ):
-    """Overwrites some columns of `BLOCK_ROWS` rows of x with their gradient. partial_sums[program of rows]:
-    its sums over the rows."""
+    """Overwrites some columns of `BLOCK_ROWS` rows of x with their gradient. partial_sums[row block]: the
+    sums of the gradient over the block's rows."""
     column = tl.program_id(1) * BLOCK_COLUMNS + tl.arange(0, BLOCK_COLUMNS)
     total = tl.zeros([TILE_ROWS, BLOCK_COLUMNS], tl.float32)
     for first in range(0, BLOCK_ROWS, TILE_ROWS):
@@ -404,7 +414,7 @@ def _activation(x, ACTIVATION: tl.constexpr):
         normal = 0.5 * (1.0 + tl.erf(x * 0.7071067811865476))
         y, slope = x * normal, normal + x * tl.exp(-0.5 * x * x) * 0.3989422804014327
     elif ACTIVATION == "geglu_tanh":
-        # (1 + tanh(u)) / 2 is the sigmoid of 2u.
+        # (1 + tanh(u)) / 2 is the sigmoid of 2u, so one exponential suffices.
         sigmoid = 1.0 / (1.0 + tl.exp(-1.5957691216057308 * (x + 0.044715 * x * x * x)))
         inner = 1.5957691216057308 * (1.0 + 0.134145 * x * x)
         y, slope = x * sigmoid, sigmoid + x * sigmoid * (1.0 - sigmoid) * inner

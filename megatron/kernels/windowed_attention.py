@@ -1,9 +1,10 @@
-"""Operators of attention with a window and a sink by PyTorch's flash kernels.
+"""Operators of attention with a window and a sink, computed by PyTorch's flash kernels.
 
-scaled_dot_product_attention takes a window only as a bias [seq, seq]. The kernels that it calls take two
-numbers, and heads of up to 256 elements. They belong to FlashAttention 2 (arXiv 2307.08691), or to
-FlashAttention 3 if `torch.nn.attention.activate_flash_attention_impl` replaced them. They have no sinks:
-these change the output and the logarithm of each row afterwards.
+scaled_dot_product_attention supports a window only as a bias [seq, seq]. The kernels that it calls support a
+window as two numbers, and heads of up to 256 elements. They are the kernels of FlashAttention 2 (arXiv
+2307.08691), or of FlashAttention 3 if `torch.nn.attention.activate_flash_attention_impl` replaced them. They
+do not support sinks. Therefore a sink is applied afterwards: it changes the output and the logarithm of each
+row.
 """
 
 from __future__ import annotations
@@ -25,8 +26,8 @@ def windowed_attention(
     """Returns softmax(query @ key.T * scale) @ value for each sample and head. A query attends to its own
     token and to the window - 1 tokens before it.
 
-    Shapes, positions and sinks as in `attention.flash_attention`. The dtype is bf16 or fp16; head_dim is a
-    multiple of 8, at most MAX_HEAD_DIM.
+    For shapes, positions and sinks see `attention.flash_attention`. The dtype is bf16 or fp16. head_dim is a
+    multiple of 8, and at most MAX_HEAD_DIM.
     """
     return _WindowedAttention.apply(query, key, value, sinks, scale, window)
 
@@ -68,7 +69,7 @@ class _WindowedAttention(torch.autograd.Function):
 
 
 def _as_heads(of_rows: Tensor) -> Tensor:
-    """[batch, heads, queries] -> [queries, batch, heads, 1]."""
+    """Returns a view [queries, batch, heads, 1] of [batch, heads, queries]."""
     return of_rows.permute(2, 0, 1).unsqueeze(-1)
 
 
@@ -76,8 +77,8 @@ def _as_heads(of_rows: Tensor) -> Tensor:
 def windowed_flash_attention_op(
     query: Tensor, key: Tensor, value: Tensor, scale: float, window: int
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Returns the output, each row's logarithm of its sum of exponentials [batch, heads, queries], and the
-    state of the kernel's own dropout, which is off."""
+    """Returns the output, the logarithm of each row's sum of exponentials [batch, heads, queries], and the
+    RNG state of the kernel's own dropout, which is not used."""
     tensors = (x.transpose(0, 1) for x in (query, key, value))  # [batch, seq, heads, head_dim]
     out, log_sums, seed, offset, _ = torch.ops.aten._flash_attention_forward(
         *tensors, None, None, len(query), len(key), 0.0, True, False, **_options(scale, window)
@@ -122,11 +123,11 @@ def _(query: Tensor, key: Tensor, value: Tensor, *_others: Any) -> tuple[Tensor,
 
 
 def _options(scale: float, window: int) -> dict[str, Any]:
-    """The last queries are aligned with the last keys. A query attends to the `window_size_left` keys before
-    its own, and to none after it."""
+    """Returns the kernels' arguments. The last queries are aligned with the last keys. A query attends to the
+    `window_size_left` keys before its own key, and to no later key."""
     return {"scale": scale, "window_size_left": window - 1, "window_size_right": 0}
 
 
-# The scores, and weights times values; backward the scores, and the gradients of weights, values, queries and
-# keys.
+# The forward pass has two products: the scores, and weights times values. The backward pass has five: the
+# scores, and the gradients of weights, values, queries and keys.
 count_products({"windowed_flash_attention": 2, "windowed_flash_attention_backward": 5})

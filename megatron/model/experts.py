@@ -1,18 +1,19 @@
 """The expert layer: a router, the experts, and the shared expert (mixture of experts, arXiv 1701.06538).
 
 A router scores all experts for each token and chooses k of them. The token's output is the sum of the chosen
-experts' outputs, times the router's weights, plus the output of the shared expert, if there is one:
+experts' outputs, each times the router's weight for it, plus the output of the shared expert, if there is
+one:
 
     scores   = softmax or sigmoid of the router's logits, fp32             Router
     experts  = the k best by score (+ bias); ties go to the lower id
     weights  = the scores of the chosen experts, see `_weights`
     output   = sum over k of weight * expert(token) + shared_expert(token)  ExpertMLP
 
-Nothing about a token depends on the layout: it is scored alone, in fp32, and no expert has a capacity. What
-is a sum over many tokens is summed exactly, or over a fixed set of tokens:
+A token's output does not depend on the layout: each token is scored alone, in fp32, and no expert has a
+capacity. Sums over many tokens are either exact or taken over a fixed set of tokens:
 
-- the numbers of tokens per expert, int64, over the step's global batch: `RouterBalance`;
-- the balance loss, over the tokens of one sequence (seq_aux_loss), or with the numbers of the step before
+- tokens per expert: int64 counts over the step's global batch (`RouterBalance`);
+- balance loss: over the tokens of one sequence (seq_aux_loss), or with the previous step's counts
   (global_aux_loss);
 - the z-loss, a mean over tokens.
 
@@ -47,14 +48,16 @@ from megatron.mpu.step_metrics import Reduction
 from megatron.mpu.token_dispatch import DISPATCHERS, Routing, count_experts
 
 _TINY = 1e-20
-"""Added to the sum of sigmoid scores before the division by it, as in DeepSeek-V3 and Megatron-LM."""
+"""Added to the sum of a token's sigmoid scores before the scores are divided by this sum, as in DeepSeek-V3
+and Megatron-LM."""
 
 
 class ExpertMLP(nn.Module):
-    """Router, experts and shared expert, in place of a dense MLP: [seq, batch, hidden] -> the same shape."""
+    """Router, experts and shared expert, used instead of a dense MLP. Input and output are
+    [seq, batch, hidden]."""
 
     skipped_bias = None
-    """All biases are added within the layer."""
+    """This layer returns no bias for the residual addition: it adds all of its biases itself."""
 
     def __init__(
         self,
@@ -63,8 +66,8 @@ class ExpertMLP(nn.Module):
         activation: Callable[[Tensor], Tensor],
         shared_expert: nn.Module | None,
     ) -> None:
-        """layer_index: in the layer list. activation: between the two matrices of an expert. shared_expert:
-        an MLP that each token uses."""
+        """layer_index: the layer's index in the layer list. activation: the function between the two matrices
+        of an expert. shared_expert: an MLP that computes every token, or None."""
         super().__init__()
         model, parallel = context.config.model, context.config.parallel
         assert model.num_experts is not None
@@ -82,7 +85,7 @@ class ExpertMLP(nn.Module):
             self.shared_expert_gate = nn.ParameterDict({"weight": new_parameter(spec)})
 
     def forward(self, hidden: Tensor) -> Tensor:
-        """[seq, batch, hidden] -> [seq, batch, hidden], of this rank's tokens."""
+        """Returns the output [seq, batch, hidden] for this rank's tokens [seq, batch, hidden]."""
         output = self._routed(hidden)
         if self.shared_expert is None:
             return output
@@ -91,7 +94,7 @@ class ExpertMLP(nn.Module):
             shared = shared * F.linear(hidden, self.shared_expert_gate["weight"]).sigmoid()
         return output + shared
 
-    @not_compiled  # the numbers of rows are read on the host
+    @not_compiled  # the host reads the number of rows per expert
     def _routed(self, hidden: Tensor) -> Tensor:
         routing = self.router(hidden)
         rows, groups, state = self.dispatcher.dispatch(hidden.flatten(0, 1), routing)
@@ -103,12 +106,13 @@ class ExpertMLP(nn.Module):
 
 
 class ExpertLinear(nn.Module):
-    """A linear layer of each expert: rows [N, n_in] by expert -> [N, n_out]. A rank holds its own experts."""
+    """One linear layer per expert. It maps rows [N, n_in], sorted by expert, to [N, n_out]. A rank holds only
+    its own experts."""
 
     def __init__(
         self, context: LayerContext, n_in: int, n_out: int, num_fused_parts: int = 1, *, init_std: float
     ) -> None:
-        """n_out: of each of the fused parts."""
+        """n_out: output size of each of the `num_fused_parts` parts."""
         super().__init__()
         self.deferred = context.deferred
         model, sharding = context.config.model, (Shard(0, "ep"),)
@@ -131,13 +135,15 @@ class ExpertLinear(nn.Module):
 
 
 class Router(nn.Module):
-    """Chooses the experts of each token: hidden [seq, batch, hidden] -> `Routing` of its seq x batch tokens.
+    """Chooses the experts of each token. It maps hidden [seq, batch, hidden] to the `Routing` of seq x batch
+    tokens.
 
-    The choice is made once: a recomputed forward pass gets the choice of the first one, and counts nothing.
+    The choice is made once: a recomputed forward pass uses the choice of the first pass and counts no tokens.
     """
 
     tokens_per_expert: Tensor
-    """int64 [E]: tokens of this rank in the training passes since `RouterBalance.begin_step`."""
+    """Number of this rank's tokens per expert, int64 [E], in the training passes since
+    `RouterBalance.begin_step`."""
 
     def __init__(self, context: LayerContext, layer_index: int) -> None:
         super().__init__()
@@ -164,17 +170,18 @@ class Router(nn.Module):
         self.register_buffer("tokens_per_expert", counts, persistent=False)
 
     def _state(self, value: float) -> nn.Parameter:
-        """Returns state of each expert that `RouterBalance` changes, fp32."""
+        """Returns a parameter with one fp32 value per expert, which only `RouterBalance` changes."""
         spec = ParameterSpec((self.num_experts,), init_value=value, weight_decay=False, has_gradient=False)
         return new_parameter(spec, dtype=torch.float32)
 
     def _apply(self, fn: Callable, recurse: bool = True) -> Router:
-        """Overrides torch's method, which `to` calls: the state stays fp32 in a 16-bit model."""
+        """Overrides torch's method, which `to` calls, so that the per-expert state stays fp32 in a 16-bit
+        model."""
         state = [each for each in (self.expert_bias, self.expert_load) if each is not None]
         values = [each.data for each in state]
         super()._apply(fn, recurse)
         for each, value in zip(state, values, strict=True):
-            # `fn` may have rounded it.
+            # `fn` may have rounded the value to 16 bits.
             each.data = each.data.float() if value.is_meta else value.to(each.device)
         return self
 
@@ -185,7 +192,7 @@ class Router(nn.Module):
         experts, tokens, load, read = self._choice(logits.detach())
         weights = self._weights(logits, experts)
         for name, loss, coefficient in self._losses(logits, load):
-            # The loss of this rank's tokens is CP times their part, as in `CrossEntropy`.
+            # A rank's loss is CP times its tokens' part of the loss, as in `CrossEntropy`.
             loss_of_rank = loss.detach() * (self.shards.size / self.cp_size)
             self.metrics.record(name, loss_of_rank)
             self.record_of_layer(name, loss_of_rank)
@@ -196,25 +203,26 @@ class Router(nn.Module):
         return Routing(experts.flatten(0, 1), weights.flatten(0, 1), tokens, counts, read)
 
     def record_of_layer(self, name: str, value: Tensor, reduce: Reduction = "mean") -> None:
-        """Records a metric of this layer, with --moe-per-layer-logging."""
+        """Records a metric of this layer if --moe-per-layer-logging is given."""
         if self.records_layer:
             later = self.layer_index - first_mtp_layer_of(self.model.num_layers)
             layer = f"layer {self.layer_index - FIRST_TRANSFORMER_LAYER}" if later < 0 else f"mtp_{later + 1}"
             self.metrics.record(f"{layer} {name}", value, reduce)
 
-    # --- the choice ---
+    # --- choice of experts ---
 
     @property
     def _is_forced(self) -> bool:
-        """Whether each expert gets equally many tokens: only in training, so that evaluations measure the
-        model."""
+        """Whether the tokens are distributed evenly over the experts (--moe-router-force-load-balancing). It
+        is false outside of training, so evaluations measure the real routing."""
         return self.model.moe_router_force_load_balancing and self.training
 
     @torch.no_grad()
     def _choice(self, logits: Tensor) -> tuple[Tensor, Tensor, Tensor | None, list[Any]]:
-        """Returns the experts of each token, int64 [s, b, k], ascending, the tokens of each expert, int64
-        [E], what the balance loss multiplies the scores with, fp32 [b or 1, E], and `Routing.read`. In the
-        first forward pass of training it adds the tokens to `tokens_per_expert`."""
+        """Returns four values: the experts of each token, int64 [s, b, k], in ascending order; the number of
+        tokens per expert, int64 [E]; the factors that the balance loss multiplies the scores with, fp32
+        [b or 1, E], or None; and the list for `Routing.read`. The first forward pass of training also adds
+        the tokens to `tokens_per_expert`."""
         kept, key = self.samples_of.samples.kept, f"{self.layer_index}.router"
         if self.training and key in kept:
             found: tuple[Tensor, Tensor, Tensor | None, list[Any]] = kept.pop(key)
@@ -237,8 +245,8 @@ class Router(nn.Module):
         return experts, tokens, load, read
 
     def _ranking(self, logits: Tensor) -> Tensor:
-        """Returns what experts and groups of experts are chosen by: scores, with the bias, or as in
-        Megatron-LM the logits if the softmax comes after the choice."""
+        """Returns the values by which experts and groups of experts are ranked: the scores plus the bias, or
+        the logits if softmax is applied after the choice (as in Megatron-LM)."""
         if self.model.moe_router_score_function == "softmax" and not self.model.moe_router_pre_softmax:
             return logits
         scores = self._scores(logits)
@@ -264,7 +272,8 @@ class Router(nn.Module):
     # --- losses ---
 
     def _losses(self, logits: Tensor, load: Tensor | None) -> list[tuple[str, Tensor, float]]:
-        """Returns (name, this rank's part of the loss of its samples, coefficient)."""
+        """Returns (name, this rank's part of the loss of its samples, coefficient) for each auxiliary
+        loss."""
         if not self.training:
             return []
         found = []
@@ -281,9 +290,9 @@ class Router(nn.Module):
         return found
 
     def _load_of_sequences(self, logits: Tensor, experts: Tensor) -> Tensor:
-        """Returns fp32 [b, E]: each expert's tokens of a sequence, divided by the mean over experts. Counts
-        the experts with the best scores, as the balance loss of DeepSeek-V3 (arXiv 2412.19437, equation 18):
-        neither the bias nor the groups change them."""
+        """Returns fp32 [b, E]: the number of a sequence's tokens per expert, divided by the mean over the
+        experts. The tokens are counted for the k experts with the best scores, without bias and groups, as in
+        the balance loss of DeepSeek-V3 (arXiv 2412.19437, equation 18)."""
         if self.expert_bias is not None or self.model.moe_router_num_groups is not None:
             experts = top_k(logits, self.model.moe_router_topk)
         counts = count_experts(experts.transpose(0, 1).flatten(1), self.num_experts)
@@ -294,7 +303,7 @@ class Router(nn.Module):
 
 @first_order
 class _Fp32Linear(torch.autograd.Function):
-    """F.linear in fp32. It keeps the 16-bit input instead of its fp32 copy."""
+    """Computes F.linear in fp32. It saves the 16-bit input for the backward pass instead of an fp32 copy."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
@@ -311,7 +320,8 @@ class _Fp32Linear(torch.autograd.Function):
 
 @first_order
 class _AddLoss(torch.autograd.Function):
-    """Returns the weights unchanged. Backward: the loss has the gradient of the model's loss."""
+    """Returns the weights unchanged. In the backward pass the auxiliary loss gets the gradient of the model's
+    loss."""
 
     @staticmethod
     def forward(ctx: Any, weights: Tensor, loss: Tensor, gradient: float) -> Tensor:
@@ -324,13 +334,14 @@ class _AddLoss(torch.autograd.Function):
 
 
 def top_k(scores: Tensor, k: int) -> Tensor:
-    """Returns the indices of the k largest scores along the last dimension, best first. Of equal scores the
-    lower index is better, which torch.topk does not promise."""
+    """Returns the indices of the k largest scores along the last dimension, best first. If scores are equal,
+    the lower index comes first; torch.topk does not promise this order."""
     return scores.sort(dim=-1, descending=True, stable=True).indices[..., :k]
 
 
 def within_best_groups(scores: Tensor, model: ModelConfig) -> Tensor:
-    """Returns the scores, -inf outside of a token's best groups of experts (--moe-router-group-topk)."""
+    """Returns the scores, with -inf for experts outside of a token's best groups
+    (--moe-router-group-topk)."""
     if model.moe_router_num_groups is None:
         return scores
     groups = scores.unflatten(-1, (model.moe_router_num_groups, -1))
@@ -341,36 +352,37 @@ def within_best_groups(scores: Tensor, model: ModelConfig) -> Tensor:
 
 
 def balanced_experts(logits: Tensor, k: int) -> Tensor:
-    """Returns k experts for each token so that all experts have equally many: token t of this rank has
-    experts t k to t k + k - 1, modulo E. int64 [s, b, k]."""
+    """Returns k experts for each token, int64 [s, b, k], such that the experts' numbers of tokens differ by
+    at most one. Token t of this rank gets the experts t k to t k + k - 1, modulo E."""
     tokens, num_experts = logits[..., 0].numel(), logits.shape[-1]
     experts = torch.arange(tokens * k, device=logits.device).remainder_(num_experts)
     return experts.view(*logits.shape[:-1], k)
 
 
 def balanced_counts(tokens: int, k: int, num_experts: int) -> tuple[int, ...]:
-    """Returns the number of rows of each expert that `balanced_experts` makes."""
+    """Returns the number of rows that each expert gets from `balanced_experts`."""
     each, more = divmod(tokens * k, num_experts)
     return tuple(each + (expert < more) for expert in range(num_experts))
 
 
 class RouterBalance:
-    """The tokens per expert of a step's global batch, and the changes of bias and load that follow."""
+    """Counts the tokens per expert of a step's global batch, and computes the changes of the routers' bias
+    and load."""
 
     def __init__(self, module: nn.Module, mesh: Mesh) -> None:
-        """module: this rank's stages."""
+        """module: the module with this rank's pipeline stages."""
         self._routers = [child for child in module.modules() if isinstance(child, Router)]
         self._mesh = mesh
 
     def begin_step(self) -> None:
-        """Starts to count anew: passes outside of a step, such as measurements, have no effect."""
+        """Sets the counts to zero, so that passes outside of a step (such as measurements) have no effect."""
         for router in self._routers:
             router.tokens_per_expert.zero_()
 
     @torch.no_grad()
     def end_step(self) -> dict[nn.Parameter, Tensor]:
-        """Adds up the counts of all ranks, records metrics, and returns what to add to each router's state.
-        Collective on the ranks of a pipeline rank."""
+        """Sums the counts over all ranks, records metrics, and returns the change of each router's state. It
+        is collective over the ranks with this rank's pipeline rank."""
         if not self._routers:
             return {}
         counts = torch.stack([router.tokens_per_expert for router in self._routers])
@@ -388,8 +400,9 @@ class RouterBalance:
         return changes
 
     def _record(self, counts: Tensor) -> None:
-        """Records the tokens per expert, how much the largest number exceeds the mean (MaxVio, arXiv
-        2408.15664, equation 4), the experts without tokens, and the norm of the bias. counts: [layers, E]."""
+        """Records the tokens per expert, the excess of the largest count over the mean (MaxVio, arXiv
+        2408.15664, equation 4), the number of experts without tokens, and the norm of the bias. counts:
+        [layers, E]."""
         numbers = counts.double()
         mean, largest = numbers.mean(1), numbers.amax(1)
         values: dict[str, tuple[Tensor, Reduction]] = {

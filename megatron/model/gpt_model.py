@@ -11,7 +11,7 @@ layers. `pipeline_layers` is the model as an ordered list of layers:
     3 .. L+2     ParallelTransformerLayerPipe                           [s, b, h]
                      x = x + dropout(attention(norm(x)))                ParallelSelfAttention
                      x = x + dropout(mlp(norm(x)))                      ParallelMLP
-                     or another of the arrangements in residual.py (--layer-arrangement);
+                     or a different arrangement from residual.py (--layer-arrangement);
                      with --num-experts, mlp is an ExpertMLP (experts.py)
     L+3          to_batch_first (function)                              [b, s, h]
     L+4          MixedFusedLayerNorm or RMSNorm, the final norm         [b, s, h]
@@ -21,8 +21,8 @@ layers. `pipeline_layers` is the model as an ordered list of layers:
     L+7 ..       MultiTokenPredictionPipe, with --mtp-num-layers        see multi_token_prediction.py
     loss         CrossEntropy (loss.py)                                 scalar
 
-The list and its indices are fixed: checkpoints name parameters by a layer's index (BLOOM's public checkpoints
-use the same indices). Layers 1 and L+5 share the word embedding, under the key 'embed', unless
+The list and its indices are fixed: checkpoints name parameters by their layer's index, as BLOOM's public
+checkpoints do. Layers 1 and L+5 share the word embedding, under the key 'embed', unless
 --untie-embeddings-and-output-weights is given. If layers need document boundaries, layers 1 to L+2 pass a
 pair (hidden, document_ids) instead of hidden: see `LayerIO`.
 
@@ -32,13 +32,13 @@ You can skip parallelism on a first reading. On one process `ColumnParallelLinea
 What tensor parallelism changes (TP > 1; Megatron-LM, arXiv 1909.08053, section 3): each rank computes n / TP
 whole heads with the keys and values of their g / TP groups (of a part of one group if g < TP), 4h / TP
 columns of the MLP, V / TP rows of the word embedding and V / TP columns of the logits. The outputs of the
-second matrix product of attention and MLP are summed over the ranks. Hidden states are replicated over the
-ranks; with --sequence-parallel each rank has a shard [s / TP, b, h] of them from layer 1 to L+2 (arXiv
-2205.05198). The layers of `megatron.mpu.layers` do this behind the interface of `nn.Linear`.
-Context parallelism (CP > 1, `megatron.mpu.context_parallel`): s is s / CP except in token ids, labels and
-document ids. The embedding selects this rank's tokens; attention all-gathers keys and values.
+second matrix product of attention and MLP are summed over the ranks. Hidden states are replicated, or sharded
+with --sequence-parallel: [s / TP, b, h] from layer 1 to L+2 (arXiv 2205.05198). The layers of
+`megatron.mpu.layers` do this behind the interface of `nn.Linear`. With context parallelism (CP > 1) s is s /
+CP except in token ids, labels and document ids: the embedding selects this rank's tokens; attention
+all-gathers keys and values (`megatron.mpu.context_parallel`).
 
-Other parts of the model: attention/, experts.py, position.py, norm.py, activations.py, residual.py, loss.py,
+Further files: attention/, experts.py, position.py, norm.py, activations.py, residual.py, loss.py,
 layer_context.py. pipeline_module.py runs a rank's part of the list, inference/single_process.py all of it.
 """
 
@@ -85,7 +85,7 @@ from megatron.mpu.vector_math import initialize_vector_math
 
 def pipeline_layers(context: LayerContext, vocab_size: int, eod: int | None) -> list[LayerSpec | Callable]:
     """Returns the layer list of this module's docstring, for this rank of the tensor-parallel group."""
-    initialize_vector_math()  # training and tools both build the model here, before they compute anything
+    initialize_vector_math()  # training and tools build the model here before they compute anything
     config = context.config
     model = config.model
     padded = padded_vocab_size(vocab_size, model, context.tp_group.size)
@@ -107,7 +107,7 @@ def pipeline_layers(context: LayerContext, vocab_size: int, eod: int | None) -> 
             TIED_EMBEDDING, EmbeddingPipe, *embedding, is_head=True, forward_fn=lm_head, **tied
         ),
     ]
-    if config.precision.name != "fp32" or model.mtp_num_layers:  # indices do not depend on precision
+    if config.precision.name != "fp32" or model.mtp_num_layers:  # fixed indices for MTP layers
         layers.append(float16_to_fp32)
     first = first_mtp_layer_of(model.num_layers)
     for index in range(first, first + (model.mtp_num_layers or 0)):
@@ -119,13 +119,13 @@ def pipeline_layers(context: LayerContext, vocab_size: int, eod: int | None) -> 
 
 
 def _to_float16(tokens: LayerIO) -> LayerIO:
-    """Returns the token ids unchanged. This layer 0 exists only to keep the indices of all other layers."""
+    """Returns the token ids unchanged. Layer 0 exists only so that the other layers keep their indices."""
     return tokens
 
 
 class EmbeddingPipe(nn.Module):
-    """tokens [batch, seq] int64 -> hidden [batch, seq, hidden], or with --sequence-parallel this rank's shard
-    [seq / TP, batch, hidden]; with document ids if the layers need them.
+    """Embeds tokens, int64 [batch, seq]. Returns hidden [batch, seq, hidden], or with --sequence-parallel
+    this rank's shard [seq / TP, batch, hidden]; and document ids if layers need them.
 
     The same class is the LM head on the last stage (`is_head`). The head holds only the word embedding, since
     a position embedding would be a parameter without a gradient.
@@ -139,7 +139,7 @@ class EmbeddingPipe(nn.Module):
         eod: int | None,
         is_head: bool = False,
     ) -> None:
-        """`vocab_size`: number of real tokens; the other rows of `padded_vocab_size` are padding. `eod`: the
+        """vocab_size: number of real tokens; the other rows of `padded_vocab_size` are padding. eod: the
         end-of-document token, needed by --reset-position-ids and --reset-attention-mask."""
         super().__init__()
         model = context.config.model
@@ -171,7 +171,8 @@ class EmbeddingPipe(nn.Module):
             mark_sequence_parallel_grads(self)
 
     def forward(self, inputs: LayerIO) -> LayerIO:
-        """inputs: tokens, or (tokens, document_ids) if `eod` does not end the documents."""
+        """Returns the embedded tokens, after dropout. inputs: tokens [batch, seq], or (tokens, document_ids)
+        if the document boundaries do not follow from `eod`."""
         tokens, document_ids = split_layer_io(inputs)
         if document_ids is None and (self.reset_position_ids or self.passes_document_ids):
             document_ids = document_ids_of(tokens, self.eod)
@@ -200,7 +201,7 @@ class EmbeddingPipe(nn.Module):
 
     @property
     def head_weight(self) -> Tensor:
-        """The weight of the LM head."""
+        """The weight of the LM head, this rank's rows."""
         return self.word_embeddings.weight
 
     @classmethod
@@ -218,7 +219,7 @@ class EmbeddingCopyPipe(EmbeddingPipe):
 
 def _to_sequence_first(context: LayerContext) -> Callable[[LayerIO], LayerIO]:
     def to_sequence_first(layer_io: LayerIO) -> LayerIO:
-        """[batch, seq, hidden] -> [seq, batch, hidden]; with --sequence-parallel unchanged."""
+        """Transposes [batch, seq, hidden] to [seq, batch, hidden]; a no-op with --sequence-parallel."""
         if context.sequence_parallel:
             return layer_io
         hidden, document_ids = split_layer_io(layer_io)
@@ -229,26 +230,26 @@ def _to_sequence_first(context: LayerContext) -> Callable[[LayerIO], LayerIO]:
 
 def _to_batch_first(context: LayerContext) -> Callable[[LayerIO], Tensor]:
     def to_batch_first(layer_io: LayerIO) -> Tensor:
-        """[seq, batch, hidden] -> [batch, seq, hidden], without the document_ids."""
+        """Transposes [seq, batch, hidden] to [batch, seq, hidden], and removes the document ids."""
         hidden, _ = split_layer_io(layer_io)
         if context.sequence_parallel:
             hidden = gather_from_tensor_region(hidden, context.tp_group, dim=0)
         elif hidden.requires_grad:
-            hidden.register_hook(Tensor.contiguous)  # one copy, not one in each earlier layer
+            hidden.register_hook(Tensor.contiguous)  # copies once, so that no earlier layer must copy
         return hidden.transpose(0, 1).contiguous()
 
     return to_batch_first
 
 
 class ParallelTransformerLayerPipe(nn.Module):
-    """Transformer layer: hidden [seq, batch, hidden] -> [seq, batch, hidden].
+    """A transformer layer. It maps hidden [seq, batch, hidden] to [seq, batch, hidden].
 
     With --sequence-parallel hidden is this rank's shard [seq / TP, batch, hidden]. document_ids, if any, are
     returned unchanged. The functions of residual.py arrange norms, attention and MLP.
     """
 
     def __init__(self, context: LayerContext, layer_index: int) -> None:
-        """`layer_index`: this layer's index in `pipeline_layers`. It is also part of its dropout's salt."""
+        """layer_index: this layer's index in `pipeline_layers`. It is also part of its dropout's salt."""
         super().__init__()
         context = context.of_layer(layer_index)
         model = context.config.model
@@ -265,7 +266,7 @@ class ParallelTransformerLayerPipe(nn.Module):
         self.pre_mlp_layernorm = norm("pre_mlp_layernorm")
         self.mlp = new_mlp(context, layer_index)
         self.post_mlp_layernorm = norm("post_mlp_layernorm")
-        self.metrics = context.metrics  # a metric of the layer is one line more (CONTRIBUTING.md)
+        self.metrics = context.metrics  # one line records a metric of the layer (CONTRIBUTING.md)
         self.recomputes_norms = context.config.training.recomputes("layernorm")
         self.residual_after_norm = model.apply_residual_connection_post_layernorm
         self.additions: Any = nn.ModuleDict()
@@ -279,21 +280,21 @@ class ParallelTransformerLayerPipe(nn.Module):
         return join_layer_io(self.arrange(self, hidden, document_ids), document_ids)
 
     def dropout_add(self, output: Tensor, residual: Tensor, block: str) -> Tensor:
-        """Returns residual + dropout(output + skipped bias, if any). block: 'self_attention' or 'mlp'."""
+        """Returns residual + dropout(output + the block's skipped bias). block: 'self_attention' or 'mlp'."""
         return self.additions[block](output, residual, getattr(self, block).skipped_bias)
 
     def add_and_norm(
         self, output: Tensor, residual: Tensor, block: str, norm: nn.Module
     ) -> tuple[Tensor, Tensor]:
-        """Returns the sum of `dropout_add` and its norm."""
+        """Returns the sum that `dropout_add` returns, and its norm."""
         return self.additions[block].and_norm(norm, output, residual, getattr(self, block).skipped_bias)
 
     def recomputed(self, norm: nn.Module, x: Tensor, normed: Tensor) -> AbstractContextManager[None]:
-        """Returns a context in which no layer stores normed = norm(x), with --recompute-modules layernorm."""
+        """Returns a context that recomputes normed = norm(x), with --recompute-modules layernorm."""
         return recomputed(norm, x, normed, self.recomputes_norms)
 
     def before_compiled(self, layer_io: LayerIO) -> None:
-        """Fetches the keys of the layer's dropouts, before a compiled forward pass."""
+        """Fetches the keys of the layer's dropout masks before a compiled forward pass."""
         hidden, _ = split_layer_io(layer_io)
         for addition in self.additions.values():
             addition.fetch_keys(hidden)
@@ -312,17 +313,17 @@ def new_attention(context: LayerContext, layer_index: int) -> "ParallelSelfAtten
 
 
 class ParallelSelfAttention(nn.Module):
-    """Causal self-attention: [seq, batch, hidden] -> [seq, batch, hidden].
+    """Causal self-attention. It maps [seq, batch, hidden] to [seq, batch, hidden].
 
     The rows of the fused projection are ordered (groups, heads per group + 2, head_dim): for each group its
     query heads, one key head, one value head. With one head per group this is (heads, 3, head_dim). A
     contiguous slice of rows is a set of whole groups, so one full weight serves every tensor-parallel degree.
-    With --attention-output-gate, gates follow a group's query heads, as in Megatron-Core: see `group_rows`.
+    With --attention-output-gate, gates follow the group's query heads as in Megatron-Core: see `group_rows`.
 
     With fewer groups than ranks, each block of TP / groups consecutive ranks computes one group. A rank
-    projects its part of the group's rows; the block gathers the parts. Each rank keeps its own query heads,
-    their gates, the key head and the value head. The backward pass sums the gradients over the block. No
-    weight is replicated.
+    projects its part of the group's rows, and the block gathers the parts. Each rank keeps its own query
+    heads, their gates, the key head and the value head. The backward pass sums the gradients over the block.
+    No weight is replicated.
     """
 
     def __init__(self, context: LayerContext, layer_index: int) -> None:
@@ -352,15 +353,15 @@ class ParallelSelfAttention(nn.Module):
 
     @property
     def skipped_bias(self) -> Tensor | None:
-        """See `RowParallelLinear`."""
+        """The bias of the output projection that the residual addition adds: see `RowParallelLinear`."""
         return self.dense.skipped_bias
 
     def logit_weights(self) -> list[LogitWeight]:
-        """See `qk_clip`."""
+        """Returns the weights of queries and keys for QK-clip: see `qk_clip`."""
         return [fused_weight(self.query_key_value.weight, self.has_gate)]
 
     def forward(self, hidden: Tensor, document_ids: Tensor | None) -> Tensor:
-        """hidden [seq / CP, batch, hidden], document_ids [batch, seq] or None -> the shape of hidden."""
+        """Returns the output [seq / CP, batch, hidden]. document_ids: [batch, seq] or None."""
         projected = self.query_key_value(hidden)
         if self.ranks_per_group > 1:
             of_group = gather_from_rank_block(projected, self.tp_group, self.ranks_per_group)
@@ -389,7 +390,7 @@ class ParallelSelfAttention(nn.Module):
         return query, key, value, *gate
 
     def _rows_of_own_heads(self, group: Tensor) -> Tensor:
-        """Selects this rank's query heads, their gates, the key and the value of a whole group."""
+        """Returns this rank's query heads, gates, key and value from a whole group's projection."""
         *of_heads, key, value = group.split(self.group_rows, dim=-1)
         own = self.tp_group.rank % self.ranks_per_group
         parts = (part.chunk(self.ranks_per_group, dim=-1)[own] for part in of_heads)
@@ -397,7 +398,7 @@ class ParallelSelfAttention(nn.Module):
 
 
 def new_mlp(context: LayerContext, layer_index: int) -> "ParallelMLP | ExpertMLP":
-    """Returns the MLP of a transformer layer: a dense one, or with --num-experts one of experts."""
+    """Returns the MLP of a transformer layer: a dense MLP, or with --num-experts an `ExpertMLP`."""
     model = context.config.model
     if not model.has_experts(layer_number(layer_index, model.num_layers)):
         return ParallelMLP(context, model.ffn_hidden_size)
@@ -408,14 +409,14 @@ def new_mlp(context: LayerContext, layer_index: int) -> "ParallelMLP | ExpertMLP
 
 
 class ParallelMLP(nn.Module):
-    """h -> 4h -> activation -> h: [seq, batch, hidden] -> [seq, batch, hidden].
+    """MLP from h to 4h, activation, and back to h. It maps [seq, batch, hidden] to [seq, batch, hidden].
 
     In a gated MLP (GLU variants, arXiv 2002.05202) the first matrix has 2 * 4h rows: first the value, then
     the gate. The output is value * activation(gate).
     """
 
     def __init__(self, context: LayerContext, size: int, **settings: Any) -> None:
-        """size: 4h. settings: of the second matrix."""
+        """size: 4h, the inner dimension. settings: further arguments of the second linear layer."""
         super().__init__()
         model = context.config.model
         self.activation = mlp_activation(model)
@@ -430,7 +431,7 @@ class ParallelMLP(nn.Module):
 
     @property
     def skipped_bias(self) -> Tensor | None:
-        """See `RowParallelLinear`."""
+        """The bias of the second matrix that the residual addition adds: see `RowParallelLinear`."""
         return self.dense_4h_to_h.skipped_bias
 
     def forward(self, hidden: Tensor) -> Tensor:
@@ -440,7 +441,7 @@ class ParallelMLP(nn.Module):
 
 
 def _linear_layer_settings(context: LayerContext) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Returns the keyword arguments of the column-parallel and of the row-parallel layers."""
+    """Returns the keyword arguments of the column-parallel layers, and of the row-parallel layers."""
     model = context.config.model
     both = {
         "lr_mult": model.matrix_lr_mult,
@@ -455,10 +456,10 @@ def _linear_layer_settings(context: LayerContext) -> tuple[dict[str, Any], dict[
 
 
 class LMHeadPipe(nn.Module):
-    """The untied LM head: hidden [batch, seq, hidden] -> logits [batch, seq, padded_vocab / TP]."""
+    """The untied LM head. It maps hidden [batch, seq, hidden] to logits [batch, seq, padded_vocab / TP]."""
 
     def __init__(self, context: LayerContext, vocab_size: int, padded_vocab_size: int) -> None:
-        """`vocab_size`: number of real tokens."""
+        """vocab_size: number of real tokens. padded_vocab_size: rows of the weight over all TP ranks."""
         super().__init__()
         model = context.config.model
         self.lm_head = VocabParallelEmbedding(
@@ -473,7 +474,7 @@ class LMHeadPipe(nn.Module):
 
     @property
     def head_weight(self) -> Tensor:
-        """The weight of the LM head."""
+        """The weight of the LM head, this rank's rows."""
         return self.lm_head.weight
 
     @classmethod
@@ -491,7 +492,7 @@ def lm_head(head: EmbeddingPipe | LMHeadPipe, hidden: Tensor) -> Tensor:
 
 
 def head_input(head: EmbeddingPipe | LMHeadPipe, hidden: Tensor) -> Tensor:
-    """Returns the head's input times the multiplier of the logits: cheaper than scaling these."""
+    """Returns the head's input times the logits' multiplier, which is cheaper than to scale the logits."""
     return hidden if head.logits_multiplier == 1.0 else hidden * head.logits_multiplier
 
 

@@ -1,4 +1,4 @@
-"""What the layers of a stage share, and what they pass to each other."""
+"""What the layers of a stage share (`LayerContext`), and what they pass to each other (`LayerIO`)."""
 
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -23,28 +23,30 @@ from megatron.mpu.random import DropoutRNG, Part
 from megatron.mpu.step_metrics import StepMetrics
 from megatron.mpu.weight_gradient import DeferredGradients
 
-# What a layer receives and returns, and what a stage sends to the next: hidden, or (hidden, document_ids).
+# The type that a layer receives and returns, and that a stage sends: hidden, or (hidden, document_ids).
 LayerIO = Tensor | tuple[Tensor, Tensor]
 TensorSpec = tuple[tuple[int, ...], torch.dtype]
 _ROTATION = ("rotary_base", "rotary_dim", "rope_scaling_type")
 
 
 def split_layer_io(layer_io: LayerIO) -> tuple[Tensor, Tensor | None]:
-    """Returns (hidden, document_ids or None) of a layer's input or output."""
+    """Returns (hidden, document_ids) of a layer's input or output. document_ids is None if there are none."""
     return (layer_io, None) if isinstance(layer_io, Tensor) else (layer_io[0], layer_io[1])
 
 
 def join_layer_io(hidden: Tensor, document_ids: Tensor | None) -> LayerIO:
-    """Inverts `split_layer_io`."""
+    """Returns the `LayerIO` of hidden and document_ids: the inverse of `split_layer_io`."""
     return hidden if document_ids is None else (hidden, document_ids)
 
 
 @dataclass(frozen=True)
 class LayerContext:
-    """What all layers of a stage share: the configuration, the mesh, the dropout RNG, and with
-    --pipeline-schedule zero-bubble the queue of deferred weight gradients. metrics: records values to log.
-    fp8: of the linear layers, with --fp8-format; None in a layer in bf16. cache: keeps keys and values while
-    texts are generated."""
+    """What all layers of a stage share.
+
+    deferred: the queue of deferred weight gradients with --pipeline-schedule zero-bubble, otherwise None.
+    metrics: records values to log. fp8: the FP8 settings of the linear layers with --fp8-format; None in a
+    bf16 layer. cache: stores keys and values while texts are generated.
+    """
 
     config: Config
     mesh: Mesh
@@ -55,36 +57,37 @@ class LayerContext:
     cache: KeyValueCache = field(default_factory=KeyValueCache)
 
     def of_layer(self, layer_index: int) -> "LayerContext":
-        """Returns the context of a layer of the layer list: its model has the settings of the layer, and
-        there is no FP8 if the layer is in bf16. All layers share masks and rotary tables."""
+        """Returns the context of a layer of the layer list. Its model has the settings of this layer, and its
+        `fp8` is None if the layer is in bf16. All contexts share the masks and the rotary tables."""
         model = self.config.model
         layer = layer_number(layer_index, model.num_layers)
         own, fp8 = model.of_layer(layer), None if model.is_bf16_layer(layer) else self.fp8
         if own is model and fp8 is self.fp8:
             return self
         context = replace(self, config=replace(self.config, model=own), fp8=fp8)
-        vars(context).update(_masks=self._masks, _rotary=self._rotary)  # the cached properties
+        vars(context).update(_masks=self._masks, _rotary=self._rotary)  # cached properties
         return context
 
     @property
     def tp_group(self) -> Axis:
-        """The tensor-parallel ranks."""
+        """The group of tensor-parallel ranks."""
         return self.mesh.tp
 
     @property
     def cp_group(self) -> Axis:
-        """The ranks that share each sequence. Embedding, positions, attention and dropout use it; all other
-        layers compute each token on its own."""
+        """The group of ranks that share each sequence. Embedding, positions, attention and dropout use it;
+        all other layers compute each token independently."""
         return self.mesh.cp
 
     @property
     def positions(self) -> PositionScheme:
-        """The components that --position-embedding-type uses."""
+        """The components that --position-embedding-type selects."""
         return POSITION_EMBEDDINGS.load(self.config.model.position_embedding_type)
 
     @property
     def embedding_multiplier(self) -> float:
-        """Multiplier of the embedding output. --scale-embeddings rounds its factor like a weight."""
+        """The factor of the embedding output. The factor of --scale-embeddings is rounded to the weights'
+        dtype."""
         model = self.config.model
         if not model.scale_embeddings:
             return model.embedding_multiplier
@@ -93,11 +96,12 @@ class LayerContext:
         return model.embedding_multiplier * factor
 
     def masks(self, layer_index: int) -> AttentionMasks:
-        """Returns the attention biases of a layer of the layer list, for this rank's heads."""
+        """Returns the attention masks of a layer of the layer list, with ALiBi slopes for this rank's
+        heads."""
         return self._masks[self._has_window(layer_index)]
 
     def rotary(self, layer_index: int) -> RotaryEmbedding | None:
-        """Returns the rotary tables of a layer; None if it has none."""
+        """Returns the rotary embedding of a layer of the layer list, or None if the layer has none."""
         has_rotary = self.config.model.has_rotary(layer_number(layer_index, self.config.model.num_layers))
         return self._rotary[self._has_window(layer_index)] if self._rotary and has_rotary else None
 
@@ -106,7 +110,8 @@ class LayerContext:
 
     @cached_property
     def _masks(self) -> dict[bool, AttentionMasks]:
-        """The masks that all layers with a window share (True), and all layers without (False)."""
+        """The masks that all layers with a window share (key True), and all layers without a window
+        (False)."""
         all_slopes, within_documents = self.positions.slopes, self.config.data.reset_attention_mask
         masks = {}
         for has_window, window in ((True, self.config.model.window_size), (False, None)):
@@ -119,8 +124,8 @@ class LayerContext:
 
     @cached_property
     def _rotary(self) -> dict[bool, RotaryEmbedding] | None:
-        """The tables of all layers with a window (True) and without (False): one table if their frequencies
-        are equal."""
+        """The rotary embeddings of all layers with a window (key True) and without a window (False). Both
+        keys have one object if the frequencies are equal."""
         rotary, model = self.positions.rotary, self.config.model
         if rotary is None:
             return None
@@ -132,12 +137,13 @@ class LayerContext:
 
     @property
     def sequence_parallel(self) -> bool:
-        """Whether activations outside attention and MLP are sharded along the sequence (arXiv 2205.05198)."""
+        """Whether activations outside of attention and MLP are sharded along the sequence (arXiv
+        2205.05198)."""
         return self.config.parallel.sequence_parallel and self.tp_group.size > 1
 
     def dropout_part(self, hidden: Tensor, dim: int) -> Part | None:
-        """Returns which part of the full activation a hidden state is, for `mpu.random.dropout`. dim: its
-        sequence dimension."""
+        """Returns which part of the full activation the tensor `hidden` is, as `mpu.random.dropout` needs it;
+        None if `hidden` is the full activation. dim: the sequence dimension of `hidden`."""
         if self.cp_group.size == 1 and not self.sequence_parallel:
             return None
         tp_group = self.tp_group if self.sequence_parallel else Axis("tp")
@@ -151,20 +157,21 @@ class LayerContext:
 
     @property
     def layers_need_document_ids(self) -> bool:
-        """Whether the transformer layers use document ids, which are then part of `LayerIO`."""
+        """Whether the transformer layers use document ids. If so, the layers pass them in `LayerIO`."""
         return self.config.data.reset_attention_mask or self.resets_rotary_positions
 
     def input_specs(self, layer_index: int, batch: int, seq: int) -> list[TensorSpec]:
-        """Returns the shape and dtype of each tensor that a layer receives. layer_index: its index in
-        `pipeline_layers`, after the embedding, up to the head. batch, seq: size of the micro-batch's
-        tokens."""
+        """Returns the shape and dtype of each tensor that a layer receives. layer_index: the layer's index in
+        `pipeline_layers`; a layer after the embedding and not after the head. batch, seq: samples and tokens
+        per sample of the micro-batch."""
         config, final_norm = self.config, final_norm_of(self.config.model.num_layers)
         is_sharded = self.sequence_parallel and layer_index < final_norm
         new = seq if self.cache.positions is None else self.cache.positions.shape[1]
         own_seq = new // self.cp_group.size // (self.tp_group.size if is_sharded else 1)
         seq_first = is_sharded or FIRST_TRANSFORMER_LAYER <= layer_index < final_norm
         shape = (own_seq, batch) if seq_first else (batch, own_seq)
-        # A residual that is the norm's output has the parameters' dtype.
+        # With --apply-residual-connection-post-layernorm the residual is the norm's output, in the
+        # parameters' dtype.
         only_first = config.model.apply_residual_connection_post_layernorm
         last_fp32 = FIRST_TRANSFORMER_LAYER if only_first else final_norm
         fp32 = config.precision.fp32_residual_connection and layer_index <= last_fp32

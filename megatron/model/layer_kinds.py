@@ -1,8 +1,8 @@
-"""What an entry of the layer list is, for the partition, the planner and the counts of FLOPs.
+"""Describes each entry of the layer list for the partition, the planner and the FLOP counts.
 
-A layer class describes itself: its method `describe` has the arguments of its constructor (see
+A layer class describes itself: its method `describe` takes the arguments of its constructor (see
 `pipeline_module.describe`). Transformer layers of one `LayerKind` have equal costs. A new kind of layer needs
-a `LayerKind`; what reads the descriptions does not change.
+a new `LayerKind`; the code that reads the descriptions needs no change.
 """
 
 from __future__ import annotations
@@ -29,13 +29,13 @@ from megatron.config.sections.layer_pattern import (
 class LayerKind:
     """A kind of transformer layer.
 
-    window: see --window-size. matrix_elements: number of elements in the layer's weight matrices.
-    unused_elements: number of those that a token does not use, because they belong to other experts than its
-    own. window_letter, expert_letter, fp8_letter, rotary_letter: stand for the kind in --window-pattern,
-    --moe-layer-freq, --fp8-layer-pattern and --no-rope-freq; '' without a pattern, without experts, and if
-    all layers have one precision. window_parameters: whether layers with a window and without may have
-    parameters of different shapes. suffix: follows the class name in the names that --partition-method
-    type:REGEX matches; '' if all layers are of one kind.
+    window: see --window-size. matrix_elements: number of elements of the layer's weight matrices.
+    unused_elements: number of matrix elements that a token does not use, because they belong to experts that
+    it does not choose. window_letter, expert_letter, fp8_letter, rotary_letter: the letter of this kind in
+    --window-pattern, --moe-layer-freq, --fp8-layer-pattern and --no-rope-freq; '' without a pattern, without
+    experts, and if all layers have one precision. window_parameters: whether the shapes of parameters may
+    depend on whether a layer has a window. suffix: follows the class name in the names that
+    --partition-method type:REGEX matches; '' if all layers are of one kind.
     """
 
     window: int | None
@@ -50,23 +50,24 @@ class LayerKind:
 
     @property
     def has_experts(self) -> bool:
-        """Whether the layer has experts."""
+        """Whether the layer's MLP consists of experts."""
         return self.expert_letter == EXPERTS
 
     @property
     def active_elements(self) -> int:
-        """Number of elements of weight matrices by which each token is multiplied."""
+        """Number of matrix elements that each token is multiplied by."""
         return self.matrix_elements - self.unused_elements
 
     @property
     def parameter_kind(self) -> LayerKind:
-        """The kind that stands for all with equal parameters: without a window, unless these depend on it."""
+        """The kind that represents all kinds with equal parameters. It has no window, unless parameters
+        depend on it."""
         if self.window_parameters:
             return self
         return replace(self, window=None, window_letter="", suffix="")
 
     def of(self, model: ModelConfig) -> ModelConfig:
-        """Returns the model with the settings of layers of this kind."""
+        """Returns the model with the settings of the layers of this kind."""
         return model.of_kind(has_window=self.window is not None)
 
     def keys(self, seq_length: int) -> int:
@@ -75,7 +76,7 @@ class LayerKind:
 
 
 def layer_kind(model: ModelConfig, layer: int) -> LayerKind:
-    """Returns the kind of a transformer layer, counted from 0."""
+    """Returns the kind of a transformer layer. layer: counted from 0."""
     hidden, matrices = model.hidden_size, 3 if model.glu_activation else 2
     attention = model.of_layer(layer).attention_matrices
     elements, unused = sum(n_out * n_in for n_out, n_in in attention.values()), 0
@@ -111,7 +112,7 @@ def layer_kinds(model: ModelConfig) -> list[LayerKind]:
 
 
 def settings_for_kinds(kinds: Sequence[LayerKind]) -> dict[str, Any]:
-    """Returns the settings of a model with transformer layers of these kinds: 'section.field' -> value."""
+    """Returns the model settings for transformer layers of these kinds: 'section.field' -> value."""
     windows = tuple(letter for kind in kinds if (letter := kind.window_letter))
     experts = tuple(letter for kind in kinds if (letter := kind.expert_letter))
     precisions = tuple(letter for kind in kinds if (letter := kind.fp8_letter))
@@ -126,13 +127,14 @@ def settings_for_kinds(kinds: Sequence[LayerKind]) -> dict[str, Any]:
 
 
 def period(kinds: Sequence[LayerKind]) -> int:
-    """Returns the number of layers after which the kinds repeat; all of them if they do not occur twice."""
+    """Returns the number of layers after which the kinds repeat. If they do not repeat, this is the number of
+    all layers."""
     halves = range(1, len(kinds) // 2 + 1)
     return next((n for n in halves if kinds[n:] == kinds[: len(kinds) - n]), len(kinds))
 
 
 class Role(Enum):
-    """What an entry of the layer list does. The value is its title in reports."""
+    """What an entry of the layer list does. The value of the enumeration is the entry's title in reports."""
 
     FUNCTION = ""
     EMBEDDING = "embedding"
@@ -146,8 +148,8 @@ class Role(Enum):
 class LayerDescription:
     """An entry of the layer list.
 
-    name: its class or function. kind: of a transformer layer. is_tied: whether it has the weight of the
-    input embedding.
+    name: the class or function of the entry. kind: the kind of a transformer layer, otherwise None. is_tied:
+    whether the layer uses the weight of the input embedding.
     """
 
     name: str
@@ -157,12 +159,12 @@ class LayerDescription:
 
     @property
     def has_transformer_layer(self) -> bool:
-        """Whether it is a transformer layer, or contains one."""
+        """Whether the entry is a transformer layer or contains one."""
         return self.role in (Role.TRANSFORMER, Role.MULTI_TOKEN)
 
     @property
     def title(self) -> str:
-        """Its title in reports; '' for a function between layers."""
+        """The entry's title in reports; '' for a function between layers."""
         return self.role.value
 
     @property

@@ -1,34 +1,36 @@
-"""What checkpoint tools need to know of the pipeline's layer list and of dtypes. It imports only torch: the
-model's modules import DeepSpeed and torch.compile, which takes seconds."""
+"""The layer list's indices and names, and dtypes, for checkpoint tools. This module imports only torch, since
+the model's modules import DeepSpeed and torch.compile, which takes seconds."""
 
 import torch
 
 FIRST_TRANSFORMER_LAYER = 3
 TIED_EMBEDDING = "embed"
-# Global names: the prefix of the embedding's parameters, and its weight, which is tied to the LM head.
+# Global names: the prefix of the embedding's parameters, and the embedding's weight, which a tied LM
+# head uses.
 EMBEDDING = f"tied_modules.{TIED_EMBEDDING}."
 WORD_EMBEDDINGS = f"{EMBEDDING}word_embeddings.weight"
 
 
 def final_norm_of(num_layers: int) -> int:
-    """Returns the index of the final norm in the pipeline's layer list. An untied LM head follows it."""
+    """Returns the final norm's index in the layer list. An untied LM head has the next index."""
     return FIRST_TRANSFORMER_LAYER + num_layers + 1
 
 
 def first_mtp_layer_of(num_layers: int) -> int:
-    """Returns the index of the first layer for multi-token prediction, after float16_to_fp32. The layers from
-    there on belong to the loss: they do not follow the layers before them."""
+    """Returns the index of the first layer for multi-token prediction, the one after float16_to_fp32. The
+    loss runs this layer and all later ones: their input is not the output of the previous layer of the
+    list."""
     return final_norm_of(num_layers) + 3
 
 
 def layer_number(layer_index: int, num_layers: int) -> int:
-    """Returns the transformer layer, counted from 0, whose kind a layer of the list has: layers for
-    multi-token prediction are of the last one's kind."""
+    """Returns the number, counted from 0, of the transformer layer that determines the kind of a layer of the
+    list. A layer for multi-token prediction has the kind of the last transformer layer."""
     return min(layer_index - FIRST_TRANSFORMER_LAYER, num_layers - 1)
 
 
 ONLY_IN_TRAINING = (".mlp.router.expert_load",)
-"""Ends of the names of state that only --moe-router-load-balancing-type global_aux_loss has. No model needs
-it: without it a run begins with its initial value."""
+"""Name endings of states that exist only with --moe-router-load-balancing-type global_aux_loss. A checkpoint
+may lack them: a run without them starts from their initial value."""
 
 PARAMETER_DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}

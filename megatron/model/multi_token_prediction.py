@@ -7,15 +7,15 @@ t[i+k+1]:
     h[k]   = final_layernorm(transformer_layer(x))              h[0]: the head's input of the main model
     loss   = scaling factor / layers x sum over k of CrossEntropy(head(h[k]), t[i+k+1])
 
-Embedding and head belong to the main model. As in Megatron-LM and transformers, h[0] and the h[k] that the
-next layer reads are outputs of a final norm. eh_proj has no bias. The transformer layer is of the last one's
-kind.
+Embedding and head belong to the main model. As in Megatron-LM and transformers, h[0] and each h[k] that the
+next layer reads are outputs of a final norm. eh_proj has no bias. The inner transformer layer has the kind of
+the main model's last one.
 
 The layers stand at the end of the layer list, on the last stage. `GPTModelPipe.loss` runs them in training.
-All their tokens are labels: t[i+k] is labels[i+k-1]. The loss mask moves with the labels, and the last k
-positions, which have no label at layer k, do not count. Attention is within documents, and rotary positions
-restart, as in the main model (--reset-attention-mask, --reset-position-ids). As in Megatron-LM with these
-flags, the label of a document's last positions is in the next document.
+They take their tokens from the labels: t[i+k] is labels[i+k-1]. The loss mask is shifted together with the
+labels, and the last k positions, which have no label at layer k, do not count. As in the main model,
+attention is limited to documents and rotary positions restart (--reset-attention-mask, --reset-position-ids).
+As in Megatron-LM with these flags, the label of a document's last positions is a token of the next document.
 """
 
 from __future__ import annotations
@@ -38,8 +38,9 @@ from megatron.mpu.parameters import mark_sequence_parallel_grads
 
 
 class MultiTokenPredictionPipe(nn.Module):
-    """One layer: the head's input [batch, seq / CP, hidden] of the layer before it, with document ids if the
-    transformer layer needs them -> its own input of the head."""
+    """One layer of multi-token prediction. It maps the head's input of the layer before it
+    [batch, seq / CP, hidden] (with document ids if the transformer layer needs them) to its own input of the
+    head."""
 
     def __init__(
         self,
@@ -47,7 +48,8 @@ class MultiTokenPredictionPipe(nn.Module):
         layer_index: int,
         transformer_layer: Callable[[LayerContext, int], nn.Module],
     ) -> None:
-        """layer_index: in the layer list. transformer_layer: the class of transformer layers."""
+        """layer_index: the layer's index in the layer list. transformer_layer: the class of transformer
+        layers."""
         super().__init__()
         config, model = context.config, context.config.model
         of_layer = context.of_layer(layer_index)
@@ -76,7 +78,8 @@ class MultiTokenPredictionPipe(nn.Module):
             mark_sequence_parallel_grads(self.hnorm)
 
     def forward(self, layer_io: LayerIO, tokens: Tensor, embedding: VocabParallelEmbedding) -> Tensor:
-        """tokens: int64 [batch, seq], the token of each position whose embedding the layer reads."""
+        """Returns the normalized output of this prediction layer, [batch, seq, hidden], the input of the LM
+        head. tokens: int64 [batch, seq]; tokens[:, i] is the token whose embedding is read at position i."""
         hidden, document_ids = split_layer_io(layer_io)
         hidden = hidden.transpose(0, 1).contiguous()
         vectors = embedding(shard_sequence(tokens, self.cp_group))
@@ -104,5 +107,5 @@ class MultiTokenPredictionPipe(nn.Module):
 
 
 def shifted(values: Tensor, places: int) -> Tensor:
-    """Returns values[:, i + places] at each position i of [batch, seq]; 0 after the end."""
+    """Returns values[:, i + places] at each position i of values [batch, seq]; 0 after the end."""
     return F.pad(values[:, places:], (0, min(places, values.shape[1])))

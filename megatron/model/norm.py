@@ -1,8 +1,8 @@
-"""Layer norm and RMS norm. With --fp32-residual-connection their input is fp32 while their parameters are
-16-bit.
+"""Layer norm and RMS norm. With --fp32-residual-connection a norm has fp32 input and 16-bit parameters.
 
-In a transformer layer a norm's input is also the residual of the next addition, and often the sum of the last
-one. `norm_with_input` and `add_and_norm` compute both with the norm, in one Triton kernel per pass.
+In a transformer layer the input of a norm is also the residual of the next addition, and it is often the sum
+of the previous addition. `norm_with_input` and `add_and_norm` compute the norm and these uses together, in
+one Triton kernel per pass.
 """
 
 from collections.abc import Callable
@@ -30,7 +30,7 @@ def norm_class(config: Config) -> type[nn.Module]:
 def norm_arguments(
     config: Config, size: int | None = None
 ) -> tuple[int, float, bool] | tuple[int, float, bool, bool]:
-    """Returns the arguments of `norm_class`. size: None for the hidden size."""
+    """Returns the constructor arguments of `norm_class`. size: width of the norm; None: the hidden size."""
     model = config.model
     arguments = (size or model.hidden_size, model.layernorm_epsilon, config.optimizer.use_apex)
     if model.apply_layernorm_1p and "apply_layernorm_1p" not in model.unused_fields():
@@ -44,10 +44,11 @@ def new_norm(config: Config) -> nn.Module:
 
 
 class _Norm(nn.Module):
-    """A norm over the last dimension; statistics in fp32, output in the parameters' dtype."""
+    """A norm over the last dimension. Statistics are in fp32, the output has the parameters' dtype."""
 
     normalize: Callable[..., Tensor]
-    """(input, shape, [weight, bias or weight], epsilon) -> output, of one dtype."""
+    """A function (input, shape, [weight, bias] or [weight], epsilon) -> output; its tensors have one
+    dtype."""
 
     def __init__(
         self, hidden_size: int, epsilon: float, use_apex: bool = False, zero_centered: bool = False
@@ -56,18 +57,19 @@ class _Norm(nn.Module):
         self.normalized_shape = (hidden_size,)
         self.epsilon, self.zero_centered = epsilon, zero_centered
         start = ParameterSpec((hidden_size,), init_value=1.0 - zero_centered, weight_decay=False)
-        # Replicated over the tensor-parallel ranks: every rank holds the full vector.
+        # The weight is replicated: every tensor-parallel rank holds the full vector.
         self.weight = new_parameter(start)
         self.bias: nn.Parameter | None = None
 
     def forward(self, hidden: Tensor) -> Tensor:
-        """[..., hidden] in any float dtype -> [..., hidden] in the dtype of the parameters."""
+        """Returns the norm of hidden [..., hidden], which has any float dtype, in the dtype of the
+        parameters."""
         weight, bias = self.weight, [] if self.bias is None else [self.bias]
         if in_kernel(self, hidden):
             return norm_with_input(self, hidden)[1]
         if hidden.dtype == weight.dtype and not self.zero_centered:
             return self.normalize(hidden, self.normalized_shape, weight, *bias, self.epsilon)
-        # The factor is the weight, or 1 + weight (--apply-layernorm-1p).
+        # The factor is the weight, or 1 + weight with --apply-layernorm-1p.
         factor = weight.float() + 1.0 if self.zero_centered else weight.float()
         vectors = (factor, *(vector.float() for vector in bias))
         wide = self.normalize(hidden.float(), self.normalized_shape, *vectors, self.epsilon)
@@ -77,7 +79,8 @@ class _Norm(nn.Module):
 class MixedFusedLayerNorm(_Norm):
     """Layer norm. Megatron-DeepSpeed checkpoints use this class name for the final norm.
 
-    With `use_apex` the kernel is apex's (NVIDIA's apex must be installed), otherwise Triton's or PyTorch's.
+    With `use_apex` the kernel is NVIDIA's (the package apex must be installed), otherwise Triton's or
+    PyTorch's.
     """
 
     def __init__(
@@ -89,7 +92,7 @@ class MixedFusedLayerNorm(_Norm):
 
 
 class LayerNormWithoutBias(MixedFusedLayerNorm):
-    """Layer norm with a weight only. Kernels get zeros as its bias."""
+    """Layer norm with a weight and without a bias. Kernels get a bias of zeros."""
 
     def __init__(
         self, hidden_size: int, epsilon: float, use_apex: bool = False, zero_centered: bool = False
@@ -118,8 +121,8 @@ def in_kernel(norm: nn.Module, hidden: Tensor) -> bool:
 
 
 def norm_with_input(norm: nn.Module, hidden: Tensor) -> tuple[Tensor, Tensor]:
-    """Returns `hidden`, for its other uses, and its norm. The backward pass of the kernel adds the gradients
-    of both."""
+    """Returns (hidden, norm of hidden). Use the returned `hidden` instead of the argument: the kernel's
+    backward pass then adds up the gradients of both results."""
     if in_kernel(norm, hidden):
         return layer_norm.add_norm(None, None, hidden, *_parameters(norm), NO_DROPOUT)
     return hidden, norm(hidden)
@@ -128,7 +131,7 @@ def norm_with_input(norm: nn.Module, hidden: Tensor) -> tuple[Tensor, Tensor]:
 def add_and_norm(
     norm: nn.Module, x: Tensor, residual: Tensor, mask: DropoutMask | None, bias: Tensor | None
 ) -> tuple[Tensor, Tensor]:
-    """Returns the sum residual + dropout(x + bias), and its norm. mask: None without dropout."""
+    """Returns the sum residual + dropout(x + bias), and the norm of the sum. mask: None without dropout."""
     of_kernel = None
     if in_kernel(norm, x):
         of_kernel = NO_DROPOUT if mask is None else kernel_mask(x, mask)
@@ -145,7 +148,7 @@ def _apex_layer_norm(
     hidden: Tensor, shape: tuple[int, ...], weight: Tensor, bias: Tensor, epsilon: float
 ) -> torch.Tensor:
     """Runs apex's fused kernel with the signature of `F.layer_norm`."""
-    # Imported on use: a dry run works on machines without apex.
+    # The import is here, so that a dry run works on machines without apex.
     from apex.normalization.fused_layer_norm import fused_layer_norm_affine
 
     return fused_layer_norm_affine(hidden, weight, bias, shape, epsilon)

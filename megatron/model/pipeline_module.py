@@ -1,12 +1,13 @@
 """`GPTModelPipe`: the pipeline stages of a rank as a DeepSpeed module.
 
 `gpt_model.pipeline_layers` is the model's list of layers. A stage holds a contiguous part of the list. A rank
-holds one stage, or several with the schedules interleaved and dualpipev. This module adds what training
-needs: activation recomputation, head and loss in one function, and overrides of DeepSpeed's `PipelineModule`.
+holds one stage, or several stages with the schedules interleaved and dualpipev. This module adds what
+training needs: activation recomputation, head and loss in one function, and overrides of DeepSpeed's
+`PipelineModule`.
 
 With --loss-implementation fused, training computes head and loss in one function, which never stores the full
-logits. With --mtp-num-layers the loss of a training step runs the layers for multi-token prediction, which
-read the head's input. Generation, and evaluation that returns logits, run the list up to the logits.
+logits. With --mtp-num-layers, the loss of a training step also runs the layers for multi-token prediction on
+the head's input. Generation, and evaluation that returns logits, run the list only up to the logits.
 """
 
 from __future__ import annotations
@@ -52,11 +53,13 @@ from megatron.mpu.step_metrics import StepMetrics
 from megatron.mpu.weight_gradient import DeferredGradients
 
 recompute = partial(checkpoint, use_reentrant=False, preserve_rng_state=False)
-"""Calls a function, and computes what its backward pass needs by a second call."""
+"""Calls a function. Its backward pass calls the function a second time instead of storing its
+intermediates."""
 
 
 def describe(layer: LayerSpec | Callable) -> LayerDescription:
-    """Returns the description of an entry of the layer list. The classes of --normalization need none."""
+    """Returns the description of an entry of the layer list. A class of --normalization is described by its
+    name."""
     if not isinstance(layer, LayerSpec):
         return LayerDescription(layer.__name__)
     if not hasattr(layer.typename, "describe"):
@@ -66,7 +69,8 @@ def describe(layer: LayerSpec | Callable) -> LayerDescription:
 
 
 def compile_transformer_layer(layer: nn.Module) -> None:
-    """Compiles a transformer layer, or the one that a layer for multi-token prediction contains."""
+    """Compiles a transformer layer, or the transformer layer that a layer for multi-token prediction
+    contains."""
     compile_in_place(getattr(layer, "transformer_layer", layer))
 
 
@@ -75,9 +79,9 @@ def layer_parameter_counts(
     unsharded: bool = False,
     counts_parameter: Callable[[ParameterSpec], bool] = lambda _: True,
 ) -> list[int]:
-    """Returns the number of parameters per layer, on one TP rank or (`unsharded`) in the whole model.
+    """Returns the number of parameters of each layer, on one TP rank or (`unsharded`) in the whole model.
 
-    Layers with equal descriptions have equal parameters, so one of them is built, on the meta device.
+    Layers with equal descriptions have equal parameters, so only one of them is built, on the meta device.
     """
     counts: dict[LayerDescription, int] = {}
 
@@ -98,7 +102,7 @@ class _DeviceLayerSpec(LayerSpec):
     """Builds a layer on the device in the run's precision, so that startup never holds all layers in fp32.
 
     With `is_sharded` (ZeRO-3) the parameters keep no memory: the optimizer makes their partitions from
-    `GPTModelPipe.initial_values`, and gathers them when the layer runs.
+    `GPTModelPipe.initial_values`, and all-gathers the parameters when the layer runs.
     """
 
     def __init__(self, layer: LayerSpec, dtype: torch.dtype, is_sharded: bool) -> None:
@@ -122,10 +126,10 @@ class _DeviceLayerSpec(LayerSpec):
 class GPTModelPipe(PipelineModule):
     """This rank's pipeline stages of the model.
 
-    Stage s holds layers bounds[s] to bounds[s + 1] - 1; see `megatron.pipeline.partition`. `forward`, and all
-    that DeepSpeed does with the layers, concerns one stage of the rank, the active model chunk. Parameters
-    have the run's precision. They are initialized only from (seed, name), so every layout starts from the
-    same weights. With ZeRO-3 the parameters of transformer layers have no memory yet.
+    Stage s holds the layers bounds[s] to bounds[s + 1] - 1; see `megatron.pipeline.partition`. `forward`, and
+    all that DeepSpeed does with the layers, concerns one stage of the rank: the active model chunk.
+    Parameters have the run's precision. Their initial values depend only on (seed, name), so every layout
+    starts from equal weights. With ZeRO-3 the parameters of transformer layers have no memory yet.
     """
 
     def __init__(
@@ -137,17 +141,20 @@ class GPTModelPipe(PipelineModule):
         bounds: Sequence[int],
         values: InitialValues = initial_values,
     ) -> None:
-        """`values` computes the initial values. Callers that overwrite the weights pass a faster one."""
+        """values: computes the initial values. Callers that overwrite the weights pass a faster function."""
         self.config = config
         self.mesh, self._values = mesh, values
         self.stage_bounds = list(bounds)
         self.cross_entropy = CrossEntropy(
-            *(mesh.tp, vocab_size, config.training.z_loss_weight, mesh.cp),
+            mesh.tp,
+            vocab_size,
+            z_loss_weight=config.training.z_loss_weight,
+            cp_group=mesh.cp,
             softcapping=config.model.final_logit_softcapping,
         )
         self._eod, self._head_is_in_loss, self._loss_gradient = eod, False, 1.0
         self.main_loss = torch.zeros(0)
-        """The loss of the last micro-batch without multi-token prediction."""
+        """The loss of the last micro-batch, without the losses of multi-token prediction."""
         self.dropout_rng = DropoutRNG(config.training.seed)
         self.deferred_gradients = DeferredGradients() if config.parallel.schedule.splits_backward else None
         self.metrics, self.fp8 = StepMetrics(), Fp8.of(config, mesh)
@@ -165,7 +172,7 @@ class GPTModelPipe(PipelineModule):
             _DeviceLayerSpec(layer, dtype, sharded) if description.has_transformer_layer else layer
             for layer, description in zip(layers, self.descriptions, strict=True)
         ]
-        with contextlib.redirect_stdout(io.StringIO()):  # hides DeepSpeed's stage map
+        with contextlib.redirect_stdout(io.StringIO()):  # suppresses DeepSpeed's stage map
             super().__init__(layers=layers, topology=mesh.topology, loss_fn=self.loss)
         self.activation_checkpointing = ActivationCheckpointing(training, mesh.tp, self.dropout_rng)
         initialize_parameters(self, training.seed, mesh.axes, values)
@@ -175,30 +182,31 @@ class GPTModelPipe(PipelineModule):
                 compile_transformer_layer(layer)
 
     def initial_values(self, name: str, elements: range) -> Tensor:
-        """Returns the initial values of some elements of this rank's flat shard of a parameter, fp32,
-        on the CPU."""
+        """Returns initial values of a parameter, fp32, on the CPU. elements: which elements of this rank's
+        flattened shard."""
         spec = spec_of(self.get_parameter(name))
         shard = self._values(spec, self.config.training.seed, name, self.mesh.axes, elements)
         return shard.view(-1)[elements.start : elements.stop]
 
     def stage_input(self, stage: int, batch: int, seq: int) -> list[TensorSpec]:
-        """Returns the shape and dtype of each tensor that a stage receives from the stage before it. batch,
-        seq: size of the micro-batch's tokens."""
+        """Returns the shape and dtype of each tensor that a stage receives from the previous stage. batch,
+        seq: samples and tokens per sample of the micro-batch."""
         return self.context.input_specs(self.stage_bounds[stage], batch, seq)
 
     def check_stage_output(self, stage: int, tensors: Sequence[Tensor], batch: int, seq: int) -> None:
-        """Raises RuntimeError if `tensors` are not what the next stage allocates: its rank would wait."""
+        """Raises RuntimeError if `tensors` differ from what the next stage allocates, which would make it
+        hang."""
         found = [(tuple(x.shape), x.dtype) for x in tensors]
         if found != (expected := self.stage_input(stage + 1, batch, seq)):
             raise RuntimeError(f"stage {stage} sends {found}, the next stage expects {expected}")
 
     def transformer_layers(self) -> dict[str, nn.Module]:
-        """Returns this rank's transformer layers, and its layers for multi-token prediction, which contain
-        one each, by the layer index in their parameters' names."""
+        """Returns this rank's transformer layers, and its layers for multi-token prediction (each contains
+        one transformer layer). The keys are the layer indices in the names of their parameters."""
         return {str(i): f for i, f in self.layers.items() if self.descriptions[i].has_transformer_layer}
 
     def stages_record(self) -> dict[str, Any]:
-        """Returns which layers each stage holds, for the checkpoint."""
+        """Returns which layers each stage holds, in the form that checkpoints store."""
         parallel = self.config.parallel
         return {
             "partition_method": parallel.partition_method,
@@ -207,7 +215,7 @@ class GPTModelPipe(PipelineModule):
         }
 
     def _check_head(self) -> None:
-        """Raises ValueError if the last stage lacks the head. --partition-method never makes such bounds."""
+        """Raises ValueError if the last stage lacks the head, which --partition-method never causes."""
         if self.stage_bounds[-2] > self._head:
             raise ValueError(
                 f"the last stage begins with layer {self.stage_bounds[-2]}, after the head (layer "
@@ -216,9 +224,10 @@ class GPTModelPipe(PipelineModule):
 
     @contextlib.contextmanager
     def fused_head_loss(self, loss_gradient: float = 1.0) -> Iterator[None]:
-        """With --loss-implementation fused, and in training with --mtp-num-layers: makes `forward` return the
-        head's input instead of logits, and `loss` compute the head. Within the block, only `loss` may use the
-        outputs of `forward`. loss_gradient: see `CrossEntropy.from_hidden`."""
+        """Returns a context that moves the head from `forward` to `loss`: `forward` returns the head's input
+        instead of logits. It does so with --loss-implementation fused, and in training with --mtp-num-layers.
+        Within the context only `loss` may use the outputs of `forward`. loss_gradient: see
+        `CrossEntropy.from_hidden`."""
         self._loss_gradient = loss_gradient
         self._head_is_in_loss = self._head_is_fused or self._predicts_more
         try:
@@ -236,32 +245,36 @@ class GPTModelPipe(PipelineModule):
 
     @property
     def loss_depths(self) -> int:
-        """The number of losses in training: of the main model, and of each layer for multi-token
+        """The number of losses in training: one of the main model, and one of each layer for multi-token
         prediction."""
         return 1 + (self.config.model.mtp_num_layers or 0)
 
     @property
     def loss_reads_tokens(self) -> bool:
-        """Whether `loss_inputs` needs the inputs of the first stage, for document ids."""
+        """Whether `loss_inputs` needs the inputs of the first stage, to compute document ids."""
         return self.loss_depths > 1 and self.context.layers_need_document_ids
 
     def loss_inputs(
         self, labels: Tensor, mask: Tensor, counts: Sequence[Any] | Tensor, *inputs: Tensor
     ) -> tuple[Tensor, ...]:
-        """Returns what `loss` reads of a micro-batch: labels and their weights, each [batch, seq], and for
-        multi-token prediction the labels' weights in each layer [layers, batch, seq], and document ids.
+        """Returns the tensors that `loss` reads of a micro-batch: labels [batch, seq] and their weights
+        [batch, seq]; with multi-token prediction also the labels' weights in each layer [layers, batch, seq],
+        and document ids.
 
-        counts: for each loss, the number of unmasked tokens by which it is divided; in an evaluation only of
-        the main model. inputs: of the first stage, if `loss_reads_tokens`."""
+        counts: for each loss, the number of unmasked tokens that divides the loss; in an evaluation only the
+        number for the main model's loss. inputs: the inputs of the first stage, if `loss_reads_tokens`.
+        """
         weights = [shifted(mask, depth) / counts[depth] for depth in range(len(counts))]
-        read = [labels, weights[0], *([torch.stack(weights[1:])] if len(weights) > 1 else [])]
-        if inputs and len(weights) > 1:
-            read.append(inputs[1] if len(inputs) > 1 else document_ids_of(inputs[0], self._eod))
+        read = [labels, weights[0]]
+        if len(weights) > 1:
+            read.append(torch.stack(weights[1:]))
+            if inputs:
+                read.append(inputs[1] if len(inputs) > 1 else document_ids_of(inputs[0], self._eod))
         return tuple(read)
 
     def loss(self, outputs: Tensor, loss_inputs: tuple[Tensor, ...]) -> Tensor:
         """Returns the scalar fp32 loss from the output of `forward` on the last stage. In training it
-        includes multi-token prediction, `main_loss` does not."""
+        includes the losses of multi-token prediction, which `main_loss` excludes."""
         labels, weights, *others = loss_inputs
         if not self._head_is_in_loss:
             loss = self.cross_entropy(outputs, (labels, weights))
@@ -275,15 +288,15 @@ class GPTModelPipe(PipelineModule):
     def _multi_token_loss(
         self, hidden: Tensor, labels: Tensor, weights: Tensor, document_ids: Tensor | None = None
     ) -> Tensor | float:
-        """Returns the sum of the losses of multi-token prediction, with their factor. hidden: the head's
-        input. weights, document_ids: see `loss_inputs`."""
+        """Returns the sum of the losses of multi-token prediction, multiplied with their scaling factor.
+        hidden: the head's input. weights, document_ids: see `loss_inputs`."""
         layers = [f for i, f in self.layers.items() if self.descriptions[i].role is Role.MULTI_TOKEN]
         factor = self.config.model.mtp_loss_scaling_factor / len(layers)
         total: Tensor | float = 0.0
         embedding = self.tied_modules[TIED_EMBEDDING].word_embeddings
         for depth, (layer, of_depth) in enumerate(zip(layers, weights, strict=True), 1):
             run = partial(layer, tokens=shifted(labels, depth - 1), embedding=embedding)
-            if self.layers_per_checkpoint:  # which may free its input
+            if self.layers_per_checkpoint:  # recomputation may free its input
                 found = self.activation_checkpointing.run(run, join_layer_io(hidden.clone(), document_ids))
                 hidden, _ = split_layer_io(found)
             else:
@@ -296,7 +309,7 @@ class GPTModelPipe(PipelineModule):
     def _loss_of_head(
         self, hidden: Tensor, labels_and_weights: tuple[Tensor, Tensor], factor: float = 1.0
     ) -> Tensor:
-        """Returns the loss from the head's input. factor: the caller multiplies it with the loss."""
+        """Returns the loss from the head's input. factor: the caller multiplies the returned loss by it."""
         is_tied = self.descriptions[self._head].is_tied
         head: Any = self.tied_modules[TIED_EMBEDDING] if is_tied else self.layers[self._head]
         if not self._head_is_fused:
@@ -306,19 +319,19 @@ class GPTModelPipe(PipelineModule):
         )
 
     def functions_before_loss(self) -> list[Callable]:
-        """Returns this stage's layers, without the layers that `loss` computes."""
+        """Returns this stage's layers, except the layers that `loss` computes."""
         end = self._head if self._head_is_in_loss else first_mtp_layer_of(self.config.model.num_layers)
         return list(self.forward_funcs[: max(end - self._local_start, 0)])
 
     def _partition_layers(self, method: str = "uniform") -> None:
-        """Overrides DeepSpeed's partitioning with the bounds given to the constructor."""
+        """Overrides DeepSpeed's partitioning: it uses the bounds given to the constructor."""
         self.parts = self.stage_bounds
         rank = self._topo.get_coord(self.global_rank).pipe
         held = chunks_of_rank(self.config.parallel.rank_of_stage, rank)
         self._chunk_bounds = [(self.parts[stage], self.parts[stage + 1]) for stage in held]
 
     def stage_owner(self, layer_idx: int) -> int:
-        """Returns the pipeline rank that holds the layer."""
+        """Returns the pipeline rank that holds a layer."""
         return self.config.parallel.rank_of_stage[bisect_right(self.parts, layer_idx) - 1]
 
     def _build(self) -> None:
@@ -336,22 +349,24 @@ class GPTModelPipe(PipelineModule):
         self._set_bounds(*self._chunk_bounds[model_chunk_id])
 
     def functions_of_chunk(self, model_chunk_id: int) -> dict[int, Callable]:
-        """Returns the layers of one of this rank's stages, by their index in the list."""
+        """Returns the layers of one of this rank's stages, by their index in the layer list."""
         return dict(enumerate(self._chunk_functions[model_chunk_id], self._chunk_bounds[model_chunk_id][0]))
 
     @property
     def layers(self) -> dict[int, nn.Module]:
-        """The layers of all stages of this rank, by their index in the list."""
+        """The layers of all stages of this rank, by their index in the layer list."""
         chunks = map(self.functions_of_chunk, range(len(self._chunk_functions)))
         return {i: f for chunk in chunks for i, f in chunk.items() if isinstance(f, nn.Module)}
 
     def _synchronize_tied_weights(self) -> None:
-        # DeepSpeed broadcasts the parameters with autograd enabled, which would record the broadcast.
+        # DeepSpeed broadcasts the parameters with autograd enabled. Without no_grad, autograd would record
+        # it.
         with torch.no_grad():
             super()._synchronize_tied_weights()
 
     def forward(self, inputs: LayerIO) -> LayerIO:
-        """Runs this stage's layers. The last stage returns logits (with `fused_head_loss` the head's input).
+        """Runs this stage's layers. The last stage returns logits, or with `fused_head_loss` the head's
+        input.
 
         With --checkpoint-activations, groups of --checkpoint-num-layers transformer layers are recomputed.
         DeepSpeed's `forward`, which this overrides, counts its groups from the stage's first function, and
@@ -372,12 +387,13 @@ class GPTModelPipe(PipelineModule):
         return inputs
 
     def run_layers(self, positions: range, run: Callable[[LayerIO], LayerIO], inputs: LayerIO) -> LayerIO:
-        """Returns `run(inputs)`. positions: the stage's functions that `run` calls, several if they are
-        recomputed together. A subclass can override this method to observe the layers."""
+        """Returns `run(inputs)`. positions: the positions of the stage's functions that `run` calls, several
+        if they are recomputed together. A subclass can override this method to observe the layers."""
         return run(inputs)
 
     def _end_of_checkpointed_layers(self, start: int) -> int:
-        """Returns the end of the layers from `start` that are recomputed together; `start` for none."""
+        """Returns the end of the group of layers from `start` that are recomputed together; `start` if none
+        are."""
         end = start
         while (
             end - start < self.layers_per_checkpoint
@@ -398,7 +414,7 @@ def _chain(layers: Sequence[Callable[[LayerIO], LayerIO]]) -> Callable[[LayerIO]
 
 
 class ActivationCheckpointing:
-    """Runs transformer layers and keeps only their input for the backward pass.
+    """Runs transformer layers, and stores only their input for the backward pass.
 
     With --partition-activations each tensor-parallel rank keeps its partition of the input; with
     --checkpoint-in-cpu the input is kept in host memory. Both flags use DeepSpeed's implementation. Its
@@ -420,8 +436,9 @@ class ActivationCheckpointing:
             self._checkpoint = deepspeed_checkpointing.checkpoint
 
     def run(self, function: Callable[[LayerIO], LayerIO], layer_io: LayerIO) -> LayerIO:
-        """Returns `function(layer_io)`. The recomputation uses the sample numbers of the forward pass, and so
-        its dropout masks. The caller must not use layer_io again: DeepSpeed frees the hidden state."""
+        """Returns `function(layer_io)`. The recomputation uses the sample numbers of the forward pass, and
+        therefore its dropout masks. The caller must not use layer_io afterwards: DeepSpeed frees the hidden
+        state."""
         if not torch.is_grad_enabled():
             return function(layer_io)
         samples = self.dropout_rng.samples

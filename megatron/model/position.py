@@ -3,8 +3,8 @@
 A packed sample may hold several documents, separated by the end-of-document token. With
 --reset-attention-mask a token attends only to its own document. With --reset-position-ids positions restart
 at zero in each document. Both flags use `document_ids` [batch, seq]: the number of each token's document
-within its sample. They are computed once, from the tokens, unless the data set knows the boundaries, and sent
-between stages with the hidden states.
+within its sample. The document ids come from the data set if it knows the boundaries; otherwise they are
+computed once per micro-batch from the tokens. Stages send them together with the hidden states.
 """
 
 import math
@@ -30,7 +30,7 @@ from megatron.mpu.parameters import new_parameter
 
 
 def document_ids_of(tokens: Tensor, eod: int | None) -> Tensor:
-    """Returns each token's document number in its sample, [batch, seq] int64; `eod` ends a document."""
+    """Returns each token's document number in its sample, int64 [batch, seq]. A document ends with `eod`."""
     if eod is None:
         raise ValueError("document boundaries are needed, but the end-of-document token is unknown")
     ends = (tokens == eod).to(torch.int64)
@@ -38,7 +38,7 @@ def document_ids_of(tokens: Tensor, eod: int | None) -> Tensor:
 
 
 def positions_within_documents(document_ids: Tensor | None) -> Tensor:
-    """Returns the position of each token from the start of its document, [batch, seq] int64."""
+    """Returns the position of each token from the start of its document, int64 [batch, seq]."""
     document_ids = _require_document_ids(document_ids)
     index = torch.arange(document_ids.shape[1], device=document_ids.device).expand_as(document_ids)
     starts = torch.ones_like(document_ids, dtype=torch.bool)
@@ -47,7 +47,8 @@ def positions_within_documents(document_ids: Tensor | None) -> Tensor:
 
 
 class PositionEmbedding(nn.Module):
-    """Learned absolute positions: a table [max_positions, hidden], replicated over tensor-parallel ranks."""
+    """Learned absolute positions: a table [max_positions, hidden], which every tensor-parallel rank holds in
+    full."""
 
     def __init__(self, model: ModelConfig) -> None:
         super().__init__()
@@ -55,14 +56,17 @@ class PositionEmbedding(nn.Module):
         self.weight = new_parameter(ParameterSpec(shape, init_std=model.init_method_std))
 
     def forward(self, positions: Tensor, batch: int) -> Tensor:
-        """positions [batch, seq], or [1, seq] for all samples -> [batch, seq, hidden]."""
+        """Returns the embeddings [batch, seq, hidden]. positions: [batch, seq], or [1, seq] for all
+        samples."""
         return embedding(positions, self.weight, batch)
 
 
 def alibi_slopes(num_heads: int) -> list[float]:
-    """Returns ALiBi's slopes (arXiv 2108.12409): 2^(-8/n), 2^(-16/n), ... for n heads, n a power of two.
+    """Returns ALiBi's slopes (arXiv 2108.12409): 2^(-8/n), 2^(-16/n), ... if the number n of heads is a power
+    of two.
 
-    For other n: the slopes of the next lower power of two, then every second slope of the next higher one.
+    For other n, these are the slopes for the next lower power of two, and then every second slope for the
+    next higher one.
     """
     power = 2 ** math.floor(math.log2(num_heads))
 
@@ -79,16 +83,18 @@ class AttentionMasks:
     """The additive attention bias, shared by all layers of a stage.
 
     Plain causal attention has no bias (None): the kernel applies the causal mask. ALiBi has one bias per
-    head, and a sliding window one bias for all heads; both are cached per shape. With document boundaries the
-    bias is computed once per micro-batch; since autograd saves the bias, sharing it saves memory in every
-    layer. Biases are contiguous and in the query's dtype, as PyTorch's memory-efficient kernel requires.
+    head, and a sliding window has one bias for all heads; both are cached per shape. With document boundaries
+    the bias is computed once per micro-batch. Autograd saves the bias in every layer, so one shared bias
+    saves memory. Biases are contiguous and in the query's dtype, as PyTorch's memory-efficient kernel
+    requires.
     """
 
     def __init__(
         self, alibi_slopes: list[float] | None, within_documents: bool, window: int | None = None
     ) -> None:
-        """alibi_slopes: of this rank's heads. within_documents: whether tokens attend only to their own
-        document. window: number of tokens that a token attends to, itself included; None: no limit."""
+        """alibi_slopes: the slopes of this rank's heads. within_documents: whether tokens attend only to
+        their own document. window: number of tokens that a token attends to, itself included; None: no
+        limit."""
         self.slopes = alibi_slopes
         self.within_documents = within_documents
         self.window = window
@@ -99,11 +105,11 @@ class AttentionMasks:
         self._device_slopes: Tensor | None = None
 
     def window_of(self, seq: int) -> int | None:
-        """Returns the window; None if it covers a sequence of `seq` tokens."""
+        """Returns the window, or None if it covers a sequence of `seq` tokens."""
         return self.window if self.window is not None and self.window < seq else None
 
     def slopes_on(self, device: torch.device) -> Tensor | None:
-        """Returns the slopes, fp32 [heads], on `device`; None without ALiBi. Copies them only once."""
+        """Returns the slopes, fp32 [heads], on `device`, or None without ALiBi. They are copied only once."""
         if self.slopes is not None and self._device_slopes is None:
             self._device_slopes = torch.tensor(self.slopes, device=device)
         return self._device_slopes
@@ -141,16 +147,16 @@ class AttentionMasks:
     def bias_of_rows(
         self, rows: range, dtype: torch.dtype, device: torch.device, document_ids: Tensor | None
     ) -> Tensor:
-        """Returns the bias of the queries `rows` and keys 0 to rows.stop - 1, also for plain causal
-        attention."""
+        """Returns the bias for the queries at the positions `rows` and the keys 0 to rows.stop - 1. Plain
+        causal attention also gets a bias."""
         positions = torch.arange(rows.start, rows.stop, device=device).unsqueeze(0)
         return self.bias_at(positions, rows.stop, dtype, document_ids)
 
     def bias_at(
         self, positions: Tensor, num_keys: int, dtype: torch.dtype, document_ids: Tensor | None
     ) -> Tensor:
-        """Returns the bias of the queries at `positions` [batch or 1, queries] and the keys 0 to
-        num_keys - 1: [batch or 1, heads or 1, queries, keys]."""
+        """Returns the bias for the queries at `positions` [batch or 1, queries] and the keys 0 to num_keys -
+        1. Its shape is [batch or 1, heads or 1, queries, keys]."""
         bias = self._causal(positions, num_keys, dtype)
         if not self.within_documents:
             return bias
@@ -160,7 +166,8 @@ class AttentionMasks:
     def bias(
         self, seq: int, dtype: torch.dtype, device: torch.device, document_ids: Tensor | None
     ) -> Tensor | None:
-        """Returns a bias that broadcasts to [batch, heads, seq, seq], -inf where forbidden; or None."""
+        """Returns a bias that broadcasts to [batch, heads, seq, seq], with -inf for forbidden keys; None if
+        none is needed."""
         if self.slopes is None and not self.within_documents and self.window_of(seq) is None:
             return None
         return self._cached_bias(seq, dtype, device, document_ids)
@@ -177,7 +184,7 @@ class AttentionMasks:
             if bias_ids() is document_ids and bias.dtype == dtype:
                 return bias
         bias = _mask_other_documents(self._cached_causal(seq, dtype, device), document_ids, document_ids)
-        # Kept for one micro-batch only, and freed together with its document_ids.
+        # The bias is kept for one micro-batch, and freed together with its document_ids.
         self._document_bias = (weakref.ref(document_ids, self._forget), bias)
         return bias
 
@@ -190,13 +197,14 @@ class AttentionMasks:
     def _cached_causal(self, seq: int, dtype: torch.dtype, device: torch.device) -> Tensor:
         key = (seq, dtype, device)
         if key not in self._cache:
-            # One sequence length at a time: a curriculum would otherwise fill the cache with all lengths.
+            # Only one sequence length is cached: a curriculum would otherwise fill the cache with all
+            # lengths.
             self._cache.clear()
             self._cache[key] = self._causal(torch.arange(seq, device=device).unsqueeze(0), seq, dtype)
         return self._cache[key]
 
     def _causal(self, positions: Tensor, num_keys: int, dtype: torch.dtype) -> Tensor:
-        """Returns ALiBi's bias of the queries at `positions` and the keys 0 to num_keys - 1, with -inf for
+        """Returns ALiBi's bias for the queries at `positions` and the keys 0 to num_keys - 1. It is -inf for
         later keys and for keys before the window."""
         device = positions.device
         keys = torch.arange(num_keys, dtype=torch.int32, device=device)
@@ -234,14 +242,14 @@ class RotaryEmbedding:
     def __init__(
         self, model: ModelConfig, cp_group: Axis | None = None, cache: KeyValueCache | None = None
     ) -> None:
-        """cp_group: the ranks that share each sequence; None for whole sequences. cache: knows the positions
-        of new tokens."""
+        """cp_group: the ranks that share each sequence; None for whole sequences. cache: holds the positions
+        of new tokens during generation."""
         self.cp_group, self.cache = cp_group or Axis("cp"), cache or KeyValueCache()
         self.dim = model.rotary_dim
         self.interleaved = model.rotary_interleaved or model.multi_latent_attention
         self.multiplier = 1.0
-        # Computed on the host for all devices: a device's powers differ in the last bits, and positions
-        # multiply the difference.
+        # The frequencies are computed on the host for all devices: powers differ between devices in the last
+        # bits, and the multiplication with positions amplifies the difference.
         with torch.device("cpu"):
             places = torch.arange(0, self.dim, 2, dtype=torch.float32)
             self.inverse_frequency = model.rotary_base ** (-places / self.dim)
@@ -257,7 +265,7 @@ class RotaryEmbedding:
         return self._rotate(query, cosine, sine), self._rotate(key, cosine, sine)
 
     def in_kernel(self, projected: Tensor) -> bool:
-        """Returns whether `split_and_rotate` computes with this tensor."""
+        """Returns whether `split_and_rotate` supports this tensor."""
         return not torch.compiler.is_compiling() and uses_kernels(projected)
 
     def split_and_rotate(
@@ -270,7 +278,8 @@ class RotaryEmbedding:
         has_gate: bool = False,
     ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """Splits a projection (see `Heads`) into query, key, value and gate, and rotates query and key, in
-        one launch of a Triton kernel. norms: of query and key before that."""
+        one launch of a Triton kernel. norms: the norms of query and key that the kernel applies before the
+        rotation."""
         cosine, sine = self._angles(projected.shape[0], projected.device, positions)
         gates = group * has_gate
         head_dim = projected.shape[-1] // (groups * (group + gates + 2))
@@ -298,7 +307,8 @@ class RotaryEmbedding:
         return table
 
     def _new_angles(self, seq: int, device: torch.device, positions: Tensor | None) -> tuple[Tensor, Tensor]:
-        # Kept on the device: a copy in every layer would synchronize the host with it.
+        # The frequencies stay on the device: a copy in every layer would synchronize the host with the
+        # device.
         self.inverse_frequency = self.inverse_frequency.to(device)
         if positions is not None:
             positions = shard_sequence(self.cache.new_tokens(positions), self.cp_group)
@@ -315,8 +325,8 @@ class RotaryEmbedding:
 
 
 class _Rotation(torch.autograd.Function):
-    """Rotates pairs of elements in fp32, and rounds once, forward and backward. The inverse rotation has the
-    negative sine. Autograd's operations would keep and move more fp32 tensors."""
+    """Rotates pairs of elements in fp32 and rounds once, in the forward and in the backward pass. The inverse
+    rotation has the negative sine. Autograd's own operations would store and move more fp32 tensors."""
 
     @staticmethod
     def forward(ctx: Any, heads: Tensor, cosine: Tensor, sine: Tensor, interleaved: bool) -> Tensor:
@@ -335,7 +345,7 @@ def _rotated(heads: Tensor, cosine: Tensor, sine: Tensor, interleaved: bool, sig
     else:
         first, second = heads.chunk(2, dim=-1)
         turned = torch.cat((-second, first), dim=-1)
-    # The tables are fp32, and with them the products and the sum.
+    # The tables are fp32, so the products and the sum are fp32, too.
     return torch.add(heads * cosine, turned * sine, alpha=sign, out=torch.empty_like(turned))
 
 
@@ -343,10 +353,9 @@ def _rotated(heads: Tensor, cosine: Tensor, sine: Tensor, interleaved: bool, sig
 class PositionScheme:
     """The components of a position embedding type.
 
-    table: class of the embedding that is added to the word embeddings, such as `PositionEmbedding`.
-    rotary: class of the rotary embedding of queries and keys; its arguments are the ModelConfig, the
-    context-parallel group and the cache.
-    slopes: function from the number of heads to the ALiBi slopes.
+    table: class of the embedding that is added to the word embeddings, such as `PositionEmbedding`. rotary:
+    class of the rotary embedding of queries and keys; its arguments are the ModelConfig, the context-parallel
+    group and the cache. slopes: function that returns the ALiBi slopes for a number of heads.
     """
 
     table: Callable[[ModelConfig], nn.Module] | None = None

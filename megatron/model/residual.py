@@ -1,4 +1,4 @@
-"""The additions to the residual in a transformer layer: residual + dropout(output + bias). And the
+"""The additions to the residual in a transformer layer, residual + dropout(output + bias), and the
 arrangements of norms, attention, MLP and additions (--layer-arrangement)."""
 
 from __future__ import annotations
@@ -19,15 +19,15 @@ if TYPE_CHECKING:
 
 class ResidualAddition(nn.Module):
     """Adds the output of attention or MLP, after hidden dropout, to the residual. It has no parameters. The
-    dropout of the embedding has no residual."""
+    embedding uses it for its dropout, without a residual."""
 
     def __init__(self, context: LayerContext, salt: str, batch_dim: int = 1) -> None:
-        """salt: name of the dropout in the model. batch_dim: 0 or 1; the other dimension is the sequence."""
+        """salt: name of the dropout in the model. batch_dim: 0 or 1; the sequence is the dimension 1 or 0."""
         super().__init__()
         self.rate, self.salt, self.batch_dim = context.config.model.hidden_dropout, salt, batch_dim
         self.rng, self.part, self.tp_group = context.dropout_rng, context.dropout_part, context.tp_group
         self.keys = torch.empty(0)
-        """Of the micro-batch's dropout mask, for a compiled layer."""
+        """The keys of the micro-batch's dropout mask, for a compiled layer."""
 
     def forward(self, output: Tensor, residual: Tensor | None, bias: Tensor | None) -> Tensor:
         """Returns residual + dropout(output + bias), [seq, batch, hidden]. bias: [hidden] or None."""
@@ -41,14 +41,14 @@ class ResidualAddition(nn.Module):
     def and_norm(
         self, norm: nn.Module, output: Tensor, residual: Tensor, bias: Tensor | None
     ) -> tuple[Tensor, Tensor]:
-        """Returns the sum, and its norm."""
+        """Returns the sum that `forward` returns, and its norm."""
         if in_kernel(norm, output):
             return add_and_norm(norm, output, residual, self._mask(output), bias)
         x = self(output, residual, bias)
         return x, norm(x)
 
     def fetch_keys(self, hidden: Tensor) -> None:
-        """Fetches the keys of the dropout mask, before a compiled forward pass."""
+        """Fetches the keys of the dropout mask before a compiled forward pass."""
         if self.training and self.rate > 0:
             self.keys = device_sample_keys(hidden, self.rng, self.salt, batch_dim=1)
 
@@ -60,7 +60,7 @@ class ResidualAddition(nn.Module):
 
 
 def pre_norm(layer: ParallelTransformerLayerPipe, x: Tensor, document_ids: Tensor | None) -> Tensor:
-    """x = x + dropout(attention(norm(x))), then x = x + dropout(mlp(norm(x))).
+    """Computes x = x + dropout(attention(norm(x))), then x = x + dropout(mlp(norm(x))).
 
     With --apply-residual-connection-post-layernorm the residual is norm(x) instead of x.
     """
@@ -75,10 +75,11 @@ def pre_norm(layer: ParallelTransformerLayerPipe, x: Tensor, document_ids: Tenso
 
 
 def post_norm(layer: ParallelTransformerLayerPipe, x: Tensor, document_ids: Tensor | None) -> Tensor:
-    """x = x + dropout(norm(attention(y))), then x = x + dropout(norm(mlp(y))), where y is x or norm(x).
+    """Computes x = x + dropout(norm(attention(y))), then x = x + dropout(norm(mlp(y))), where y is x or
+    norm(x).
 
-    OLMo 2 has y = x (arXiv 2501.00656, section 3.2), Gemma 3 has y = norm(x) (pre-post-norm, arXiv
-    2503.19786). The original Transformer normalizes the sum.
+    In OLMo 2 y = x (arXiv 2501.00656, section 3.2). In Gemma 3 y = norm(x) (pre-post-norm, arXiv 2503.19786).
+    The original Transformer instead normalizes the sum.
     """
     x, normed = norm_with_input(layer.input_layernorm, x)
     with layer.recomputed(layer.input_layernorm, x, normed):
@@ -91,7 +92,8 @@ def post_norm(layer: ParallelTransformerLayerPipe, x: Tensor, document_ids: Tens
 
 
 def parallel(layer: ParallelTransformerLayerPipe, x: Tensor, document_ids: Tensor | None) -> Tensor:
-    """x + dropout(attention(norm1(x))) + dropout(mlp(norm2(x))): GPT-NeoX (arXiv 2204.06745)."""
+    """Computes x + dropout(attention(norm1(x))) + dropout(mlp(norm2(x))), as GPT-NeoX does (arXiv
+    2204.06745)."""
     x, normed = norm_with_input(layer.input_layernorm, x)
     with layer.recomputed(layer.input_layernorm, x, normed):
         attended = layer.self_attention(normed, document_ids)
@@ -102,7 +104,8 @@ def parallel(layer: ParallelTransformerLayerPipe, x: Tensor, document_ids: Tenso
 
 
 def parallel_one_norm(layer: ParallelTransformerLayerPipe, x: Tensor, document_ids: Tensor | None) -> Tensor:
-    """x + dropout(attention(y)) + dropout(mlp(y)) with y = norm(x): GPT-J, Falcon 7B (arXiv 2311.16867)."""
+    """Computes x + dropout(attention(y)) + dropout(mlp(y)) with y = norm(x), as GPT-J and Falcon 7B do (arXiv
+    2311.16867)."""
     x, normed = norm_with_input(layer.input_layernorm, x)
     with layer.recomputed(layer.input_layernorm, x, normed):
         attended = layer.self_attention(normed, document_ids)

@@ -1,8 +1,8 @@
 """Rotary frequencies for a longer context than a model was trained with (--rope-scaling-type).
 
 Each function takes the frequencies, fp32 [rotary_dim / 2] in radians per token, highest first. It returns the
-scaled frequencies and a multiplier of cosines and sines. With factor k, position k p then has the angle that
-position p had before: for all frequencies (linear), or for the low ones (llama3, yarn).
+scaled frequencies and a multiplier of cosines and sines. With factor k, the scaled angle of position k p
+equals the unscaled angle of position p: for all frequencies (linear), or for the low ones (llama3, yarn).
 """
 
 import math
@@ -19,11 +19,12 @@ def linear(frequency: Tensor, model: ModelConfig) -> tuple[Tensor, float]:
 
 
 def llama3(frequency: Tensor, model: ModelConfig) -> tuple[Tensor, float]:
-    """Divides low frequencies by the factor, keeps high ones, and interpolates in between, like Llama 3.1.
+    """Divides low frequencies by the factor, keeps high ones, and interpolates between them, as Llama 3.1
+    does.
 
-    A frequency is low if it makes at most --rope-low-freq-factor rotations in the original context, and high
-    if it makes at least --rope-high-freq-factor. The interpolation is linear in the number of rotations. See
-    `apply_scaling` of github.com/meta-llama/llama-models.
+    A frequency is low if it makes at most --rope-low-freq-factor rotations in the original context. It is
+    high if it makes at least --rope-high-freq-factor. The interpolation is linear in the number of rotations.
+    See `apply_scaling` of github.com/meta-llama/llama-models.
     """
     rotations = model.rope_original_max_position_embeddings * frequency / (2 * math.pi)
     low, high = model.rope_low_freq_factor, model.rope_high_freq_factor
@@ -33,9 +34,10 @@ def llama3(frequency: Tensor, model: ModelConfig) -> tuple[Tensor, float]:
 
 def yarn(frequency: Tensor, model: ModelConfig) -> tuple[Tensor, float]:
     """Scales like `llama3`, but interpolates linearly in the frequency's index (YaRN, arXiv 2309.00071). The
-    range is between the indices of --rope-beta-fast and --rope-beta-slow rotations, rounded outwards unless
-    --rope-exact-range is given. The attention scores are multiplied by (0.1 ln k + 1)^2 (equation 22 of the
-    paper), or by DeepSeek's factors with latent attention."""
+    interpolated indices lie between the index with --rope-beta-fast rotations and the index with
+    --rope-beta-slow rotations; this range is rounded outwards unless --rope-exact-range is given. The
+    attention scores are multiplied by (0.1 ln k + 1)^2 (equation 22 of the paper), or with latent attention
+    by DeepSeek's factors."""
 
     def index_of(rotations: float) -> float:
         wavelength = model.rope_original_max_position_embeddings / rotations

@@ -19,7 +19,7 @@ _marked: list["_Marked"] = []
 
 
 class _Marked:
-    """A marked function, and the function that is called instead of it."""
+    """A marked function, and the function that is called instead of it in compiled modules."""
 
     def __init__(self, function: Callable, is_constant: bool) -> None:
         self.function = self.called = function
@@ -27,13 +27,13 @@ class _Marked:
 
 
 def not_compiled(function: Callable[Arguments, Result]) -> Callable[Arguments, Result]:
-    """Marks `function`, so that it runs uncompiled inside compiled modules."""
+    """Marks `function` to run uncompiled inside compiled modules."""
     return _mark(function, is_constant=False)
 
 
 def constant_when_compiled(function: Callable[Arguments, Result]) -> Callable[Arguments, Result]:
-    """Marks `function`, so that it runs when a module is compiled, and its result is a constant of the graph.
-    Its arguments must be constants."""
+    """Marks `function` to run while a module is compiled. Its result becomes a constant of the graph. Its
+    arguments must be constants."""
     return _mark(function, is_constant=True)
 
 
@@ -49,8 +49,9 @@ def _mark(function: Callable[Arguments, Result], is_constant: bool) -> Callable[
 
 
 def compile_in_place(module: nn.Module) -> None:
-    """Compiles the forward function of `module`, for fixed shapes. Its hooks are not compiled. If the module
-    has a method `before_compiled`, it is called with the input before each call of the compiled function."""
+    """Compiles the forward function of `module` for fixed shapes. The module's hooks are not compiled. If the
+    module has a method `before_compiled`, this method gets the input before each call of the compiled
+    function."""
     for marked in _marked:
         if marked.called is marked.function:
             compiler = torch.compiler

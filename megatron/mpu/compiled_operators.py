@@ -1,10 +1,10 @@
-"""What compiled layers (--compile) call instead of functions that torch.compile cannot trace: an operator for
-each, so that a layer is one graph.
+"""Operators that compiled layers (--compile) call instead of functions that torch.compile cannot trace. Each
+layer is then one graph.
 
-- Hidden dropout. The keys of its mask depend on the layer's index, which would give each layer a graph of its
-  own. So they are an input of the graph, fetched before the layer.
-- A linear layer whose weight's gradient is added to `main_grad` by the product that computes it (see
-  `weight_gradient`). torch.compile cannot trace the product's result dtype (pytorch issue 163880).
+- Hidden dropout. The keys of its mask depend on the layer's index, which would give each layer a different
+  graph. Therefore the keys are fetched before the layer runs, and are an input of the graph.
+- A linear layer that adds its weight's gradient to `main_grad` in the product that computes the gradient (see
+  `weight_gradient`). torch.compile cannot trace the result dtype of this product (pytorch issue 163880).
 """
 
 from __future__ import annotations
@@ -27,8 +27,9 @@ from megatron.mpu.random import DropoutMask, FixedKeys, Part, dropout_add
 
 
 def compiled_linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    """Runs F.linear in a compiled function. Where products can, they add the weight's gradient to its
-    `main_grad`, which must have values: a graph does not know which micro-batch is the first of a step."""
+    """Runs F.linear in a compiled function. If the product supports it, the backward pass adds the weight's
+    gradient to its `main_grad`. `main_grad` must have defined values: a graph does not know which micro-batch
+    is the first of a step."""
     total = main_grad_of(weight)
     if total is None or not (x.requires_grad and _adds_products(weight.device, weight.dtype)):
         return F.linear(x, weight, bias)
@@ -42,7 +43,7 @@ def _adds_products(device: torch.device, dtype: torch.dtype) -> bool:
 
 @operator("linear")
 def linear_op(x: Tensor, weight: Tensor, bias: Tensor | None, total: Tensor) -> Tensor:
-    """Runs F.linear. Its backward pass adds the weight's gradient to `total`, fp32."""
+    """Runs F.linear. Its backward pass adds the weight's gradient to `total`, which is fp32."""
     return F.linear(x, weight, bias)
 
 
@@ -55,9 +56,10 @@ def _(x: Tensor, weight: Tensor, bias: Tensor | None, total: Tensor) -> Tensor:
 def linear_backward_op(grad: Tensor, x: Tensor, weight: Tensor, total: Tensor) -> Tensor:
     """Returns the gradient of `x`, and adds the weight's gradient to `total`.
 
-    PyTorch is not told that `total` changes. It would take the sum for an input of the forward pass that was
-    changed before its backward pass ran, and reject the backward pass of every micro-batch but the last. No
-    graph reads `total`, and the result is always used, so each call runs once.
+    The operator does not declare to PyTorch that it changes `total`. If it did, PyTorch would treat `total`
+    as an input of the forward pass that was changed before its backward pass ran, and reject the backward
+    pass of every micro-batch except the last. No graph reads `total`, and the result is always used, so each
+    call runs exactly once.
     """
     rows = grad.reshape(-1, grad.shape[-1])
     weight_gradient.add_product(total.data, rows.t(), x.reshape(-1, x.shape[-1]))
@@ -95,7 +97,8 @@ def compiled_dropout_add(
     batch_dim: int,
     part: Part | None,
 ) -> Tensor:
-    """Runs `dropout_add` in a compiled function. keys: `device_sample_keys` of the dropout."""
+    """Runs `dropout_add` in a compiled function. keys: the result of `device_sample_keys` for this
+    dropout."""
     numbers: list[int] = []
     if part is not None:
         numbers = [part.dim, part.size]
@@ -114,7 +117,8 @@ def dropout_of_keys_op(
     batch_dim: int,
     part: Sequence[int],
 ) -> Tensor:
-    """Returns dropout(x + bias) + residual. part: dimension, size, then start and stop of each range."""
+    """Returns dropout(x + bias) + residual. part: the dimension, its full size, and then the start and stop
+    of each range."""
     ranges = tuple(map(range, part[2::2], part[3::2]))
     of_tensor = Part(part[0], ranges, part[1]) if part else None
     mask = DropoutMask(p, FixedKeys(keys), "", batch_dim, None, Axis("tp"), of_tensor)

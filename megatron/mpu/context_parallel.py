@@ -1,11 +1,11 @@
-"""Context parallelism: sequences are sharded over ranks; attention all-gathers keys and values.
+"""Context parallelism: sequences are sharded over ranks, and attention all-gathers keys and values.
 
-The idea (Llama 3, arXiv 2407.21783, section 3.3.2): each rank computes everything for the tokens of its two
-chunks (`sequence_chunks`). Only attention needs other tokens. It all-gathers the keys and values, which are
-small with grouped queries, into the order of the sequence. So any mask works, and each query sums
-the terms that it sums in one process.
+The idea (Llama 3, arXiv 2407.21783, section 3.3.2): each rank computes all layers for the tokens of its two
+chunks (`sequence_chunks`). Only attention needs the tokens of other ranks. It all-gathers keys and values,
+which are small with grouped queries, into the order of the sequence. Therefore any mask works, and each query
+sums the same terms as in a single process.
 
-A rank that has whole sequences, with a group of one, gets its arguments back.
+If the group has one rank, which then holds whole sequences, the functions return their arguments.
 """
 
 from __future__ import annotations
@@ -23,10 +23,11 @@ from megatron.torch_versions import all_gather_single, reduce_scatter_single
 
 
 def sequence_chunks(cp_group: Axis, seq: int) -> tuple[range, ...]:
-    """Returns the positions of this rank's chunks in a sequence of `seq` tokens, ascending.
+    """Returns the positions of this rank's chunks in a sequence of `seq` tokens, in ascending order.
 
     A sequence is divided into 2 x CP equal chunks. Rank i holds the chunks i and 2 x CP - 1 - i, so that
-    causal attention is equal work on every rank. Raises ValueError if `seq` is not divisible by 2 x CP.
+    every rank computes equally much of causal attention. Raises ValueError if `seq` is not divisible by 2 x
+    CP.
     """
     if cp_group.size == 1:
         return (range(seq),)
@@ -38,7 +39,7 @@ def sequence_chunks(cp_group: Axis, seq: int) -> tuple[range, ...]:
 
 
 def shard_sequence(x: Tensor, cp_group: Axis) -> Tensor:
-    """Returns the chunks of this rank: [batch, seq, ...] -> [batch, seq / CP, ...]. No autograd."""
+    """Returns this rank's chunks of x [batch, seq, ...] as [batch, seq / CP, ...], without autograd."""
     if cp_group.size == 1:
         return x
     chunks = sequence_chunks(cp_group, x.shape[1])
@@ -52,8 +53,8 @@ def positions_of(cp_group: Axis, length: int, device: torch.device) -> Tensor:
 
 
 def tensor_shard(chunks: Sequence[range], tp_group: Axis) -> tuple[range, ...]:
-    """Returns the positions of this tensor-parallel rank's shard of `chunks`, which --sequence-parallel
-    divides into equal parts."""
+    """Returns the positions of this tensor-parallel rank's shard of `chunks`. With --sequence-parallel the
+    positions are divided into equal parts."""
     length = sum(map(len, chunks)) // tp_group.size
     first, shard = tp_group.rank * length, []
     for chunk in chunks:
@@ -64,13 +65,13 @@ def tensor_shard(chunks: Sequence[range], tp_group: Axis) -> tuple[range, ...]:
 
 
 def gather_keys_and_values(key: Tensor, value: Tensor, cp_group: Axis) -> tuple[Tensor, Tensor]:
-    """All-gathers [seq / CP, ...] of each rank -> [seq, ...] in the order of the sequence, on all ranks.
-    Backward: reduce-scatter. key and value have one shape."""
+    """All-gathers key and value, each [seq / CP, ...], to [seq, ...] in the order of the sequence, on all
+    ranks. The backward pass reduce-scatters. key and value must have equal shapes."""
     return (key, value) if cp_group.size == 1 else _GatherParts.apply(cp_group, key, value)
 
 
 def gather_from_sequence(x: Tensor, cp_group: Axis) -> Tensor:
-    """Like `gather_keys_and_values`, for one tensor."""
+    """All-gathers one tensor, [seq / CP, ...], like `gather_keys_and_values`."""
     return x if cp_group.size == 1 else _gather(x, cp_group)
 
 
@@ -80,7 +81,8 @@ def _gather(x: Tensor, cp_group: Axis) -> Tensor:
 
 
 def gather_sequence(x: Tensor, cp_group: Axis) -> Tensor:
-    """All-gathers [batch, seq / CP, ...] -> [batch, seq, ...] in the order of the sequence. No autograd."""
+    """All-gathers [batch, seq / CP, ...] to [batch, seq, ...] in the order of the sequence, without
+    autograd."""
     return x if cp_group.size == 1 else _all_gather(x.transpose(0, 1), cp_group).transpose(0, 1)
 
 
@@ -89,7 +91,7 @@ class _GatherParts(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, cp_group: Axis, *parts: Tensor) -> tuple[Tensor, ...]:
         ctx.cp_group = cp_group
-        # In one collective; the results are views of one tensor.
+        # The tensors are gathered in one collective, and the results are views of one tensor.
         return _all_gather(torch.stack(parts, dim=1), cp_group).unbind(1)
 
     @staticmethod
@@ -98,16 +100,16 @@ class _GatherParts(torch.autograd.Function):
 
 
 def _all_gather(x: Tensor, cp_group: Axis) -> Tensor:
-    """[seq / CP, ...] -> [seq, ...]."""
+    """All-gathers [seq / CP, ...] to [seq, ...] in the order of the sequence."""
     by_rank = x.new_empty(cp_group.size, 2, x.shape[0] // 2, *x.shape[1:])
     all_gather_single(by_rank.view(-1), x.contiguous().view(-1), group=cp_group.group)
-    # The first chunks ascend with the rank, the second chunks descend.
+    # The first chunks are ordered by ascending rank, the second chunks by descending rank.
     return torch.cat((by_rank[:, 0], by_rank[:, 1].flip(0))).flatten(0, 1)
 
 
 def _reduce_scatter(values: Sequence[Tensor], cp_group: Axis) -> Sequence[Tensor]:
-    """[seq, ...] -> [seq / CP, ...] of the sums over the ranks. The sums are fp32: in 16 bits each addition
-    would round."""
+    """Sums each tensor [seq, ...] over the ranks and returns this rank's chunks [seq / CP, ...]. The sums are
+    fp32, since every addition in 16 bits would round."""
     shape, dtype = values[0].shape, values[0].dtype
     chunk = shape[0] // (2 * cp_group.size)
     by_rank = values[0].new_empty(cp_group.size, 2, chunk, len(values), *shape[1:], dtype=torch.float32)

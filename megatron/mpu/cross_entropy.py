@@ -1,4 +1,4 @@
-"""Vocabulary-parallel cross entropy: from given logits, or fused with the LM head.
+"""Vocabulary-parallel cross entropy, from given logits or fused with the LM head.
 
 The idea (Megatron-LM, arXiv 1909.08053, section 3): each tensor-parallel rank has V / size columns of the
 logits. The ranks exchange only three numbers per token instead of the logits: the largest logit m,
@@ -6,11 +6,12 @@ sum(exp(logit - m)), and the logit of the label. Then
 
     loss = m + log(sum) - logit[label]        gradient = softmax - [label] = exp(logit - m) / sum - [label]
 
-The fused function computes the logits of a chunk of tokens, turns them into their gradient in the same
-buffer, and adds the chunk to the gradients of hidden and weight (as Liger Kernel does, arXiv 2410.10989). So
-the full logits [tokens, V] are never stored. This needs the gradient of the loss in the forward pass. For
-hidden it is assumed to be 1 per token, times token_weights, and the backward pass rescales. For the weight
-the caller gives it in advance: the forward pass then adds to `main_grad`, without a gradient of its own.
+The fused function computes the logits of a chunk of tokens, overwrites them with their gradient, and adds the
+chunk's part to the gradients of hidden and weight (as Liger Kernel does, arXiv 2410.10989). So the full
+logits [tokens, V] are never stored. This requires the gradient of the loss in the forward pass. For hidden
+the gradient is assumed to be 1 per token, times token_weights, and the backward pass rescales the result. For
+the weight the caller passes the gradient in advance: the forward pass then adds directly to `main_grad` and
+stores no gradient of the weight.
 
 Invariant: the losses of both functions are bitwise equal on all tensor-parallel ranks. Padding columns do not
 influence the loss, and their gradient is zero.
@@ -38,12 +39,12 @@ def vocab_parallel_cross_entropy(
     *,
     overwrite_logits: bool = False,
 ) -> torch.Tensor:
-    """Returns the loss per token in fp32, shape [...], equal on all tensor-parallel ranks.
+    """Returns the loss of each token, fp32 [...], equal on all tensor-parallel ranks.
 
     logits: [..., V / size], this rank's columns of the padded vocabulary, fp32, bf16 or fp16.
     labels: integers [...] in [0, vocab_size). The loss of any other label is NaN.
     vocab_size: size without padding; columns from this number on are ignored and have a gradient of zero.
-    overwrite_logits: reuse the memory of fp32 logits for the probabilities, which saves a copy. Allowed only
+    overwrite_logits: store the probabilities in the memory of fp32 logits, which saves a copy. Allowed only
         if neither the caller nor the backward pass of the previous layer reads the logits afterwards.
 
     The backward pass can run only once.
@@ -63,25 +64,26 @@ def vocab_parallel_linear_cross_entropy(
     loss_gradient: float = 1.0,
     softcapping: float | None = None,
 ) -> torch.Tensor:
-    """Returns the fp32 loss per token, shape [...], of the logits hidden @ weight.T; equal on all TP ranks.
+    """Returns the loss of each token, fp32 [...], for the logits hidden @ weight.T; equal on all TP ranks.
 
     hidden: [..., h], replicated over the tensor-parallel ranks, fp32, bf16 or fp16.
-    weight: [V / size, h], this rank's rows of the padded output embedding, of hidden's dtype.
+    weight: [V / size, h], this rank's rows of the padded output embedding, in the dtype of hidden.
     labels, vocab_size: see `vocab_parallel_cross_entropy`.
     token_weights: [...], constant factors of the losses: a mask, or 1 / number of tokens for a mean.
-    z_loss_weight: adds z_loss_weight * log(Z)^2 to the loss of a token, Z = sum(exp(logits)). This keeps
+    z_loss_weight: adds z_loss_weight * log(Z)^2 to the loss of a token, with Z = sum(exp(logits)). This keeps
         log(Z) close to 0 (PaLM, arXiv 2204.02311, section 5).
-    loss_gradient: if the weight has a `main_grad`, the gradient that the backward pass will have for each
-        loss, before token_weights. A CPU checks it in the backward pass; a GPU would have to synchronize.
+    loss_gradient: the gradient that the backward pass will have for each loss, before token_weights. It is
+        used only if the weight has a `main_grad`. The backward pass checks it on a CPU; on a GPU the check
+        would synchronize the host with the device.
     softcapping: the logits are softcapping * tanh(logit / softcapping).
 
-    If `weight` has a `main_grad` (the optimizer sets it), the forward pass adds the weight's gradient to it
-    in fp32, and autograd gets None.
+    If the optimizer has given `weight` a `main_grad`, the forward pass adds the weight's gradient to it in
+    fp32, and autograd gets None for the weight.
 
-    The forward pass also computes the gradients of the summed losses: three matrix products in all. So the
-    backward pass raises RuntimeError if the gradient of the losses differs between tokens: pass factors as
-    token_weights. Without autograd only the losses are computed. The backward pass can run only once.
-    Raises ValueError for shapes and dtypes that do not match.
+    The forward pass also computes the gradients of the summed losses, three matrix products in all. The
+    backward pass therefore raises RuntimeError if the gradient of the losses differs between tokens: pass
+    such factors as token_weights. Without autograd only the losses are computed. The backward pass can run
+    only once. Raises ValueError for shapes and dtypes that do not match.
     """
     if hidden.shape[:-1] != labels.shape or hidden.shape[-1] != weight.shape[-1]:
         raise ValueError(
@@ -92,7 +94,7 @@ def vocab_parallel_linear_cross_entropy(
         raise ValueError(
             f"hidden is {hidden.dtype} and weight is {weight.dtype}: expected one dtype, fp32, bf16 or fp16"
         )
-    if not labels.numel():  # no tokens: empty losses, gradients of zero
+    if not labels.numel():  # no tokens: the losses are empty, the gradients zero
         return (hidden.sum(-1) + weight.sum() * 0.0).float()
     if token_weights is not None and token_weights.shape != labels.shape:
         raise ValueError(
@@ -108,7 +110,7 @@ def vocab_parallel_linear_cross_entropy(
         vocab_size,
         z_loss_weight,
         softcapping,
-        torch.is_grad_enabled(),  # inside Function.forward it is always False
+        torch.is_grad_enabled(),  # inside Function.forward the result is always False
     )
 
 
@@ -137,7 +139,7 @@ def _local_probabilities(
         probabilities = logits.clone(memory_format=torch.contiguous_format)
     probabilities[..., num_valid_columns:] = -torch.inf
     torch.softmax(probabilities, -1, out=probabilities)
-    # The largest probability is exp(0) / sum >= 1 / columns, so its reciprocal is an accurate sum.
+    # The largest probability is exp(0) / sum >= 1 / columns. Its reciprocal is therefore an accurate sum.
     return probabilities, largest, probabilities.amax(-1).reciprocal_()
 
 
@@ -153,14 +155,15 @@ class _VocabParallelCrossEntropy(torch.autograd.Function):
         overwrite_logits: bool,
     ) -> torch.Tensor:
         own = own_tokens(logits.shape[-1], tp_group, vocab_size)
-        # Detached: autograd would reject the in-place overwrite of its input.
+        # The tensor is detached, because autograd would reject the in-place overwrite of its input.
         logits = logits.detach()
 
         own_label, target = own_targets(labels, own)
         target_logit = logits.gather(-1, target).squeeze(-1).float().masked_fill_(~own_label, 0.0)
         probabilities, largest, exp_sum = _local_probabilities(logits, len(own), overwrite_logits)
 
-        # From local to global softmax: exp(logit - global max) / global sum = local probability * scale.
+        # Converts the local softmax to the global one: exp(logit - global max) / global sum = local
+        # probability * scale.
         if tp_group.size == 1:
             scale = torch.ones_like(exp_sum)
         else:
@@ -182,7 +185,7 @@ class _VocabParallelCrossEntropy(torch.autograd.Function):
                 "second backward pass through vocab_parallel_cross_entropy: the first one freed its buffers"
             )
         target, own_label, scale = ctx.saved_tensors
-        # In place: probabilities become (p - [label]) * grad_loss.
+        # In place, the probabilities p become (p - [label]) * grad_loss.
         gradient, ctx.probabilities = ctx.probabilities, None
         gradient.mul_((scale * grad_loss).unsqueeze(-1))
         gradient.scatter_add_(-1, target, (-grad_loss.float() * own_label).unsqueeze(-1))
@@ -218,7 +221,8 @@ class _VocabParallelLinearCrossEntropy(torch.autograd.Function):
         if needs_weight and not is_added:
             grad_weight = torch.empty_like(weight, dtype=torch.float32)
         elif is_added:
-            # Token weights of a mean are then about 1, within the range of fp16.
+            # `relative` has the weights relative to the weight 1 / tokens of a plain mean, so that fp16 can
+            # hold them.
             mean = 1.0 / len(flat_labels) if token_weights is not None else 1.0
             relative = None if token_weights is None else token_weights / mean
             factor = loss_gradient * mean / (chunks.gradient_scale * chunks.hidden_scale)
@@ -270,7 +274,8 @@ class _VocabParallelLinearCrossEntropy(torch.autograd.Function):
 
 
 def _normalized(weights: torch.Tensor | None) -> tuple[torch.Tensor | None, torch.Tensor | float]:
-    """Returns (weights / largest, largest [1]), largest by magnitude. The quotients fit in fp16's range."""
+    """Returns weights / w and w [1], where w is the weight of the largest magnitude. The quotients fit in the
+    range of fp16."""
     if weights is None or not weights.numel():
         return weights, 1.0
     largest = weights.abs().amax().clamp_min(torch.finfo(torch.float32).tiny).reshape(1)
@@ -278,7 +283,8 @@ def _normalized(weights: torch.Tensor | None) -> tuple[torch.Tensor | None, torc
 
 
 def _check_gradient(gradient: torch.Tensor, expected: float) -> None:
-    """Raises RuntimeError if the gradient of the losses is not the number that the forward pass was given."""
+    """Raises RuntimeError if the gradient of the losses differs from `expected`, which the forward pass
+    used."""
     if not torch.allclose(gradient, torch.tensor(expected, dtype=gradient.dtype), rtol=1e-5, atol=0.0):
         raise RuntimeError(
             f"the losses have gradients of {gradient.min():g} to {gradient.max():g}: expected {expected:g}, "
@@ -287,7 +293,7 @@ def _check_gradient(gradient: torch.Tensor, expected: float) -> None:
 
 
 def _is_uniform(gradient: torch.Tensor) -> bool:
-    """Returns whether all elements are equal. The gradient of a sum is one expanded element, which the
+    """Returns whether all elements are equal. The gradient of a sum is one expanded element, which its
     strides show without synchronizing with the device."""
     if all(stride == 0 or size == 1 for stride, size in zip(gradient.stride(), gradient.shape, strict=True)):
         return True

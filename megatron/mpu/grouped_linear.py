@@ -1,4 +1,4 @@
-"""The linear layer of experts: one product per expert, with the gradients of `layers.linear`."""
+"""The linear layer of experts: one product per expert, with gradients as in `layers.linear`."""
 
 from __future__ import annotations
 
@@ -20,10 +20,11 @@ def grouped_linear(
     deferred: DeferredGradients | None = None,
     products: Products = PLAIN,
 ) -> Tensor:
-    """Returns x_e @ weight[e].T + bias[e] for the rows x_e of each expert e: [N, n_in] -> [N, n_out].
+    """Returns x_e @ weight[e].T + bias[e] for the rows x_e of each expert e, [N, n_out].
 
-    x: sorted by expert, with the numbers of rows in `groups`. weight: [experts, n_out, n_in]. bias: [experts,
-    n_out]. The gradients of an expert without rows are zero. deferred: a queue for the weight's gradient.
+    x: [N, n_in], sorted by expert, with the number of rows per expert in `groups`. weight:
+    [experts, n_out, n_in]. bias: [experts, n_out]. An expert without rows gets a gradient of zero. deferred:
+    a queue for the weight's gradient; None: the backward pass computes it.
     """
     if sum(groups.counts) != len(x) or len(groups.counts) != len(weight):
         raise ValueError(f"{len(x)} rows of {len(weight)} experts, but the groups are {groups.counts}")

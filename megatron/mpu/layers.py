@@ -3,18 +3,19 @@
 The idea (Megatron-LM, arXiv 1909.08053, section 3): a column-parallel layer shards its outputs, a
 row-parallel layer its inputs. A column-parallel layer, an elementwise function and a row-parallel layer in
 sequence need one all-reduce in the forward pass and one in the backward pass. With sequence parallelism
-(arXiv 2205.05198) each all-reduce becomes a reduce-scatter and an all-gather along the sequence, and
-activations between the layers are sharded along it.
+(arXiv 2205.05198) each all-reduce becomes a reduce-scatter and an all-gather along the sequence, and the
+activations between such blocks are sharded along the sequence.
 
-With --tp-comm-overlap (a flag of Megatron-LM) these collectives overlap with the matrix product beside them.
+With --tp-comm-overlap (a flag of Megatron-LM) these collectives overlap with the neighboring matrix product.
 The product is computed in chunks along the sequence. After an all-gather, one chunk is multiplied while the
 next chunk is gathered. Before a reduce-scatter, one chunk is reduced while the next chunk is multiplied. Only
-the communication of the first chunk (all-gather) or the last (reduce-scatter) is exposed.
+the communication of the first chunk (all-gather) or of the last chunk (reduce-scatter) is exposed.
 
-A chunk holds a part of every rank's shard: a full tensor [seq, batch, ...] is viewed as [rank, chunk, row of
-the chunk, batch, ...]. The products are batched over the ranks, with the weight as a common factor. So they
-and the reduced chunks are written to their places in the result, without a copy. (With a bias, cuBLAS first
-copies it into the result of a batched product.) Chunks do not change which terms a sum over ranks adds.
+A chunk holds a part of every rank's shard: a full tensor [seq, batch, ...] is viewed as
+[rank, chunk, row of the chunk, batch, ...]. The products are batched over the ranks, with the weight as a
+common factor. Products and reduced chunks are therefore written directly to their places in the result,
+without a copy. (If there is a bias, cuBLAS first copies it into the result of a batched product.) Chunks do
+not change which terms a sum over ranks adds.
 """
 
 from __future__ import annotations
@@ -57,7 +58,7 @@ _ONE_RANK = Axis("tp")
 
 
 class VocabParallelEmbedding(nn.Module):
-    """Token ids [batch, seq] -> vectors [batch, seq, hidden], replicated over the tensor-parallel ranks.
+    """Maps token ids [batch, seq] to vectors [batch, seq, hidden], which all tensor-parallel ranks hold.
 
     Each rank holds `padded_vocab / size` rows of the table. Rows from `num_valid_rows` on are padding.
     sequence_parallel: the output is this rank's shard [seq / size, batch, hidden].
@@ -89,8 +90,9 @@ class VocabParallelEmbedding(nn.Module):
             return embedding(token_ids, self.weight)
         rows = spec_of(self.weight).segments((self.tp_group,))[0][0]
         elsewhere = (token_ids < rows.start) | (token_ids >= rows.stop)
-        # Tokens of other ranks read an arbitrary row, and the result is set to zero. The modulo spreads these
-        # tokens over all rows, so that the backward pass does not add all their zeros to a single row.
+        # Tokens of other ranks read an arbitrary row, and their result is set to zero. The modulo spreads
+        # these tokens over all rows, so that the backward pass does not add all of their zeros to a single
+        # row.
         vectors = embedding((token_ids - rows.start).remainder_(rows.stop - rows.start), self.weight)
         vectors = vectors.masked_fill_(elsewhere.unsqueeze(-1), 0.0)
         if self.sequence_parallel:
@@ -99,14 +101,14 @@ class VocabParallelEmbedding(nn.Module):
 
 
 class _ParallelLinear(nn.Module):
-    """What column-parallel and row-parallel layers share: weight, bias, and how they communicate.
+    """The common part of column-parallel and row-parallel layers: weight, bias, and the way they communicate.
 
     lr_mult: multiplier of the weight's learning rate.
     num_fused_parts: number of equal matrices that are stored as one (a gated MLP has 2); each is sharded.
     matrix_rows: `ParameterSpec.matrix_rows` of the weight; by default the fused parts are its matrices.
     deferred: queue for the weight's gradient (zero-bubble); None: the backward pass computes it.
     overlap_chunks: with sequence_parallel, maximum number of chunks (see `gather_and_multiply`).
-    fp8: the layer multiplies FP8 matrices, except for the weight's gradient; excludes chunks.
+    fp8: if given, the layer multiplies FP8 matrices, except for the weight's gradient; excludes chunks.
     """
 
     weight_shard_dim: int | None
@@ -140,36 +142,39 @@ class _ParallelLinear(nn.Module):
             lr_mult=lr_mult,
             matrix_rows=matrix_rows or (n_out // num_fused_parts,) * num_fused_parts,
         )
-        # A column-parallel layer shards its outputs, and so its bias; a row-parallel layer does not.
+        # A column-parallel layer shards its outputs and therefore its bias. A row-parallel layer does not
+        # shard its bias.
         bias_spec = ParameterSpec((n_out,), weight.sharding if dim == 0 else (), weight_decay=False)
         self.weight = new_parameter(weight, tp_group)
         self.bias = new_parameter(bias_spec, tp_group) if bias else None
         self.products = products_of(fp8, self.weight)
 
     def multiply(self, x: torch.Tensor) -> torch.Tensor:
-        """Returns the product with this rank's shard of the weight, and the bias. No rank communicates: the
-        gradient of `x` is this rank's part of the sum over the ranks."""
+        """Returns the product with this rank's shard of the weight, plus the bias. It communicates with no
+        rank: the gradient of `x` is this rank's part of a sum over the ranks."""
         return linear(x, self.weight, self.bias, self.deferred, products=self.products)
 
 
 class ReplicatedLinear(_ParallelLinear):
-    """[..., n_in] -> [..., n_out], with the whole weight on each rank. With sequence_parallel, which the
-    caller handles, the inputs are shards of the sequence and the weight's gradients are partial."""
+    """A linear layer from [..., n_in] to [..., n_out] with the whole weight on each rank. With
+    sequence_parallel, the caller passes shards of the sequence, and each rank's gradient of the weight is a
+    partial sum."""
 
     weight_shard_dim = None
     forward = _ParallelLinear.multiply
 
 
 class ColumnParallelLinear(_ParallelLinear):
-    """Replicated [..., n_in] -> [..., n_out / size], this rank's shard of the outputs.
+    """Maps replicated [..., n_in] to this rank's shard of the outputs, [..., n_out / size].
 
-    sequence_parallel: the input is this rank's [seq / size, ..., n_in]; it is all-gathered first.
+    sequence_parallel: the input is this rank's shard [seq / size, ..., n_in], which is first all-gathered.
     """
 
     weight_shard_dim = 0
 
     def forward(self, x: torch.Tensor, bias_gradient: bool = True) -> torch.Tensor:
-        """bias_gradient: False if the next operation computes the gradient of the bias."""
+        """Returns this rank's shard of the outputs. bias_gradient: False if the next operation computes the
+        gradient of the bias."""
         bias = self.bias if bias_gradient or self.bias is None else self.bias.detach()
         if self.overlap_chunks > 1:
             arguments = (x, self.weight, bias, self.tp_group, None, PLAIN, self.overlap_chunks)
@@ -181,12 +186,12 @@ class ColumnParallelLinear(_ParallelLinear):
 
 
 class RowParallelLinear(_ParallelLinear):
-    """[..., n_in / size], this rank's shard of the inputs -> [..., n_out], replicated.
+    """Maps this rank's shard of the inputs, [..., n_in / size], to replicated [..., n_out].
 
     sequence_parallel: the output is this rank's shard [seq / size, ..., n_out].
-    skip_bias_add: with several ranks or with kernels the caller adds `skipped_bias`, fused with its next
-        operation, whose backward pass also computes its gradient. Otherwise a single rank adds the bias
-        within the matrix product.
+    skip_bias_add: with several ranks or with kernels, the caller adds `skipped_bias` in its next fused
+        operation, whose backward pass also computes the bias gradient. A single rank without kernels adds
+        the bias in the matrix product.
     """
 
     weight_shard_dim = 1
@@ -214,7 +219,7 @@ class RowParallelLinear(_ParallelLinear):
         else:
             y = linear(x, self.weight, None, self.deferred, products=self.products)
             y = _reduce_output(y, self.tp_group, self.sequence_parallel)
-        # After the all-reduce, so that the bias is added once.
+        # The bias is added after the all-reduce, so that it is added only once.
         return y if bias is None else y + bias
 
 
@@ -232,9 +237,9 @@ def linear(
     function: type[torch.autograd.Function] | None = None,
     products: Products = PLAIN,
 ) -> torch.Tensor:
-    """Runs F.linear, with these products. The gradient of `x` is summed over the ranks of `tp_group`. The
-    backward pass computes `weight_gradient`, or queues that computation in `deferred`. If autograd's own
-    gradients do, it is a PyTorch operation. function: `LinearFunction` if None."""
+    """Runs F.linear with the given products. The gradient of `x` is summed over the ranks of `tp_group`. The
+    backward pass computes `weight_gradient`, or queues it in `deferred`. If autograd's own gradients suffice,
+    this is a plain PyTorch operation. function: None stands for `LinearFunction`."""
     if tp_group.size == 1 and products is PLAIN:
         if not torch.is_grad_enabled():
             return products.output(x, weight, bias)
@@ -247,8 +252,8 @@ def linear(
     return apply_linear(function or LinearFunction, x, weight, bias, deferred, tp_group, products)
 
 
-# Not compiled: keeps the overlap of collectives with matrix products as it is written. The graph of a
-# compiled function would also compute deferred gradients at once.
+# The function is not compiled, so that collectives overlap with matrix products in the written order. A
+# compiled graph would also compute deferred gradients at once.
 @not_compiled
 def apply_linear(
     function: type[torch.autograd.Function],
@@ -260,7 +265,8 @@ def apply_linear(
     products: Products,
     *groups: Groups,
 ) -> torch.Tensor:
-    """Runs `function`, a linear layer. groups: the rows of each expert, only with `LinearFunction`."""
+    """Runs `function`, a linear layer. groups: the number of rows of each expert, only for
+    `LinearFunction`."""
     if deferred is None:
         return function.apply(x, weight, bias, tp_group, None, products, *groups)
     defer = partial(deferred.add, weight)
@@ -274,7 +280,8 @@ def _overlapped(function: type[torch.autograd.Function], *arguments: Any) -> tor
 
 @not_compiled
 def _reduce_output(y: torch.Tensor, tp_group: Axis, sequence_parallel: bool) -> torch.Tensor:
-    """Returns the sum of `y` over ranks, or with sequence_parallel its shard. Nothing else may use `y`."""
+    """Returns the sum of `y` over the ranks, or with sequence_parallel this rank's shard of the sum.
+    Nothing else may use `y`."""
     return (
         reduce_scatter_to_sequence_region(y, tp_group)
         if sequence_parallel
@@ -285,7 +292,7 @@ def _reduce_output(y: torch.Tensor, tp_group: Axis, sequence_parallel: bool) -> 
 @first_order
 class LinearFunction(torch.autograd.Function):
     """F.linear, or with `groups` the linear layer of experts. The input's gradient is all-reduced while the
-    backward pass computes the weight's gradient, or passes that computation to `defer`."""
+    backward pass computes the weight's gradient, or while it passes that computation to `defer`."""
 
     @staticmethod
     def forward(
@@ -307,7 +314,7 @@ class LinearFunction(torch.autograd.Function):
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         x, rows, groups = take_input(ctx), grad.reshape(-1, grad.shape[-1]), ctx.groups
         if groups is not None:
-            rows = rows.contiguous()  # not an expanded tensor, whose strides products of groups do not take
+            rows = rows.contiguous()  # products of groups do not support the strides of an expanded tensor
         grad_x = pending = None
         if ctx.needs_input_grad[0]:
             grad_x = ctx.products.input_gradient(rows, ctx.weight, groups).view(x.shape)
@@ -324,10 +331,10 @@ class LinearFunction(torch.autograd.Function):
 class _SequenceColumnLinear(torch.autograd.Function):
     """F.linear of an input that is sharded along the sequence (arXiv 2205.05198, section 4.2.2).
 
-    Only this rank's shard of the input is kept. The backward pass all-gathers the input while it computes the
-    input's gradient, and reduce-scatters that gradient while it computes the weight's gradient. With `defer`
-    the all-gather and the weight's gradient come later, in the weight-gradient pass. max_chunks: above 1 the
-    all-gather of the forward pass overlaps with the product.
+    Only this rank's shard of the input is stored. The backward pass all-gathers the input while it computes
+    the input's gradient, and reduce-scatters this gradient while it computes the weight's gradient. With
+    `defer` the all-gather and the weight's gradient are part of the later weight-gradient pass. max_chunks:
+    if above 1, the all-gather of the forward pass overlaps with the product.
     """
 
     @staticmethod
@@ -369,8 +376,8 @@ def _weight_and_bias_gradients(
     ctx: Any, rows: torch.Tensor, compute: Callable[..., torch.Tensor | None], groups: Groups | None = None
 ) -> tuple[torch.Tensor | None, torch.Tensor | None]:
     """Returns the gradients of weight and bias. rows: the gradient of the output, [rows, n_out]. compute:
-    returns the weight's gradient from the weight and the rows. With `ctx.defer` it is passed to `defer`, and
-    the weight's gradient is None. groups: the rows of each expert."""
+    returns the weight's gradient from the weight and the rows. If `ctx.defer` is set, it gets `compute`, and
+    the returned gradient of the weight is None. groups: the number of rows of each expert."""
     grad_weight = None
     if ctx.defer is not None:
         ctx.defer(partial(compute, grad=rows))
@@ -384,7 +391,7 @@ def _weight_and_bias_gradients(
 def _gathered_weight_gradient(
     weight: torch.Tensor, grad: torch.Tensor, x: torch.Tensor, tp_group: Axis
 ) -> torch.Tensor | None:
-    """All-gathers an input that is sharded along the sequence, then computes `weight_gradient`."""
+    """All-gathers an input that is sharded along the sequence, and then computes `weight_gradient`."""
     full, pending = all_gather_sequence(x, tp_group)
     pending.wait()
     return weight_gradient(weight, grad, full)
@@ -392,8 +399,8 @@ def _gathered_weight_gradient(
 
 @first_order
 class _OverlappedRowLinear(torch.autograd.Function):
-    """F.linear, then the sum over the ranks, sharded along the sequence. The reduce-scatter of the forward
-    pass and the all-gather of the backward pass overlap with the products beside them."""
+    """F.linear, and then the sum over the ranks, sharded along the sequence. The reduce-scatter of the
+    forward pass and the all-gather of the backward pass overlap with the neighboring products."""
 
     @staticmethod
     def forward(
@@ -417,7 +424,7 @@ class _OverlappedRowLinear(torch.autograd.Function):
 
 @first_order
 class _AllReduceInPlace(torch.autograd.Function):
-    """In-place all-reduce of a tensor that nothing else uses; the gradient passes unchanged."""
+    """All-reduces a tensor in place; nothing else may use the tensor. The gradient passes unchanged."""
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, tp_group: Axis) -> torch.Tensor:
@@ -439,7 +446,8 @@ def gather_and_multiply(
 ) -> tuple[Tensor, Tensor]:
     """Returns the product of the all-gathered `x` with `factor`, plus `bias`, and the gathered `x` in chunks.
 
-    No autograd. [seq / size, batch, n_in] x [n_in, n_out] -> [seq, batch, n_out], [chunk, rank, rows, n_in].
+    x: [seq / size, batch, n_in]. factor: [n_in, n_out]. The results are [seq, batch, n_out] and
+    [chunk, rank, rows, n_in]. No autograd.
     """
     chunks = number_of_chunks(len(x), max_chunks)
     gathered = x.new_empty(chunks, tp_group.size, x[..., 0].numel() // chunks, x.shape[-1])
@@ -464,14 +472,14 @@ def _start_gather(full: Tensor, part: Tensor, tp_group: Axis) -> dist.Work:
 
 
 def rows_in_chunk_order(x: Tensor, chunks: int, tp_group: Axis) -> Tensor:
-    """Returns the rows of a contiguous [seq, batch, n] in the order of `gather_and_multiply`'s second result:
-    [seq x batch, n], a copy if there are several chunks."""
+    """Returns the rows of a contiguous [seq, batch, n] in the order of `gather_and_multiply`'s second result,
+    as [seq x batch, n]. It is a copy if there are several chunks."""
     return _blocks(x, chunks, tp_group).transpose(0, 1).reshape(-1, x.shape[-1])
 
 
 def multiply_and_reduce(x: Tensor, factor: Tensor, tp_group: Axis, max_chunks: int) -> Tensor:
-    """Returns this rank's shard of the sum over ranks of `x` times `factor`: [seq, batch, n_in] times [n_in,
-    n_out] -> [seq / size, batch, n_out]. No autograd."""
+    """Returns this rank's shard, [seq / size, batch, n_out], of the sum over ranks of `x` [seq, batch, n_in]
+    times `factor` [n_in, n_out]. No autograd."""
     length = len(x) // tp_group.size
     chunks = number_of_chunks(length, max_chunks)
     result = x.new_empty(length, *x.shape[1:-1], factor.shape[1])
@@ -486,5 +494,5 @@ def multiply_and_reduce(x: Tensor, factor: Tensor, tp_group: Axis, max_chunks: i
 
 
 def _blocks(full: Tensor, chunks: int, tp_group: Axis) -> Tensor:
-    """Returns a view of a contiguous [seq, batch, n]: [rank, chunk, rows of the chunk x batch, n]."""
+    """Returns a view [rank, chunk, rows of the chunk x batch, n] of a contiguous [seq, batch, n]."""
     return full.view(tp_group.size, chunks, -1, full.shape[-1])

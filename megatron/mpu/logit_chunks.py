@@ -1,4 +1,4 @@
-"""The logits of the fused loss, one chunk of tokens at a time, and their gradient (`mpu.cross_entropy`)."""
+"""The logits of the fused loss and their gradient, one chunk of tokens at a time (`mpu.cross_entropy`)."""
 
 from __future__ import annotations
 
@@ -17,28 +17,28 @@ from megatron.mpu import weight_gradient
 from megatron.mpu.mesh import Axis
 
 MIB = 2**20
-# Maximum size of the logits of a chunk of tokens.
+# Maximum size of the logits of a chunk of tokens, in bytes.
 CPU_LOGITS_BYTES, LOGITS_BYTES = 128 * MIB, 1024 * MIB
-# Tokens per chunk, by bytes per element. A chunk of n tokens computes 6 n FLOPs per element of the weight,
-# and reads and writes the element's fp32 gradient once, 8 bytes. On a GPU with r FLOPs per byte of bandwidth
-# this traffic takes 4 r / 3 n of the time of the products. For 16 bits r is 153 on an A100, 295 on an H100
-# and 312 on a GB200 (data sheets): at most 10 % with 4096 tokens. For fp32 r is below 20. On a CPU larger
-# chunks would only fit worse in caches.
+# Tokens per chunk, by bytes per element. For each element of the weight, a chunk of n tokens computes 6 n
+# FLOPs, and reads and writes the element's fp32 gradient once, 8 bytes. On a GPU with r FLOPs per byte of
+# bandwidth, this traffic takes 4 r / 3 n of the time of the products. For 16 bits r is 153 on an A100, 295 on
+# an H100 and 312 on a GB200 (data sheets): the traffic takes at most 10 % with 4096 tokens. For fp32 r is
+# below 20. On a CPU larger chunks would not fit in the caches.
 CPU_CHUNK_TOKENS, CHUNK_TOKENS = {4: 256, 2: 1024}, {4: 256, 2: 4096}
-# The number of tokens in a chunk is a multiple of this number, unless it is smaller: tensor cores compute
-# whole tiles, and are slower with lengths that are not multiples of 8.
+# The number of tokens in a chunk is a multiple of this number, unless there are fewer tokens. Tensor cores
+# compute whole tiles, and are slower with lengths that are not multiples of 8.
 TILE_TOKENS = 128
-# Size of the fp32 workspace of a softmax. On a CPU it fits in a core's cache. On a GPU it is larger, since
-# fewer and larger kernels are faster.
+# Size of the fp32 work buffer of a softmax, in bytes. On a CPU it fits in a core's cache. On a GPU it is
+# larger, since fewer and larger kernels are faster.
 CPU_WORK_BYTES, WORK_BYTES = 1 * MIB, 32 * MIB
-# Size of each part of the 16-bit product that a separate kernel adds to the weight's fp32 gradient.
+# Size in bytes of each part of the 16-bit product that a separate kernel adds to the weight's fp32 gradient.
 CPU_PRODUCT_BYTES, PRODUCT_BYTES = 8 * MIB, 32 * MIB
 
 
 @dataclass(frozen=True)
 class ChunkSizes:
-    """The work buffers of the fused loss: tokens of a chunk of logits, rows of its fp32 softmax, rows of the
-    16-bit product that is added to the weight's gradient."""
+    """The sizes of the fused loss's work buffers: tokens in a chunk of logits, rows of its fp32 softmax, and
+    rows of the 16-bit product that is added to the weight's gradient."""
 
     tokens: int
     softmax_rows: int
@@ -46,7 +46,8 @@ class ChunkSizes:
 
 
 def chunk_sizes(tokens: int, columns: int, width: int, element_size: int, *, on_cpu: bool) -> ChunkSizes:
-    """Returns the sizes for hidden [tokens, width] and weight [columns, width]. element_size: in bytes."""
+    """Returns the sizes for hidden [tokens, width] and weight [columns, width]. element_size: bytes per
+    element."""
     chunk_tokens = (CPU_CHUNK_TOKENS if on_cpu else CHUNK_TOKENS)[element_size]
     limit = (CPU_LOGITS_BYTES if on_cpu else LOGITS_BYTES) // (columns * element_size)
     if limit > TILE_TOKENS:
@@ -62,13 +63,15 @@ def chunk_sizes(tokens: int, columns: int, width: int, element_size: int, *, on_
 
 
 def own_tokens(columns: int, tp_group: Axis, vocab_size: int) -> range:
-    """Returns the tokens of this rank's columns of the logits, possibly none. Later columns are padding."""
+    """Returns the tokens of the vocabulary that this rank's logits columns stand for, possibly none. All
+    later columns are padding."""
     first = tp_group.rank * columns
     return range(first, first + min(max(vocab_size - first, 0), columns))
 
 
 def own_targets(labels: torch.Tensor, own: range) -> tuple[torch.Tensor, torch.Tensor]:
-    """Returns whether each label [...] is in `own`, and its column [..., 1], which is 0 if it is not."""
+    """Returns whether each label [...] is in `own`, and the label's column [..., 1], which is 0 if it is
+    not."""
     is_own = (labels >= own.start) & (labels < own.stop)
     return is_own, (labels - own.start).masked_fill_(~is_own, 0).unsqueeze(-1)
 
@@ -76,9 +79,10 @@ def own_targets(labels: torch.Tensor, own: range) -> tuple[torch.Tensor, torch.T
 class LogitChunks:
     """This rank's columns of the logits, one chunk of tokens at a time, in one reused buffer.
 
-    The gradient of a chunk's losses overwrites its logits. With Triton kernels, one kernel does this. PyTorch
+    The gradient of a chunk's losses overwrites its logits. With Triton, one kernel does this. PyTorch
     overwrites fp32 logits directly; it converts 16-bit logits to fp32 a few rows at a time, in a work buffer
-    that fits in a cache. With capped logits (`softcapping`) a second buffer has the cap's derivatives.
+    that fits in a cache. With capped logits (`softcapping`) a second buffer stores the derivatives of the
+    cap.
     """
 
     def __init__(
@@ -108,8 +112,8 @@ class LogitChunks:
             None if size == 4 or self.in_kernel else hidden.new_empty(self.rows, columns, dtype=torch.float32)
         )
         # The range of fp16 is too small for a large vocabulary: probabilities of 1e-6 are subnormal, and sums
-        # over a chunk overflow. These scales keep both in range; powers of two are exact.
-        # Sums that the product adds in fp32 do not overflow. But one token may have the weight of all.
+        # over a chunk overflow. These scales keep both in range, and powers of two are exact. Sums that the
+        # product accumulates in fp32 do not overflow, but one token may have the weight of all tokens.
         fp16 = hidden.dtype == torch.float16
         self.fuses_accumulation = weight_gradient.supports_fused_accumulation(hidden)
         self.gradient_scale = 64.0 if fp16 else 1.0
@@ -122,8 +126,8 @@ class LogitChunks:
         self.product: torch.Tensor | None = None
 
     def losses(self, chunk: slice, with_gradient: bool) -> tuple[torch.Tensor, torch.Tensor]:
-        """Returns the losses of the n tokens of the chunk, fp32 [n]; and if with_gradient, gradient_scale *
-        gradient [n, columns]."""
+        """Returns the losses of the chunk's n tokens, fp32 [n]. If with_gradient, it also returns
+        gradient_scale * gradient [n, columns]."""
         logits = self._make_logits(chunk)
         compute = self._statistics_in_kernel if self.in_kernel else self._statistics
         largest, exp_sum, target_logit = compute(logits, chunk, with_gradient)
@@ -139,11 +143,11 @@ class LogitChunks:
         self, logits: torch.Tensor, chunk: slice, with_gradient: bool
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """Returns the largest logit, sum(exp(logit - largest)) and the label's logit over the full
-        vocabulary, fp32 [n]. If with_gradient, overwrites the logits with their gradient."""
+        vocabulary, each fp32 [n]. If with_gradient, it overwrites the logits with their gradient."""
         alone = self.tp_group.size == 1
         target_logit = logits.gather(-1, self.target[chunk]).squeeze(-1).float()
         target_logit.masked_fill_(~self.own_label[chunk], 0.0)
-        # The clamp is for ranks that hold only padding: exp(-inf - largest) is then 0, not NaN.
+        # The clamp is for ranks whose columns are all padding: exp(-inf - largest) is then 0 instead of NaN.
         largest = local = logits.amax(-1).float().clamp_(min=torch.finfo(torch.float32).min)
         exp_sum = torch.empty_like(local)
         for rows in self._row_blocks(logits):
@@ -165,7 +169,7 @@ class LogitChunks:
     def _statistics_in_kernel(
         self, logits: torch.Tensor, chunk: slice, with_gradient: bool
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Computes `_statistics` in one kernel launch, or with several ranks in two."""
+        """Computes `_statistics` in one kernel launch, or with several ranks in two launches."""
         targets = self.kernel_target[chunk]
         if self.tp_group.size == 1 and with_gradient:
             scale, z_loss_weight = self.gradient_scale, self.z_loss_weight
@@ -190,9 +194,11 @@ class LogitChunks:
         factor: float,
         beta: float,
     ) -> None:
-        """Computes total = beta * total + factor * gradient.T @ (relative * hidden) * hidden_scale, fp32.
+        """Adds a chunk's product: total = beta * total + factor * gradient.T @ (relative * hidden)
+        * hidden_scale.
 
-        relative: [tokens], at most the number of tokens. beta: 0 or 1; with 0 `total` may have no values."""
+        total: fp32 or the dtype of `hidden`. relative: a factor for each token, [tokens]; its values are at
+        most the number of tokens. beta: 0 or 1; with 0 the values of `total` may be undefined."""
         hidden = self.hidden[chunk]
         if relative is not None:
             hidden = (hidden.float() * (relative[chunk].unsqueeze(-1) * self.hidden_scale)).to(hidden.dtype)
@@ -204,7 +210,8 @@ class LogitChunks:
         if self.fuses_accumulation:
             weight_gradient.add_product(total, gradient.t(), hidden, factor, beta)
             return
-        # The product is rounded to 16 bits. It is computed in parts, and each is added to the fp32 total.
+        # The product is rounded to 16 bits. It is computed in parts, and each part is added to the fp32
+        # total.
         if beta == 0.0:
             total.zero_()
         columns, width = total.shape
@@ -227,7 +234,8 @@ class LogitChunks:
         return logits
 
     def _cap(self, logits: torch.Tensor, slopes: torch.Tensor) -> None:
-        """Caps the logits, and sets the slopes, in fp32 a few rows at a time."""
+        """Caps the logits, and writes the derivatives of the cap to `slopes`, in fp32 a few rows at a
+        time."""
         assert self.softcapping is not None
         for rows in self._row_blocks(logits):
             tanh = logits[rows].float().div_(self.softcapping).tanh_()
@@ -239,7 +247,7 @@ class LogitChunks:
         return [slice(i, min(i + self.rows, count)) for i in range(0, count, self.rows)]
 
     def _exponentials(self, logits: torch.Tensor, largest: torch.Tensor) -> torch.Tensor:
-        """Returns exp(logits - largest), [rows, columns] fp32; fp32 logits are overwritten."""
+        """Returns exp(logits - largest), fp32 [rows, columns]. It overwrites fp32 logits."""
         work = logits if self.work is None else self.work[: logits.shape[0]].copy_(logits)
         return work.sub_(largest.unsqueeze(-1)).exp_()
 
@@ -254,7 +262,8 @@ class LogitChunks:
         return largest, (all_sums * torch.exp(all_largest - largest)).sum(0), all_targets.sum(0)
 
     def _factor(self, largest: torch.Tensor, exp_sum: torch.Tensor) -> torch.Tensor:
-        """Returns f in gradient_scale * gradient = f * exp(logit - largest) - gradient_scale * [label].
+        """Returns the factor f of the equation gradient_scale * gradient = f * exp(logit - largest) -
+        gradient_scale * [label].
 
         The loss log(Z) + w log(Z)^2 - logit[label] has the gradient softmax * (1 + 2 w log(Z)) - [label].
         """

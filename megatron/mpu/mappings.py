@@ -1,6 +1,7 @@
 """The collectives of tensor and sequence parallelism as autograd functions (arXiv 1909.08053, 2205.05198).
 
-Each docstring names the backward collective. In a group of one rank autograd functions return their argument.
+Each docstring names the backward collective. If the group has one rank, these functions return their
+argument.
 """
 
 from __future__ import annotations
@@ -17,7 +18,8 @@ from megatron.torch_versions import all_gather_single, reduce_scatter_single
 
 
 def gather_from_tensor_region(x: torch.Tensor, tp_group: Axis, dim: int = -1) -> torch.Tensor:
-    """All-gathers along `dim`: n / size per rank -> n on all ranks. Backward: each rank takes its part."""
+    """All-gathers x along `dim`, from n / size elements per rank to n on all ranks. Backward: each rank takes
+    its part."""
     return x if tp_group.size == 1 else _Gather.apply(x, tp_group, dim)
 
 
@@ -28,8 +30,9 @@ def scatter_to_sequence_region(x: torch.Tensor, tp_group: Axis) -> torch.Tensor:
 
 @not_compiled  # keeps the collectives as they are written
 def gather_from_rank_block(x: torch.Tensor, tp_group: Axis, block: int) -> torch.Tensor:
-    """All-gathers the last dimension over each block of `block` consecutive ranks: [..., n] per rank -> [...,
-    block x n] on every rank of the block. Backward: sums over the block's ranks; each takes its part.
+    """All-gathers the last dimension over each block of `block` consecutive ranks, from [..., n] per rank to
+    [..., block x n] on every rank of the block. Backward: the gradients are summed over the block's ranks,
+    and each rank takes its part.
 
     The collectives run over the whole group, because blocks have no process groups of their own.
     """
@@ -37,14 +40,16 @@ def gather_from_rank_block(x: torch.Tensor, tp_group: Axis, block: int) -> torch
 
 
 def reduce_scatter_to_sequence_region(x: torch.Tensor, tp_group: Axis) -> torch.Tensor:
-    """Reduce-scatters [seq, ...] per rank -> [seq / size, ...] of the sum. Backward: all-gather."""
+    """Sums x [seq, ...] over the ranks, and returns this rank's part [seq / size, ...]. Backward:
+    all-gather."""
     return x if tp_group.size == 1 else _ReduceScatter.apply(x, tp_group)
 
 
 def copy_to_tensor_region(x: torch.Tensor, tp_group: Axis, sequence_parallel: bool) -> torch.Tensor:
-    """Returns x [seq, ...], from which each rank computes something else. Backward: sums over the ranks.
+    """Returns x [seq, ...] for a computation that differs between ranks. Backward: sums over the ranks.
 
-    sequence_parallel: x is this rank's [seq / size, ...], which is all-gathered. Backward: reduce-scatter.
+    sequence_parallel: x is this rank's [seq / size, ...], and is first all-gathered. Backward:
+    reduce-scatter.
     """
     return x if tp_group.size == 1 else _copy(x, tp_group, sequence_parallel)
 
@@ -55,14 +60,15 @@ def _copy(x: torch.Tensor, tp_group: Axis, sequence_parallel: bool) -> torch.Ten
 
 
 def all_gather_sequence(x: torch.Tensor, tp_group: Axis) -> tuple[torch.Tensor, dist.Work]:
-    """Starts an all-gather, [seq / size, ...] -> [seq, ...]; complete after `wait()`. No autograd."""
+    """Starts an all-gather of x [seq / size, ...]. The result [seq, ...] is complete after `wait()`. No
+    autograd."""
     full = x.new_empty(x.shape[0] * tp_group.size, *x.shape[1:])
     return full, all_gather_single(full, x.contiguous(), group=tp_group.group, async_op=True)
 
 
 def reduce_scatter_sequence(x: torch.Tensor, tp_group: Axis) -> tuple[torch.Tensor, dist.Work]:
-    """Starts a reduce-scatter, [seq, ...] -> [seq / size, ...]; complete after `wait()`. No autograd. Raises
-    ValueError if seq is not divisible by the group's size."""
+    """Starts a reduce-scatter of x [seq, ...]. The result [seq / size, ...] is complete after `wait()`. No
+    autograd. Raises ValueError if seq is not divisible by the group's size."""
     if x.shape[0] % tp_group.size != 0:
         raise ValueError(f"dimension 0 of {tuple(x.shape)} is not divisible by {tp_group.size} ranks")
     part = x.new_empty(x.shape[0] // tp_group.size, *x.shape[1:])
@@ -70,7 +76,7 @@ def reduce_scatter_sequence(x: torch.Tensor, tp_group: Axis) -> tuple[torch.Tens
 
 
 def all_reduce_(x: torch.Tensor, tp_group: Axis) -> torch.Tensor:
-    """All-reduces a contiguous `x` in place; nothing else may use `x`. No autograd."""
+    """All-reduces a contiguous `x` in place. Nothing else may use `x`. No autograd."""
     if tp_group.size > 1:
         dist.all_reduce(x, group=tp_group.group)
     return x
@@ -127,7 +133,7 @@ class _GatherBlock(torch.autograd.Function):
 
 
 def _block_of(tp_group: Axis, block: int) -> slice:
-    """Returns the ranks of this rank's block."""
+    """Returns the ranks of this rank's block, as a slice of the group's ranks."""
     first = tp_group.rank // block * block
     return slice(first, first + block)
 

@@ -1,12 +1,12 @@
-"""The ranks of a run as named axes, and the process groups of the axes.
+"""The ranks of a run as named axes, and the process groups of these axes.
 
-The ranks have two views. The axis that a view names last varies fastest with the rank, as in Megatron-LM:
+The ranks have two views. In each view the last axis varies fastest with the rank, as in Megatron-LM:
 
-    DENSE    pp, dp, cp, tp    of all parameters but those of experts
-    EXPERT   pp, edp, ep       of parameters that are sharded over `ep`; edp: replicas of one expert
+    DENSE    pp, dp, cp, tp    for all parameters except experts
+    EXPERT   pp, edp, ep       for parameters that are sharded over `ep`; edp: replicas of one expert
 
-The ranks of a pipeline rank are consecutive. `ep` spans consecutive ranks of them, over tp, then cp, then dp
-(Megatron-LM's order tp-cp-ep-dp-pp, with one tensor-parallel rank per expert).
+The ranks with equal pipeline rank are consecutive. `ep` spans consecutive ranks among them: first over tp,
+then over cp, then over dp (Megatron-LM's order tp-cp-ep-dp-pp, with one tensor-parallel rank per expert).
 """
 
 from __future__ import annotations
@@ -44,19 +44,21 @@ _WITH_GROUPS = (
         ("edp",),
     ),
 )
-"""Axes, and combinations of axes, with process groups."""
+"""The axes, and the combinations of axes, that have process groups."""
 
 
 def chunks_of_rank(rank_of_chunk: Sequence[int], rank: int) -> list[int]:
-    """Returns a pipeline rank's model chunks (stages). A chunk's index in the list is its model_chunk_id."""
+    """Returns a pipeline rank's model chunks (stages), in ascending order. A chunk's index in this list is
+    its model_chunk_id."""
     return [chunk for chunk, holder in enumerate(rank_of_chunk) if holder == rank]
 
 
 @dataclass(frozen=True)
 class Axis:
-    """One axis of the mesh, or several axes as one: this rank's place on it, its size, its process group.
+    """One axis of the mesh, or several axes as one: this rank's position, the size, and the process group.
 
-    `group` is None if `size` is 1, and before the processes have connected: then nothing communicates.
+    `group` is None if `size` is 1, and before the processes have connected. Without a group nothing
+    communicates.
     """
 
     name: str
@@ -66,12 +68,12 @@ class Axis:
 
     @property
     def place(self) -> Axis:
-        """The axis without its process group, which other processes do not have."""
+        """The axis without its process group. Unlike the group, it can be sent to other processes."""
         return replace(self, group=None)
 
 
 def place_on(axes: Sequence[Axis], name: str) -> Axis:
-    """Returns the place on an axis; on an axis that is not given, there is one rank."""
+    """Returns the position on an axis. If the axis is not in `axes`, it has one rank."""
     return next((axis for axis in axes if axis.name == name), Axis(name))
 
 
@@ -79,9 +81,9 @@ def place_on(axes: Sequence[Axis], name: str) -> Axis:
 class Mesh:
     """The sizes of the axes, and the coordinates of `rank`.
 
-    The ranks of a context-parallel group read equal samples and hold equal parameters, so gradients are
-    reduced, and ZeRO shards, over the data- and context-parallel ranks together (`dp_cp`). They are the axis
-    `data` of DeepSpeed's topology.
+    The ranks of a context-parallel group read equal samples and hold equal parameters. Therefore gradients
+    are reduced, and ZeRO shards, over the data- and context-parallel ranks together (`dp_cp`). These ranks
+    are the axis `data` of DeepSpeed's topology.
     """
 
     tp_size: int
@@ -91,14 +93,14 @@ class Mesh:
     cp_size: int = 1
     ep_size: int = 1
     groups: Mapping[tuple[int, ...], ProcessGroup] = field(default_factory=dict, compare=False, repr=False)
-    """The process group of each set of ranks that one of `_WITH_GROUPS` has; empty before `connect`."""
+    """The process group of each set of ranks along one of `_WITH_GROUPS`; empty before `connect`."""
 
     @classmethod
     def create(
         cls, world_size: int, tp_size: int, pp_size: int, rank: int = 0, cp_size: int = 1, ep_size: int = 1
     ) -> Mesh:
-        """Derives the data-parallel size. Raises ConfigError if TP x CP x PP does not divide `world_size`, or
-        EP the ranks of a pipeline rank."""
+        """Returns a mesh whose data-parallel size follows from the other sizes. Raises ConfigError if TP x CP
+        x PP does not divide `world_size`, or if EP does not divide the number of ranks per pipeline rank."""
         for flag, degree in (
             ("--tensor-model-parallel-size", tp_size),
             ("--context-parallel-size", cp_size),
@@ -129,7 +131,7 @@ class Mesh:
 
     @classmethod
     def from_config(cls, parallel: ParallelConfig, rank: int) -> Mesh:
-        """Returns the mesh of the config's sizes, for `rank`."""
+        """Returns the mesh with the sizes of the configuration, for `rank`."""
         return cls.create(
             parallel.world_size,
             parallel.tensor_model_parallel_size,
@@ -145,7 +147,7 @@ class Mesh:
 
     @property
     def ranks_per_stage(self) -> int:
-        """Number of ranks of each pipeline rank."""
+        """Number of ranks with the same pipeline rank."""
         return self.tp_size * self.cp_size * self.dp_size
 
     @cached_property
@@ -157,14 +159,15 @@ class Mesh:
         return dense | {"edp": self.ranks_per_stage // self.ep_size, "ep": self.ep_size}
 
     def coordinates_of(self, rank: int, view: Sequence[str] = DENSE) -> dict[str, int]:
-        """Returns the coordinates of a rank on the axes of a view, in its order."""
+        """Returns the coordinates of a rank on the axes of a view, in the view's order."""
         coordinates = {}
         for name in reversed(view):
             rank, coordinates[name] = divmod(rank, self.sizes[name])
         return {name: coordinates[name] for name in view}
 
     def ranks_along(self, names: Sequence[str], rank: int) -> tuple[int, ...]:
-        """Returns the ranks that differ from `rank` at most on the axes `names` of one view, ascending."""
+        """Returns the ranks that differ from `rank` at most on the axes `names` of one view, in ascending
+        order."""
         view = _view_of(names)
         coordinates = self.coordinates_of(rank, view)
         ranks = [0]
@@ -178,7 +181,7 @@ class Mesh:
         return {}
 
     def axis(self, *names: str) -> Axis:
-        """Returns one axis, or several axes of one view, slowest first, as one."""
+        """Returns one axis, or several axes of one view as one axis. The first name varies slowest."""
         if names not in self._known_axes:
             ranks = self.ranks_along(names, self.rank)
             if self.groups and len(ranks) > 1 and ranks not in self.groups:
@@ -189,80 +192,80 @@ class Mesh:
 
     @cached_property
     def pp(self) -> Axis:
-        """The pipeline ranks."""
+        """The axis of pipeline ranks."""
         return self.axis("pp")
 
     @cached_property
     def dp(self) -> Axis:
-        """The ranks that read different samples."""
+        """The axis of data-parallel ranks, which read different samples."""
         return self.axis("dp")
 
     @cached_property
     def cp(self) -> Axis:
-        """The ranks that share sequences."""
+        """The axis of context-parallel ranks, which share sequences."""
         return self.axis("cp")
 
     @cached_property
     def tp(self) -> Axis:
-        """The tensor-parallel ranks."""
+        """The axis of tensor-parallel ranks."""
         return self.axis("tp")
 
     @cached_property
     def dp_cp(self) -> Axis:
-        """The ranks with equal dense parameters."""
+        """The data- and context-parallel ranks, which hold equal dense parameters."""
         return self.axis("dp", "cp")
 
     @cached_property
     def sequence(self) -> Axis:
-        """The ranks that share sequences, with --sequence-parallel."""
+        """The ranks that share sequences with --sequence-parallel: context- and tensor-parallel ranks."""
         return self.axis("cp", "tp")
 
     @cached_property
     def ep(self) -> Axis:
-        """The ranks that share the experts of a layer."""
+        """The axis of expert-parallel ranks, which share the experts of a layer."""
         return self.axis("ep")
 
     @cached_property
     def stage(self) -> Axis:
-        """All ranks of this rank's pipeline rank, the tensor-parallel rank varying fastest."""
+        """All ranks with this rank's pipeline rank. The tensor-parallel rank varies fastest."""
         return self.axis(*_STAGE)
 
     @cached_property
     def model(self) -> Axis:
-        """All stages and tensor-parallel ranks of one replica of the dense parameters."""
+        """All pipeline and tensor-parallel ranks of one replica of the dense parameters."""
         return self.axis("pp", "tp")
 
     @cached_property
     def axes(self) -> tuple[Axis, ...]:
-        """All axes, of both views."""
+        """All axes of both views."""
         return tuple(self.axis(name) for name in self.sizes)
 
     @property
     def place(self) -> str:
-        """The coordinates of `rank`, for messages."""
+        """The coordinates of `rank` as text, for messages."""
         context = f"CP rank {self.cp.rank}, " if self.cp_size > 1 else ""
         return f"stage {self.pp.rank}, TP rank {self.tp.rank}, {context}DP rank {self.dp.rank}"
 
-    # --- what follows from the sharding of a parameter ---
+    # --- process groups and ranks that follow from a parameter's sharding ---
 
     def reduced_over(self, spec: ParameterSpec) -> Axis:
         """Returns the ranks along `ParameterSpec.reduced_axes`, as one axis."""
         return self.axis(*spec.reduced_axes)
 
     def axes_of(self, spec: ParameterSpec) -> tuple[Axis, ...]:
-        """Returns this rank's place on the axes that shard a parameter, without process groups."""
+        """Returns this rank's position on the axes that shard a parameter, without process groups."""
         return tuple(self.axis(name).place for name in spec.axis_names)
 
     def replica_of(self, spec: ParameterSpec, is_partitioned: bool) -> tuple[int, ...]:
-        """Returns which replica of a parameter this rank holds a part of: its pipeline rank, and its
-        coordinates on the replica axes. is_partitioned: the ranks of `reduced_over` hold parts of one replica
-        (ZeRO)."""
+        """Returns the identity of the replica of a parameter that this rank holds a part of: its pipeline
+        rank, and its coordinates on the replica axes. is_partitioned: whether the ranks of `reduced_over`
+        hold parts of one replica (ZeRO)."""
         names = [name for name in spec.replica_axes if not (is_partitioned and name in spec.reduced_axes)]
         return (self.pp.rank, *(self.axis(name).rank for name in names))
 
     def counts(self, spec: ParameterSpec, is_partitioned: bool = True) -> bool:
-        """Returns whether this rank counts its elements of a parameter in sums over all ranks. Of several
-        replicas the first counts. is_partitioned: see `replica_of`."""
+        """Returns whether this rank's elements of a parameter count in sums over all ranks. Only the first
+        replica counts. is_partitioned: see `replica_of`."""
         return not any(self.replica_of(spec, is_partitioned)[1:])
 
     # --- process groups ---
@@ -270,8 +273,8 @@ class Mesh:
     def connect(self) -> Mesh:
         """Returns the mesh with all process groups. Equal sets of ranks share one group.
 
-        Collective: every rank of the job must call it, since torch requires all ranks to create a group. The
-        default process group must exist, unless the run has one rank.
+        This is a collective: every rank of the job must call it, since torch requires all ranks to create a
+        group. The default process group must exist, unless the run has one rank.
         """
         groups: dict[tuple[int, ...], ProcessGroup] = {}
         if self.world_size > 1:
@@ -285,7 +288,7 @@ class Mesh:
         return replace(self, groups=groups)
 
     def _sets_along(self, names: Sequence[str]) -> Iterator[tuple[int, ...]]:
-        """Yields the sets of `ranks_along` of all ranks, each once, by their first rank."""
+        """Yields each set of `ranks_along` over all ranks once, ordered by its first rank."""
         seen: set[int] = set()
         for rank in range(self.world_size):
             if rank not in seen:
@@ -295,8 +298,10 @@ class Mesh:
 
     @cached_property
     def topology(self) -> PipeModelDataParallelTopology:
-        """This mesh as DeepSpeed's topology, with the axes pipe, data, model (model fastest)."""
-        # Imported on use: the import takes seconds, and commands that only check flags do not need DeepSpeed.
+        """This mesh as DeepSpeed's topology with the axes pipe, data, model. The axis model varies
+        fastest."""
+        # The import is here because it takes seconds, and commands that only check flags do not need
+        # DeepSpeed.
         from deepspeed.runtime.pipe.topology import PipeModelDataParallelTopology
 
         return PipeModelDataParallelTopology(
@@ -305,9 +310,9 @@ class Mesh:
 
 
 ONE_RANK = Mesh(1, 1, 1)
-"""The mesh of a single process."""
+"""The mesh of a run with one process."""
 
 
 def _view_of(names: Sequence[str]) -> tuple[str, ...]:
-    """Returns the view that has the axes `names`."""
+    """Returns the view that contains the axes `names`."""
     return EXPERT if {"ep", "edp"} & set(names) else DENSE

@@ -1,6 +1,7 @@
-"""The spec of a parameter: how it is sharded over the axes of a mesh, and which elements of it a rank holds.
+"""The spec of a parameter: how the axes of a mesh shard it, and which elements of it a rank holds.
 
-It needs no torch, whose import would take seconds and 200 MB in each process that writes checkpoints.
+This module does not import torch, which would take seconds and 200 MB in each process that writes
+checkpoints.
 """
 
 from __future__ import annotations
@@ -15,9 +16,9 @@ from megatron.mpu.mesh import DATA_AXES, DENSE, EXPERT, Axis, place_on
 
 
 class Shard(NamedTuple):
-    """One dimension of a parameter is sharded over one axis.
+    """One dimension of a parameter, and the axis over which it is sharded.
 
-    parts: number of equal fused parts along the dimension; each of them is sharded (2 for a gated MLP).
+    parts: number of equal fused parts along the dimension. Each part is sharded (a gated MLP has 2 parts).
     """
 
     dim: int
@@ -27,7 +28,7 @@ class Shard(NamedTuple):
 
 @dataclass(frozen=True)
 class ParameterSpec:
-    """Description of a full parameter, equal on every layout.
+    """Description of a full parameter, which is equal on every layout.
 
     global_shape: shape of the full parameter, over all ranks.
     sharding: the dimensions that are sharded, each over one axis of the mesh; empty: replicated.
@@ -37,10 +38,10 @@ class ParameterSpec:
     lr_mult: multiplier of the learning rate.
     matrix_rows: for the weight of a linear layer, the numbers of consecutive rows of each of its fused
         matrices; the pattern repeats until all rows are assigned. (2, 1, 1): rows 0, 1, 4, 5, ... are the
-        first matrix, rows 2, 6, ... the second one. Empty for parameters without matrices of this kind. It
-        does not affect how a parameter is sharded or stored.
-    has_gradient: false for state that a rule of the model changes after each step, such as the bias of
-        experts. It is fp32 in every precision, and saved like a parameter.
+        first matrix, rows 2, 6, ... the second one. Empty for parameters without such matrices. It does not
+        affect how a parameter is sharded or stored.
+    has_gradient: false for a state that a rule of the model changes after each step, such as the experts'
+        bias. Such a state is fp32 in every precision, and is saved like a parameter.
     """
 
     global_shape: tuple[int, ...]
@@ -64,33 +65,34 @@ class ParameterSpec:
 
     @property
     def valid_shape(self) -> tuple[int, ...]:
-        """global_shape without the rows of padding."""
+        """The shape of the full parameter without its rows of padding."""
         if self.num_valid_rows is None:
             return tuple(self.global_shape)
         return (self.num_valid_rows, *self.global_shape[1:])
 
     @property
     def axis_names(self) -> tuple[str, ...]:
-        """The axes that shard the parameter."""
+        """The names of the axes that shard the parameter."""
         return tuple(shard.axis for shard in self.sharding)
 
     @property
     def replica_axes(self) -> tuple[str, ...]:
-        """The axes, except `pp`, that do not shard the parameter: ranks along them hold equal elements."""
+        """The axes, except `pp`, that do not shard the parameter. Ranks along these axes hold equal
+        elements."""
         view = EXPERT if "ep" in self.axis_names else DENSE
         return tuple(name for name in view[1:] if name not in self.axis_names)
 
     @property
     def reduced_axes(self) -> tuple[str, ...]:
-        """The replica axes whose ranks read different tokens: the gradient is summed over them, and ZeRO
-        partitions it over them."""
+        """The replica axes whose ranks read different tokens. The gradient is summed over these axes, and
+        ZeRO partitions the parameter over them."""
         return tuple(name for name in self.replica_axes if name in DATA_AXES)
 
     def segments(self, axes: Sequence[Axis]) -> list[list[range]]:
-        """Returns for each dimension the ranges of its indices that a rank holds, in the order of its shard.
+        """Returns, for each dimension, the ranges of indices that a rank holds, in the order of its shard.
 
-        axes: the rank's place on the axes; on an axis that is not given, there is one rank. Raises ValueError
-        if a dimension cannot be sharded.
+        axes: the rank's position on the axes; an axis that is not given has one rank. Raises ValueError if a
+        dimension cannot be sharded.
         """
         segments = [[range(size)] for size in self.global_shape]
         for dim, name, parts in self.sharding:
@@ -114,8 +116,8 @@ class ParameterSpec:
         return math.prod(self.local_shape(axes))
 
     def all_shards(self, axes: Sequence[Axis]) -> list[tuple[Axis, ...]]:
-        """Returns the places of the ranks that together hold one replica of the parameter, the last axis of
-        `sharding` varying fastest. axes: their sizes."""
+        """Returns the positions of the ranks that together hold one replica of the parameter. The last axis
+        of `sharding` varies fastest. axes: the sizes of the axes."""
         sizes = [place_on(axes, name).size for name in self.axis_names]
         along = (
             [Axis(name, rank, size) for rank in range(size)]
@@ -125,7 +127,7 @@ class ParameterSpec:
 
 
 class Box(NamedTuple):
-    """A box of the full parameter whose elements are consecutive in a shard.
+    """A box (a rectangular part) of the full parameter whose elements are consecutive in a shard.
 
     first: index of the first element in the flattened shard. offsets, sizes: the box in the full parameter.
     """
@@ -136,7 +138,7 @@ class Box(NamedTuple):
 
     @property
     def numel(self) -> int:
-        """Number of elements."""
+        """Number of elements of the box."""
         return math.prod(self.sizes)
 
     @property
@@ -145,8 +147,8 @@ class Box(NamedTuple):
         return tuple(slice(first, first + size) for first, size in zip(self.offsets, self.sizes, strict=True))
 
     def intersection(self, other: Box) -> tuple[range, ...] | None:
-        """Returns the indices of the full parameter that are in both boxes, for each dimension; None if there
-        are none."""
+        """Returns, for each dimension, the indices of the full parameter that are in both boxes. Returns None
+        if the boxes have no common element."""
         both = tuple(
             range(max(start, other_start), min(start + size, other_start + other_size))
             for start, size, other_start, other_size in zip(
@@ -159,12 +161,13 @@ class Box(NamedTuple):
 def boxes(
     spec: ParameterSpec, axes: Sequence[Axis], start: int = 0, stop: int | None = None
 ) -> Iterator[Box]:
-    """Yields the boxes of the full parameter that make up elements start to stop - 1 of a rank's flattened
-    shard, without rows of padding. axes: see `ParameterSpec.segments`. stop: None for the end of the
-    shard."""
+    """Yields the boxes of the full parameter that make up the elements start to stop - 1 of a rank's
+    flattened shard, without rows of padding. axes: see `ParameterSpec.segments`. stop: None stands for the
+    end of the shard."""
     segments = spec.segments(axes)
-    # A dimension with several segments becomes two: the segment, and the index in it. Segments are far apart
-    # in the full parameter, so a box lies in one of them, and has one index of each dimension before.
+    # A dimension with several segments becomes two dimensions: the segment, and the index in the segment.
+    # Segments are not adjacent in the full parameter. Therefore a box lies within one segment, and has one
+    # index in each earlier dimension.
     divided: list[int] = []
     num_single = 0
     for ranges in segments:
@@ -193,8 +196,8 @@ def boxes(
 def _consecutive(
     shape: tuple[int, ...], start: int, stop: int, num_single: int
 ) -> Iterator[tuple[int, tuple[int, ...], tuple[int, ...]]]:
-    """Yields (first element, offsets, sizes) of the boxes that make up elements start to stop - 1 of a
-    tensor, each with consecutive elements. A box has one index of each of the first `num_single`
+    """Yields (first element, offsets, sizes) of the boxes that make up the elements start to stop - 1 of a
+    tensor. The elements of each box are consecutive. A box has one index in each of the first `num_single`
     dimensions."""
     if not shape:
         yield start, (), ()

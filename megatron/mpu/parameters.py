@@ -1,7 +1,7 @@
-"""Sharded parameters: their shards, and their initial values.
+"""Sharded parameters: shards, resharding and initial values.
 
-The initial values are a function of (seed, global name, index in the full parameter). So every layout starts
-from the same weights, and each rank generates only its own shard.
+The initial values are a function of (seed, global name, index in the full parameter). Therefore every layout
+starts from equal weights, and each rank generates only its own shard.
 """
 
 from __future__ import annotations
@@ -21,18 +21,19 @@ from torch import nn
 from megatron.mpu.mesh import Axis, Mesh, place_on
 from megatron.mpu.parameter_spec import Box, ParameterSpec, boxes
 
-# Random numbers come from independent streams. A stream has at most _UNITS_PER_STREAM indices of the first
-# sharded dimension (rows, if the parameter is replicated). If it is not the rows, a stream has at most
-# _ROWS_PER_STREAM rows.
+# Random numbers come from independent streams. A stream covers at most _UNITS_PER_STREAM indices of the first
+# sharded dimension (of the rows, if the parameter is replicated). If this dimension is not the rows, a stream
+# also covers at most _ROWS_PER_STREAM rows.
 _UNITS_PER_STREAM, _ROWS_PER_STREAM = 64, 256
 
 
 InitialValues = Callable[[ParameterSpec, int, str, Sequence[Axis], range | None], torch.Tensor]
-"""(spec, seed, name, this rank's place) -> the initial values of its shard, fp32, on the CPU."""
+"""A function (spec, seed, name, this rank's position, elements) -> the initial values of its shard, fp32, on
+the CPU."""
 
 
 def spec_of(parameter: torch.Tensor) -> ParameterSpec:
-    """Returns the spec of a parameter made by `new_parameter`; raises ValueError for any other tensor."""
+    """Returns the spec of a parameter made by `new_parameter`. Raises ValueError for any other tensor."""
     spec = getattr(parameter, "spec", None)
     if not isinstance(spec, ParameterSpec):
         raise ValueError(
@@ -44,12 +45,13 @@ def spec_of(parameter: torch.Tensor) -> ParameterSpec:
 def merge_shards(
     spec: ParameterSpec, shards: Sequence[torch.Tensor], axes: Sequence[Axis] | None = None
 ) -> torch.Tensor:
-    """Returns the full parameter from the shards of all ranks, in the order of `ParameterSpec.all_shards`.
+    """Returns the full parameter from the shards of all ranks, which are in the order of
+    `ParameterSpec.all_shards`.
 
-    axes: the sizes of the axes; None: the one axis that shards the parameter has as many ranks as shards.
-    Only the shape of the shards counts, not the spec's. For a replicated parameter it returns the first
-    replica; the caller checks whether the replicas are equal. Raises ValueError for shards of different
-    shapes.
+    axes: the sizes of the axes; None: the single axis that shards the parameter has as many ranks as there
+    are shards. Only the shape of the shards matters, not the spec's shape. For a replicated parameter the
+    function returns the first replica; the caller checks whether the replicas are equal. Raises ValueError
+    for shards of different shapes.
     """
     if not spec.sharding or len(shards) == 1:
         return shards[0]
@@ -66,7 +68,7 @@ def merge_shards(
 
 
 def shard_of(full: torch.Tensor, spec: ParameterSpec, axes: Sequence[Axis]) -> torch.Tensor:
-    """Returns a rank's shard of a full tensor: the inverse of `merge_shards`. axes: the rank's place."""
+    """Returns a rank's shard of a full tensor, the inverse of `merge_shards`. axes: the rank's position."""
     if not spec.sharding:
         return full
     whole, flat = replace(spec, sharding=(), num_valid_rows=None), full.reshape(-1)
@@ -86,13 +88,14 @@ def reshard(
     saved_elements: Callable[[int, int, int], torch.Tensor],
     out: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Returns elements start to stop - 1 of a rank's shard, flat, fp32, made from the shards of other ranks.
+    """Returns the elements start to stop - 1 of a rank's flattened shard, fp32, made from the saved shards of
+    other ranks.
 
-    axes: the rank's place. saved: the spec of the run that saved. Its vocabulary padding may differ; padded
-    rows become zeros. saved_axes: sizes of the axes in that run. saved_elements: (index in
-    `ParameterSpec.all_shards`, first, last) -> elements first to last - 1 of a saved shard, flat. It is
-    called only for elements that are in this rank's elements, or between them. out: gets the elements and is
-    returned, if given. Without it the result may be a result of saved_elements.
+    axes: the rank's position. saved: the spec of the run that saved. Its vocabulary padding may differ;
+    padded rows become zeros. saved_axes: sizes of the axes in that run. saved_elements: a function (index in
+    `ParameterSpec.all_shards`, first, last) -> the elements first to last - 1 of a saved shard, flat. It is
+    called only for elements that this rank needs, or that lie between them. out: if given, it receives the
+    elements and is returned. Without `out` the result may be a tensor that saved_elements returned.
     """
     target = torch.empty(stop - start) if out is None else out
     if spec.num_valid_rows is not None:
@@ -109,7 +112,7 @@ def reshard(
                 continue
             values = part_of_box(other, common, partial(saved_elements, index))
             if out is None and values.numel() == stop - start:
-                return values.reshape(-1)  # one saved shard holds all of them
+                return values.reshape(-1)  # one saved shard holds all elements
             narrowed(rectangle, common, box.offsets).copy_(values)
     return target
 
@@ -117,9 +120,10 @@ def reshard(
 def part_of_box(
     box: Box, part: tuple[range, ...], elements: Callable[[int, int], torch.Tensor]
 ) -> torch.Tensor:
-    """Returns a part of a box, in its shape. elements: (first, last) -> elements first to last - 1 of the
-    shard, flat. Reads the consecutive elements from the first of the part to its last one, by whole indices
-    of the first dimension in which the part has several."""
+    """Returns a part of a box, in the shape of the part. elements: a function (first, last) -> the elements
+    first to last - 1 of the flattened shard. It is called once, for the consecutive elements from the first
+    to the last element of the part. These are whole rows along the first dimension in which the part has
+    several indices."""
     first, dim = box.first, 0
     while dim < len(part) - 1 and len(part[dim]) == 1:
         first += (part[dim].start - box.offsets[dim]) * math.prod(box.sizes[dim + 1 :])
@@ -133,43 +137,46 @@ def part_of_box(
 
 
 def narrowed(values: torch.Tensor, part: tuple[range, ...], offsets: Sequence[int]) -> torch.Tensor:
-    """Returns a part of a tensor that begins at `offsets` of the full parameter."""
+    """Returns `part` of the full parameter from `values`, which begin at `offsets` of the full parameter."""
     return values[tuple(slice(r.start - o, r.stop - o) for r, o in zip(part, offsets, strict=True))]
 
 
 def new_parameter(spec: ParameterSpec, *axes: Axis, dtype: torch.dtype | None = None) -> nn.Parameter:
-    """Returns this rank's shard, uninitialized, on torch's default device, with the attribute `spec`. axes:
-    this rank's place on the axes that shard the parameter."""
+    """Returns this rank's shard of a new parameter, uninitialized, on torch's default device. Its attribute
+    `spec` is set. axes: this rank's position on the axes that shard the parameter."""
     parameter = nn.Parameter(torch.empty(spec.local_shape(axes), dtype=dtype))
     parameter.spec = spec  # type: ignore[attr-defined]
     parameter.requires_grad_(spec.has_gradient)
     if spec.sharding:
-        # DeepSpeed reads this attribute: it counts parameters without it only on tensor-parallel rank 0.
+        # DeepSpeed reads this attribute. It counts parameters without it only on tensor-parallel rank 0.
         parameter.tensor_model_parallel = True  # type: ignore[attr-defined]
     return parameter
 
 
 def without_memory(parameter: torch.Tensor) -> torch.Tensor:
-    """Returns data for a parameter whose values are elsewhere (ZeRO-3): of its shape, NaN, with the memory of
-    one element. `copy_` to it raises RuntimeError."""
+    """Returns data for a parameter whose values are stored elsewhere (ZeRO-3). It has the parameter's shape,
+    NaN values, and the memory of one element. `copy_` to it raises RuntimeError."""
     return parameter.new_full((), math.nan).expand(parameter.shape)
 
 
 def has_memory(parameter: torch.Tensor) -> bool:
-    """Returns whether the parameter holds its values: its data is not from `without_memory`."""
+    """Returns whether the parameter holds its values, that is, whether its data is not from
+    `without_memory`."""
     return parameter.untyped_storage().nbytes() >= parameter.nbytes
 
 
 def set_main_grad(parameter: torch.Tensor, total: torch.Tensor) -> None:
-    """Makes `total`, fp32, the sum of the parameter's gradients over micro-batches. It always has memory."""
-    # Autograd does not know that `data` is a view of the flat buffer. A graph may keep the sum for its
-    # backward pass, which autograd would reject after a change of any other sum.
+    """Sets `total`, fp32, as the sum of the parameter's gradients over micro-batches. The sum always has
+    memory."""
+    # `total.data` hides from autograd that the sum is a view of the flat buffer. Otherwise a graph that saves
+    # the sum for its backward pass would fail after a change of any other sum in the buffer.
     parameter.main_grad = total.data  # type: ignore[attr-defined]
     mark_main_grad(parameter, is_defined=True)
 
 
 def mark_main_grad(parameter: torch.Tensor, is_defined: bool) -> None:
-    """Declares the sum's values defined, or undefined: the next gradient then overwrites them."""
+    """Declares the values of the sum defined or undefined. If they are undefined, the next gradient
+    overwrites them."""
     parameter.main_grad_beta = float(is_defined)  # type: ignore[attr-defined]
 
 
@@ -179,8 +186,8 @@ def has_main_grad(parameter: torch.Tensor) -> bool:
 
 
 def main_grad_of(parameter: torch.Tensor) -> torch.Tensor | None:
-    """Returns the fp32 sum of the parameter's gradients, which the optimizer sets, to read it or to add to
-    it: zeros before the first gradient of a step. None if it is not set."""
+    """Returns the fp32 sum of the parameter's gradients, for reading it or adding to it. Before the first
+    gradient of a step the sum is set to zero. Returns None if the optimizer has not set a sum."""
     total: torch.Tensor | None = getattr(parameter, "main_grad", None)
     if total is not None and main_grad_beta(parameter) == 0.0:
         total.zero_()
@@ -189,9 +196,9 @@ def main_grad_of(parameter: torch.Tensor) -> torch.Tensor | None:
 
 
 def next_main_grad(parameter: torch.Tensor) -> tuple[torch.Tensor, float]:
-    """Returns the fp32 sum of the parameter's gradients, and the factor beta of its values in the next sum:
-    beta * sum + gradient. The caller writes all elements. If beta is 0.0, the values are undefined, possibly
-    NaN: the caller must not read them."""
+    """Returns the fp32 sum of the parameter's gradients and a factor beta. The caller must write beta * sum +
+    gradient to all elements. If beta is 0.0, the values of the sum are undefined, possibly NaN, and the
+    caller must not read them."""
     total: torch.Tensor = parameter.main_grad  # type: ignore[attr-defined]
     beta = main_grad_beta(parameter)
     if beta == 0.0:
@@ -200,7 +207,7 @@ def next_main_grad(parameter: torch.Tensor) -> tuple[torch.Tensor, float]:
 
 
 def main_grad_beta(parameter: torch.Tensor) -> float:
-    """Returns 0.0 if the sum's values are undefined, otherwise 1.0."""
+    """Returns 0.0 if the values of the gradient sum are undefined, otherwise 1.0."""
     beta: float = getattr(parameter, "main_grad_beta", 1.0)
     return beta
 
@@ -208,9 +215,9 @@ def main_grad_beta(parameter: torch.Tensor) -> float:
 def is_norm_owner(parameter: torch.Tensor, mesh: Mesh, is_partitioned: bool = True) -> bool:
     """Returns whether this rank counts the parameter in sums over all ranks (norms, counts).
 
-    Each element has exactly one owner. Sharded parameters count on every rank of these axes, replicated
-    parameters on the first rank, and tied parameters on the first stage that holds them. (DeepSpeed sets
-    `ds_pipe_replicated` on the replicas of the other stages.) is_partitioned: see `Mesh.replica_of`.
+    Each element has exactly one owner. A parameter is counted on every rank of the axes that shard it, on the
+    first rank of the axes that replicate it, and on the first stage that holds it if it is tied. (DeepSpeed
+    sets `ds_pipe_replicated` on the replicas of other stages.) is_partitioned: see `Mesh.replica_of`.
     """
     is_replica_of_stage = getattr(parameter, "ds_pipe_replicated", False)
     return not is_replica_of_stage and mesh.counts(spec_of(parameter), is_partitioned)
@@ -222,13 +229,14 @@ def is_tp_replicated(parameter: torch.Tensor) -> bool:
 
 
 def mark_sequence_parallel_grad(parameter: torch.Tensor) -> None:
-    """Marks a replicated parameter whose gradients on the tensor-parallel ranks are partial and have to be
-    summed: of embedding and transformer layers with --sequence-parallel, and always of --qk-layernorm."""
+    """Marks a replicated parameter whose gradients on the tensor-parallel ranks are partial sums and must be
+    summed: with --sequence-parallel the parameters of embedding and transformer layers, and in all cases the
+    parameters of --qk-layernorm."""
     parameter.is_sequence_parallel_grad = True  # type: ignore[attr-defined]
 
 
 def mark_sequence_parallel_grads(module: nn.Module) -> None:
-    """Marks the replicated parameters of a module that computes with this rank's part of the sequence."""
+    """Marks the replicated parameters of a module that computes this rank's part of the sequence."""
     for parameter in module.parameters():
         if is_tp_replicated(parameter):
             mark_sequence_parallel_grad(parameter)
@@ -244,8 +252,8 @@ def initial_values(
 ) -> torch.Tensor:
     """Returns a rank's shard of the initial values of the parameter `name`, fp32, on the CPU.
 
-    axes: the rank's place. elements: the elements of the flat shard that the caller reads; the others may be
-    undefined."""
+    axes: the rank's position. elements: the elements of the flattened shard that the caller reads; all other
+    elements may be undefined."""
     shard = np.empty(spec.local_shape(axes), dtype=np.float32)
     if spec.init_std is None:
         shard.fill(spec.init_value)
@@ -264,7 +272,7 @@ def initialize_parameters(
 ) -> None:
     """Initializes every parameter of `module` that has memory, in place, with `values`.
 
-    By default the values depend only on the seed and the full name. They are generated on the CPU in fp32 and
+    The default `values` depend only on the seed and the full name. They are generated on the CPU in fp32 and
     rounded to the parameter's dtype, so they are equal on every device.
     """
     with torch.no_grad():
@@ -276,8 +284,8 @@ def initialize_parameters(
 def _fill_matrices(
     shard: np.ndarray, spec: ParameterSpec, seed: int, name: str, axes: Sequence[Axis], elements: range
 ) -> None:
-    """Fills the shard of one matrix, or of a stack of matrices [experts, rows, columns], each of which has
-    its own stream: a rank generates only its own experts."""
+    """Fills the shard of one matrix, or of a stack of matrices [experts, rows, columns]. Each matrix of a
+    stack has its own stream, so a rank generates only its own experts."""
     if len(spec.global_shape) < 3:
         _fill_normal(shard, spec, seed, name, axes, elements)
         return
@@ -301,7 +309,7 @@ def _fill_normal(
     digest = hashlib.sha256(f"{seed}/{name}".encode()).digest()
     key = np.frombuffer(digest[:16], dtype="<u8")
     scratch = np.empty(_UNITS_PER_STREAM * (math.prod(shape) // shape[dim]), dtype=np.float32)
-    # For each dimension: the first index in the shard, and the indices in the full parameter, of a segment.
+    # For each dimension and segment: the first index in the shard, and the indices in the full parameter.
     placed = [
         list(zip(accumulate(map(len, ranges), initial=0), ranges, strict=False))
         for ranges in spec.segments(axes)
@@ -325,9 +333,10 @@ def _fill_normal(
                 ]
                 if not targets:
                     continue
-                # The two highest words of the counter are the stream's place, so streams do not overlap.
+                # The two highest words of the counter are the stream's position, so streams do not overlap.
                 generator = np.random.Generator(np.random.Philox(key=key, counter=[0, 0, index, stream]))
-                # Generates the full stream even if this rank needs a part of it, so that all ranks agree.
+                # The full stream is generated even if this rank needs only a part of it, so that all ranks
+                # agree.
                 sizes = [len(indices) for indices in region]
                 values = scratch[: math.prod(sizes)].reshape(sizes)
                 generator.standard_normal(out=values, dtype=np.float32)
@@ -338,8 +347,8 @@ def _fill_normal(
 def _overlap(
     segments: Sequence[tuple[int, range]], region: Sequence[range]
 ) -> tuple[tuple[slice, ...], tuple[slice, ...]] | None:
-    """Returns where the elements of a region that are in a segment of each dimension are in the shard, and in
-    the region; None if there are none."""
+    """Returns the positions of a region's elements in the shard and in the region, for the elements that lie
+    in the given segment of each dimension. Returns None if there are none."""
     target, source = [], []
     for (offset, own), indices in zip(segments, region, strict=True):
         low, high = max(own.start, indices.start), min(own.stop, indices.stop)
@@ -351,10 +360,10 @@ def _overlap(
 
 
 def own_storage(tensor: torch.Tensor) -> torch.Tensor:
-    """Returns the values of a tensor in a storage without other values: torch.save writes whole storages, and
-    weights are parts of a flat buffer. Copies a tensor on a device, but not one in host memory."""
+    """Returns the values of a tensor in a storage without other values. torch.save writes whole storages, and
+    weights are parts of a flat buffer. A tensor on a device is copied; a tensor in host memory is not."""
     if tensor.device.type != "cpu" or not tensor.is_contiguous() or tensor.numel() == 0:
         return tensor.detach().clone()
     memory = (ctypes.c_char * tensor.nbytes).from_address(tensor.data_ptr())
-    memory.owner = tensor  # type: ignore[attr-defined]  # keeps the memory
+    memory.owner = tensor  # type: ignore[attr-defined]  # keeps the memory alive
     return torch.frombuffer(memory, dtype=tensor.dtype).view(tensor.shape)

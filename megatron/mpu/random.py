@@ -1,8 +1,8 @@
 """Dropout that does not depend on the parallel layout.
 
 The idea: a counter-based random number generator (Salmon et al., Parallel Random Numbers: As Easy as 1, 2, 3,
-SC 2011). Whether an element is dropped is a hash of (seed, salt, global sample number, coordinates of the
-element in the full activation of that sample), and of nothing else. Hence
+SC 2011). Whether an element is dropped depends only on a hash of (seed, salt, global sample number,
+coordinates of the element in the full activation of that sample). Hence
 
 - a replicated activation has the same mask on every tensor-parallel rank;
 - a sharded activation has its part of the full mask on each rank;
@@ -12,7 +12,7 @@ element in the full activation of that sample), and of nothing else. Hence
 There is no generator state to save. The hash is not one of that paper's generators, but a cheaper combination
 of known mixing functions; each function below names its source. `tests/unit/mpu/test_dropout.py` measures the
 shares of dropped elements per row, column and sample, the correlations between neighbors, samples, salts and
-seeds, and the lengths of runs.
+seeds, and the lengths of runs of equal decisions.
 """
 
 from __future__ import annotations
@@ -39,28 +39,28 @@ from megatron.kernels.selection import uses_kernels
 from megatron.mpu.mesh import Axis
 from megatron.mpu.mix64 import mix64, signed
 
-# Elements of a mask that a CPU computes at a time, so that temporaries stay in a core's cache.
+# Number of mask elements that a CPU computes at a time, so that temporaries stay in a core's cache.
 _ELEMENTS_PER_PIECE = 1 << 17
 
 
 class Samples(tuple[int, ...]):
-    """The global sample numbers of a micro-batch, one per batch row, and what its passes share."""
+    """The global sample numbers of a micro-batch, one per batch row, and data that its passes share."""
 
     keys: tuple[torch.Tensor, ...] = ()
-    """The keys of its dropouts, int64 [batch] on the device, for each salt: see `DropoutRNG.device_keys`."""
+    """The dropout keys of each salt, int64 [batch] on the device: see `DropoutRNG.device_keys`."""
     loss_gradient = 1.0
-    """The gradient of its loss in the backward pass, for losses that layers add."""
+    """The gradient of the micro-batch's loss in the backward pass, for losses that layers add."""
 
     def __init__(self, samples: Sequence[int] = ()) -> None:
         self.kept: dict[str, Any] = {}
-        """What layers keep from the forward pass for its recomputation, by name."""
+        """Values, by name, that layers keep from the forward pass for its recomputation."""
 
 
 class DropoutRNG:
     """The seed of a run's dropout, and the global sample numbers of the current micro-batch.
 
     The engine sets `samples` for each forward pass with `use_samples`. Recomputation in the backward pass
-    restores the `samples` object of the forward pass, and with it the keys.
+    restores the `samples` object of the forward pass, and thereby its keys.
     """
 
     def __init__(self, seed: int, samples: Sequence[int] = ()) -> None:
@@ -70,8 +70,8 @@ class DropoutRNG:
 
     @contextmanager
     def use_samples(self, samples: Sequence[int], loss_gradient: float = 1.0) -> Iterator[None]:
-        """Sets the global sample numbers of the current micro-batch, one per batch row, within the block.
-        loss_gradient: see `Samples`, unless `samples` are `Samples` already."""
+        """Sets the global sample numbers of the current micro-batch, one per batch row, within the context.
+        loss_gradient: see `Samples`; ignored if `samples` is already a `Samples` object."""
         before = self.samples
         if isinstance(samples, Samples):
             self.samples = samples
@@ -84,7 +84,7 @@ class DropoutRNG:
             self.samples = before
 
     def sample_keys(self, salt: str) -> list[int]:
-        """Returns a signed 64-bit hash of seed, salt and sample number, for each sample of `samples`."""
+        """Returns, for each sample of `samples`, a signed 64-bit hash of seed, salt and sample number."""
         keys = []
         for sample in self.samples:
             digest = hashlib.sha256(f"{self.seed}/{salt}/{sample}".encode()).digest()
@@ -92,16 +92,16 @@ class DropoutRNG:
         return keys
 
     def host_keys(self) -> torch.Tensor:
-        """Returns `sample_keys` for each salt that was ever asked for, int64 [salts, batch], in pinned
-        memory. Rows are padded to multiples of 16 bytes: triton compiles another kernel for an address that
-        is none."""
+        """Returns `sample_keys` for each salt that was ever used, int64 [salts, batch], in pinned memory.
+        Rows are padded to multiples of 16 bytes: for addresses that are not multiples of 16, Triton would
+        compile a separate kernel."""
         padding = [0] * (len(self.samples) % 2)
         table = torch.tensor([self.sample_keys(salt) + padding for salt in self._salts])
         return get_accelerator().pin_memory(table)
 
     def copy_keys(self, device: torch.device) -> torch.Tensor | None:
-        """Copies `host_keys` to the device, asynchronously, for the current samples; None without a salt.
-        Returns the copy. To write it changes the samples' dropout masks."""
+        """Copies `host_keys` of the current samples to the device, asynchronously, and returns the copy; None
+        if there is no salt. Writing to the copy changes the dropout masks of these samples."""
         if not self._salts:
             return None
         table = self.host_keys().to(device, non_blocking=True)
@@ -109,8 +109,8 @@ class DropoutRNG:
         return table
 
     def device_keys(self, salt: str, device: torch.device) -> torch.Tensor:
-        """Returns `sample_keys`, int64 [batch], on `device`. The first call for a micro-batch copies the
-        keys of all salts that were ever asked for."""
+        """Returns `sample_keys`, int64 [batch], on `device`. The first call for a micro-batch copies the keys
+        of all salts that were ever used."""
         row = self._salts.setdefault(salt, len(self._salts))
         if row >= len(self.samples.keys) or self.samples.keys[row].device.type != device.type:
             self.copy_keys(device)
@@ -118,7 +118,8 @@ class DropoutRNG:
 
 
 class FixedKeys(DropoutRNG):
-    """One micro-batch's keys of one dropout, which a compiled layer gets as an input."""
+    """A `DropoutRNG` with given keys: the keys of one dropout and one micro-batch, which are an input of a
+    compiled layer."""
 
     def __init__(self, keys: torch.Tensor) -> None:
         """keys: int64 [batch], on the device of the activation."""
@@ -134,28 +135,30 @@ class Part:
     """One or several ranges of an activation along one dimension."""
 
     dim: int
-    """Not the last dimension, and not the dimension that is sharded over the tensor-parallel ranks."""
+    """The dimension. It is neither the last one nor the one that is sharded over the tensor-parallel
+    ranks."""
     ranges: tuple[range, ...]
-    """Ascending indices in the full activation."""
+    """The indices in the full activation, in ascending order."""
     size: int
     """Number of elements of the full activation in this dimension."""
 
 
 class DropoutMask(NamedTuple):
-    """What a dropout mask depends on, for an activation that may be sharded."""
+    """All that a dropout mask depends on, for an activation that may be sharded."""
 
     p: float
     """Probability that an element is dropped."""
     rng: DropoutRNG
     salt: str
-    """Name of this dropout in the model; it must be unique in a forward pass (include the layer index)."""
+    """Name of this dropout in the model. It must be unique in a forward pass, so it includes the layer
+    index."""
     batch_dim: int
-    """The dimension that indexes the samples of `rng`; not the last one."""
+    """The dimension that indexes the samples of `rng`. It is not the last dimension."""
     shard_dim: int | None
-    """The dimension that is sharded over the tensor-parallel ranks; None if replicated."""
+    """The dimension that is sharded over the tensor-parallel ranks; None if the activation is replicated."""
     tp_group: Axis
     part: Part | None = None
-    """Which part of the full activation this is, apart from shard_dim; None: all of it."""
+    """Which part of the full activation this is, apart from the sharding of shard_dim; None: all of it."""
 
 
 def dropout(
@@ -169,8 +172,8 @@ def dropout(
     part: Part | None = None,
     tp_group: Axis,
 ) -> torch.Tensor:
-    """Sets elements of `x` to zero with probability p and divides the others by 1 - p. p = 0 returns `x`. The
-    other arguments: see `DropoutMask`."""
+    """Sets elements of `x` to zero with probability p, and divides all other elements by 1 - p. With p = 0 it
+    returns `x`. For the other arguments see `DropoutMask`."""
     if not 0.0 <= p < 1.0:
         raise ValueError(f"dropout probability {p} is outside [0, 1)")
     if p == 0.0:
@@ -184,8 +187,8 @@ def dropout_add(
     mask: DropoutMask | None,
     bias: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Returns residual + dropout(x + bias), with Triton in one kernel. bias: [size of the last dimension].
-    A `residual` of None is not added. mask: None without dropout."""
+    """Returns residual + dropout(x + bias). With Triton it is one kernel. residual: None adds nothing. mask:
+    None applies no dropout. bias: [size of the last dimension]."""
     if mask is not None:
         of_kernel = kernel_mask(x, mask) if uses_kernels(x) else None
         if of_kernel is not None:
@@ -198,7 +201,8 @@ def dropout_add(
 
 
 def kernel_mask(x: torch.Tensor, mask: DropoutMask) -> KernelMask | None:
-    """Returns what a kernel computes the mask of `x` from; None if the kernels do not support its shard."""
+    """Returns the values from which a kernel computes the mask of `x`; None if the kernels do not support its
+    shard."""
     batch_dim = mask.batch_dim % x.dim()
     if mask.part is None:
         shard_dim = None if mask.shard_dim is None else mask.shard_dim % x.dim()
@@ -211,12 +215,13 @@ def kernel_mask(x: torch.Tensor, mask: DropoutMask) -> KernelMask | None:
 
 
 def keep_mask(x: torch.Tensor, settings: DropoutMask) -> torch.Tensor:
-    """Returns the mask of `dropout`: int8, in the shape of `x`, 1 for elements that are kept."""
+    """Returns the mask of `dropout`, int8 in the shape of `x`: 1 for elements that are kept, 0 for dropped
+    ones."""
     row_keys, shard_dim = _row_keys(x, settings), settings.shard_dim
     is_sharded = shard_dim is not None and shard_dim % x.dim() == x.dim() - 1
     offset = settings.tp_group.rank * x.shape[-1] if is_sharded else 0
     columns = torch.arange(offset, offset + x.shape[-1], device=x.device)
-    # A bijection on 32 bits: no two columns have the same key.
+    # `_mix32` is a bijection on 32 bits, so no two columns have the same key.
     column_keys = _mix32(columns).to(torch.int32)
     dropped_below = drop_threshold(settings.p)
     mask = torch.empty(row_keys.shape[0], x.shape[-1], dtype=torch.int8, device=x.device)
@@ -230,7 +235,7 @@ def keep_mask(x: torch.Tensor, settings: DropoutMask) -> torch.Tensor:
 
 
 def _row_keys(x: torch.Tensor, mask: DropoutMask) -> torch.Tensor:
-    """Returns two int32 keys, [rows, 2], for each row of `x`. A row runs along the last dimension."""
+    """Returns two int32 keys for each row of `x`, [rows, 2]. A row runs along the last dimension."""
     batch_dim, shard_dim, tp_group = mask.batch_dim % x.dim(), mask.shard_dim, mask.tp_group
     last = x.dim() - 1
     row = torch.zeros((1,) * last, dtype=torch.int64, device=x.device)
@@ -254,8 +259,8 @@ def _row_keys(x: torch.Tensor, mask: DropoutMask) -> torch.Tensor:
 
 
 def device_sample_keys(x: torch.Tensor, dropout_rng: DropoutRNG, salt: str, batch_dim: int) -> torch.Tensor:
-    """Returns `DropoutRNG.device_keys` on the device of `x`. Raises ValueError if `x` and the RNG differ in
-    the number of samples."""
+    """Returns `DropoutRNG.device_keys` on the device of `x`. Raises ValueError if `x` and the RNG have
+    different numbers of samples."""
     if batch_dim == x.dim() - 1:
         raise ValueError("the batch cannot be the last dimension of an activation that dropout is applied to")
     if len(dropout_rng.samples) != x.shape[batch_dim]:
@@ -267,10 +272,10 @@ def device_sample_keys(x: torch.Tensor, dropout_rng: DropoutRNG, salt: str, batc
 def _element_bits(row_keys: torch.Tensor, column_keys: torch.Tensor) -> torch.Tensor:
     """Returns int32 [rows, columns]: a hash of the row's two keys and the column's key.
 
-    The column's key is combined with both keys of the row, and then mixed by a shift and a product: the first
-    round of hash-prospector's `prospector32`. Its second round is not needed: products carry only upward, so
-    the upper bits depend on all bits of the keys, and a comparison with a threshold reads the upper bits
-    first.
+    The column's key is combined with both keys of the row, and then mixed by a shift and a product. This is
+    the first round of hash-prospector's `prospector32`. The second round is not needed: products carry only
+    upward, so the upper bits depend on all bits of the keys, and these upper bits decide a comparison with a
+    threshold.
     """
     bits = column_keys ^ row_keys[:, :1]
     bits *= row_keys[:, 1:] | 1
@@ -281,7 +286,7 @@ def _element_bits(row_keys: torch.Tensor, column_keys: torch.Tensor) -> torch.Te
 
 
 def _mix32(x: torch.Tensor) -> torch.Tensor:
-    """Applies a bijection on [0, 2**32) with good mixing of all bits; int64 in and out. It is `lowbias32` of
+    """Applies a bijection on [0, 2**32) to each int64, which mixes all bits well. It is `lowbias32` of
     https://github.com/skeeto/hash-prospector, which found the constants by search."""
     low = 0xFFFFFFFF
     x = ((x ^ (x >> 16)) * 0x7FEB352D) & low
@@ -295,8 +300,8 @@ class _Dropout(torch.autograd.Function):
     def forward(ctx: Any, x: torch.Tensor, mask: torch.Tensor, scale: float) -> torch.Tensor:
         ctx.save_for_backward(mask)
         ctx.scale = scale
-        # The scale comes last: PyTorch multiplies by a Python number in fp32; a scaled 16-bit mask would be
-        # rounded.
+        # The scale is applied last, because PyTorch multiplies by a Python number in fp32. A scaled 16-bit
+        # mask would be rounded.
         return mask.to(x.dtype).mul_(x).mul_(scale)
 
     @staticmethod

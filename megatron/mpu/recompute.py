@@ -1,12 +1,13 @@
-"""Recomputation of single operations: outputs of norms and activations, which take little time to compute.
+"""Recomputation of single operations whose outputs take little time to compute: norms and activations.
 
-The linear layer after a norm or an activation keeps its input, to compute the weight's gradient. Norm and
-activation keep their own input, from which they can compute that tensor again. So within a block `recomputed`
-replaces it, among the tensors that autograd keeps, by the function and its input. The backward pass computes
-it when the first linear layer needs it, and holds it until the last one has read it (Megatron-LM frees and
-refills the tensor instead, `CheckpointWithoutOutput`; arXiv 2205.05198 describes the idea).
+The linear layer after a norm or an activation saves its input, to compute the weight's gradient. The norm or
+activation saves its own input, from which it can compute its output again. Therefore the context `recomputed`
+replaces this output, among the tensors that autograd saves, with the function and its input. The backward
+pass computes the output when the first linear layer needs it, and frees it after the last one has read it.
+(Megatron-LM frees and refills the tensor instead, in `CheckpointWithoutOutput`; arXiv 2205.05198 describes
+the idea.)
 
-All kernels are the forward pass's kernels on equal inputs, so no bit of a gradient changes.
+The recomputation runs the kernels of the forward pass on equal inputs, so no bit of a gradient changes.
 """
 
 from __future__ import annotations
@@ -20,22 +21,23 @@ from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 
 _Kept = tuple[Tensor, int]
-"""A tensor without a graph, and its version."""
+"""A tensor without a graph, and its version counter."""
 
 
 def recomputed(
     function: Callable[[Tensor], Tensor], x: Tensor, output: Tensor, enabled: bool
 ) -> AbstractContextManager[None]:
-    """Returns a context in which autograd keeps `x` instead of output = function(x).
+    """Returns a context in which autograd saves `x` instead of output = function(x).
 
         normed = norm(x)
         with recomputed(norm, x, normed, enabled=True):
             y = linear(normed)
 
-    function: returns equal bits each time. Memory is saved if its own backward pass keeps `x` and not the
-    result. enabled: whether to recompute; if not, or without gradients, the context does nothing. The result
-    and views of it are recomputed, copies are kept. Outer hooks on saved tensors get no tensor of the block.
-    The backward pass raises RuntimeError if `x` or a tensor that the block keeps was changed in place.
+    function: must return equal bits each time. Memory is saved only if its own backward pass saves `x` and
+    not the result. enabled: whether to recompute; if false, or without gradients, the context does nothing.
+    The result and views of it are recomputed, while copies are stored. Outer hooks on saved tensors do not
+    see the tensors of this context. The backward pass raises RuntimeError if `x` or another tensor saved in
+    the context was changed in place.
     """
     is_new = enabled and torch.is_grad_enabled() and output is not x
     return _Recomputed(function, x, output) if is_new else nullcontext()
@@ -54,7 +56,7 @@ class _Recomputed:
 
     def __exit__(self, *exception: Any) -> None:
         self._hooks.__exit__(*exception)
-        # References to each other would keep both, and with them the recipe, until a garbage collection.
+        # The hooks and this object refer to each other, and would stay in memory until a garbage collection.
         del self._hooks, self._output
 
     def _pack(self, x: Tensor) -> _Kept | _View:
@@ -65,7 +67,7 @@ class _Recomputed:
 
 
 class _Recipe:
-    """How to compute a tensor that several functions may read in the backward pass."""
+    """Computes a tensor that several functions may read in the backward pass."""
 
     def __init__(self, function: Callable[[Tensor], Tensor], kept: _Kept) -> None:
         self.readers = 0
@@ -74,7 +76,8 @@ class _Recipe:
 
     @torch.no_grad()
     def read(self) -> Tensor:
-        """Returns the tensor. Computes it for the first reader, and frees it after the last."""
+        """Returns the tensor. It computes the tensor for the first reader, and frees it after the last
+        one."""
         result = self._function(_unpack(self._kept)) if self._result is None else self._result
         self.readers -= 1
         self._result = result if self.readers > 0 else None
@@ -82,14 +85,14 @@ class _Recipe:
 
 
 class _View:
-    """A view of the result of a recipe, with the shape that a function has kept."""
+    """A view of a recipe's result, with the shape and strides of the tensor that a function has saved."""
 
     def __init__(self, recipe: _Recipe, x: Tensor) -> None:
         self._recipe = recipe
         self._shape = x.size(), x.stride(), x.storage_offset()
 
     def read(self) -> Tensor:
-        """Returns the view."""
+        """Returns the view of the recipe's result."""
         return self._recipe.read().as_strided(*self._shape)
 
 

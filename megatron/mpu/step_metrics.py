@@ -20,8 +20,8 @@ class StepMetrics:
     """Mean, maximum or minimum of each recorded value, over all ranks and micro-batches of a log interval.
 
     A layer records with `context.metrics.record(name, value)`. The ranks agree on the names at the first log
-    line, so a name must be recorded on some rank from the first step on. With names, each log line sends two
-    small tensors; without names, none. A recomputed layer records twice, which changes no reduction.
+    line, so each name must be recorded on some rank from the first step on. If there are names, each log line
+    sends two small tensors; otherwise none. A recomputed layer records twice, which changes no reduction.
     """
 
     def __init__(self) -> None:
@@ -33,7 +33,7 @@ class StepMetrics:
 
     @contextmanager
     def recording(self) -> Iterator[None]:
-        """Makes `record` count within the block. Evaluations run outside of it."""
+        """Returns a context in which `record` has an effect. Evaluations run outside of it."""
         self._is_step = True
         try:
             yield
@@ -43,8 +43,8 @@ class StepMetrics:
     @not_compiled
     @torch.no_grad()
     def record(self, name: str, value: Tensor | float, reduce: Reduction = "mean") -> None:
-        """Records a scalar, or several in a vector, which are read at the log line. Raises ValueError if the
-        name has another reduction."""
+        """Records a scalar, or a vector of several values. They are read at the log line. Raises ValueError
+        if the name has a different reduction."""
         if not self._is_step:
             return
         if self._reductions.setdefault(name, reduce) != reduce:
@@ -59,7 +59,8 @@ class StepMetrics:
         self._values[name] = new
 
     def collect(self, device: torch.device) -> dict[str, float]:
-        """Returns the reduced values since the last call, by name, equal on every rank. Collective."""
+        """Returns the reduced values since the last call, by name, equal on every rank. It is a
+        collective."""
         if self._names is None:
             self._agree_on_names()
         assert self._names is not None
@@ -93,8 +94,8 @@ class StepMetrics:
         return found
 
     def _agree_on_names(self) -> None:
-        """Makes all ranks use the same names. Collective. Raises ValueError on every rank if two ranks reduce
-        a name differently."""
+        """Makes all ranks use the same names. It is a collective. Raises ValueError on every rank if two
+        ranks reduce a name differently."""
         for reductions in gather_from_all_ranks(self._reductions):
             for name, reduce in reductions.items():
                 if self._reductions.setdefault(name, reduce) != reduce:

@@ -1,19 +1,20 @@
-"""Tokens to the experts that they chose, and the experts' outputs back: the dispatch of expert layers.
+"""Sends tokens to the experts that they chose, and returns the experts' outputs: the dispatch of expert
+layers.
 
-A token of a rank chose k experts, so it becomes k rows. `dispatch` sorts the rows by expert and sends each to
-the rank that holds the expert; `combine` returns the results and adds up those of each token. Two dispatchers
-have this interface (--moe-token-dispatcher-type); a back end such as DeepEP would be a third:
+Each token chooses k experts and therefore becomes k rows. `dispatch` sorts the rows by expert and sends each
+row to the rank that holds the expert. `combine` sends the results back and sums the results of each token.
+Two dispatchers have this interface (--moe-token-dispatcher-type); a back end such as DeepEP would be a third:
 
-    AllToAll     rows are exchanged, k per token, by two all-to-alls in each pass
-    AllGather    each rank gathers all tokens, computes those of its experts, and the weighted results are
-                 reduce-scattered
+    AllToAll     exchanges the rows, k per token, by two all-to-alls in each pass
+    AllGather    gathers all tokens on each rank, computes the rows of its experts, and reduce-scatters the
+                 weighted results
 
-Orders are fixed, so that nothing depends on timing: the rows of an expert are ordered by rank and then by
-token, and the k results of a token are added in the order of the experts' ids, in fp32, without atomics.
-A rank without rows takes part in all exchanges. No token is dropped, and no row is padding.
+All orders are fixed, so no result depends on timing: the rows of an expert are ordered by rank and then by
+token, and the k results of a token are added in the order of the experts' ids, in fp32, without atomics. A
+rank without rows takes part in all exchanges. No token is dropped, and no row is padding.
 
-Shapes: T = tokens of this rank, k = experts per token, E = experts, R = ranks that share them, N = rows that
-this rank computes, h = hidden size.
+Shapes: T = tokens of this rank, k = experts per token, E = experts, R = ranks that share the experts, N =
+rows that this rank computes, h = hidden size.
 """
 
 from __future__ import annotations
@@ -40,12 +41,12 @@ from megatron.mpu.mesh import Axis
 
 @dataclass(frozen=True)
 class Routing:
-    """The experts of the tokens of a rank.
+    """The experts that a rank's tokens chose.
 
-    experts: int64 [T, k], ascending for each token. weights: fp32 [T, k]. tokens: int64 [E], rows of each
-    expert. counts: these numbers, if they are known on the host and equal on all ranks
-    (--moe-router-force-load-balancing). read: what the dispatcher read of them on the host, kept for a
-    recomputed pass, which neither exchanges them again nor waits for the device.
+    experts: int64 [T, k], ascending for each token. weights: fp32 [T, k]. tokens: int64 [E], number of rows
+    of each expert. counts: the values of `tokens`, if they are known on the host and equal on all ranks
+    (--moe-router-force-load-balancing); otherwise None. read: the row counts that the dispatcher has read on
+    the host. A recomputed pass uses them, so it neither exchanges them again nor waits for the device.
     """
 
     experts: Tensor
@@ -55,14 +56,15 @@ class Routing:
     read: list[Any] = field(default_factory=list)
 
     def read_once(self, read: Callable[[], Any]) -> Any:
-        """Returns read(), of the first pass if this is a recomputed one."""
+        """Returns read(). A recomputed pass gets the result of the first pass."""
         if not self.read:
             self.read.append(read())
         return self.read[0]
 
 
 class Dispatcher(ABC):
-    """Brings tokens to the experts of an expert-parallel group, whose ranks hold consecutive experts."""
+    """Sends tokens to the experts of an expert-parallel group. Each rank of the group holds consecutive
+    experts."""
 
     def __init__(self, ep_group: Axis, num_experts: int) -> None:
         self.ep_group, self.num_experts = ep_group, num_experts
@@ -70,15 +72,17 @@ class Dispatcher(ABC):
 
     @abstractmethod
     def dispatch(self, hidden: Tensor, routing: Routing) -> tuple[Tensor, Groups, Any]:
-        """[T, h] -> rows [N, h] by local expert, their numbers, and what `combine` needs. Collective."""
+        """Returns the rows [N, h] of hidden [T, h], ordered by local expert, their number per expert, and the
+        state that `combine` needs. It is a collective."""
 
     @abstractmethod
     def combine(self, rows: Tensor, routing: Routing, state: Any) -> Tensor:
-        """Returns the weighted sums of the experts' outputs, fp32 [T, h], from rows [N, h]. Collective."""
+        """Returns the weighted sum of each token's expert outputs, fp32 [T, h]. rows: [N, h]. It is a
+        collective."""
 
 
 class AllToAll(Dispatcher):
-    """Sends each row to the rank of its expert. On one rank, only sorts the rows."""
+    """Sends each row to the rank of its expert. On one rank it only sorts the rows."""
 
     def dispatch(self, hidden: Tensor, routing: Routing) -> tuple[Tensor, Groups, Any]:
         order, inverse = sorted_by(routing.experts.flatten(), self.num_experts)
@@ -89,7 +93,7 @@ class AllToAll(Dispatcher):
         sent, received = routing.read_once(lambda: self._exchange_counts(routing))
         splits = [sum(part) for part in sent], [sum(part) for part in received]
         rows = _AllToAll.apply(rows, *splits, self.ep_group)
-        # Received rows are ordered by rank, then by expert.
+        # The received rows are ordered by rank, and then by expert.
         local = torch.arange(self.num_local, device=rows.device).repeat(self.ep_group.size)
         pinned = get_accelerator().pin_memory(torch.tensor(received).flatten())
         numbers = pinned.to(rows.device, non_blocking=True)
@@ -100,7 +104,7 @@ class AllToAll(Dispatcher):
         return rows, groups, (order, inverse, (by_expert, splits))
 
     def _exchange_counts(self, routing: Routing) -> tuple[list[list[int]], list[list[int]]]:
-        """Returns the numbers of rows that this rank sends and receives, by rank and by its experts."""
+        """Returns the numbers of rows that this rank sends and receives, each as [rank][local expert]."""
         shape = (self.ep_group.size, self.num_local)
         if routing.counts is not None:
             sent = torch.tensor(routing.counts).view(shape).tolist()
@@ -130,7 +134,7 @@ class AllGather(Dispatcher):
             pending.wait()
         first = self.ep_group.rank * self.num_local
         local = (experts - first).flatten()
-        # Rows of other ranks' experts come last, and are not computed.
+        # The rows of other ranks' experts come last, and are not computed.
         is_local = (local >= 0) & (local < self.num_local)
         ids = torch.where(is_local, local, self.num_local)
         order, inverse = sorted_by(ids, self.num_local + 1)
@@ -149,11 +153,12 @@ class AllGather(Dispatcher):
 
 
 DISPATCHERS: dict[str, type[Dispatcher]] = {"alltoall": AllToAll, "allgather": AllGather}
-"""The values of --moe-token-dispatcher-type."""
+"""The classes that --moe-token-dispatcher-type selects."""
 
 
 def sorted_by(ids: Tensor, size: int) -> tuple[Tensor, Tensor]:
-    """Returns the stable order of rows with ids 0 to size - 1, and its inverse: the place of each row."""
+    """Returns the stable order that sorts `ids`, which are 0 to size - 1, and the inverse order: the new
+    position of each row."""
     order = ids.argsort(stable=True)
     inverse = torch.empty_like(order)
     inverse[order] = torch.arange(len(order), device=order.device)
@@ -161,13 +166,14 @@ def sorted_by(ids: Tensor, size: int) -> tuple[Tensor, Tensor]:
 
 
 def count_experts(ids: Tensor, size: int) -> Tensor:
-    """Returns the number of each id, int64 [..., size], of ids [..., n]. Exact in any order."""
+    """Returns the number of each id, int64 [..., size], in ids [..., n]. The counts are exact in any
+    order."""
     counts = ids.new_zeros(*ids.shape[:-1], size)
     return counts.scatter_add_(-1, ids, torch.ones_like(ids))
 
 
 def gather_from_ranks(x: Tensor, ep_group: Axis) -> Tensor:
-    """All-gathers rows of tokens. Backward: reduce-scatters their gradients."""
+    """All-gathers rows of tokens. The backward pass reduce-scatters their gradients."""
     return x if ep_group.size == 1 else _GatherTokens.apply(x, ep_group)
 
 
@@ -182,7 +188,7 @@ class _GatherTokens(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        # In fp32: gradients of a token come from several ranks.
+        # The sum is in fp32, because gradients of a token come from several ranks.
         part, pending = reduce_scatter_sequence(grad.float(), ctx.ep_group)
         pending.wait()
         return part.to(grad.dtype), None
@@ -190,7 +196,7 @@ class _GatherTokens(torch.autograd.Function):
 
 @first_order
 class _AllToAll(torch.autograd.Function):
-    """Exchanges rows. sent, received: numbers of rows to and from each rank."""
+    """Exchanges rows. sent, received: number of rows that go to, or come from, each rank."""
 
     @staticmethod
     def forward(ctx: Any, rows: Tensor, sent: list[int], received: list[int], ep_group: Axis) -> Tensor:
@@ -210,7 +216,8 @@ def _exchange(rows: Tensor, sent: list[int], received: list[int], ep_group: Axis
 
 @first_order
 class _Permute(torch.autograd.Function):
-    """rows[order]. The backward pass reads with the inverse, where autograd's would add with atomics."""
+    """Returns rows[order]. The backward pass reads with the inverse order; autograd's would add with
+    atomics."""
 
     @staticmethod
     def forward(ctx: Any, rows: Tensor, order: Tensor, inverse: Tensor) -> Tensor:
@@ -224,8 +231,9 @@ class _Permute(torch.autograd.Function):
 
 @first_order
 class _Expand(torch.autograd.Function):
-    """[T, h] -> the rows of `order`, n of the T k rows. inverse [T k]: the place of each row; from n on, it
-    has none. Backward: the sum of each token's rows, in the order of the experts, in fp32."""
+    """Returns the rows of hidden [T, h] that `order` selects: n of the T k rows. inverse: int64 [T k], the
+    position of each row in the result; rows with a position from n on are not in the result. The backward
+    pass sums each token's rows, in the order of the experts, in fp32."""
 
     @staticmethod
     def forward(ctx: Any, hidden: Tensor, order: Tensor, inverse: Tensor, k: int) -> Tensor:
@@ -241,7 +249,8 @@ class _Expand(torch.autograd.Function):
 
 @first_order
 class _Combine(torch.autograd.Function):
-    """rows [n, h], weights [T, k] -> fp32 [T, h], the weighted sum of each token's rows, see `_Expand`."""
+    """Returns the weighted sum of each token's rows, fp32 [T, h]. rows: [n, h]. weights: [T, k]. See
+    `_Expand`."""
 
     @staticmethod
     def forward(ctx: Any, rows: Tensor, weights: Tensor, order: Tensor, inverse: Tensor) -> Tensor:
@@ -252,7 +261,8 @@ class _Combine(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, None, None]:
         rows, weights, order, inverse = ctx.saved_tensors
         grad_rows, dots = torch.empty_like(rows), weights.new_empty(len(rows))
-        # As many rows at a time as there are tokens: fp32 products of all would take k times the memory.
+        # Computes as many rows at a time as there are tokens: fp32 products of all rows would take k times
+        # the memory.
         parts = (x.split(max(len(grad), 1)) for x in (order, rows, grad_rows, dots))
         for places, row, grad_row, dot in zip(*parts, strict=True):
             of_rows = grad[places.div(weights.shape[1], rounding_mode="floor")]
@@ -262,7 +272,8 @@ class _Combine(torch.autograd.Function):
 
 
 def _sum_of_rows(rows: Tensor, places: Tensor, weights: Tensor | None = None) -> Tensor:
-    """Returns fp32 [T, h]: for each token the sum of its rows, one after the other. places [T, k]."""
+    """Returns the sum of each token's rows, fp32 [T, h], added one after the other. places: the rows'
+    indices, [T, k]. weights: if given, a factor for each row, fp32 [T, k]."""
     is_complete = len(rows) == places.numel()
     total = rows.new_zeros(len(places), rows.shape[1], dtype=torch.float32)
     for index, place in enumerate(places.unbind(1)):
@@ -275,7 +286,7 @@ def _sum_of_rows(rows: Tensor, places: Tensor, weights: Tensor | None = None) ->
 
 
 def _rows_or_zero(rows: Tensor, places: Tensor) -> Tensor:
-    """Returns the rows at `places`, and zeros for places after the last row."""
+    """Returns the rows at `places`. A place after the last row gives zeros."""
     if len(rows) == 0:
         return rows.new_zeros(len(places), *rows.shape[1:])
     found = rows[places.clamp(max=len(rows) - 1)]

@@ -1,24 +1,26 @@
 """The gradients of weights: fused accumulation, and the split backward pass of zero-bubble schedules.
 
 Fused accumulation: matrix products add a weight's gradient directly to its fp32 sum. The gradient of W in y =
-x W^T is dy^T x, a product of 16-bit matrices. Autograd rounds it to 16 bits, and a second kernel adds it to
-`main_grad`, the fp32 sum over all micro-batches. Where the device supports it, one product adds to the fp32
-sum (Megatron-LM: gradient accumulation fusion). The product is `aten::addmm.dtype_out`, which torch has on
-CUDA since 2.11 or earlier. `fuses_accumulation` decides for linear layers. `supports_fused_accumulation`
-decides for the LM head, which adds to a sum of the fused loss (`logit_chunks`).
+x W^T is dy^T x, a product of 16-bit matrices. Autograd would round it to 16 bits, and a second kernel would
+add it to `main_grad`, the fp32 sum over all micro-batches. If the device supports it, one product adds to the
+fp32 sum instead (Megatron-LM calls this gradient accumulation fusion). The product is
+`aten::addmm.dtype_out`, which torch 2.11 and later versions have on CUDA. `fuses_accumulation` decides this
+for linear layers. `supports_fused_accumulation` decides it for the LM head, whose gradient the fused loss
+adds (`logit_chunks`).
 
-The first product of a step overwrites the sum (`parameters.next_main_grad`): nothing sets it to zero before.
+The first product of a step overwrites the sum (`parameters.next_main_grad`), so no kernel sets it to zero.
 
-Autograd then gets None for the weight. The weight's hooks still run, because buckets count gradients.
+Autograd then gets None as the weight's gradient. The weight's hooks still run, because buckets count
+gradients.
 
-Split backward pass (arXiv 2401.10241): the backward pass of a linear layer y = x W^T has two matrix products:
-the input's gradient dy W, which the previous stage waits for, and the weight's gradient dy^T x, which is
-needed only at the end of the step. With `DeferredGradients` the backward pass (B) computes only the first
-product, and keeps x and dy for the second.
+Split backward pass (arXiv 2401.10241): the backward pass of a linear layer y = x W^T has two matrix products.
+The previous stage waits for the input's gradient dy W. The weight's gradient dy^T x is needed only at the end
+of the step. With `DeferredGradients` the backward pass (B) computes only the first product, and stores x and
+dy for the second one.
 
 `DeferredGradients.take` and `accumulate` compute the weight gradients later (W). Autograd accumulates them as
-it does without the split: the sums have the same bits if the micro-batches come in the same order, and hooks
-that wait for a gradient are called.
+without the split. The sums have equal bits if the micro-batches come in the same order, and hooks that wait
+for a gradient are called.
 """
 
 from __future__ import annotations
@@ -45,18 +47,19 @@ from megatron.mpu.parameters import has_main_grad, next_main_grad
 logger = logging.getLogger(__name__)
 
 Gradient = Callable[[Tensor], Tensor | None]
-"""A function that computes what to add to the gradient of a weight; it returns None if it has added it."""
+"""A function that returns the value to add to the gradient of a weight, or None if it has added it
+already."""
 
 _HALF = (torch.bfloat16, torch.float16)
 
 
 def fuses_accumulation(weight: Tensor) -> bool:
-    """Returns whether products add the gradient of this weight to its `main_grad`."""
+    """Returns whether matrix products add the gradient of this weight to its `main_grad`."""
     return has_main_grad(weight) and supports_fused_accumulation(weight)
 
 
 def supports_fused_accumulation(tensor: Tensor) -> bool:
-    """Returns whether `add_product` runs for matrices like this tensor: 16-bit, on a device with kernels."""
+    """Returns whether `add_product` supports matrices like this tensor: 16-bit, on a device with kernels."""
     return (
         tensor.dtype in _HALF
         and uses_kernels(tensor)
@@ -66,8 +69,8 @@ def supports_fused_accumulation(tensor: Tensor) -> bool:
 
 @lru_cache
 def _supports_fused_accumulation(device: torch.device, dtype: torch.dtype) -> bool:
-    """Returns whether `add_product` runs on the device, overwrites, and adds. Some versions of torch reject
-    fp32 sums."""
+    """Returns whether `add_product` runs on the device, and both overwrites and adds correctly. Some versions
+    of torch reject fp32 sums."""
     ones, total = torch.ones(16, 16, dtype=dtype, device=device), torch.full((16, 16), nan, device=device)
     try:
         add_product(total, ones, ones, beta=0.0)
@@ -81,14 +84,14 @@ def _supports_fused_accumulation(device: torch.device, dtype: torch.dtype) -> bo
 
 
 def add_product(total: Tensor, a: Tensor, b: Tensor, factor: float = 1.0, beta: float = 1.0) -> None:
-    """Computes total = beta total + factor a b for 16-bit [n, k] and [k, m], fp32 [n, m]. With a `beta` of 0
-    `total` is not read."""
+    """Computes total = beta total + factor a b. a: 16-bit [n, k]. b: 16-bit [k, m]. total: fp32 [n, m]. With
+    a `beta` of 0 `total` is not read."""
     torch.addmm(total, a, b, beta=beta, alpha=factor, out_dtype=torch.float32, out=total)
 
 
 def weight_gradient(weight: Tensor, grad: Tensor, x: Tensor, groups: Groups | None = None) -> Tensor | None:
-    """Returns the gradient of `weight` [n_out, n_in] from grad [n, n_out] and x [..., n_in]; None if it was
-    added to `main_grad`. groups: the rows of each expert, whose matrix is weight[expert]."""
+    """Returns the gradient of `weight` [n_out, n_in] from grad [n, n_out] and x [..., n_in], or None if it
+    was added to `main_grad`. groups: the number of rows of each expert, whose matrix is weight[expert]."""
     if groups is not None:
         if not (has_main_grad(weight) and adds_products(grad, x)):
             return multiply_within_groups(grad, x, groups)
@@ -107,40 +110,41 @@ Deferred = list[tuple[Tensor, Gradient]]
 
 
 class DeferredGradients:
-    """A queue of the weight gradients that a backward pass has deferred."""
+    """A queue of weight gradients that the backward pass has deferred."""
 
     def __init__(self) -> None:
         self._deferred: Deferred = []
 
     def add(self, weight: Tensor, gradient: Gradient) -> None:
-        """Queues the gradient of a weight, to be computed later. The tensors of `gradient` must have no
-        graph, which would keep the stage's input in memory."""
+        """Queues the gradient of a weight for a later computation. The tensors that `gradient` uses must have
+        no graph, because a graph would keep the stage's input in memory."""
         self._deferred.append((weight, gradient))
 
     def take(self) -> Deferred:
-        """Returns and clears the queue, in the order of the calls of `add`."""
+        """Returns the queue's content, in the order of the calls of `add`, and clears the queue."""
         taken, self._deferred = self._deferred, []
         return taken
 
 
 def accumulate(deferred: Deferred) -> None:
-    """Computes the gradients in order and accumulates them in their weights. Empties the list, to free each
-    gradient's inputs as soon as they are used."""
+    """Computes the gradients in order and accumulates them in their weights. It empties the list, so that the
+    inputs of each gradient are freed as soon as they are used."""
     while deferred:
         output = _Accumulate.apply(*deferred.pop(0))
-        output.backward(output.detach())  # the gradient's values are not read
+        output.backward(output.detach())  # the argument's values are not read
 
 
 def ensure_requires_grad(x: Tensor) -> Tensor:
     """Returns `x`, detached if necessary so that it requires a gradient. A function that defers a weight's
-    gradient gets the weight detached: autograd would call the weight's hooks in the backward pass, even
-    without a gradient. So the input must require a gradient, or no backward pass runs."""
+    gradient gets the weight detached, because otherwise autograd would call the weight's hooks in the
+    backward pass, even without a gradient. Therefore the input must require a gradient, or no backward pass
+    runs."""
     return x if x.requires_grad else x.detach().requires_grad_()
 
 
 @first_order
 class _Accumulate(torch.autograd.Function):
-    """A function whose backward pass gives `weight` the gradient that `gradient` computes."""
+    """A function whose backward pass accumulates the gradient that `gradient` computes in `weight`."""
 
     @staticmethod
     def forward(ctx: Any, weight: Tensor, gradient: Gradient) -> Tensor:

@@ -1,1 +1,1 @@
-"""Object stores: reading and writing objects, with retries."""
+"""Object stores: reads and writes objects, with retries."""

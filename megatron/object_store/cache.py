@@ -1,7 +1,8 @@
-"""The cache of object stores on a node: a folder on its disk with files of objects, downloaded or to upload.
+"""The cache of object stores on a node: a folder on its disk for objects that were downloaded or will be
+uploaded.
 
-The ranks of a job on one node share a cache. Each holds a shared lock on it, so a start removes the caches of
-processes that have ended.
+The ranks of a job on one node share a cache. Each rank holds a shared lock on it, so that a start can find
+and remove the caches of processes that have ended.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from pathlib import Path
 from megatron.errors import UserError
 from megatron.files import is_path_of, locked_leftover
 
-# Begins the name of the folder: object-store-<user id>-<16 hexadecimal digits>.
+# Prefix of the folder's name: object-store-<user id>-<16 hexadecimal digits>.
 _PREFIX = "object-store-"
 _LOCK = "lock"
 # Environment variables that differ between two jobs on a node, or between two starts of a job's processes.
@@ -31,12 +32,12 @@ _JOB_VARIABLES = ("MASTER_ADDR", "MASTER_PORT", "SLURM_JOB_ID", "SLURM_STEP_ID",
 @contextmanager
 def hold_cache(node: str, env: Mapping[str, str] = os.environ) -> Iterator[Path]:
     """Creates the cache of this process's job on this node, unless another rank has created it, and keeps it
-    during the block. Then the last rank removes it. node: the name of the node."""
+    during the block. After the block the last rank removes it. node: the name of the node."""
     cache = Path(env.get("SLURM_TMPDIR") or tempfile.gettempdir()).absolute()
-    # A launcher starts the ranks of a node; a process without a launcher is alone.
+    # The ranks of a node have one parent process, the launcher. A process without a launcher is alone.
     process = os.getppid() if int(env.get("WORLD_SIZE") or 1) > 1 else os.getpid()
-    facts = [node, str(process), *(env.get(name, "") for name in _JOB_VARIABLES)]
-    token = hashlib.sha256("\0".join(facts).encode()).hexdigest()[:16]
+    names = [node, str(process), *(env.get(name, "") for name in _JOB_VARIABLES)]
+    token = hashlib.sha256("\0".join(names).encode()).hexdigest()[:16]
     root = cache / f"{_PREFIX}{os.getuid()}-{token}"
     for path in cache.glob(f"{_PREFIX}{os.getuid()}-*"):
         if path != root:
@@ -57,7 +58,7 @@ def hold_cache(node: str, env: Mapping[str, str] = os.environ) -> Iterator[Path]
 
 @contextmanager
 def explained_full_disk(path: Path) -> Iterator[None]:
-    """Names the folder of the cache and what to change in the error of a full disk. path: in the cache."""
+    """Adds the cache's folder and a remedy to the error of a full disk. path: a path in the cache."""
     try:
         yield
     except OSError as error:
@@ -69,15 +70,15 @@ def explained_full_disk(path: Path) -> Iterator[None]:
 
 
 def _lock(root: Path) -> int:
-    """Creates a cache's folder, and returns the descriptor of a shared lock on it."""
+    """Creates a cache's folder if it is missing. Returns the descriptor of a shared lock on it."""
     while True:
         with suppress(FileExistsError):
             os.mkdir(root, 0o700)
-        with suppress(FileNotFoundError):  # a start that removes unused caches was faster
+        with suppress(FileNotFoundError):  # another start removed the folder as unused: try again
             status = root.lstat()
             if status.st_uid != os.getuid():
                 raise PermissionError(errno.EACCES, "it belongs to another user", str(root))
-            if not stat.S_ISDIR(status.st_mode):  # a link to a missing folder would be tried forever
+            if not stat.S_ISDIR(status.st_mode):  # a link to a missing folder would cause an endless loop
                 raise NotADirectoryError(errno.ENOTDIR, "it is not a folder", str(root))
             lock = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC
             descriptor = os.open(root / _LOCK, lock, 0o600)
@@ -88,13 +89,13 @@ def _lock(root: Path) -> int:
 
 
 def _remove_if_unused(root: Path) -> None:
-    """Removes a cache on which no process holds a lock. Under another name first: a process that creates the
-    cache again meanwhile has a new folder."""
+    """Removes a cache on which no process holds a lock. It renames the folder first: a process that creates
+    the cache again at the same time gets a new folder."""
     with suppress(OSError):
         status = root.lstat()
         if status.st_uid != os.getuid() or not stat.S_ISDIR(status.st_mode):
             return
-        with suppress(FileExistsError):  # its process was killed before it could lock the folder
+        with suppress(FileExistsError):  # the process that created it was killed before it locked the folder
             os.mknod(root / _LOCK, 0o600)
         with locked_leftover(os.fspath(root / _LOCK)):
             removed = root.rename(root.with_name(f"{_PREFIX}{os.getuid()}-{secrets.token_hex(8)}"))

@@ -1,8 +1,8 @@
-"""Objects as paths: `ObjectPath` has the methods of `Path` with which a program looks at a folder.
+"""Paths in an object store: `ObjectPath` has the methods of `Path` with which a program inspects a folder.
 
-Its text is a URL, and what exists is what `ObjectTree` knows to be in the store. Opening a path opens the
-object's file in the cache of the node, which is there once the object is downloaded. Only `write_bytes` sends
-a request.
+The text of such a path is a URL. A path exists if `ObjectTree` knows that it is in the store. Opening a path
+opens the object's file in the node's cache, which exists once the object was downloaded. Only `write_bytes`
+sends a request.
 """
 
 from __future__ import annotations
@@ -21,16 +21,16 @@ from typing import Any, NoReturn
 from megatron.object_store.cache import explained_full_disk
 from megatron.object_store.store import ObjectInfo, ObjectStore, is_url
 
-# A folder of a save has a suffix that no other save has; its name in a tree has none.
+# In a store, the folder of a save has a suffix that no other save uses. In a tree its name has no suffix.
 _SUFFIX = re.compile(r"(/global_step[0-9]+)\.[0-9a-f]{8}$")
 
 
 @dataclass
 class ObjectTree:
-    """What is known about the objects below a URL. Their keys here may differ from those in the store.
+    """What is known about the objects below a URL. Keys in this tree may differ from the keys in the store.
 
-    cache: the folder on this node's disk for the files of the objects. folders: folder beside the objects ->
-    path in it -> object; the objects in no folder are under "".
+    cache: the folder on this node's disk for the files of the objects. folders: folder -> path in it ->
+    object; objects that are in no folder are under "".
     """
 
     store: ObjectStore
@@ -38,11 +38,12 @@ class ObjectTree:
     folders: dict[str, dict[str, ObjectInfo]] = field(default_factory=dict)
 
     def keep(self, key: str, content: bytes, modified: float | None = None) -> None:
-        """Adds an object with this content, and its file on the disk. modified: None for now."""
+        """Adds an object with this content, and writes its file to the disk. modified: its time; None for
+        now."""
         path = self.cache / key
         with explained_full_disk(path):
             path.parent.mkdir(parents=True, exist_ok=True)
-            temporary = path.with_name(f".{path.name}.new")  # a reader has the old content or the new one
+            temporary = path.with_name(f".{path.name}.new")  # so readers see the old content or the new one
             temporary.write_bytes(content)
             os.replace(temporary, path)
         folder, name = _split(key)
@@ -59,7 +60,7 @@ class ObjectTree:
         return sorted({path.partition("/")[0] for path in below})
 
     def is_folder(self, key: str) -> bool:
-        """Returns whether an object is in this folder."""
+        """Returns whether the tree has an object in this folder."""
         return bool(self.names(key) if key else self.folders)
 
     def info(self, key: str) -> ObjectInfo | None:
@@ -74,7 +75,8 @@ def _split(key: str) -> tuple[str, str]:
 
 
 class ObjectPath(PosixPath):
-    """An object, or a folder of objects. Other methods of `Path` fail, or act on the file in the cache."""
+    """The path of an object, or of a folder of objects. All other methods of `Path` fail, or use the file in
+    the cache."""
 
     def __new__(cls, *_: Any) -> ObjectPath:
         return object.__new__(cls)
@@ -83,7 +85,8 @@ class ObjectPath(PosixPath):
         self.tree, self.key = tree, key
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """Another process gets the name only: it has not listed the folder, and may have another disk."""
+        """Pickles only the name: the other process has not listed the folder, and may have a different
+        disk."""
         return ObjectPath, (ObjectTree(ObjectStore(self.tree.store.url), Path(os.devnull)), self.key)
 
     def __str__(self) -> str:
@@ -116,7 +119,7 @@ class ObjectPath(PosixPath):
         return ObjectPath(self.tree, self.key.rpartition("/")[0])
 
     def stat(self, *, follow_symlinks: bool = True) -> os.stat_result:
-        """Returns kind, size and time of change of an object, and the kind of a folder."""
+        """Returns kind, size and time of change of an object; of a folder only the kind."""
         if (info := self.tree.info(self.key)) is None:
             if self.is_dir():
                 return os.stat_result((stat.S_IFDIR, *[0] * 9))
@@ -143,18 +146,18 @@ class ObjectPath(PosixPath):
         return (self / name for name in self.tree.names(self.key))
 
     def glob(self, pattern: str, *_: Any, **__: Any) -> Iterator[ObjectPath]:  # type: ignore[override]
-        """Yields what is in this folder itself and has such a name."""
+        """Yields the files and folders directly in this folder whose names match the pattern."""
         assert "/" not in pattern
         return (path for path in self.iterdir() if fnmatchcase(path.name, pattern))
 
     def write_bytes(self, content: Any) -> int:
-        """Writes an object, and its file in the cache."""
+        """Writes the object to the store, and its file to the cache. Returns the number of bytes."""
         self.tree.store.put(self.key, bytes(content))
         self.tree.keep(self.key, content)
         return len(content)
 
     def _is_read_only(self, *_: Any, **__: Any) -> NoReturn:
-        """Raises an error for what would change, or list, the cache and not the store."""
+        """Raises an error. It replaces methods that would change or list only the cache, not the store."""
         raise TypeError(f"{self}: objects are written and removed through the store")
 
     mkdir = rmdir = unlink = rename = replace = touch = chmod = symlink_to = write_text = _is_read_only
@@ -162,6 +165,6 @@ class ObjectPath(PosixPath):
 
 
 def real_path(path: str | os.PathLike[str]) -> str:
-    """Returns the text that all names of a folder have in common: its path without links, or its URL."""
+    """Returns a text that is equal for all names of a folder: its path without links, or its URL."""
     text = str(path)
     return _SUFFIX.sub(r"\1", text.rstrip("/")) if is_url(text) else os.path.realpath(path)

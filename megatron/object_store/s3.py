@@ -1,6 +1,6 @@
-"""S3 behind fsspec: the file system without retries of its own, and the meaning of its errors.
+"""S3 through fsspec: a file system without retries, and what its errors mean.
 
-Imported at the first request, because s3fs is an optional package whose import takes a second.
+This module is imported at the first request, because s3fs is an optional package whose import takes a second.
 """
 
 from __future__ import annotations
@@ -16,18 +16,19 @@ from fsspec.exceptions import FSTimeoutError
 
 from megatron.errors import one_line
 
-# Between the bytes of an answer. The limit of a whole request is `Retries.request_s`.
+# Largest time between two bytes of an answer. `Retries.request_s` limits the whole request.
 _READ_TIMEOUT_S = 60
 _CONNECT_TIMEOUT_S = 10
 _MAX_CONNECTIONS = 64
 
 _TRANSIENT_STATUS = frozenset({408, 425, 429, 500, 502, 503, 504})
-# Error codes of answers with another status, 400 or 409, or 200 for CompleteMultipartUpload.
+# Transient error codes of answers whose status does not show it: 400, 409, or 200 for
+# CompleteMultipartUpload.
 _TRANSIENT_CODES = frozenset(
     {
         *("SlowDown", "InternalError", "ServiceUnavailable", "RequestTimeout", "RequestLimitExceeded"),
         *("Throttling", "ThrottlingException", "TooManyRequestsException", "OperationAborted"),
-        # The body was damaged or cut on its way.
+        # The body was damaged or truncated on its way.
         *("BadDigest", "IncompleteBody", "XAmzContentSHA256Mismatch", "XAmzContentChecksumMismatch"),
     }
 )
@@ -48,7 +49,7 @@ _TRANSIENT_ERRORS = (
     exceptions.IncompleteReadError,
     exceptions.ChecksumError,
     exceptions.FlexibleChecksumError,
-    exceptions.CredentialRetrievalError,  # a role's credentials come over the network
+    exceptions.CredentialRetrievalError,  # the credentials of a role come over the network
     exceptions.MetadataRetrievalError,
     parsers.ResponseParserError,
     aiohttp.ClientError,
@@ -62,12 +63,14 @@ _CHECK_CREDENTIALS = (
 
 
 class S3FileSystem(s3fs.S3FileSystem):
-    """s3fs with one attempt per request: `ObjectStore` retries. Listings and instances are not cached."""
+    """s3fs with one attempt per request, because `ObjectStore` retries. Listings and instances are not
+    cached."""
 
     retries = 1
 
     async def _delete_objects(self, bucket: str, keys: list[str]) -> None:
-        """Deletes up to 1,000 objects. s3fs's own method ignores objects that could not be deleted."""
+        """Deletes up to 1,000 objects. Unlike s3fs's own method it reports objects that could not be
+        deleted."""
         objects = {"Objects": [{"Key": key} for key in keys], "Quiet": True}
         answer = await self._call_s3("delete_objects", Bucket=bucket, Delete=objects)
         for failed in answer.get("Errors") or ():
@@ -79,14 +82,14 @@ class S3FileSystem(s3fs.S3FileSystem):
 
 def open_file_system() -> S3FileSystem:
     """Returns a file system of this process. Endpoint, region and credentials come from the environment and
-    the files that all AWS programs read."""
+    from the files that all AWS programs read."""
     config = {
         "retries": {"total_max_attempts": 1},
         "connect_timeout": _CONNECT_TIMEOUT_S,
         "read_timeout": _READ_TIMEOUT_S,
         "max_pool_connections": _MAX_CONNECTIONS,
     }
-    # One GET per read: with a higher max_concurrency, s3fs asks for the size first.
+    # One GET per read: with a higher max_concurrency, s3fs first sends a request for the size.
     return S3FileSystem(
         skip_instance_cache=True, use_listings_cache=False, max_concurrency=1, config_kwargs=config
     )
@@ -94,20 +97,21 @@ def open_file_system() -> S3FileSystem:
 
 @dataclass(frozen=True)
 class Failure:
-    """What the error of a request means."""
+    """The meaning of a failed request."""
 
     cause: str
     errno: int = errno.EIO
-    """ENOENT: the object, the bucket or the upload does not exist. EACCES: credentials or permissions."""
+    """ENOENT: the object, the bucket or the upload does not exist. EACCES: credentials or permissions are
+    wrong."""
     is_transient: bool = False
     code: str = ""
-    """S3's error code, such as NoSuchBucket; "" if no answer came."""
+    """S3's error code, such as NoSuchBucket; "" if there was no answer."""
 
 
 def read_failure(error: Exception, limit_s: float) -> Failure | None:
-    """Returns what an error of a request means; None for an error of the program. limit_s: the time
-    limit of the request."""
-    # s3fs replaces an answer with an error code by an OSError with the answer as its cause.
+    """Returns what the error of a request means; None for a programming error. limit_s: the time limit of the
+    request, in seconds."""
+    # For an answer with an error code s3fs raises an OSError, whose cause is the answer.
     answer = error if isinstance(error, exceptions.ClientError) else error.__cause__
     if isinstance(answer, exceptions.ClientError):
         return _read_answer(answer)
@@ -117,11 +121,11 @@ def read_failure(error: Exception, limit_s: float) -> Failure | None:
     if isinstance(error, FSTimeoutError):
         return Failure(f"no end after {limit_s:g} s", is_transient=True)
     if isinstance(error, _TRANSIENT_ERRORS):
-        # A wrong certificate stays wrong.
+        # A wrong TLS certificate stays wrong, so a retry is useless.
         return Failure(cause, is_transient="CERTIFICATE_VERIFY_FAILED" not in str(error))
     if isinstance(error, FileNotFoundError):
         return Failure("no such object", errno.ENOENT)
-    # botocore raises ValueError for an endpoint or a bucket name that cannot be part of a URL.
+    # botocore raises ValueError for an endpoint or a bucket name that cannot be in a URL.
     if isinstance(error, (exceptions.BotoCoreError, OSError, ValueError)):
         return Failure(cause)
     return None
@@ -131,7 +135,7 @@ def _read_answer(answer: exceptions.ClientError) -> Failure:
     status = answer.response.get("ResponseMetadata", {}).get("HTTPStatusCode", 0)
     code = str(answer.response.get("Error", {}).get("Code") or "")
     message = answer.response.get("Error", {}).get("Message") or ""
-    # The answer to a HEAD has no body: its code is the status.
+    # The answer to a HEAD has no body. Its code is the HTTP status.
     cause = one_line(f"{status} {code if code != str(status) else ''}".strip() + f": {message}")
     if status in _TRANSIENT_STATUS or code in _TRANSIENT_CODES:
         return Failure(cause, is_transient=True, code=code)

@@ -1,4 +1,4 @@
-"""Objects below one URL: list, read, write, delete, with retries in one place."""
+"""The objects below one URL: list, read, write and delete, with all retries in one place."""
 
 from __future__ import annotations
 
@@ -27,10 +27,10 @@ SCHEMES = {"s3": ("s3fs", "objectstore")}
 PART_BYTES = 32 * 2**20
 _MAX_PARTS = 10_000
 _MAX_DELETED_AT_ONCE = 1000
-# One connection to S3 carries 50 to 100 MB/s.
+# Number of connections of an upload. One connection to S3 carries 50 to 100 MB/s.
 _UPLOAD_THREADS = 4
 _DOWNLOAD_THREADS = 8
-# Retries are logged after this time: with many ranks it is normal that a store refuses some requests.
+# Retries are logged only after this time: with many ranks a store normally refuses some requests.
 _SILENT_S = 5.0
 _LOG = logging.getLogger(__name__)
 
@@ -39,10 +39,11 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class Retries:
-    """When a request is retried: at most `attempts` in all, none later than `total_s` after the first.
+    """When a failed request is sent again: at most `attempts` times in all, and not later than `total_s`
+    seconds after the first attempt.
 
-    request_s: a request that has not ended by then is given up and retried. A server may accept a connection
-    and never read from it, which no timeout of a socket ends.
+    request_s: a request that has not ended after so many seconds is given up and sent again. A server may
+    accept a connection and never read from it; no timeout of a socket ends such a request.
     """
 
     attempts: int = 12
@@ -52,15 +53,16 @@ class Retries:
     request_s: float = 180.0
 
     def delay_s(self, failures: int) -> float:
-        """Returns how long to wait after so many failures. It is random from 0 to a limit that doubles with
-        each failure. The ranks of a run seed `random` with one number, so the system's generator is used."""
+        """Returns how many seconds to wait after so many failures: a random number between 0 and a limit that
+        doubles with each failure. It comes from the system's generator, because the ranks of a run seed
+        `random` with one number."""
         limit_s = min(self.max_delay_s, self.first_delay_s * 2 ** min(failures - 1, 30))
         return random.SystemRandom().uniform(0.0, limit_s)
 
 
 @dataclass(frozen=True)
 class ObjectInfo:
-    """What a listing says about an object. modified: seconds since 1970, by the clock of the store."""
+    """What a listing says about an object. modified: seconds since 1970 by the store's clock."""
 
     size: int
     modified: float
@@ -71,8 +73,8 @@ def _object_info(answer: dict[str, Any]) -> ObjectInfo:
 
 
 def _is_file_name(key: str) -> bool:
-    """Whether a key can be the name of a file in a folder. One that ends with / is made by programs that show
-    a bucket as folders, and one with .. would be a file outside."""
+    """Returns whether a key can be the name of a file in a folder. Programs that show a bucket as folders
+    create keys that end with /. A key that contains .. would be a file outside of the folder."""
     return not {"", ".", ".."} & {*key.split("/")}
 
 
@@ -86,7 +88,7 @@ def is_url(path: str | os.PathLike[str]) -> bool:
 
 
 def check_url(url: str) -> None:
-    """Raises ConfigError if `url` names no store that this installation can open. Sends no request."""
+    """Raises ConfigError if `url` does not name a store that this installation can open. Sends no request."""
     scheme, _, rest = url.partition("://")
     bucket, *folders = rest.rstrip("/").split("/")
     if not is_url(url) or scheme not in SCHEMES:
@@ -114,33 +116,33 @@ class ObjectStore:
     """The objects below one URL, such as s3://bucket/run. Keys are relative to the URL.
 
     Errors are OSErrors with errno, a sentence and the URL: FileNotFoundError for a missing object or bucket,
-    PermissionError for credentials and permissions, EIO for all others and once the retries are exhausted.
-    An object is complete or invisible: it appears with the end of its last request. Threads can share a
-    store, and a forked child can use it.
+    PermissionError for credentials and permissions, EIO for all others and once the retries are exhausted. An
+    object is complete or invisible: it appears with the end of its last request. Several threads, and a
+    forked child, can use a store.
 
-    The ranks of all nodes save at one time, and a store answers 503 SlowDown if a prefix gets more requests
-    than it serves. Requests are large and therefore few. Ranks that were refused together wait for random
-    times, over the whole range, so they do not return together.
+    The ranks of all nodes save at the same time, and a store answers 503 SlowDown if a prefix gets more
+    requests than it can serve. Therefore requests are large and few. Ranks that were refused at the same time
+    wait for random times, so that they do not return at the same time.
     """
 
     def __init__(self, url: str, retries: Retries = Retries(), part_bytes: int = PART_BYTES) -> None:
-        """part_bytes: size of the parts of an upload, and of the blocks of a download."""
+        """part_bytes: size in bytes of the parts of an upload, and of the blocks of a download."""
         self.url = url.rstrip("/")
         self._scheme, _, rest = self.url.partition("://")
         self._bucket, _, self._root = rest.partition("/")
         self._retries, self._part_bytes = retries, part_bytes
-        # By process id: a file system's thread does not exist in a forked child. The
-        # child keeps the parent's, because its end would close the parent's connections.
+        # Process id -> file system. The thread of a file system does not exist in a forked child. The child
+        # keeps the parent's object, because deleting it would close the parent's connections.
         self._file_systems: dict[int, Any] = {}
 
     def url_of(self, key: str) -> str:
         return f"{self.url}/{key}" if key else self.url
 
     def list(self, prefix: str = "", depth: int | None = None) -> dict[str, ObjectInfo]:
-        """Returns all objects below a folder, by key; {} if nothing exists. Never cached. depth: 1 for the
-        objects in the folder itself; None for any depth.
+        """Returns key -> information for all objects below a folder; {} if nothing exists. The result is
+        never cached. depth: 1 for the objects directly in the folder; None for any depth.
 
-        It leaves out keys that cannot be names of files in a folder."""
+        Keys that cannot be names of files in a folder are left out."""
         root = self._path(prefix.rstrip("/"))
         found = self._request(
             "LIST", prefix, lambda files, limit: files.find(root, maxdepth=depth, detail=True, **limit)
@@ -158,17 +160,18 @@ class ObjectStore:
         return _object_info(self._request("HEAD", key, lambda files, limit: files.info(path, **limit)))
 
     def read(self, key: str, start: int = 0, end: int | None = None) -> bytes:
-        """Returns an object's bytes from `start` to before `end`, with one GET."""
+        """Returns an object's bytes from `start` up to, but not including, `end`, with one GET."""
         if end is not None and end <= start:
             return b""
         path = self._path(key)
-        # No range for a whole object: an empty object has no range that could be asked for.
+        # A whole object is read without a range, because an empty object has no valid range.
         return self._request(
             "GET", key, lambda files, limit: files.cat_file(path, start=start or None, end=end, **limit)
         )
 
     def read_block(self, key: str, start: int, end: int) -> bytes:
-        """Returns all bytes from `start` to before `end`. Raises OSError if the object ends before."""
+        """Returns all bytes from `start` up to, but not including, `end`. Raises OSError if the object is
+        shorter."""
         data = self.read(key, start, end)
         if len(data) != end - start:
             raise OSError(
@@ -185,8 +188,8 @@ class ObjectStore:
         size: int,
         progress: Callable[[], object] = lambda: None,
     ) -> None:
-        """Writes an object of this size to a file, in blocks, a few at a time. progress: called after each.
-        Raises OSError if the object is smaller."""
+        """Writes an object of `size` bytes to a file, in blocks, a few at a time. progress: called after each
+        block. Raises OSError if the object is smaller."""
 
         def copy(start: int) -> None:
             data = memoryview(self.read_block(key, start, min(start + self._part_bytes, size)))
@@ -200,11 +203,11 @@ class ObjectStore:
                 progress()
 
     def put(self, key: str, data: bytes, retries: Retries | None = None) -> None:
-        """Writes an object with one PUT, which replaces an object of this key."""
+        """Writes an object with one PUT. An existing object of this key is replaced."""
         self._s3("PUT", "put_object", key, retries, Body=data)
 
     def put_file(self, key: str, path: str | os.PathLike[str]) -> None:
-        """Writes a file's bytes as an object, in parts if it is larger than one, a few at a time."""
+        """Writes a file's bytes as an object. A file larger than a part is sent in parts, a few at a time."""
         size = os.path.getsize(path)
         if size <= self._part_bytes:
             self.put(key, Path(path).read_bytes())
@@ -216,25 +219,25 @@ class ObjectStore:
             self._put_parts(key, path, size)
 
     def delete(self, keys: Iterable[str], retries: Retries | None = None) -> None:
-        """Deletes objects, 1,000 with a request. A key without an object is not an error."""
+        """Deletes objects, up to 1,000 per request. A key without an object is not an error."""
         remaining = iter(sorted(keys))
         while batch := [*islice(remaining, _MAX_DELETED_AT_ONCE)]:
             self._delete_batch(batch, retries)
 
     def abort_uploads(self, prefix: str = "") -> None:
-        """Removes the multipart uploads below a folder that have not ended. Uploads of killed processes are
-        invisible and are paid for; the uploads of living processes are removed as well, which then fail."""
+        """Removes all unfinished multipart uploads below a folder. Uploads of killed processes are invisible
+        but cost money. Uploads of living processes are removed as well; these then fail."""
         folder = self._key(prefix.rstrip("/"))
         root = f"{folder}/" if folder else ""
         while True:
             page = self._s3("LIST", "list_multipart_uploads", prefix, Prefix=root)
-            # Not every server with this protocol filters by the prefix.
+            # Not every server with S3's protocol filters by the prefix.
             uploads = [upload for upload in page.get("Uploads") or () if upload["Key"].startswith(root)]
             for upload in uploads:
                 with suppress(_UploadGoneError):
                     key = upload["Key"][len(self._key("")) :].lstrip("/")
                     self._s3("DELETE", "abort_multipart_upload", key, UploadId=upload["UploadId"])
-            # The next uploads come first once these are gone.
+            # The next page begins with the next uploads, because these are removed.
             if not uploads or not page.get("IsTruncated"):
                 return
 
@@ -262,7 +265,8 @@ class ObjectStore:
                 "PUT", "complete_multipart_upload", key, UploadId=upload_id, MultipartUpload={"Parts": parts}
             )
         except BaseException:
-            # What ended the upload may prevent its removal, too, or this process may have little time left.
+            # The cause that ended the upload may prevent its removal, too, or this process may have little
+            # time left.
             with suppress(OSError):
                 once = Retries(attempts=1, request_s=10.0)
                 self._s3("DELETE", "abort_multipart_upload", key, once, UploadId=upload_id)
@@ -279,7 +283,7 @@ class ObjectStore:
     def _s3(
         self, operation: str, method: str, key: str, retries: Retries | None = None, **options: Any
     ) -> Any:
-        """Returns the answer to a request of S3's own protocol."""
+        """Sends a request of S3's own protocol. Returns the answer."""
         target = {"Bucket": self._bucket, "Key": self._key(key)}
 
         def call(files: Any, limit: dict[str, float]) -> Any:
@@ -294,14 +298,15 @@ class ObjectStore:
         call: Callable[[Any, dict[str, float]], T],
         retries: Retries | None = None,
     ) -> T:
-        """Returns call(file system, limit of its time). Retries transient errors. Raises OSError."""
-        # Late: s3fs is optional.
+        """Returns call(file system, time limit). Sends the request again after transient errors. Raises
+        OSError."""
+        # The import is late, because s3fs is optional.
         from megatron.object_store.s3 import open_file_system, read_failure
 
         retries = retries or self._retries
         files = self._file_systems.get(os.getpid())
         if files is None:
-            # Of two threads, both get the file system of the first.
+            # If two threads create a file system, both get the first one.
             files = self._file_systems.setdefault(os.getpid(), open_file_system())
         began = time.monotonic()
         attempt, is_reported = 0, False

@@ -1,4 +1,4 @@
-"""Optimizers of single elements: AdamW, with kernels in one pass over a flat partition, and Lion."""
+"""Elementwise optimizers: AdamW, which updates a flat partition in one pass if a kernel runs, and Lion."""
 
 from __future__ import annotations
 
@@ -13,7 +13,8 @@ from megatron.kernels.selection import uses_kernels
 
 
 class AdamW(torch.optim.AdamW):
-    """torch's AdamW, and `update_in_one_pass`. Both have one state: exp_avg, exp_avg_sq and step."""
+    """torch's AdamW with the additional method `update_in_one_pass`. Both ways of updating share the state
+    exp_avg, exp_avg_sq and step."""
 
     @torch.no_grad()
     def update_in_one_pass(
@@ -25,14 +26,15 @@ class AdamW(torch.optim.AdamW):
         rounded: Tensor | None,
     ) -> bool:
         """Updates the flat fp32 parameter of a group from gradient * factor, and copies it to `rounded`.
-        Returns False, and does nothing, if `step` has to update it."""
+        Returns False, without any effect, if the group has to be updated by `step`."""
         if not uses_kernels(master):
             return False
         state = self.state[master]
         for moment in ("exp_avg", "exp_avg_sq"):
             if moment not in state:
                 state[moment] = torch.zeros_like(master, requires_grad=False)
-        # On the host, where the bias corrections are computed. A checkpoint may have put it on the device.
+        # The step is kept on the host, where the bias corrections are computed. A checkpoint may have put it
+        # on the device.
         state["step"] = state["step"].cpu() + 1 if "step" in state else torch.tensor(1.0)
         fused_adamw(
             master.detach(),
@@ -51,15 +53,16 @@ class AdamW(torch.optim.AdamW):
 
 
 class Lion(torch.optim.Optimizer):
-    """Keeps one moment, 'exp_avg': a running mean of the gradients with decay rate beta2."""
+    """Lion (arXiv 2302.06675). It keeps one moment, 'exp_avg': a running mean of the gradients with decay
+    rate beta2."""
 
     def __init__(self, groups: list[dict[str, Any]], betas: tuple[float, float]) -> None:
-        """betas: decay rates of the momentum in the update, and of the momentum that is kept."""
+        """betas: decay rates of the momentum that the update uses, and of the momentum that is stored."""
         super().__init__(groups, {"lr": 0.0, "betas": betas, "weight_decay": 0.0})
 
     @torch.no_grad()
     def step(self) -> None:  # type: ignore[override]
-        """Updates the parameters that have a gradient."""
+        """Updates all parameters that have a gradient."""
         for group in self.param_groups:
             lr, (beta1, beta2) = group["lr"], group["betas"]
             for parameter in group["params"]:
@@ -74,5 +77,5 @@ class Lion(torch.optim.Optimizer):
 
 
 def make_lion(groups: list[dict[str, Any]], config: OptimizerConfig, fused: bool) -> torch.optim.Optimizer:
-    """Returns Lion. fused: unused, since PyTorch has no fused Lion."""
+    """Returns a Lion optimizer. fused: has no effect, because PyTorch has no fused Lion."""
     return Lion(groups, (config.lion_beta1, config.lion_beta2))

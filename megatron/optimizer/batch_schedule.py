@@ -1,7 +1,7 @@
 """Batch sizes over the run, conversions between iterations, samples and tokens, and checks of batch sizes.
 
-All functions are pure integer functions of the number of consumed samples. A resumed run and a run on another
-layout therefore have the same batches.
+All functions are pure integer functions of the number of consumed samples. Therefore a resumed run, and a run
+on a different layout, have the same batch sizes.
 """
 
 from __future__ import annotations
@@ -18,7 +18,8 @@ from megatron.config.sections.curriculum import LengthCurriculum
 from megatron.config.sections.training import TrainingConfig
 from megatron.errors import ConfigError
 
-# Each batch size of a ramp-up is checked. Published runs have at most 127 increments.
+# Each batch size of a ramp-up is checked, so their number has a limit. Published runs have at most 127
+# increments.
 _MAX_INCREMENTS = 100_000
 
 Unit = Literal["iterations", "samples", "tokens"]
@@ -26,7 +27,7 @@ Unit = Literal["iterations", "samples", "tokens"]
 
 @dataclass(frozen=True)
 class Progress:
-    """What a run has consumed since iteration 0."""
+    """What a run has consumed since iteration 0: iterations, samples and tokens."""
 
     iteration: int = 0
     consumed_samples: int = 0
@@ -35,7 +36,7 @@ class Progress:
     """(samples, tokens) at which a warm-up in samples ends, if the decay counts in tokens; otherwise ()."""
 
     def count(self, unit: Unit) -> int:
-        """Returns this progress in one unit."""
+        """Returns this progress in one unit: iterations, samples or tokens."""
         counts = {
             "iterations": self.iteration,
             "samples": self.consumed_samples,
@@ -52,7 +53,7 @@ BEGIN = Progress()
 class BatchSchedule:
     """The global batch size over the run.
 
-    rampup (start, increment, samples): the batch size starts at `start` and grows by `increment` at regular
+    rampup: (start, increment, samples). The batch size starts at `start`, and grows by `increment` at regular
     intervals of consumed samples. It reaches `global_batch_size` after `samples` samples, as in Megatron-LM.
     """
 
@@ -61,8 +62,8 @@ class BatchSchedule:
 
     @classmethod
     def from_config(cls, batch: BatchConfig) -> BatchSchedule:
-        """Returns the schedule of the flags. Raises ConfigError if the ramp-up misses the global batch
-        size."""
+        """Returns the schedule that the flags set. Raises ConfigError if the increments of the ramp-up do not
+        reach the global batch size exactly."""
         schedule = cls(batch.global_batch_size, batch.rampup_batch_size)
         if schedule.rampup is None:
             return schedule
@@ -84,19 +85,21 @@ class BatchSchedule:
 
     @property
     def num_increments(self) -> int:
-        """Number of increments of the batch size."""
+        """Number of increments of the batch size during the ramp-up."""
         if self.rampup is None:
             return 0
         start, increment, _ = self.rampup
         return (self.global_batch_size - start) // increment
 
     def sizes(self, consumed_samples: int = 0) -> range:
-        """Returns the global batch sizes after `consumed_samples` samples, ascending."""
+        """Returns the global batch sizes of the steps after `consumed_samples` samples, in ascending
+        order."""
         increment = 1 if self.rampup is None else self.rampup[1]
         return range(self.global_batch_size_at(consumed_samples), self.global_batch_size + 1, increment)
 
     def consumed_at_size(self, size: int) -> int:
-        """Returns the consumed samples at which the batch size becomes `size`, one of `sizes()`."""
+        """Returns the number of consumed samples at which the batch size becomes `size`, which is one of
+        `sizes()`."""
         if self.rampup is None or size == self.rampup[0]:
             return 0
         start, increment, samples = self.rampup
@@ -104,7 +107,7 @@ class BatchSchedule:
         return -(-step * samples // self.num_increments)
 
     def global_batch_size_at(self, consumed_samples: int) -> int:
-        """Returns the batch size of the step that starts at `consumed_samples`."""
+        """Returns the global batch size of the step that starts at `consumed_samples`."""
         if self.rampup is None:
             return self.global_batch_size
         start, increment, samples = self.rampup
@@ -112,7 +115,7 @@ class BatchSchedule:
         return start + steps * increment
 
     def consumed_after(self, iterations: int, consumed_samples: int = 0) -> int:
-        """Returns the consumed samples after `iterations` steps from `consumed_samples`."""
+        """Returns the number of consumed samples after `iterations` steps from `consumed_samples`."""
         for begin, size, steps in self._plateaus(consumed_samples):
             if steps is None or iterations <= steps:
                 return begin + iterations * size
@@ -120,7 +123,8 @@ class BatchSchedule:
         raise AssertionError("unreachable: the last plateau is infinite")
 
     def iterations_until(self, target_samples: int, consumed_samples: int = 0) -> int:
-        """Returns the minimum number of steps from `consumed_samples` to at least `target_samples`."""
+        """Returns the smallest number of steps from `consumed_samples` that consumes at least
+        `target_samples` in total."""
         iterations = 0
         for begin, size, steps in self._plateaus(consumed_samples):
             needed = max(0, -(-(target_samples - begin) // size))
@@ -130,7 +134,8 @@ class BatchSchedule:
         raise AssertionError("unreachable: the last plateau is infinite")
 
     def iterations_within(self, samples: int, consumed_samples: int = 0) -> int:
-        """Returns the maximum number of steps from `consumed_samples` to at most `samples`."""
+        """Returns the largest number of steps from `consumed_samples` that consumes at most `samples` in
+        total."""
         iterations = self.iterations_until(samples, consumed_samples)
         return iterations if self.consumed_after(iterations, consumed_samples) <= samples else iterations - 1
 
@@ -141,8 +146,8 @@ class BatchSchedule:
         curriculum: LengthCurriculum | None = None,
         start: Progress = BEGIN,
     ) -> int:
-        """Returns the last iteration of a run that continues from `start`: --train-iters, or the last one
-        whose full batch is in --train-samples.
+        """Returns the last iteration of a run that continues from `start`. It is --train-iters, or the last
+        iteration whose full batch lies within --train-samples.
 
         --train-tokens can end the run earlier, at the first step that reaches this number of tokens.
         """
@@ -168,8 +173,8 @@ class BatchSchedule:
         curriculum: LengthCurriculum | None,
         start: Progress = BEGIN,
     ) -> float:
-        """Returns the tokens consumed after `target_samples` samples by a run that continues from `start`,
-        interpolated within a step."""
+        """Returns the number of tokens that a run continuing from `start` has consumed after `target_samples`
+        samples, interpolated within a step."""
         _, samples, tokens, length = self._after_growth(
             seq_length, curriculum, start, lambda samples, tokens: samples >= target_samples
         )
@@ -182,8 +187,9 @@ class BatchSchedule:
         start: Progress,
         is_enough: Callable[[int, int], bool],
     ) -> tuple[int, int, int, int]:
-        """Returns (iteration, samples, tokens, last sequence length) at the end of the curriculum, or after
-        the first step from `start` on for which is_enough(samples, tokens) holds if this step is earlier."""
+        """Returns (iteration, samples, tokens, last sequence length) at the end of the curriculum. If a step
+        from `start` on satisfies is_enough(samples, tokens) earlier, it returns the values after this
+        step."""
         iteration, samples, tokens = start.iteration, start.consumed_samples, start.consumed_tokens
         if curriculum is None:
             return iteration, samples, tokens, seq_length
@@ -195,13 +201,13 @@ class BatchSchedule:
         return iteration, samples, tokens, curriculum.length_at(max(iteration, 1))
 
     def ramp_up_steps(self, consumed_samples: int = 0) -> list[tuple[int, int]]:
-        """Returns (batch size, number of steps) of each batch size below the full one, in order, from
-        `consumed_samples` on."""
+        """Returns (batch size, number of steps) for each batch size below the full one, in ascending order,
+        from `consumed_samples` on."""
         return [(size, steps) for _, size, steps in self._plateaus(consumed_samples) if steps is not None]
 
     def _plateaus(self, consumed_samples: int) -> Iterator[tuple[int, int, int | None]]:
-        """Yields (consumed samples at its start, batch size, steps) of each range of equal batch sizes. The
-        steps of the last range are None: it has no end."""
+        """Yields (consumed samples at its start, batch size, number of steps) for each period of constant
+        batch size. The last period has no end, and its number of steps is None."""
         if self.rampup is not None:
             _, increment, samples = self.rampup
             while (size := self.global_batch_size_at(consumed_samples)) < self.global_batch_size:
@@ -215,15 +221,15 @@ class BatchSchedule:
 
 @dataclass(frozen=True)
 class RunLength:
-    """The end of a run: its last iteration, and the training samples consumed by then."""
+    """The end of a run: its last iteration, and the number of training samples consumed until then."""
 
     iterations: int
     train_samples: int
 
     @classmethod
     def from_config(cls, config: Config, start: Progress = BEGIN) -> RunLength:
-        """Returns the end of the run that continues from `start`: of the steps before it, only what they have
-        consumed counts, because their batch sizes and sequence lengths may have been different."""
+        """Returns the end of the run that continues from `start`. Only the consumption of the steps before
+        `start` counts, because their batch sizes and sequence lengths may have been different."""
         schedule = BatchSchedule.from_config(config.batch)
         lengths = (config.model.seq_length, config.curriculum)
         iterations = schedule.total_iterations(config.training, *lengths, start)
@@ -231,13 +237,14 @@ class RunLength:
         return cls(iterations, schedule.consumed_after(remaining, start.consumed_samples))
 
     def samples_per_split(self, config: Config) -> tuple[int, int, int]:
-        """Returns the samples of the train, valid and test splits for which the data order is planned."""
+        """Returns the numbers of samples of the train, valid and test splits for which the data order is
+        planned."""
         read, valid, test = self.samples_read(config)
         return (self.ordered_samples(config) if read else 0, valid, test)
 
     def samples_read(self, config: Config) -> tuple[int, int, int]:
-        """Returns the samples of the train, valid and test splits that the run reads. Validation runs at
-        intervals and at the end."""
+        """Returns the numbers of samples of the train, valid and test splits that the run reads. Validation
+        runs at intervals and at the end."""
         training, batch = config.training, config.batch.global_batch_size
         validations = self.iterations // training.eval_interval + 1
         return (
@@ -247,13 +254,13 @@ class RunLength:
         )
 
     def ordered_samples(self, config: Config) -> int:
-        """Returns the training samples for which the data order is planned, also by an evaluation, which
-        reads none of them. See `data_samples`."""
+        """Returns the number of training samples for which the data order is planned. An evaluation plans
+        them too, although it reads none of them. See `data_samples`."""
         return max(self.data_samples(config), config.data.data_order_samples or 0)
 
     def data_samples(self, config: Config) -> int:
-        """Returns the training samples that the run reads from its own data. Raises ConfigError if this data
-        would begin after the end of the run."""
+        """Returns the number of training samples that the run reads from its own data. Raises ConfigError if
+        this data would begin after the end of the run."""
         first = config.data.data_first_sample
         if first and first >= self.train_samples:
             raise ConfigError(
@@ -264,10 +271,10 @@ class RunLength:
 
 
 def batch_mistakes(config: Config) -> Iterator[str]:
-    """Yields a sentence for batch sizes that the layout does not support.
+    """Yields a sentence if the layout does not support a batch size of the run.
 
-    A run with --load may resume after the smaller batches of a ramp-up: `check_remaining_batches` checks them
-    when the checkpoint is known.
+    A run with --load may resume after the smaller batches of a ramp-up. `check_remaining_batches` checks
+    these batches when the checkpoint is known.
     """
     resumes = config.checkpoint.load is not None
     schedule = BatchSchedule.from_config(config.batch)
@@ -276,7 +283,7 @@ def batch_mistakes(config: Config) -> Iterator[str]:
 
 
 def check_remaining_batches(config: Config, consumed_samples: int) -> None:
-    """Raises ConfigError for an unsupported batch size in a step after `consumed_samples`."""
+    """Raises ConfigError if the layout does not support the batch size of a step after `consumed_samples`."""
     raise_first(_remaining_batch_mistakes(config, consumed_samples))
 
 
@@ -294,7 +301,7 @@ def _remaining_batch_mistakes(config: Config, consumed_samples: int) -> Iterator
 
 
 def first_supported_sample(config: Config) -> int:
-    """Returns the consumed samples after which the layout supports all batch sizes of the run."""
+    """Returns the number of consumed samples after which the layout supports all batch sizes of the run."""
     schedule = BatchSchedule.from_config(config.batch)
     smallest = config.batch.global_batch_size
     for size in reversed(schedule.sizes()):
@@ -305,10 +312,11 @@ def first_supported_sample(config: Config) -> int:
 
 
 def _batch_problem(config: Config, size: int) -> str | None:
-    """Returns why the layout does not support batches of `size` samples, and the remedy; None if it does."""
+    """Returns why the layout does not support batches of `size` samples, and the remedy; None if it supports
+    them."""
     parallel, micro = config.parallel, config.batch.micro_batch_size
     data = parallel.data_parallel_size
-    if parallel.world_size % parallel.ranks_per_replica:  # the data-parallel size is unknown
+    if parallel.world_size % parallel.ranks_per_replica:  # the data-parallel size is then unknown
         data = 1
         if size % micro:
             return f"{size} is not divisible by --micro-batch-size {micro}: change one of them"

@@ -1,4 +1,5 @@
-"""Adam with 8-bit moments (arXiv 2110.02861) on bitsandbytes' kernels, and which parameters use it."""
+"""Adam with 8-bit moments (arXiv 2110.02861), which bitsandbytes' kernels update, and the choice of
+parameters that use it."""
 
 from __future__ import annotations
 
@@ -13,14 +14,14 @@ from megatron.mapped_file import advise_huge_pages
 from megatron.mpu.parameter_spec import ParameterSpec
 from megatron.optimizer.quantized import BLOCK_SIZE, MAPS, QuantizedMoment, kernels
 
-# Parameters with fewer elements keep 32-bit moments. bitsandbytes has this threshold too, but for the tensor
-# that it is given, which may be a shard. This module compares the full parameter's size.
+# Parameters with fewer elements keep 32-bit moments. bitsandbytes has the same threshold, but applies it to
+# the tensor that it receives, which may be a shard. This module compares the size of the full parameter.
 MIN_ELEMENTS = 4096
 # The word embedding keeps 32-bit moments: its gradient is large in the rows of a few tokens and zero
 # elsewhere, which block-wise quantization represents badly.
 WORD_EMBEDDING = "tied_modules.embed.word_embeddings.weight"
-# Elements per kernel call, a multiple of BLOCK_SIZE: bitsandbytes' GPU kernels use 32-bit indices, and its
-# CPU kernels make fp32 copies.
+# Elements per kernel call, a multiple of BLOCK_SIZE. The number is limited because bitsandbytes' GPU kernels
+# use 32-bit indices, and its CPU kernels make fp32 copies.
 _ELEMENTS_AT_ONCE = 2**23
 
 
@@ -32,7 +33,7 @@ def moment_bits(name: str, spec: ParameterSpec) -> int:
 
 
 def rule_record() -> dict[str, Any]:
-    """Returns the rule of `moment_bits` and the quantization settings, for run.json."""
+    """Returns the rule of `moment_bits` and the quantization settings, as run.json records them."""
     return {
         "bits": 8,
         "32_bits": {
@@ -48,11 +49,12 @@ def rule_record() -> dict[str, Any]:
 
 
 class EightBitAdam(torch.optim.Optimizer):
-    """AdamW. The key 'moment_bits' (8 or 32) of a parameter group is the precision of its moments.
+    """AdamW whose moments have 8 or 32 bits, by the key 'moment_bits' of each parameter group.
 
-    Parameters are flat and fp32. State per parameter: 'step', a scalar as in torch's AdamW, and 'exp_avg' and
-    'exp_avg_sq', fp32 tensors or QuantizedMoments. bitsandbytes' optimizer classes are not used: they choose
-    8 bits by the size of the tensor that they are given, which may be a shard.
+    Parameters are flat and fp32. The state per parameter is 'step', a scalar as in torch's AdamW, and
+    'exp_avg' and 'exp_avg_sq', which are fp32 tensors or QuantizedMoments. bitsandbytes' optimizer classes
+    are not used, because they choose 8 bits by the size of the tensor that they receive, which may be a
+    shard.
     """
 
     def __init__(
@@ -69,7 +71,7 @@ class EightBitAdam(torch.optim.Optimizer):
 
     @torch.no_grad()
     def step(self) -> None:  # type: ignore[override]
-        """Updates every parameter that has a gradient (fp32, contiguous)."""
+        """Updates every parameter that has a gradient. The gradient is fp32 and contiguous."""
         for group in self.param_groups:
             for parameter in group["params"]:
                 if parameter.grad is not None:
@@ -89,7 +91,8 @@ class EightBitAdam(torch.optim.Optimizer):
 
 
 def new_moment(moment: str, parameter: Tensor, bits: int) -> Tensor | QuantizedMoment:
-    """Returns a moment of zeros for a flat parameter. moment: with 8 bits 'exp_avg' or 'exp_avg_sq'."""
+    """Returns a moment of zeros for a flat parameter. moment: 'exp_avg' or 'exp_avg_sq'; it matters only with
+    8 bits."""
     if bits == 8:
         return QuantizedMoment(moment, parameter.numel(), parameter.device)
     values = torch.empty_like(parameter, requires_grad=False)

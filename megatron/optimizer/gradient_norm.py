@@ -1,7 +1,7 @@
-"""Norms of gradients, and the norm over the whole model.
+"""Norms of gradients, and the gradient norm of the whole model.
 
-An fp32 sum of squares over a large tensor is inaccurate (relative error 4e-3 for 50 M elements on a CPU). So
-squares are summed in fp32 within chunks, and the sums of the chunks in fp64.
+An fp32 sum of squares over a large tensor is inaccurate: the relative error is 4e-3 for 50 M elements on a
+CPU. Therefore squares are summed in fp32 within chunks, and the chunks' sums are added in fp64.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ from megatron.optimizer.flat_group import FlatGroup
 from megatron.text_table import first_few
 
 NORM_CHUNK = 4096
-"""Elements of a chunk."""
+"""Number of elements in a chunk."""
 
 
 def accurate_norm(values: Tensor) -> Tensor:
-    """Returns the 2-norm of an fp32 tensor as an fp64 scalar, relative error about 1e-8."""
+    """Returns the 2-norm of an fp32 tensor as an fp64 scalar. Its relative error is about 1e-8."""
     flat = values.reshape(-1)
     whole = flat.numel() // NORM_CHUNK * NORM_CHUNK
     square = torch.linalg.vector_norm(flat[whole:]).double().square()
@@ -44,7 +44,8 @@ def gradient_norms(gradients: Sequence[Tensor], device: torch.device) -> Tensor:
 
 @torch.no_grad()
 def record_norms(flats: Sequence[FlatGroup]) -> None:
-    """Adds the norms of this rank's full gradients, not yet reduced, to `FlatGroup.reduced_grad_norms`."""
+    """Adds the norms of this rank's full gradients, before their reduction, to
+    `FlatGroup.reduced_grad_norms`."""
     parameters = [parameter for flat in flats for parameter in flat.parameters]
     if not parameters:
         return
@@ -59,9 +60,11 @@ _SHOWN_RANKS = 4
 
 
 def where_not_finite(bad: Sequence[str], mesh: Mesh, loss: Tensor | None) -> str:
-    """Describes the first ranks with parameters `bad`, as one text for all ranks. Collective.
+    """Returns one text for all ranks that names the first ranks whose parameters are `bad`. It is a
+    collective.
 
-    bad: names of this rank's parameters whose gradient is not finite. loss: this rank's loss, if it has one.
+    bad: names of this rank's parameters with a gradient that is not finite. loss: this rank's loss, or None
+    if it has none.
     """
     report = f"rank {mesh.rank} ({mesh.place}): {first_few(bad, limit=1)}" if bad else None
     if report and loss is not None and not loss.isfinite():

@@ -1,24 +1,24 @@
-"""Reduction of the gradients over ranks. Afterwards all replicas of a parameter have bitwise equal gradients.
+"""Reduction of the gradients over ranks. It gives all replicas of a parameter bitwise equal gradients.
 
-Assumption about the communication backend: all members of a process group receive the same bits from an
-all-reduce. Nothing more is assumed. Two groups, two buffers of different lengths, or a reduce-scatter may sum
-in different orders and round differently.
+The only assumption about the communication backend is that all members of a process group receive the same
+bits from an all-reduce. Two groups, two buffers of different lengths, or a reduce-scatter may sum in
+different orders and round differently.
 
-With ZeRO each element is summed and then used only on one data-parallel rank, its owner. The steps:
+With ZeRO each element is summed, and afterwards used, only on one data-parallel rank, its owner. The steps:
 
 1. Each flat buffer is reduce-scattered over the data-parallel group into the owners' partitions. All other
    steps work on the owned elements. Flat buffers have the same layout on all tensor-parallel ranks, so all
    ranks of a tensor-parallel group own the same elements.
-2. Sequence-parallel gradients: each tensor-parallel rank has a partial gradient; they are summed over TP.
+2. Sequence-parallel gradients are partial on each tensor-parallel rank; they are summed over TP.
 3. The two replicas of a tied parameter are added over their two stages: a + b has the same bits in both
-   orders. The parameter has a flat buffer of its own (`parameter_groups`), so both stages divide it into the
+   orders. The parameter has its own flat buffer (`parameter_groups`), so both stages divide it into the
    same partitions.
-4. Parameters replicated over tensor-parallel ranks: all ranks take the gradient of TP rank 0.
+4. For parameters that are replicated over tensor-parallel ranks, all ranks take the gradient of TP rank 0.
 
 Without ZeRO every data-parallel rank uses all elements, and the tensor-parallel groups of step 2 differ
-between these ranks. So step 2 comes first. Then an all-reduce of each flat buffer over the data-parallel
-group gives its members the same bits. Step 3 must follow it, since the buffers of the two stages have
-different lengths.
+between these ranks. Therefore step 2 comes first. Then an all-reduce of each flat buffer over the
+data-parallel group gives its members equal bits. Step 3 must follow this all-reduce, since the buffers of the
+two stages have different lengths.
 """
 
 from __future__ import annotations
@@ -44,8 +44,8 @@ class GradientReduction:
         tied: Sequence[tuple[nn.Parameter, dist.ProcessGroup]],
         tp_group: Axis,
     ) -> None:
-        """`tied`: parameters with a replica on another stage, and the process group of the two stages. Raises
-        ValueError for a parameter on three or more."""
+        """tied: parameters with a replica on another stage, and the process group of the two stages. Raises
+        ValueError for a parameter that is on three or more stages."""
         self._flats, self._tp_group = list(flats), tp_group
         for parameter, stages in tied:
             if dist.get_world_size(stages) != 2:
@@ -69,16 +69,17 @@ class GradientReduction:
     @torch.no_grad()
     def start(self, flats: Sequence[FlatGroup]) -> None:
         """Starts the reduce-scatters of partitioned groups whose gradients are final in this step. `run`
-        waits for them. Collective, in the same order on all ranks of the data-parallel group."""
+        waits for them. It is a collective that all ranks of the data-parallel group must call in the same
+        order."""
         _complete(flats)
         self._started += [(flat, flat.reduce_scatter_grads()) for flat in flats]
 
     @torch.no_grad()
     def run(self) -> None:
-        """Runs the steps of the module's docstring. Collective. Afterwards `FlatGroup.owned_grad` returns the
-        reduced gradients, and `FlatGroup.reduced_grad_norms` holds the norms of this rank's gradients before
-        the reduction. Gradients that are sharded between micro-batches (ZeRO-2, ZeRO-3) are already
-        reduce-scattered."""
+        """Runs the steps of the module's docstring. It is a collective. Afterwards `FlatGroup.owned_grad`
+        returns the reduced gradients, and `FlatGroup.reduced_grad_norms` holds the norms of this rank's
+        gradients before the reduction. Gradients that are sharded between micro-batches (ZeRO-2, ZeRO-3) must
+        already be reduce-scattered."""
         full = [flat for flat in self._flats if not flat.shards_gradients]
         partitioned = [flat for flat in full if flat.partitions > 1]
         replicated = [flat for flat in full if flat.partitions == 1]
@@ -101,11 +102,12 @@ class GradientReduction:
         replicas = [flat.owned_grad(parameter) for flat, parameter in self._replicated]
         if self._tp_group.rank != 0:
             for replica in replicas:
-                replica.mul_(0.0)  # x + 0 is exact in any order; NaN * 0 still stops the step on all ranks
+                replica.mul_(0.0)  # sums with 0 are exact; NaN * 0 still stops the step on all ranks
         self._all_reduce_packed(replicas)
 
     def _all_reduce_packed(self, parts: Sequence[Tensor]) -> None:
-        """All-reduces many short vectors as one message. `parts` have the same lengths on all TP ranks."""
+        """All-reduces many short vectors as one message. parts: vectors with equal lengths on all TP
+        ranks."""
         if sum(part.numel() for part in parts):
             summed = torch.cat(list(parts))
             dist.all_reduce(summed, group=self._tp_group.group)
@@ -114,7 +116,7 @@ class GradientReduction:
 
 
 def _complete(flats: Sequence[FlatGroup]) -> None:
-    """Called when this rank's full gradients are final."""
+    """Completes this rank's full gradients and their norms. It is called when they are final."""
     for flat in flats:
         flat.complete_gradients()
     record_norms(flats)

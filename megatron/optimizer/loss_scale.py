@@ -4,11 +4,11 @@ from megatron.config import PrecisionConfig
 
 
 class LossScaler:
-    """`scale` multiplies the loss, so that small gradients stay representable; 1.0 without fp16.
+    """The factor `scale` of the loss, which keeps small gradients representable; 1.0 without fp16.
 
     A dynamic scale is halved at the `hysteresis`-th overflow and at each later one, but not below
-    `min_loss_scale`. After `loss_scale_window` steps without overflow it is doubled, and the overflow count
-    is reset.
+    `min_loss_scale`. After `loss_scale_window` steps without overflow it is doubled, and the number of
+    overflows is set to zero.
     """
 
     def __init__(self, precision: PrecisionConfig) -> None:
@@ -25,11 +25,11 @@ class LossScaler:
 
     @property
     def can_shrink(self) -> bool:
-        """Whether the scale can be lowered after an overflow."""
+        """Whether the scale can become smaller after an overflow."""
         return self.dynamic and self.scale > self._minimum
 
     def update(self, overflow: bool) -> None:
-        """Updates a dynamic scale. Call it once per step."""
+        """Updates a dynamic scale. It must be called once per step."""
         if overflow:
             self._steps_without_overflow = 0
             self._overflows_left = max(self._overflows_left - 1, 0)
@@ -50,7 +50,7 @@ class LossScaler:
         }
 
     def load_state_dict(self, state: dict[str, float]) -> None:
-        """Restores a dynamic scale. A static scale comes from the flags."""
+        """Restores a dynamic scale. A static scale is set by the flags instead."""
         if self.dynamic:
             self.scale = float(state["scale"])
             self._overflows_left = int(state["overflows_left"])

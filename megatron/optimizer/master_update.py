@@ -1,6 +1,6 @@
-"""The update of the master weights: by any optimizer, and of state of the model by a rule.
+"""Updates the master weights with an optimizer, and state of the model with a rule.
 
-Such state, for example the bias of experts, consists of parameters without a gradient
+Such a state, for example the experts' bias, consists of parameters without a gradient
 (`ParameterSpec.has_gradient`).
 """
 
@@ -22,7 +22,8 @@ from megatron.optimizer.whole_matrices import WholeMatrices
 
 
 class MasterUpdate:
-    """Runs `optimizer`, whose groups have one parameter each: the master weights of a flat group."""
+    """Runs `optimizer` on master weights. Each group of the optimizer has one parameter, the master weights
+    of a flat group."""
 
     def __init__(self, optimizer: torch.optim.Optimizer, flats: Sequence[FlatGroup], mesh: Mesh) -> None:
         self._optimizer, self._flats = optimizer, flats
@@ -32,10 +33,10 @@ class MasterUpdate:
 
     def run(self, factor: float) -> None:
         """Updates the master weights from their gradients times `factor`, and rounds them into this rank's
-        weights. Collective with an optimizer of whole matrices.
+        weights. It is a collective if the optimizer updates whole matrices.
 
-        What the optimizer does not update in one pass takes three: it scales the gradients, updates the
-        master weights, and copies them.
+        If the optimizer cannot update a group in one pass over memory, three passes scale the gradients,
+        update the master weights, and copy them.
         """
         groups = zip(self._optimizer.param_groups, self._flats, strict=True)
         rest = [flat for group, flat in groups if not self._updates_in_one_pass(group, flat, factor)]
@@ -59,20 +60,21 @@ class MasterUpdate:
 
 
 class StateRule(Protocol):
-    """Decides what each step changes beside the update: adds to the state, or multiplies rows of weights."""
+    """Computes a change besides the optimizer's update: what each step adds to a state, or by which factors
+    it multiplies rows of weights."""
 
     def begin_step(self) -> None:
-        """Called before the passes of a step."""
+        """Prepares for the passes of a step."""
 
     def end_step(self) -> Mapping[nn.Parameter, Tensor]:
-        """Returns what to add to the parameters (`change_state`) or the factors of their rows (`scale_rows`),
-        fp32, equal on all ranks that hold one. Called after the passes, also if the update is skipped.
-        Collective."""
+        """Returns the values to add to the parameters (`change_state`), or the factors of their rows
+        (`scale_rows`). They are fp32 and equal on all ranks that hold a parameter. It is called after the
+        passes of each step, even if the update is skipped, and is a collective."""
 
 
 def change_state(flats: Sequence[FlatGroup], changes: Mapping[nn.Parameter, Tensor]) -> set[FlatGroup]:
-    """Adds to the masters of parameters without a gradient what their rule returned. Returns the groups with
-    such parameters."""
+    """Adds the changes that a rule returned to the masters of parameters without a gradient. Returns the
+    groups with such parameters."""
     changed = set()
     for flat in flats:
         for parameter, start, length in flat.fragments():
@@ -88,8 +90,8 @@ def change_state(flats: Sequence[FlatGroup], changes: Mapping[nn.Parameter, Tens
 def scale_rows(
     flats: Sequence[FlatGroup], factors: Mapping[nn.Parameter, Tensor], mesh: Mesh
 ) -> set[FlatGroup]:
-    """Multiplies rows of master weights. factors: [rows] of the full parameters. Returns the groups with such
-    parameters."""
+    """Multiplies rows of master weights by factors. factors: [rows of the full parameter] for each parameter.
+    Returns the groups with such parameters."""
     scaled = set()
     for flat in flats:
         for parameter, start, length in flat.fragments():

@@ -1,8 +1,8 @@
-"""Optimizers that update the weight of a linear layer as a matrix, and all other parameters with Adam.
+"""Optimizers that update the weight of a linear layer as a matrix, and all other parameters with AdamW.
 
-Muon (kellerjordan.github.io/posts/muon): the orthogonalized momentum of a matrix is its update. A
-Newton-Schulz iteration replaces the singular values of the momentum by values near 1. Published recipes scale
-the update in different ways, see `SCALE_MODES`.
+Muon (kellerjordan.github.io/posts/muon) updates a matrix by its orthogonalized momentum. A Newton-Schulz
+iteration replaces the singular values of the momentum with values near 1. Published recipes scale the update
+differently: see `SCALE_MODES`.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ from megatron.optimizer.adam import AdamW
 
 @dataclass(frozen=True)
 class MatrixUpdate:
-    """How an optimizer updates a matrix [rows, columns]: it subtracts --lr x scale x direction.
+    """An optimizer's update of a matrix [rows, columns]. It subtracts --lr x scale x direction.
 
-    direction: momentum of the matrix, fp32 or `dtype` -> tensor of its shape, of any float dtype. dtype:
-    `direction` rounds its argument to this dtype first, so ranks exchange matrices in it. scale: (rows,
-    columns) -> factor.
+    direction: a function that maps the momentum of the matrix, fp32 or `dtype`, to a tensor of equal shape
+    and any float dtype. dtype: `direction` first rounds its argument to this dtype, so ranks exchange
+    matrices in this dtype. scale: a function (rows, columns) -> factor.
     """
 
     direction: Callable[[Tensor], Tensor]
@@ -33,13 +33,14 @@ class MatrixUpdate:
 
     def apply(self, weight: Tensor, rows: Sequence[int]) -> Tensor:
         """Returns the updates (scale x direction) of the matrices that are fused in `weight` [rows, columns],
-        fp32. rows: `ParameterSpec.matrix_rows`. A stack of weights has one more dimension."""
+        fp32. rows: `ParameterSpec.matrix_rows`. A stack of weights has one more dimension at the front."""
         if weight.dim() == 3:
             return torch.stack([self.apply(matrix, rows) for matrix in weight])
         columns, sizes = weight.shape[1], list(rows)
         parts = weight.view(-1, sum(rows), columns).split(sizes, 1)
         matrices = (part.reshape(-1, columns) for part in parts)
-        # All directions first: the products need memory for their results, before the update exists.
+        # All directions are computed before the update is allocated, because the products need memory for
+        # their results.
         scaled = [(self.direction(matrix), self.scale(*matrix.shape)) for matrix in matrices]
         update = torch.empty(weight.shape, dtype=torch.float32, device=weight.device)
         for place, (direction, scale) in zip(
@@ -50,11 +51,12 @@ class MatrixUpdate:
 
 
 class MatrixOptimizer(AdamW):
-    """Updates groups with the key 'matrices' from a momentum of whole matrices, other groups with AdamW.
+    """Updates groups with the key 'matrices' from a momentum of whole matrices, and all other groups with
+    AdamW.
 
-    A step has three parts. `update_momentum` and `step` are elementwise, so they run on a rank's part of the
-    parameters. Between the two, `whole_matrices.WholeMatrices` replaces the momentum of whole matrices by
-    their `matrix_update`.
+    A step has three parts. The parts `update_momentum` and `step` are elementwise, so they run on a rank's
+    part of the parameters. Between these parts, `whole_matrices.WholeMatrices` replaces the momentum of whole
+    matrices with their `matrix_update`.
     """
 
     def __init__(
@@ -71,7 +73,8 @@ class MatrixOptimizer(AdamW):
         self._momentum, self._nesterov = config.muon_momentum, config.muon_use_nesterov
 
     def _matrices(self) -> list[tuple[dict[str, Any], Tensor, Tensor]]:
-        """Returns (group, parameter, its gradient) of each parameter of matrices with a gradient."""
+        """Returns (group, parameter, gradient) for each parameter of groups with the key 'matrices' that has
+        a gradient."""
         return [
             (group, parameter, parameter.grad)
             for group in self.param_groups
@@ -82,7 +85,8 @@ class MatrixOptimizer(AdamW):
 
     @torch.no_grad()
     def update_momentum(self) -> None:
-        """Adds the gradients of matrices to their momentum, and replaces them by the momentum."""
+        """Adds the gradients of matrices to their momentum, and overwrites the gradients with the
+        momentum, or with Nesterov momentum."""
         for _, parameter, gradient in self._matrices():
             state = self.state[parameter]
             if "momentum_buffer" not in state:
@@ -95,10 +99,11 @@ class MatrixOptimizer(AdamW):
 
     @torch.no_grad()
     def step(self) -> None:  # type: ignore[override]
-        """Updates all parameters with a gradient; the gradients of matrices are their updates."""
+        """Updates all parameters with a gradient. The gradients of matrices must already be replaced by their
+        updates."""
         for group, parameter, update in self._matrices():
             parameter.mul_(1.0 - group["lr"] * group["weight_decay"]).add_(update, alpha=-group["lr"])
-            parameter.grad = None  # AdamW updates the parameters that have a gradient
+            parameter.grad = None  # AdamW would update it, too
         super().step()
 
 
@@ -112,15 +117,16 @@ SCALE_MODES: Mapping[str, Callable[[int, int], float]] = {
     "unit_rms_norm": lambda rows, columns: (rows / columns) ** 0.5,
     "shape_scaling": lambda rows, columns: max(1.0, rows / columns) ** 0.5,
 }
-"""--muon-scale-mode -> scale of the update of a matrix [rows, columns]."""
+"""The value of --muon-scale-mode -> the scale of the update of a matrix [rows, columns]."""
 
 
 def newton_schulz(matrix: Tensor, steps: int, dtype: torch.dtype) -> Tensor:
-    """Returns the matrix [rows, columns] with singular values near 1, computed in `dtype`."""
+    """Returns the matrix [rows, columns] with its singular values replaced by values near 1, computed in
+    `dtype`."""
     a, b, c = _COEFFICIENTS
     x = matrix.to(dtype)
     is_tall = x.shape[0] > x.shape[1]
-    if is_tall:  # the products of the shorter side are cheaper
+    if is_tall:  # products of the shorter side are cheaper
         x = x.T
     x = x / x.norm().clamp(min=_SMALLEST_NORM)
     for _ in range(steps):
@@ -130,7 +136,7 @@ def newton_schulz(matrix: Tensor, steps: int, dtype: torch.dtype) -> Tensor:
 
 
 def make_muon(groups: list[dict[str, Any]], config: OptimizerConfig, fused: bool) -> MatrixOptimizer:
-    """Returns Muon, with Adam for the parameters that are not matrices of linear layers."""
+    """Returns Muon, which updates the parameters that are not matrices of linear layers with AdamW."""
     in_fp32 = all(parameter.dtype == torch.float32 for group in groups for parameter in group["params"])
     dtype = _DTYPES[config.muon_matmul_dtype or ("fp32" if in_fp32 else "bf16")]
     scale_of_mode = SCALE_MODES[config.muon_scale_mode]

@@ -1,17 +1,18 @@
 """Mixed-precision optimizer with ZeRO, around Adam or SGD.
 
-DeepSpeed has five optimizer wrappers, chosen by precision and ZeRO stage. They accumulate gradients, compute
-the gradient norm and take the first step differently (see `megatron.engine.workarounds`), so a run's numbers
-would depend on its layout. This module replaces them with one code path:
+DeepSpeed has five optimizer wrappers, which it chooses by precision and ZeRO stage. They differ in how they
+accumulate gradients, compute the gradient norm and take the first step (see `megatron.engine.workarounds`),
+so a run's numbers would depend on its layout. This module replaces them with one code path:
 
 - gradients accumulate in one flat fp32 buffer per parameter group, for any precision of the parameters;
-- they are summed over ranks in fp32, so that all replicas of a parameter stay equal (`gradient_reduction`);
+- gradients are summed over ranks in fp32, so that all replicas of a parameter stay equal
+  (`gradient_reduction`);
 - the gradient norm counts each parameter of the model once;
 - master weights and optimizer state are sharded over the data-parallel ranks (ZeRO-1) or replicated (ZeRO-0).
-  ZeRO-2 also shards the gradients of transformer layers, ZeRO-3 their weights (`overlap`).
+  ZeRO-2 also shards the gradients of transformer layers, ZeRO-3 also their weights (`overlap`).
 
-Checkpoints get the state in `pieces` of parameters. 8-bit moments are saved in fp32: any optimizer of the
-Adam family can load them, on any layout.
+Checkpoints receive the state as `pieces` of parameters. 8-bit moments are saved in fp32, so any optimizer of
+the Adam family can load them, on any layout.
 """
 
 import math
@@ -45,9 +46,9 @@ from megatron.optimizer.master_update import MasterUpdate, StateRule, change_sta
 from megatron.optimizer.overlap import Bucket, ShardedUnit, UnitOverlap, ZeroConfig
 from megatron.optimizer.quantized import QuantizedMoment, read_moment
 
-# Reads the saved state of a piece. Arguments: the piece without values, and a tensor in host memory that gets
-# the master weights, or None. Result: master weights (flat, fp32), a function for each moment that reads it
-# into such a tensor, or into a new one (None), and other state such as the step.
+# A function that reads the saved state of a piece. Arguments: the piece without values, and a tensor in host
+# memory for the master weights, or None. Results: the master weights (flat, fp32); for each moment, a
+# function that reads it into such a tensor, or with None into a new one; and other state such as the step.
 SavedState = Callable[
     [Piece, Tensor | None],
     tuple[Tensor, Mapping[str, Callable[[Tensor | None], Tensor]], dict[str, Any]],
@@ -55,11 +56,12 @@ SavedState = Callable[
 
 
 class NonFiniteError(RuntimeError):
-    """The loss or a gradient is non-finite. Raised on every rank, before the weights are updated."""
+    """The loss or a gradient is not finite. Every rank raises this error before the weights are updated."""
 
 
 class MixedPrecisionOptimizer:
-    """Wraps `optimizer`, whose groups hold the model's parameters. They become views of flat buffers."""
+    """Wraps `optimizer`, whose groups hold the model's parameters. The parameters become views of flat
+    buffers."""
 
     def __init__(
         self,
@@ -76,13 +78,13 @@ class MixedPrecisionOptimizer:
         row_scaling: StateRule | None = None,
         weights_changed_fn: Callable[[], None] | None = None,
     ) -> None:
-        """`names`: global name of each parameter. `tied`: parameters with a replica on another stage, and the
-        process group of these stages. `clip_grad`: largest global gradient norm; 0 for no clipping.
-        `averages_replicated`: average parameters replicated over tensor-parallel ranks after each step.
-        `overwrites_gradients`: whether the first micro-batch of a step may overwrite the sums of gradients.
-        False for passes that always add to them: compiled ones, and replays of CUDA graphs.
-        `state_rule`: of the parameters without a gradient. `row_scaling`: scales rows after each update.
-        `weights_changed_fn`: called after each change of the weights, which may arrive later."""
+        """names: global name of each parameter. tied: parameters with a replica on another stage, and the
+        process group of these stages. clip_grad: largest global gradient norm; 0: no clipping.
+        averages_replicated: whether to average parameters that are replicated over tensor-parallel ranks
+        after each step. overwrites_gradients: whether the first micro-batch of a step may overwrite the sums
+        of gradients; false for passes that always add: compiled ones, and replays of CUDA graphs. state_rule:
+        the rule for parameters without a gradient. row_scaling: the rule that scales rows after each update.
+        weights_changed_fn: is called after each change of the weights; the new weights may arrive later."""
         self.optimizer = optimizer
         self.names = names
         self.mesh = mesh
@@ -94,14 +96,16 @@ class MixedPrecisionOptimizer:
         self._weights_changed_fn = weights_changed_fn
         self.is_partitioned = zero.zero_stage >= 1
         """Whether the ranks that reduce a gradient share one replica of the optimizer state (ZeRO)."""
-        # NVIDIA apex's Adam keeps its step count in the groups, torch's in the state.
+        # NVIDIA apex's Adam keeps its step count in the groups, torch's Adam in the state.
         self._steps_in_groups = type(optimizer).__module__.startswith("apex.")
         self.found_nonfinite = False
         self.grad_norm = 0.0
-        # Which gradients were non-finite in the last step, unless it was skipped to lower the loss scale.
+        # A text that says which gradients were not finite in the last step, unless the loss scale was lowered
+        # instead.
         self.diagnosis = ""
         self.skipped_by_fn = False
-        # The ranks' largest exit code when the last step computed the grad norm; None without `exit_code_fn`.
+        # The largest exit code of all ranks in the last step, read with the gradient norm; None without
+        # `exit_code_fn`.
         self.exit_code: int | None = None
         self.buckets: list[Bucket] = []
         self._not_gathered: deque[Bucket] = deque()
@@ -126,7 +130,7 @@ class MixedPrecisionOptimizer:
         self._overlaps_gather, self._chains_gathers = zero.overlap_param_gather, zero.chains_param_gathers
         for parameter in (p for flat in self.flat if not flat.shards_gradients for p in flat.parameters):
             if parameter.dtype == torch.float32:
-                parameter.grad = main_grad_of(parameter)  # autograd accumulates in the flat buffer
+                parameter.grad = main_grad_of(parameter)  # autograd accumulates into the flat buffer
             else:
                 parameter.register_post_accumulate_grad_hook(add_to_main_grad)
         start = self._reduction.start if zero.overlap_grad_reduce else None
@@ -150,24 +154,24 @@ class MixedPrecisionOptimizer:
     def _flats_of(self, unit: str) -> list[FlatGroup]:
         return [flat for flat in self.flat if flat.unit == unit]
 
-    # --- the interface that DeepSpeed's engine expects of an optimizer ---
+    # --- the interface of an optimizer that DeepSpeed's engine expects ---
 
     @property
     def param_groups(self) -> list[dict]:
-        """The wrapped optimizer's groups, which hold the learning rates."""
+        """The wrapped optimizer's groups, which contain the learning rates."""
         return self.optimizer.param_groups
 
     @property
     def overflow(self) -> bool:
-        """Whether a gradient of the last step was non-finite, by the name that DeepSpeed reads."""
+        """Whether a gradient of the last step was not finite. DeepSpeed reads this name."""
         return self.found_nonfinite
 
     def set_gradient_accumulation_boundary(self, is_boundary: bool) -> None:
-        """Does nothing: gradients always accumulate until `reduce_gradients`."""
+        """Does nothing, because gradients always accumulate until `reduce_gradients`."""
 
     def zero_grad(self) -> None:
-        """Starts new sums of gradients. Unless `overwrites_gradients`, they are set to zero; otherwise each
-        parameter's first gradient overwrites its sum."""
+        """Starts new sums of gradients. With `overwrites_gradients` each parameter's first gradient
+        overwrites its sum; otherwise the sums are set to zero."""
         for flat in self.flat:
             flat.forget_gradients() if self.overwrites_gradients else flat.zero_gradients()
 
@@ -183,10 +187,11 @@ class MixedPrecisionOptimizer:
         """Sets the options of the next steps.
 
         skips_non_finite: whether a step with a non-finite gradient is skipped; None: only if the loss scale
-        can be lowered. skip_update_fn: called with the grad norm before the update; returns, equally on all
-        ranks, whether to skip it. exit_code_fn: called after the backward pass; the largest result of all
-        ranks is `exit_code` after the step, read from the device together with the grad norm. micro_batches:
-        number in the next step; if it is 0 (unknown), gradients are reduced after the backward passes.
+        can be lowered. skip_update_fn: called with the gradient norm before the update; returns whether to
+        skip it, with the same result on all ranks. exit_code_fn: called after the backward pass; the largest
+        result of all ranks is `exit_code` after the step, read from the device together with the gradient
+        norm. micro_batches: number of micro-batches in the next step; if 0 (unknown), gradients are reduced
+        after the backward passes.
         """
         self._skips_non_finite = skips_non_finite
         self._skip_update_fn = skip_update_fn
@@ -199,18 +204,20 @@ class MixedPrecisionOptimizer:
     def register_loss(self, loss: Tensor) -> None:
         """Makes a non-finite loss stop the step on every rank, even if all gradients are finite.
 
-        loss * 0 is 0 or NaN. It is added to a gradient, so the gradient reduction sends it to all ranks.
+        loss * 0 is 0 or NaN. This product is added to a gradient, so the gradient reduction sends it to all
+        ranks.
         """
         self._loss = loss
         if self.flat:
-            # The first group is not in a sharded unit: its full gradients exist, and are reduced later.
+            # The first group is not in a sharded unit, so its full gradients are allocated, and are reduced
+            # later.
             gradient = main_grad_of(self.flat[0].parameters[0])
             assert gradient is not None
             gradient.view(-1)[:1].add_(loss * 0.0)
 
     def reduce_gradients(self) -> None:
-        """Reduces the gradients over ranks. Called once per step on every stage, after the last micro-batch.
-        Keeps the norms before the reduction, to name the rank of a non-finite gradient."""
+        """Reduces the gradients over ranks. Every stage calls it once per step, after its last micro-batch.
+        It records the norms before the reduction, to name the rank of a non-finite gradient."""
         self.unit_overlap.finish_reduction()
         self._reduction.run()
 
@@ -219,12 +226,12 @@ class MixedPrecisionOptimizer:
         """Clips the gradient, updates the master weights and all-gathers the model's weights. A `skipped`
         step changes only the loss scale.
 
-        Sets `grad_norm` (of the mean loss, before clipping; inf if a gradient is non-finite),
-        `found_nonfinite` and `skipped_by_fn`. Raises NonFiniteError on all ranks if a gradient is non-finite,
-        unless `begin_step` or the loss scale allow skipping the step.
+        Sets `grad_norm` (the norm for the mean loss, before clipping; inf if a gradient is not finite),
+        `found_nonfinite` and `skipped_by_fn`. Raises NonFiniteError on all ranks if a gradient is not finite,
+        unless `begin_step` or the loss scale allows to skip the step.
         """
-        # The gradients are sums over data-parallel ranks of the scaled loss's gradients. This factor makes
-        # them the gradients of the mean loss.
+        # The gradients belong to the scaled loss, summed over data-parallel ranks. This factor makes them the
+        # gradients of the mean loss.
         factor = 1.0 / (self.scaler.scale * self.mesh.dp_cp.size)
         state_changes = self._state_rule.end_step() if self._state_rule is not None else {}
         row_factors = self._row_scaling.end_step() if self._row_scaling is not None else {}
@@ -266,7 +273,8 @@ class MixedPrecisionOptimizer:
 
     def _all_gather_params(self) -> None:
         """All-gathers the partitions of the weights. Sharded weights (ZeRO-3) are gathered later, before each
-        layer runs. The weights of a bucket may arrive as late as the next forward pass of its first layer."""
+        layer runs. The weights of a bucket may arrive as late as the next forward pass of the bucket's first
+        layer."""
         if self._weights_changed_fn is not None:
             self._weights_changed_fn()
         if self.is_partitioned:
@@ -285,9 +293,9 @@ class MixedPrecisionOptimizer:
             self.wait_for_params()
 
     def wait_for_params(self) -> None:
-        """Waits until all weights of the last step have arrived. Call it before reading weights.
-        Collective."""
-        for bucket in reversed(self.buckets):  # the last one first: it starts all all-gathers
+        """Waits until all weights of the last step have arrived. It must be called before weights are read,
+        and is a collective."""
+        for bucket in reversed(self.buckets):  # the last bucket starts all all-gathers
             bucket.wait_for_gather()
 
     @property
@@ -297,7 +305,8 @@ class MixedPrecisionOptimizer:
 
     @contextmanager
     def gathered_params(self, module: nn.Module | None = None) -> Iterator[None]:
-        """Allocates the full weights of `module` (default: all) within this context. Collective."""
+        """Returns a context in which the full weights of `module` (default: all) are allocated. It is a
+        collective."""
         self.wait_for_params()
         with ExitStack() as stack:
             for unit in self._units:
@@ -306,8 +315,8 @@ class MixedPrecisionOptimizer:
             yield
 
     def _global_norm(self) -> float:
-        """Returns the model's gradient norm, each parameter counted once, bitwise equal on all ranks. Sets
-        `exit_code`."""
+        """Returns the model's gradient norm, which counts each parameter once and is bitwise equal on all
+        ranks. Sets `exit_code`."""
         codes = []
         if self._exit_code_fn is not None:
             codes = [max_over_ranks(self._exit_code_fn(), self._device(), torch.float64)]
@@ -316,18 +325,18 @@ class MixedPrecisionOptimizer:
             owned = [flat.owned_grad(parameter) for flat in self.flat for parameter in flat.parameters]
             norms = gradient_norms(owned, self._device())
         squares = norms.square()
-        # Replicas that do not count must still be finite: 0 * inf and 0 * NaN are NaN.
+        # Replicas that do not count must be finite, too: 0 * inf and 0 * NaN are NaN.
         square = torch.where(self._counted, squares, squares * 0.0).sum()
         if self.mesh.world_size > 1:
-            dist.all_reduce(square)  # over all ranks, which count disjoint elements
-        # The only synchronization with the device in a step.
+            dist.all_reduce(square)  # over all ranks, which count different elements
+        # This is the only synchronization with the device in a step.
         total, *exit_code = torch.stack([square, *codes]).tolist()
         self.exit_code = int(exit_code[0]) if exit_code else None
         return math.sqrt(total) if math.isfinite(total) else math.inf
 
     def _norms_before_reduction(self) -> Tensor:
-        """Returns the fp64 norm of this rank's gradient of each parameter. For sharded gradients (ZeRO-2,
-        ZeRO-3) it shows only whether they are finite, see `FlatGroup.reduced_grad_norms`."""
+        """Returns the norm of this rank's gradient of each parameter, fp64. For sharded gradients (ZeRO-2,
+        ZeRO-3) it shows only whether they are finite: see `FlatGroup.reduced_grad_norms`."""
         none = torch.zeros(0, dtype=torch.float64, device=self._device())
         return torch.cat([none, *(flat.reduced_grad_norms for flat in self.flat)])
 
@@ -335,7 +344,7 @@ class MixedPrecisionOptimizer:
         return torch.device(get_accelerator().current_device_name())
 
     def _diagnosis(self) -> str:
-        """Describes where gradients are non-finite (rank, parameter), as one text for all ranks;
+        """Returns one text for all ranks that names the non-finite gradients (rank, parameter). It is a
         collective."""
         finite = self._norms_before_reduction().isfinite().tolist()
         bad = [self.names[p] for p, is_finite in zip(self.parameters, finite, strict=True) if not is_finite]
@@ -345,7 +354,8 @@ class MixedPrecisionOptimizer:
     # --- moments ---
 
     def moments_of(self, flat: FlatGroup) -> dict[str, Tensor | QuantizedMoment]:
-        """Returns the moments of the group's partition by the optimizer's names; {} before the first step."""
+        """Returns the moments of the group's partition, by the optimizer's names for them; {} before the
+        first step."""
         return {
             key: value
             for key, value in self.optimizer.state.get(flat.master, {}).items()
@@ -354,7 +364,7 @@ class MixedPrecisionOptimizer:
 
     def moment_fragments(self, flat: FlatGroup, parameter: nn.Parameter) -> dict[str, Tensor]:
         """Returns the fp32 moments of the parameter's elements in this partition, flat, by the optimizer's
-        names; {} for no elements, and before the first step.
+        names for them. Returns {} if there are no elements, and before the first step.
 
         They are views of the optimizer state, or dequantized copies if `flat.quantized`.
         """
@@ -366,8 +376,8 @@ class MixedPrecisionOptimizer:
     # --- checkpoints ---
 
     def pieces(self, names: Collection[str] | None = None, with_values: bool = True) -> Iterator[Piece]:
-        """Yields the elements of each parameter in this rank's partitions. names: only of these parameters.
-        with_values: false yields pieces without tensors, at no cost."""
+        """Yields the elements of each parameter in this rank's partitions. names: if given, only these
+        parameters. with_values: if false, the pieces have no tensors and cost nothing."""
         self.wait_for_params()
         for group, flat in zip(self.param_groups, self.flat, strict=True):
             for parameter, start, length in flat.fragments():
@@ -380,12 +390,12 @@ class MixedPrecisionOptimizer:
                 yield self._piece(group, flat, parameter, flat.first_element(parameter), length, values)
 
     def packed_groups(self) -> Iterator[tuple[dict[str, Tensor], list[Piece]]]:
-        """Yields the state of each group in this rank's partition, flat, fp32, without padding, by state, and
-        its pieces, which are consecutive views of these tensors."""
+        """Yields, for each group, the tensors of this rank's partition by state (flat, fp32, without padding)
+        and the pieces, which are consecutive views of these tensors."""
         self.wait_for_params()
         for group, flat in zip(self.param_groups, self.flat, strict=True):
             master = flat.without_padding(flat.master.detach())
-            # In fp32 they are a part of the weights of all partitions.
+            # In fp32 the master weights are a part of the buffer with the weights of all partitions.
             is_view_of_weights = flat.weights_are_master and flat.partitions > 1
             packed = {"fp32": own_storage(master) if is_view_of_weights else master}
             packed |= {key: flat.without_padding(moment) for key, moment in self.moments_of(flat).items()}
@@ -437,12 +447,12 @@ class MixedPrecisionOptimizer:
         with_moments: bool,
         before_rounding: Callable[[Piece], None] = lambda piece: None,
     ) -> None:
-        """Reads this rank's part of the master weights and moments from a checkpoint of any layout. Not
-        collective. Once all ranks have read, `exchange_loaded` completes the load.
+        """Reads this rank's part of the master weights and moments from a checkpoint of any layout. It is not
+        a collective. After all ranks have read, `exchange_loaded` completes the load.
 
         loss_scaler: state of the loss scale; None keeps the initial one. with_moments: if false, the
-        optimizer state is reset. before_rounding: called with each fp32 moment that will be stored in 8 bits.
-        Raises UserError if the checkpoint's parameters have different numbers of updates.
+        optimizer state is reset. before_rounding: is called with each fp32 moment that will be stored in 8
+        bits. Raises UserError if the checkpoint's parameters have different numbers of updates.
         """
         self.wait_for_params()
         self.unit_overlap.free_prefetched()
@@ -457,7 +467,7 @@ class MixedPrecisionOptimizer:
                 values, moments, others = saved(piece, in_host_memory(master))
                 if in_host_memory(master) is None:
                     master.copy_(values)
-                del values  # moments are read lazily: only one tensor is in memory at a time
+                del values  # moments are read one by one, so that only one tensor is in memory
                 if with_moments:
                     for key, read in moments.items():
                         elements = read(loading.host_moment(key, start, length))
@@ -471,8 +481,8 @@ class MixedPrecisionOptimizer:
 
     @torch.no_grad()
     def exchange_loaded(self) -> None:
-        """Completes `read_by_name`: exchanges the shares of the replicas and all-gathers the weights.
-        Collective. Raises UserError if the checkpoint's parameters have different numbers of updates."""
+        """Completes `read_by_name`: exchanges the shares of the replicas and all-gathers the weights. It is a
+        collective. Raises UserError if the checkpoint's parameters have different numbers of updates."""
         for loading in self._loading:
             loading.exchange()
         self._loading = []

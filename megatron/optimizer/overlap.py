@@ -1,18 +1,19 @@
 """Collectives of the optimizer that run while layers compute: buckets (ZeRO-1) and units (ZeRO-2, ZeRO-3).
 
-`ZeroConfig` says which run. Both consist of transformer layers, and their flat groups hold only the
-parameters of these layers.
+`ZeroConfig` says which of the two run. Both consist of transformer layers, and their flat groups hold only
+the parameters of these layers.
 
-A bucket is a number of consecutive layers. Gradients are final in the backward pass of the step's last
-micro-batch. As soon as a bucket's gradients are final, its reduce-scatter starts, while the backward pass
-continues; `GradientReduction.run` waits for it. After the update the all-gathers of all buckets' weights
-start; a layer's forward pass waits for its bucket's all-gather. But a GPU with one hardware queue
-(CUDA_DEVICE_MAX_CONNECTIONS=1) starts no later kernel before the last all-gather has started, so no forward
-pass would hide the others. On such a GPU the first stage, which does not wait for a message, chains the
-all-gathers: only the first one starts after the update, and a bucket's first layer starts the next one.
+A bucket is a number of consecutive layers. Its gradients are final in the backward pass of the step's last
+micro-batch. As soon as they are final, the bucket's reduce-scatter starts while the backward pass continues;
+`GradientReduction.run` waits for it. After the update the all-gathers of all buckets' weights start, and a
+layer's forward pass waits for the all-gather of its bucket. But a GPU with one hardware queue
+(CUDA_DEVICE_MAX_CONNECTIONS=1) starts kernels in the order of their launches. The forward pass would begin
+only after the start of the last all-gather, so it would hide no other all-gather. On such a GPU the first
+stage, which waits for no message, chains the all-gathers: only the first one starts after the update, and a
+bucket's first layer starts the next one.
 
-A unit (FSDP's term) is one layer. Its full gradients (ZeRO-2) and full weights (ZeRO-3) are allocated
-only while the layer runs (arXiv 1910.02054):
+A unit (FSDP's term) is one layer. Its full gradients (ZeRO-2) and full weights (ZeRO-3) are allocated only
+while the layer runs (arXiv 1910.02054):
 
     before forward      all-gather weights                                          ZeRO-3
     after forward       free weights                                                ZeRO-3
@@ -24,13 +25,14 @@ While a unit computes, the all-gather of the next unit and the reduce-scatter of
 (`UnitOverlap`).
 
 Invariant: every rank of the data-parallel group runs the same layers in the same order, and autograd visits
-the same graph in the same order. So the collectives in these hooks are issued in the same order on all ranks.
-What a collective sums, and in which order, does not depend on when it starts.
+the same graph in the same order. Therefore the collectives of these hooks are issued in the same order on all
+ranks. The terms of a collective's sum, and their order, do not depend on when the collective starts.
 
-Embedding, final norm and head are in no bucket and no unit. They are reduced after the last backward pass,
-and gathered before the step ends. The gradient of the tied embedding is final only at the end of the first
-stage's backward pass. The functions that add to it (`mpu.embedding`, the fused loss) return no gradient to
-autograd, and the fused loss reads the head's weight outside of any module's forward pass: no hook would run.
+Embedding, final norm and head are in no bucket and in no unit. They are reduced after the last backward pass,
+and all-gathered before the step ends. The gradient of the tied embedding is final only at the end of the
+first stage's backward pass. The functions that add to it (`mpu.embedding`, the fused loss) return no gradient
+to autograd, and the fused loss reads the head's weight outside of any module's forward pass. Therefore no
+hook would run.
 """
 
 from __future__ import annotations
@@ -54,13 +56,14 @@ class ZeroConfig:
     zero_stage: int
     units: Mapping[str, nn.Module] = field(default_factory=dict)
     """Modules whose gradients (ZeRO-2) and weights (ZeRO-3) are sharded. The key is the 'unit' of their
-    parameter groups. Empty below ZeRO-2, and if the data-parallel size is 1."""
+    parameter groups. The mapping is empty below ZeRO-2, and if the data-parallel size is 1."""
     initial_values: Callable[[str, range], Tensor] | None = None
-    """With ZeRO-3: returns the initial values of some elements of a parameter by name (fp32, on the host).
-    Parameters of units have no memory before the optimizer is made."""
+    """With ZeRO-3, a function that returns the initial values of a range of a parameter's elements by the
+    parameter's name (fp32, on the host). Parameters of units have no memory before the optimizer is made."""
     buckets: Mapping[str, Sequence[nn.Module]] = field(default_factory=dict)
-    """Layers whose gradients are reduced, and weights gathered, together (ZeRO-1). The key is the 'unit' of
-    their parameter groups. Empty if nothing overlaps, and if the data-parallel size is 1."""
+    """Layers whose gradients are reduced together, and whose weights are all-gathered together (ZeRO-1). The
+    key is the 'unit' of their parameter groups. The mapping is empty if nothing overlaps, and if the
+    data-parallel size is 1."""
     overlap_grad_reduce: bool = True
     """Whether the gradients of a bucket are reduced during the last backward pass, and the gradients of a
     unit while the next unit computes."""
@@ -68,8 +71,8 @@ class ZeroConfig:
     """Whether the weights of a bucket may arrive during the next forward pass, and the weights of a unit
     while the previous unit computes."""
     chains_param_gathers: bool = False
-    """Whether the all-gather of a bucket's weights starts only when the previous bucket's first layer runs.
-    Otherwise the all-gathers of all buckets start after the update."""
+    """Whether the all-gather of a bucket's weights starts only when the first layer of the previous bucket
+    runs. Otherwise the all-gathers of all buckets start after the update."""
     cpu_offload: bool = False
     """Whether master weights and moments are kept and updated in host memory."""
 
@@ -77,8 +80,9 @@ class ZeroConfig:
 def divide_into_buckets(layer_sizes: Sequence[int], bucket_size: int) -> list[range]:
     """Returns the layer indices of each bucket, in order; [] if one bucket would hold all layers.
 
-    layer_sizes: elements of each layer. A bucket has the fewest layers with at least `bucket_size` elements,
-    counted from the last layer. The first bucket, whose gradients are final last, holds the rest.
+    layer_sizes: number of elements of each layer. Counted from the last layer, each bucket has the fewest
+    layers with at least `bucket_size` elements together. The first bucket, whose gradients are final last,
+    holds the remaining layers.
     """
     ends, held = [len(layer_sizes)], 0
     for index in reversed(range(len(layer_sizes))):
@@ -93,28 +97,29 @@ def divide_into_buckets(layer_sizes: Sequence[int], bucket_size: int) -> list[ra
 
 
 class _HookedLayers:
-    """What buckets and units share. `flats`: the groups that hold the layers' parameters and no others."""
+    """The common part of buckets and units. flats: the groups that hold the layers' parameters, and no
+    others."""
 
     def __init__(self, flats: Sequence[FlatGroup]) -> None:
-        # The shortest message first: with one hardware queue, kernels that are launched after two collectives
-        # of a process group start only when the first one has ended.
+        # The shortest message comes first: with one hardware queue, kernels that are launched after two
+        # collectives of a process group start only after the first collective has ended.
         self.flats = sorted(flats, key=lambda flat: flat.size)
         self._parameters = [parameter for flat in flats for parameter in flat.parameters]
         self._gathering: list[Pending] = []
 
     def start_gather(self) -> None:
-        """Starts the all-gather of the weights. Collective."""
+        """Starts the all-gather of the weights. It is a collective."""
         self._gathering += [flat.all_gather_params() for flat in self.flats]
 
     def wait_for_gather(self) -> None:
-        """Waits for `start_gather`. Afterwards the weights may be read."""
+        """Waits for `start_gather`. After it the weights may be read."""
         gathering, self._gathering = self._gathering, []
         for pending in gathering:
             pending.wait()
 
 
 class Bucket(_HookedLayers):
-    """The hooks of a bucket's layers."""
+    """The layers of a bucket, with the hooks that overlap their collectives."""
 
     def __init__(
         self,
@@ -123,10 +128,10 @@ class Bucket(_HookedLayers):
         start_reduction: Callable[[Sequence[FlatGroup]], None] | None,
         not_gathered: deque[Bucket],
     ) -> None:
-        """`start_reduction`: called with `flats` when their gradients are final; None: gradients are reduced
-        after the backward pass. `not_gathered`: one for all buckets; holds those whose all-gather has not
-        started since the last update, in the order of their layers. Make the bucket after registering the
-        hooks that accumulate gradients."""
+        """start_reduction: is called with `flats` when their gradients are final; None: gradients are reduced
+        after the backward pass. not_gathered: a queue that all buckets share, of the buckets whose all-gather
+        has not started since the last update, in the order of their layers. The bucket must be made after the
+        hooks that accumulate gradients are registered."""
         super().__init__(flats)
         self._start = start_reduction
         self._not_gathered = not_gathered
@@ -139,12 +144,12 @@ class Bucket(_HookedLayers):
                 parameter.register_post_accumulate_grad_hook(self._count_gradient)
 
     def begin_step(self, micro_batches: int) -> None:
-        """Restarts the count: a parameter's gradient is final after this many micro-batches."""
+        """Starts a new count: a parameter's gradient is final after this many micro-batches."""
         self._micro_batches_left = dict.fromkeys(self._parameters, micro_batches)
         self._parameters_left = len(self._parameters)
 
     def start_reduction(self) -> None:
-        """Starts the reduction of the gradients, if it runs during the backward pass. Collective."""
+        """Starts the reduction of the gradients, if it runs during the backward pass. It is a collective."""
         if self._start is not None:
             self._start(self.flats)
 
@@ -156,15 +161,15 @@ class Bucket(_HookedLayers):
             self.start_reduction()
 
     def wait_for_gather(self) -> None:
-        """Waits for the all-gather of the weights, which it starts if necessary, after the buckets before it.
-        Collective."""
+        """Waits for the all-gather of the weights. If it has not started, starts it after the all-gathers of
+        the earlier buckets. It is a collective."""
         while self in self._not_gathered:
             self._not_gathered.popleft().start_gather()
         super().wait_for_gather()
 
     def begin_forward(self) -> None:
-        """Waits for the all-gather of the weights. If this is their first use since the update, starts the
-        all-gather of the next bucket's. Collective."""
+        """Waits for the all-gather of the weights. At the first use of the weights since the update, it
+        starts the all-gather of the next bucket in the queue. It is a collective."""
         is_first_use = self in self._not_gathered or bool(self._gathering)
         self.wait_for_gather()
         if is_first_use and self._not_gathered:
@@ -175,11 +180,12 @@ class Bucket(_HookedLayers):
 
 
 class UnitOverlap:
-    """Overlaps at most one all-gather, of the next unit's weights (prefetch), and one reduce-scatter, of the
-    previous unit's gradients.
+    """Overlaps at most two collectives with a unit's computation: the all-gather of the next unit's weights
+    (prefetch), and the reduce-scatter of the previous unit's gradients.
 
-    The next unit is known from the order of the all-gathers in an earlier micro-batch, including those of
-    recomputed layers. If the order differs (in an evaluation), prefetching stops until the next micro-batch.
+    The next unit is known from the order of the all-gathers in an earlier micro-batch, including the
+    all-gathers for recomputed layers. If the order differs (in an evaluation), prefetching stops until the
+    next micro-batch.
     """
 
     def __init__(self, prefetch_params: bool, overlap_reduction: bool) -> None:
@@ -191,14 +197,15 @@ class UnitOverlap:
         self._reducing: ShardedUnit | None = None
 
     def begin_micro_batch(self) -> None:
-        """Restarts the order of units. Call it before the first forward pass of a micro-batch."""
+        """Starts a new order of units. It must be called before the first forward pass of a micro-batch."""
         if self._gathered != self._order[: len(self._gathered)]:
             self._order = self._gathered
         self._gathered = []
         self._follows_order = self._prefetch_params
 
     def gather(self, unit: ShardedUnit) -> None:
-        """Waits for the unit's weights, then starts the all-gather of the next unit's. Collective."""
+        """Waits for the unit's weights, and then starts the all-gather of the next unit's weights. It is a
+        collective."""
         if not unit.lacks_weights:
             return
         if self._prefetched is not None and self._prefetched is not unit:
@@ -214,13 +221,14 @@ class UnitOverlap:
             self._prefetched.start_gather()
 
     def free_prefetched(self) -> None:
-        """Frees weights that were prefetched and not used: they are about to change."""
+        """Frees weights that were prefetched but not used, because they are about to change."""
         if self._prefetched is not None:
             self._prefetched.free_weights()
             self._prefetched = None
 
     def reduce(self, unit: ShardedUnit) -> None:
-        """Starts the reduce-scatter of the unit's gradients, and finishes the previous unit's. Collective."""
+        """Starts the reduce-scatter of the unit's gradients, and finishes the pending reduce-scatter of the
+        previous unit. It is a collective."""
         unit.start_reduction()
         self.finish_reduction()
         self._reducing = unit
@@ -228,21 +236,22 @@ class UnitOverlap:
             self.finish_reduction()
 
     def finish_reduction(self) -> None:
-        """Finishes the pending reduce-scatter: afterwards the partitions hold the gradients of its unit."""
+        """Finishes the pending reduce-scatter. Afterwards the partitions hold the gradients of the unit."""
         if self._reducing is not None:
             self._reducing.finish_reduction()
             self._reducing = None
 
 
 class ShardedUnit(_HookedLayers):
-    """The hooks of a unit.
+    """A layer whose gradients (ZeRO-2) and weights (ZeRO-3) are sharded, with the hooks that overlap its
+    collectives.
 
     Its backward pass starts when the gradient of the layer's output arrives. It ends when all parameters have
-    their gradient: the gradients are then reduce-scattered and freed, and with ZeRO-3 the weights are freed.
+    their gradient: then the gradients are reduce-scattered and freed, and with ZeRO-3 the weights are freed.
     """
 
     def __init__(self, module: nn.Module, flats: Sequence[FlatGroup], overlap: UnitOverlap) -> None:
-        """`overlap`: one for all units. Registers the hooks."""
+        """Registers the hooks. overlap: an object that all units share."""
         super().__init__(flats)
         self.module = module
         self._overlap = overlap
@@ -260,7 +269,7 @@ class ShardedUnit(_HookedLayers):
 
     @contextmanager
     def gathered_params(self) -> Iterator[None]:
-        """Allocates the layer's full parameters within this context. Collective."""
+        """Returns a context in which the layer's full parameters are allocated. It is a collective."""
         self.start_gather()
         self.wait_for_gather()
         try:
@@ -288,11 +297,11 @@ class ShardedUnit(_HookedLayers):
 
     @property
     def lacks_weights(self) -> bool:
-        """Whether the weights have to be gathered, or are being gathered, before they may be read."""
+        """Whether the weights must be gathered, or are being gathered, so that they cannot be read yet."""
         return bool(self._gathering) or any(not flat.has_full_params for flat in self.flats)
 
     def start_gather(self) -> None:
-        """Starts the all-gather of the weights that are not allocated. Collective."""
+        """Starts the all-gather of the weights that are not allocated. It is a collective."""
         missing = [flat for flat in self.flats if not flat.has_full_params]
         self._gathering += [flat.all_gather_params() for flat in missing]
 
@@ -306,9 +315,10 @@ class ShardedUnit(_HookedLayers):
     # --- gradients ---
 
     def _take_grad(self, parameter: nn.Parameter) -> None:
-        """Copies a parameter's gradient to the full gradients; the last one starts the reduce-scatter."""
+        """Copies a parameter's gradient to the full gradients. The last gradient starts the
+        reduce-scatter."""
         if len(self._pending_params) == len(self._parameters):
-            if self._reducing:  # the previous micro-batch's reduction uses these buffers
+            if self._reducing:  # the reduction of the previous micro-batch uses these buffers
                 self._overlap.finish_reduction()
             for flat in self.flats:
                 flat.alloc_full_grads()
@@ -318,7 +328,7 @@ class ShardedUnit(_HookedLayers):
             self._overlap.reduce(self)
 
     def start_reduction(self) -> None:
-        """Starts the reduce-scatter of the full gradients, and frees the weights. Collective."""
+        """Starts the reduce-scatter of the full gradients, and frees the weights. It is a collective."""
         self._reducing = [flat.reduce_scatter_grads() for flat in self.flats]
         self._pending_params = set(self._parameters)
         self._in_backward = False

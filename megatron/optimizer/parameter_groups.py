@@ -1,4 +1,5 @@
-"""Parameter groups (weight decay, learning-rate multiplier, moment precision) and the optimizer of a run."""
+"""Parameter groups (weight decay, learning-rate multiplier, bits of the moments) and the optimizer of a
+run."""
 
 from __future__ import annotations
 
@@ -27,30 +28,31 @@ def parameter_groups(
     tied: Sequence[nn.Parameter] = (),
     matrices: bool = False,
 ) -> list[dict[str, Any]]:
-    """Returns two groups: parameters with weight decay (matrices, embeddings), then without (biases, norms).
+    """Returns parameter groups. Without options there are two: parameters with weight decay (matrices,
+    embeddings), then parameters without it (biases, norms).
 
-    Keys of a group: 'params', 'names' (in the same order), 'weight_decay', 'lr_mult'. Every rank has both
-    groups in this order, even if one is empty (a stage with only the embedding). A parameter that occurs
-    twice (tied weights) is listed once, under its first name; frozen parameters are skipped. Parameters
-    without a gradient (`ParameterSpec.has_gradient`) form the last group, which is never updated. Raises
-    ValueError if a parameter has no spec.
+    A group has the keys 'params', 'names' (in the same order), 'weight_decay' and 'lr_mult'. Every rank has
+    both groups in this order, even if one is empty (a stage with only the embedding). A parameter that occurs
+    twice (tied weights) is listed once, under its first name. Frozen parameters are skipped. Parameters
+    without a gradient (`ParameterSpec.has_gradient`) form the last group, which the optimizer never updates.
+    Raises ValueError if a parameter has no spec.
 
     lr_mult: the learning-rate multiplier of the specs that have one. If it is not 1, these parameters form
-    separate groups, each before the group of the same kind with multiplier 1.
+    separate groups, each directly before the group of the same kind with multiplier 1.
 
-    eight_bit: adds the key 'moment_bits', and a group of decayed parameters with 8-bit moments before the
-    others. (The moments' precision depends on the size of a parameter, which a flat buffer no longer shows.)
+    eight_bit: adds the key 'moment_bits', and a group of decayed parameters with 8-bit moments before the two
+    groups. (The bits depend on the size of a parameter, which is not visible in a flat buffer.)
 
-    matrices: adds a group of the weights of linear layers, with the key 'matrices', before the others.
+    matrices: adds a group for the weights of linear layers, with the key 'matrices', before all other groups.
 
     units: first part of a parameter's name ('3' in '3.mlp.dense_h_to_4h.weight') -> its unit. The parameters
-    of each unit form separate groups with the key 'unit', after all others.
+    of each unit form separate groups with the key 'unit', after all other groups.
 
-    Parameters that are sharded over data- or context-parallel ranks, or over expert-parallel ones, form
-    groups of their own: other ranks reduce their gradients.
+    Parameters whose gradients are reduced over different axes (dense parameters and experts) form separate
+    groups.
 
-    tied: parameters with a replica on another stage. They form separate groups before those of the units, so
-    their flat buffer is equal on both stages, whatever else the stages hold.
+    tied: parameters with a replica on another stage. They form separate groups before the groups of units, so
+    that their flat buffer is equal on both stages, regardless of the other parameters of the stages.
     """
     units = units or {}
     by_unit: dict[str, list[tuple[str, nn.Parameter]]] = {unit: [] for unit in units.values()}
@@ -97,14 +99,16 @@ def _groups_by_kind(
     matrices: bool,
 ) -> list[dict[str, Any]]:
     factors = (1.0,) if lr_mult == 1.0 else (lr_mult, 1.0)
-    # (weight decay, moment bits, whole matrices), in the order of the groups.
-    kinds = [(True, 32, False), (False, 32, False)]
-    kinds = [*([(True, 32, True)] if matrices else []), *([(True, 8, False)] if eight_bit else []), *kinds]
+    # The kinds (weight decay, bits of the moments, whole matrices), in the order of the groups.
+    kinds = [(True, 32, True)] if matrices else []
+    kinds += [(True, 8, False)] if eight_bit else []
+    kinds += [(True, 32, False), (False, 32, False)]
     groups: dict[tuple[bool, int, bool, float], dict[str, Any]] = {
         (decays, bits, whole, factor): {
             "params": [],
             "names": [],
-            # AdamW decays by lr * weight_decay: the division keeps the decay independent of lr_mult.
+            # AdamW decays by lr * weight_decay. The division by the multiplier makes the decay independent of
+            # lr_mult.
             "weight_decay": weight_decay / factor if decays else 0.0,
             "lr_mult": factor,
             **({"moment_bits": bits} if eight_bit else {}),
@@ -127,28 +131,28 @@ def _groups_by_kind(
 
 
 def make_optimizer(groups: list[dict[str, Any]], config: OptimizerConfig) -> torch.optim.Optimizer:
-    """Returns the optimizer of --optimizer over `groups`; the groups keep their other keys.
+    """Returns the optimizer that --optimizer selects, over `groups`. The groups keep their other keys.
 
-    Every group starts with 'lr' 0: the training loop sets the learning rate before each step. 'adam' and
+    Every group starts with 'lr' 0; the training loop sets the learning rate before each step. 'adam' and
     'adamw' both have decoupled weight decay, as in Megatron-LM. Raises ConfigError if --use-apex or
     --use-bnb-optimizer is given and the package cannot be used.
     """
     groups = [dict(group) for group in groups]
-    # PyTorch's fused kernels (one pass over memory) exist on these devices.
+    # PyTorch has fused kernels (one pass over memory) on these devices.
     devices = {parameter.device.type for group in groups for parameter in group["params"]}
-    fused = devices <= {"cpu", "cuda", "xpu", "mps", "sim"}  # 'sim': the simulated device
+    fused = devices <= {"cpu", "cuda", "xpu", "mps", "sim"}  # 'sim' is the simulated device
     optimizer: torch.optim.Optimizer = OPTIMIZERS.load(config.optimizer)(groups, config, fused)
     return optimizer
 
 
 def make_sgd(groups: list[dict[str, Any]], config: OptimizerConfig, fused: bool) -> torch.optim.Optimizer:
-    """Returns SGD with momentum. fused: whether PyTorch's fused kernel computes it."""
+    """Returns SGD with momentum. fused: whether to use PyTorch's fused kernel."""
     settings: dict[str, Any] = {"momentum": config.sgd_momentum}
     return torch.optim.SGD(groups, lr=0.0, weight_decay=0.0, fused=fused, foreach=not fused, **settings)
 
 
 def make_adam(groups: list[dict[str, Any]], config: OptimizerConfig, fused: bool) -> torch.optim.Optimizer:
-    """Returns AdamW of PyTorch, apex or bitsandbytes. fused: see `make_sgd`."""
+    """Returns the AdamW of PyTorch, apex or bitsandbytes. fused: see `make_sgd`."""
     settings: dict[str, Any] = {
         "lr": 0.0,
         "betas": (config.adam_beta1, config.adam_beta2),
@@ -163,7 +167,7 @@ def make_adam(groups: list[dict[str, Any]], config: OptimizerConfig, fused: bool
 
 
 def _apex_adam(groups: list[dict[str, Any]], settings: dict[str, Any]) -> torch.optim.Optimizer:
-    """Returns NVIDIA apex's FusedAdam. Raises ConfigError if apex, or its CUDA extension, is missing."""
+    """Returns NVIDIA apex's FusedAdam. Raises ConfigError if apex or its CUDA extension is missing."""
     try:
         from apex.optimizers import FusedAdam
 

@@ -1,8 +1,8 @@
-"""The learning-rate schedule: a pure function of training progress.
+"""The learning-rate schedule, a pure function of the training progress.
 
 The progress of a step includes the step itself. So the first step of a warm-up over 100 iterations uses 1/100
-of the maximum, not 0, and a log line shows the learning rate that its step used. The schedule has no state to
-save: a resumed run computes the learning rate from its counters.
+of the maximum instead of 0, and a log line shows the learning rate that its step used. The schedule has no
+state to save: a resumed run computes the learning rate from its counters.
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ WSD_BY_TOKENS = (
 
 @dataclass(frozen=True)
 class LearningRateSchedule:
-    """Linear warm-up from 0 to max_lr, then decay to min_lr at decay_length; min_lr from there on.
+    """Linear warm-up from 0 to max_lr, then decay to min_lr at decay_length, then constant min_lr.
 
     warmup: length of the warm-up, in warmup_unit.
-    decay_start: start of the decay, counted from the start of training, in decay_unit: the end of the
-        warm-up, or with WSD the end of the stable phase at max_lr.
-    decay_length: end of the decay, counted like decay_start.
+    decay_start: start of the decay, in decay_unit from the start of training: the end of the warm-up, or with
+        WSD the end of the stable phase at max_lr.
+    decay_length: end of the decay, in decay_unit from the start of training.
     style: a name in LR_DECAY_STYLES; with 'constant' the learning rate stays at max_lr.
     wsd_style: with WSD, a name in WSD_DECAY_STYLES.
 
@@ -64,9 +64,8 @@ class LearningRateSchedule:
         or the end of the decay.
 
         The decay length defaults to the length of training: --train-iters, or --train-samples or
-        --train-tokens, whichever ends first. A decay by tokens has its warm-up in samples.
-        `tokens_of_samples(n)` is the number of tokens of the first n samples; by default every sample has
-        seq_length tokens.
+        --train-tokens, whichever ends first. A decay by tokens has a warm-up in samples. tokens_of_samples:
+        returns the number of tokens in the first n samples; by default every sample has seq_length tokens.
         """
         tokens_of_samples = tokens_of_samples or (lambda samples: samples * seq_length)
         length, unit = _decay_length(schedule, training, tokens_of_samples)
@@ -94,8 +93,8 @@ class LearningRateSchedule:
         )
 
     def effective_settings(self, progress: Progress) -> dict[str, Any]:
-        """Returns the settings that determine the learning rates after `progress`. A schedule without a decay
-        has only its maximum, and the warm-up until it is over."""
+        """Returns the settings that determine the learning rates after `progress`. For a schedule without a
+        decay these are its maximum and, until it is over, the warm-up."""
         if self.style != "constant" and self.min_lr != self.max_lr:
             return asdict(self)
         is_warm = progress.count(self.warmup_unit) >= self.warmup
@@ -104,7 +103,7 @@ class LearningRateSchedule:
 
     @property
     def warmup_end(self) -> tuple[float, ...]:
-        """See `Progress`."""
+        """The end of a warm-up in samples, if the decay counts in tokens: see `Progress`."""
         is_counted_twice = (self.warmup_unit, self.decay_unit) == ("samples", "tokens")
         return (self.warmup, self.decay_start) if is_counted_twice else ()
 
@@ -113,7 +112,8 @@ class LearningRateSchedule:
         warmed_up = progress.count(self.warmup_unit)
         if warmed_up < self.warmup:
             return self.max_lr * warmed_up / self.warmup
-        # A curriculum's warm-up has shorter sequences: the token count can still be below decay_start.
+        # During a curriculum's warm-up sequences are shorter, so the token count can still be below
+        # decay_start.
         position = max(progress.count(self.decay_unit), self.decay_start)
         lr: float
         if isinstance(LR_DECAY_STYLES[self.style], WarmupRelativeStyle):
@@ -122,7 +122,7 @@ class LearningRateSchedule:
             lr = LR_DECAY_STYLES.load(self.style)(self.max_lr, self.min_lr, position / self.decay_start)
             return lr
         if self.wsd_style is not None and position == self.decay_start:
-            return self.max_lr  # exactly, so that a base run and its cooldowns agree
+            return self.max_lr  # exact, so that a base run and its cooldowns agree
         if position == self.decay_start:
             done = 0.0
         elif position >= self.decay_length:
@@ -136,7 +136,7 @@ class LearningRateSchedule:
         return lr
 
     def describe(self) -> str:
-        """Returns one line for the startup report."""
+        """Returns a description of one line for the startup report."""
         warmup = f"warm-up over {self.warmup:,.0f} {self.warmup_unit}, then " if self.warmup else ""
         if self.style == "constant":
             return f"learning rate: {warmup}constant at {self.max_lr:.3E}"
@@ -155,8 +155,8 @@ class LearningRateSchedule:
 
 
 def schedule_of(config: Config, start: Progress = BEGIN) -> LearningRateSchedule:
-    """Returns the schedule of the flags of a run that continues from `start`. Raises ConfigError like
-    `LearningRateSchedule.from_config`."""
+    """Returns the schedule for a run that continues from `start`. Raises ConfigError as
+    `LearningRateSchedule.from_config` does."""
     seq_length = config.model.seq_length
 
     def tokens_of_samples(samples: float) -> float:
@@ -170,33 +170,34 @@ def schedule_of(config: Config, start: Progress = BEGIN) -> LearningRateSchedule
 
 
 def constant_lr(max_lr: float, min_lr: float, done: float) -> float:
-    """Returns max_lr: there is no decay."""
+    """Returns max_lr, because there is no decay."""
     return max_lr
 
 
 def linear_decay(max_lr: float, min_lr: float, done: float) -> float:
-    """Decays linearly from max_lr (done = 0) to min_lr (done = 1)."""
+    """Returns the linear decay from max_lr (done = 0) to min_lr (done = 1)."""
     return min_lr + (1.0 - done) * (max_lr - min_lr)
 
 
 def cosine_decay(max_lr: float, min_lr: float, done: float) -> float:
-    """Decays along half a cosine from max_lr (done = 0) to min_lr (done = 1)."""
+    """Returns the decay along half a cosine from max_lr (done = 0) to min_lr (done = 1)."""
     return min_lr + 0.5 * (1.0 + math.cos(math.pi * done)) * (max_lr - min_lr)
 
 
 def exponential_decay(max_lr: float, min_lr: float, done: float) -> float:
-    """Decays as 2 * 0.5^done - 1 from max_lr (done = 0) to min_lr (done = 1)."""
+    """Returns the decay as 2 * 0.5^done - 1 from max_lr (done = 0) to min_lr (done = 1)."""
     return min_lr + (2.0 * 0.5**done - 1.0) * (max_lr - min_lr)
 
 
 def minus_sqrt_decay(max_lr: float, min_lr: float, done: float) -> float:
-    """Decays as 1 - sqrt(done) from max_lr (done = 0) to min_lr (done = 1), see arXiv:2405.18392."""
+    """Returns the decay as 1 - sqrt(done) from max_lr (done = 0) to min_lr (done = 1): see
+    arXiv:2405.18392."""
     return min_lr + (1.0 - math.sqrt(done)) * (max_lr - min_lr)
 
 
 def inverse_square_root_decay(max_lr: float, min_lr: float, growth: float) -> float:
-    """Returns max_lr / sqrt(growth), at least min_lr ("Attention Is All You Need", arXiv:1706.03762). growth:
-    progress divided by the length of the warm-up."""
+    """Returns max_lr / sqrt(growth), but at least min_lr ("Attention Is All You Need", arXiv:1706.03762).
+    growth: progress divided by the length of the warm-up."""
     return max(min_lr, max_lr / math.sqrt(growth))
 
 
@@ -206,12 +207,12 @@ def _stable_end(schedule: ScheduleConfig, end: int, unit: Unit) -> int:
         raise ConfigError(WSD_BY_TOKENS)
     by_iters = unit == "iterations"
     length = schedule.lr_wsd_decay_iters if by_iters else schedule.lr_wsd_decay_samples
-    assert length is not None  # checked by `megatron.arguments`
+    assert length is not None  # `megatron.arguments` has checked it
     return end - length
 
 
 def _flag_end(unit: Unit) -> str:
-    """Returns the flag suffix of a unit, as in --lr-decay-iters."""
+    """Returns the ending of a flag's name for a unit, such as 'iters' in --lr-decay-iters."""
     return "iters" if unit == "iterations" else unit
 
 

@@ -1,19 +1,19 @@
-"""Whole matrices for an optimizer that updates matrices as a whole, from the parts that the ranks hold.
+"""Assembles whole matrices, from the parts that the ranks hold, for an optimizer that updates whole matrices.
 
-A rank holds an arbitrary part of a matrix: some elements (ZeRO) of a shard (tensor parallelism). That does
-not change: parameters, momentum and checkpoints do not differ from an elementwise optimizer's. Each matrix
-also has an owner among the ranks of its pipeline stage, and all owners have about equal work. In a
-step
+A rank holds an arbitrary part of a matrix: some elements (ZeRO) of a shard (tensor parallelism). Parameters,
+momentum and checkpoints are the same as for an elementwise optimizer. Additionally each matrix has an owner
+among the ranks of its pipeline stage; all owners have about equal work. In a step
 
 1. each rank sends its elements of each matrix to the owner (all-to-all);
 2. the owner computes the update of the whole matrix;
 3. the owner sends to each rank the update of the rank's elements (all-to-all).
 
-With ZeRO a rank sends the elements of its partition and receives their updates, a small part of the bytes of
-the gradient reduction. Without ZeRO the replicas hold equal elements: one replica sends them, all receive.
+With ZeRO a rank sends the elements of its partition and receives their updates, which are few bytes compared
+with the gradient reduction. Without ZeRO the replicas hold equal elements: one replica sends them, and all
+replicas receive the updates.
 
-Invariant: an owner computes with the full matrix, whose shape and element order do not depend on the layout,
-and all replicas get the bits of one owner.
+Invariant: an owner computes with the full matrix, whose shape and order of elements do not depend on the
+layout, and all replicas receive the bits of one owner.
 """
 
 from __future__ import annotations
@@ -45,8 +45,9 @@ def _cost(spec: ParameterSpec) -> int:
 
 @dataclass(frozen=True)
 class _Message:
-    """Elements `start` to `stop` - 1 of a flattened shard of a matrix, from one rank to another. Ranks count
-    within the pipeline stage; matrix: index in the list of the stage's matrices."""
+    """The elements `start` to `stop` - 1 of a flattened shard of a matrix, sent from one rank to another.
+    source, destination: ranks within the pipeline stage. matrix: index in the list of the stage's
+    matrices."""
 
     source: int
     destination: int
@@ -61,12 +62,12 @@ class _Message:
 
 
 class _Exchange:
-    """An all-to-all of the messages in which a rank takes part."""
+    """An all-to-all of all messages that this rank sends or receives."""
 
     def __init__(self, messages: Iterable[_Message], stage: Axis):
         rank, size = stage.rank, stage.size
         own = [message for message in messages if rank in (message.source, message.destination)]
-        # Sorting is stable: both ranks have the messages between them in one order.
+        # Sorting is stable, so both ranks have the messages between them in the same order.
         self.sent = sorted((m for m in own if m.source == rank), key=lambda m: m.destination)
         self.received = sorted((m for m in own if m.destination == rank), key=lambda m: m.source)
         self._sent_lengths, self._received_lengths = [0] * size, [0] * size
@@ -77,12 +78,12 @@ class _Exchange:
         self._group = stage.group
 
     def buffer(self, dtype: torch.dtype, device: torch.device) -> tuple[Tensor, dict[_Message, Tensor]]:
-        """Returns a buffer for all messages that this rank sends, and the place of each message in it."""
+        """Returns a buffer for all messages that this rank sends, and each message's part of the buffer."""
         flat = torch.empty(sum(self._sent_lengths), dtype=dtype, device=device)
         return flat, dict(zip(self.sent, flat.split([m.length for m in self.sent]), strict=True))
 
     def run(self, sent: Tensor) -> dict[_Message, Tensor]:
-        """Sends a buffer and returns the received messages. Collective."""
+        """Sends a buffer, and returns the received messages. It is a collective."""
         received = sent.new_empty(sum(self._received_lengths))
         lengths = self._received_lengths, self._sent_lengths
         dist.all_to_all_single(received, sent, *lengths, group=self._group)
@@ -90,7 +91,8 @@ class _Exchange:
 
 
 class WholeMatrices:
-    """Replaces the momentum in a rank's gradients by the update of whole matrices, see the module."""
+    """Replaces the momentum, which a rank's gradients hold, by the update of whole matrices: see the module's
+    docstring."""
 
     def __init__(self, flats: Sequence[FlatGroup], mesh: Mesh, matrix_update: MatrixUpdate) -> None:
         self._matrix_update, self._mesh = matrix_update, mesh
@@ -121,7 +123,7 @@ class WholeMatrices:
                 if span is None:
                     continue
                 returned.append(_Message(owner, rank, index, shard, *span))
-                # Of the ranks with equal elements, the one with the owner's coordinates sends them.
+                # Among the ranks with equal elements, the rank with the owner's coordinates sends them.
                 if replica == replica_of_owner:
                     gathered.append(_Message(rank, owner, index, shard, *span))
         both = (_Exchange(messages, stage) for messages in (gathered, returned))
@@ -129,7 +131,8 @@ class WholeMatrices:
 
     @torch.no_grad()
     def run(self) -> None:
-        """Replaces the gradients of the master weights. Collective in the pipeline stage."""
+        """Replaces the gradients of the master weights by the updates. It is a collective in the pipeline
+        stage."""
         if self._exchanges is None:
             for flat, parameter in self._held:
                 gradient = flat.owned_grad(parameter).view(parameter.shape)
@@ -151,7 +154,7 @@ class WholeMatrices:
             _within(flat, parameter, message).copy_(update)
 
     def _assemble(self, received: dict[_Message, Tensor]) -> dict[int, Tensor]:
-        """Returns the matrices that this rank owns, from their elements; of a shard in order."""
+        """Returns the matrices that this rank owns, by index, assembled from the received elements."""
         shards: dict[int, dict[int, list[Tensor]]] = defaultdict(lambda: defaultdict(list))
         for message, elements in received.items():
             shards[message.matrix][message.shard].append(elements)
@@ -163,7 +166,8 @@ class WholeMatrices:
         return whole
 
     def _update_owned(self, whole: dict[int, Tensor], parts: dict[_Message, Tensor]) -> None:
-        """Updates the matrices `whole`, one after the other. parts: where parts of the updates belong."""
+        """Updates the matrices `whole`, one after the other. parts: the tensors for the parts of the
+        updates."""
         messages: dict[int, dict[int, list[_Message]]] = defaultdict(lambda: defaultdict(list))
         for message in parts:
             messages[message.matrix][message.shard].append(message)
@@ -179,13 +183,14 @@ class WholeMatrices:
 
 
 def _within(flat: FlatGroup, parameter: nn.Parameter, message: _Message) -> Tensor:
-    """Returns the gradient of the elements of a message, in this rank's partition."""
+    """Returns the gradient of a message's elements in this rank's partition."""
     first = message.start - flat.first_element(parameter)
     return flat.owned_grad(parameter)[first : first + message.length]
 
 
 def _owners(specs: Sequence[ParameterSpec], size: int) -> list[int]:
-    """Returns the rank that owns each matrix. Rank 0 has the most work: the planner predicts its step."""
+    """Returns the rank that owns each matrix. Rank 0 has the most work, because the planner predicts its
+    step."""
     costs = {index: _cost(spec) for index, spec in enumerate(specs)}
     shares = share_out(costs, size)
     work = [0] * size

@@ -1,9 +1,9 @@
 """Measures the time of each kind of layer with the run's shapes, for `--partition-method profile`.
 
-The tensor-parallel group of the first stage and first replica measures; with expert parallelism, all replicas
-do, since they exchange tokens. The times are broadcast, so that all ranks compute the same partition.
-`--partition-profile FILE` stores them: later runs with the same shapes read the file instead of measuring,
-and a dry run can compute the partition.
+The tensor-parallel group of the first stage and first replica measures. With expert parallelism all replicas
+of the first stage measure, since they exchange tokens. The times are broadcast, so that all ranks compute the
+same partition. `--partition-profile FILE` stores the times. Later runs with the same shapes read the file
+instead of measuring, and a dry run can use it to compute the partition.
 """
 
 from __future__ import annotations
@@ -47,9 +47,10 @@ def needs_profiling(config: Config) -> bool:
 
 
 def find_layer_times(config: Config, mesh: Mesh, vocab_size: int, eod: int | None) -> dict[str, float]:
-    """Returns the seconds of the layers by `LayerDescription.time_name`, equal on all ranks. Collective.
+    """Returns the seconds of a micro-batch in each layer by `LayerDescription.time_name`, equal on all ranks.
+    It is a collective.
 
-    Reads --partition-profile if the file exists on rank 0. Otherwise measures, and writes the file.
+    It reads --partition-profile if the file exists on rank 0. Otherwise it measures, and writes the file.
     """
     found = broadcast_from_rank_0(read_layer_times(config, vocab_size) if mesh.rank == 0 else None)
     if found is not None:
@@ -65,16 +66,16 @@ def find_layer_times(config: Config, mesh: Mesh, vocab_size: int, eod: int | Non
 
 
 def read_layer_times(config: Config, vocab_size: int) -> dict[str, float] | None:
-    """Returns the seconds per kind of layer from --partition-profile; None if there is no such file.
+    """Returns the seconds per kind of layer from --partition-profile, or None if the file does not exist.
 
-    Raises ConfigError for a damaged file, and for a file that was measured with other shapes.
+    Raises ConfigError if the file is damaged or was measured with different shapes.
     """
     path = config.parallel.partition_profile
     if path is None or not Path(path).exists():
         return None
     try:
         profile = read_json(Path(path))
-        # What did not exist when the file was written had its default.
+        # Settings that did not exist when the file was written had their defaults.
         defaults = {
             setting.field: setting.default for setting in SETTINGS.values() if not setting.is_required
         }
@@ -93,7 +94,7 @@ def read_layer_times(config: Config, vocab_size: int) -> dict[str, float] | None
             "again and writes it"
         ) from error
     if config.training.dry_run:
-        del now["device"]  # a laptop may plan a run for the cluster
+        del now["device"]  # a plan for a cluster may be made on a laptop
     differing = [
         f"{key} was {measured_for.get(key)}, is {now[key]}"
         for key in now
@@ -108,7 +109,7 @@ def read_layer_times(config: Config, vocab_size: int) -> dict[str, float] | None
 
 
 def _shapes(config: Config, vocab_size: int) -> dict[str, Any]:
-    """Returns the settings that the times depend on, which exclude the numbers of layers and stages."""
+    """Returns the settings that the times depend on. The numbers of layers and stages are not among them."""
     tensor_size = config.parallel.tensor_model_parallel_size
     device = get_accelerator().device_name()
     unused, of_experts = config.model.unused_fields(), dict[str, Any]()
@@ -163,14 +164,14 @@ def _measure(config: Config, mesh: Mesh, vocab_size: int, eod: int | None) -> di
         description = describe(layer)
         name = description.time_name
         if name in seconds:
-            continue  # measured already; its output has the shape of its input
+            continue  # already measured; its output is shaped like its input
         if description.role is Role.MULTI_TOKEN:
             words = _build_module(layers[1], config, device).word_embeddings
             function = _build(layer, config, device, partial(_predict, tokens, words))
             seconds[name], _ = _time(function, join_layer_io(head_io, document_ids))
             continue
         if head and (fused or description.role is not Role.FUNCTION):
-            seconds[name] = 0.0  # measured together with the fused head and loss, or not called
+            seconds[name] = 0.0  # not called, or included in the time of head and loss
             continue
         if description.role is Role.HEAD:
             head, head_io = name, layer_io
@@ -184,7 +185,7 @@ def _measure(config: Config, mesh: Mesh, vocab_size: int, eod: int | None) -> di
     if not fused:
         seconds[head] += _time(lambda logits: loss(logits, labels), layer_io)[0]
     for name in {describe(layer).time_name for layer in layers if describe(layer).role is Role.MULTI_TOKEN}:
-        seconds[name] += seconds[head]  # it runs head and loss, too
+        seconds[name] += seconds[head]  # the layer runs head and loss, too
     return seconds
 
 
@@ -197,7 +198,8 @@ def _build(
 ) -> Callable:
     """Returns the layer as a function, with random weights, since their exact values do not change the time.
 
-    forward: function of the layer's module and its input that replaces the layer's own forward pass.
+    forward: if given, a function of the layer's module and its input that replaces the layer's own forward
+    pass.
     """
     if not isinstance(layer, LayerSpec):
         return layer
@@ -212,7 +214,7 @@ def _build(
 
 
 def _build_module(layer: LayerSpec, config: Config, device: torch.device) -> Any:
-    with device:  # FP8 copies of weights, which are not parameters, too
+    with device:  # so that FP8 copies of weights, which are not parameters, are on it, too
         module = layer.build().to(dtype=PARAMETER_DTYPES[config.precision.name])
     with torch.no_grad():
         for parameter in module.parameters():
@@ -221,7 +223,7 @@ def _build_module(layer: LayerSpec, config: Config, device: torch.device) -> Any
 
 
 def _time(function: Callable, layer_io: Any) -> tuple[float, Any]:
-    """Returns the median seconds of a forward and backward pass, and the detached output."""
+    """Returns the median seconds of a forward and backward pass, and the detached output of the function."""
     times = []
     for turn in range(WARM_UP + REPEATS):
         inputs = _detached(layer_io)

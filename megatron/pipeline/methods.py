@@ -1,6 +1,7 @@
-"""The methods of --partition-method: from the costs of the layers to the bounds of the pipeline stages.
+"""The methods of --partition-method. They compute the bounds of the pipeline stages from the costs of the
+layers.
 
-No process group is needed: a dry run computes the same partition as the training run.
+They need no process group, so a dry run computes the same partition as the training run.
 """
 
 from __future__ import annotations
@@ -24,34 +25,36 @@ TIME_UNITS = ("GFLOP", "ms")
 
 @dataclass(frozen=True)
 class MemoryCosts:
-    """The memory of the layers on one rank, for the method 'memory'."""
+    """The memory of the layers on one rank, for the partition method 'memory'."""
 
     state_bytes: list[float]
-    """Parameters, gradients and optimizer state of each layer."""
+    """Bytes of parameters, gradients and optimizer state of each layer."""
     activation_bytes: list[float]
-    """Activations of each layer that a micro-batch keeps between its forward and its backward pass."""
+    """Bytes that a micro-batch's activations occupy in each layer between its forward and its backward
+    pass."""
     in_flight: list[float]
-    """For each stage, its in-flight micro-batches (between forward and backward pass) when its rank has the
-    most, in units of `activation_bytes`."""
+    """For each stage, the number of its in-flight micro-batches (between forward and backward pass) at the
+    time when its rank has the most, as a multiple of `activation_bytes`."""
 
 
 @dataclass(frozen=True)
 class LayerTable:
-    """The costs of each pipeline layer on one rank; all lists have one entry per layer."""
+    """The costs of each pipeline layer on one rank. All lists have one entry per layer."""
 
     layers: list[LayerDescription]
     parameters: list[int]
     flops: list[float]
-    """FLOPs of a micro-batch's forward and backward pass."""
+    """FLOPs of a micro-batch's forward and backward pass, per layer."""
     seconds: list[float] | None = None
-    """Measured seconds of a micro-batch's forward and backward pass, for the method 'profile'."""
+    """Measured seconds of a micro-batch's forward and backward pass, per layer, for the method 'profile'."""
     memory: MemoryCosts | None = None
-    """Needed by the methods with `needs_memory` in the registry."""
+    """The memory of the layers. Methods with `needs_memory` in the registry need it."""
 
 
 @dataclass(frozen=True)
 class Partition:
-    """Stage s holds layers bounds[s] to bounds[s + 1] - 1; its weight is weights[s], in `unit`."""
+    """A partition: stage s holds the layers bounds[s] to bounds[s + 1] - 1. Its weight is weights[s], in
+    `unit`."""
 
     bounds: list[int]
     weights: list[float]
@@ -60,7 +63,7 @@ class Partition:
 
 @dataclass(frozen=True)
 class PipelineShape:
-    """The stages of a schedule. is_v_schedule: rank r of p holds stages r and 2p - 1 - r."""
+    """The stages of a schedule. is_v_schedule: whether rank r of p holds the stages r and 2p - 1 - r."""
 
     ranks: int
     stages_per_rank: int
@@ -72,34 +75,33 @@ class PipelineShape:
 
 
 def partition_layers(method: PartitionMethod, table: LayerTable, shape: PipelineShape) -> Partition:
-    """Partitions the layers into the stages of a schedule.
+    """Partitions the layers into the stages of a schedule. With a V schedule it balances the ranks, otherwise
+    the stages.
 
-    With a V schedule the ranks are balanced, otherwise the stages.
-
-    Raises ConfigError for a pattern that matches no layer, explicit stages that do not match --num-layers or
-    the number of stages, and more stages than layers with a weight.
+    Raises ConfigError if a pattern matches no layer, if explicit stages do not match --num-layers or the
+    number of stages, or if there are more stages than layers with a weight.
     """
     result: Partition = PARTITION_METHODS.load(method.kind)(method, table, shape)
     return result
 
 
 def by_layer_count(method: PartitionMethod, table: LayerTable, shape: PipelineShape) -> Partition:
-    """Balances the numbers of layers."""
+    """Balances the numbers of layers per stage."""
     return _balanced(method, table, shape, [1] * len(table.layers), "layers")
 
 
 def by_parameters(method: PartitionMethod, table: LayerTable, shape: PipelineShape) -> Partition:
-    """Balances the numbers of parameters."""
+    """Balances the numbers of parameters per stage."""
     return _balanced(method, table, shape, table.parameters, "M parameters", 1e6)
 
 
 def by_flops(method: PartitionMethod, table: LayerTable, shape: PipelineShape) -> Partition:
-    """Balances the estimated FLOPs."""
+    """Balances the estimated FLOPs per stage."""
     return _balanced(method, table, shape, table.flops, "GFLOP", 1e9)
 
 
 def by_measured_time(method: PartitionMethod, table: LayerTable, shape: PipelineShape) -> Partition:
-    """Balances the measured times. Raises ConfigError if no times were measured."""
+    """Balances the measured times per stage. Raises ConfigError if no times were measured."""
     if table.seconds is None:
         raise ConfigError(
             f"--partition-method {method.text} measures the layers when a run starts, but a dry run cannot: "
@@ -109,7 +111,7 @@ def by_measured_time(method: PartitionMethod, table: LayerTable, shape: Pipeline
 
 
 def by_layer_type(method: PartitionMethod, table: LayerTable, shape: PipelineShape) -> Partition:
-    """Balances the weights that type:REGEX:WEIGHT assigns to the layers."""
+    """Balances, per stage, the weights that type:REGEX:WEIGHT assigns to the layers."""
     weights = _weights_by_name(method, [layer.type_name for layer in table.layers])
     return _balanced(method, table, shape, weights, "")
 
@@ -129,7 +131,8 @@ def _balanced(
     unit: str,
     scale: float = 1,
 ) -> Partition:
-    """Balances the sums of the layers' weights. Reports the sums in `unit`, divided by `scale`."""
+    """Balances the sums of the layers' weights per stage. The reported sums are divided by `scale` and have
+    the unit `unit`."""
     return _balanced_costs(method, table, shape, [weights] * shape.stages, unit, scale)
 
 
@@ -141,7 +144,8 @@ def _balanced_costs(
     unit: str,
     scale: float,
 ) -> Partition:
-    """Balances the costs of the stages. costs: row s has the cost of each layer on stage s."""
+    """Balances the costs of the stages. costs: row s has the cost of each layer on stage s. unit, scale: see
+    `_balanced`."""
     merged = {id(row): _merge_functions(row, table.layers) for row in costs}
     costs = [merged[id(row)] for row in costs]
     _check_enough(method, table.layers, costs[-1], shape)
@@ -204,11 +208,11 @@ def _check_enough(
 
 
 def _merge_functions(weights: Sequence[Weight], layers: Sequence[LayerDescription]) -> list[Weight]:
-    """Adds the weight of each function, which has no parameters, to the next layer, and the weights of all
+    """Adds the weight of each function, which has no parameters, to the next layer. Adds the weights of all
     entries after the head to the head.
 
-    The partition then keeps them on one stage. So each stage has parameters, and stages exchange only hidden
-    states, never token ids or logits (logits are sharded over the tensor-parallel ranks).
+    The partition therefore keeps them on one stage. So each stage has parameters, and stages exchange only
+    hidden states, and never token ids or logits (which are sharded over the tensor-parallel ranks).
     """
     head = embedding_and_head(layers)[1]
     merged: list[Weight] = [0] * len(layers)
@@ -222,7 +226,8 @@ def _merge_functions(weights: Sequence[Weight], layers: Sequence[LayerDescriptio
 
 
 def by_memory(method: PartitionMethod, table: LayerTable, shape: PipelineShape) -> Partition:
-    """Balances the estimated memory, including the activations of each stage's in-flight micro-batches."""
+    """Balances the estimated memory, which includes the activations of each stage's in-flight
+    micro-batches."""
     memory = table.memory
     assert memory is not None  # see `needs_memory` in the registry
     costs = [
@@ -253,7 +258,7 @@ def _explicit_bounds(
 
 def _entries(stages: Sequence[StageContent], layers: Sequence[LayerDescription]) -> list[int]:
     """Returns the number of layer-list entries per stage. Functions before the first transformer layer belong
-    to the stage of the next entry; entries after the last transformer layer belong to the head's stage."""
+    to the stage of the next entry. Entries after the last transformer layer belong to the head's stage."""
     inner = transformer_layers(layers)
     between = inner.start - embedding_and_head(layers)[0] - 1
     entries, functions_placed = [], False

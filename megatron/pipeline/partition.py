@@ -1,12 +1,12 @@
-"""The partition of the layer list into stages, by dynamic programs over the stages.
+"""The partition of the layer list into stages, computed by dynamic programs over the stages.
 
-The partition minimizes the cost of the heaviest stage, or with a V schedule of the heaviest rank. Ties are
-resolved by the smallest sum of squared stage costs, then by the smallest bounds, so later stages are heavier.
-Each stage has at least one layer with a cost. Layers without cost belong to the stage of the next layer with
-a cost, or to the last stage.
+The partition minimizes the cost of the heaviest stage, or with a V schedule the cost of the heaviest rank.
+Among equal costs it takes the smallest sum of squared stage costs, and then the smallest bounds, so later
+stages are heavier. Each stage has at least one layer with a cost. Layers without a cost belong to the stage
+of the next layer with a cost, or to the last stage.
 
-A layer's cost may depend on its stage, as memory does under 1F1B, where earlier stages keep the activations
-of more micro-batches. Costs are added as integer multiples of a common unit, so 0.1 + 0.2 equals 0.3.
+The cost of a layer may depend on its stage. Under 1F1B, for example, earlier stages store the activations of
+more micro-batches. Costs are added as integer multiples of a common unit, so 0.1 + 0.2 equals 0.3.
 """
 
 from __future__ import annotations
@@ -22,27 +22,28 @@ import numpy as np
 
 Weight = float | Fraction
 
-# Maximum bits of a partition's costs: to compare with a limit, to square, and to add as floats. Costs with
-# more bits lose their last bits.
+# Maximum numbers of bits of a partition's costs that are compared with a limit, squared, or added as floats.
+# Costs with more bits lose their last bits.
 _LIMIT_BITS, _SQUARE_BITS, _FLOAT_BITS = 62, 30, 52
 
-# Maximum steps of a dynamic program, which take 10 to 30 s. They suffice for 300 to 400 layers with a V
-# schedule, and for several thousand layers otherwise.
+# Maximum number of steps of a dynamic program, which take 10 to 30 s. It suffices for 300 to 400 layers with
+# a V schedule, and for several thousand layers otherwise.
 _MAX_STEPS = 1_000_000_000
 
 
 class TooLongError(ValueError):
-    """Raised for so many layers that the partition would take minutes."""
+    """Raised if there are so many layers that the partition would take minutes."""
 
 
 def partition(costs: Sequence[Sequence[Weight]]) -> list[int]:
-    """Returns the bounds: stage s has layers bounds[s] to bounds[s + 1] - 1. Raises TooLongError.
+    """Returns the bounds: stage s has the layers bounds[s] to bounds[s + 1] - 1. Raises TooLongError.
 
-    costs[s][i] is the cost of layer i on stage s. At least as many layers as stages must have a cost.
+    costs[s][i] is the cost of layer i on stage s. The number of layers with a cost must be at least the
+    number of stages.
 
-    Chains-on-chains partitioning (Pinar and Aykanat, J. Parallel Distrib. Comput. 64 (2004), 974-996): a
-    bisection finds the smallest possible cost of the heaviest stage. Among partitions within this limit, a
-    dynamic program finds the smallest sum of squares.
+    This is chains-on-chains partitioning (Pinar and Aykanat, J. Parallel Distrib. Comput. 64 (2004),
+    974-996). A bisection finds the smallest possible cost of the heaviest stage. Among the partitions within
+    this limit, a dynamic program finds the smallest sum of squares.
     """
     weighted = _layers_with_cost(costs)
     whole = _integer_costs(costs, weighted)
@@ -53,7 +54,7 @@ def partition(costs: Sequence[Sequence[Weight]]) -> list[int]:
     possible = [
         np.flatnonzero(a & b[::-1]) for a, b in zip(_reachable(sums, limit), mirrored[::-1], strict=True)
     ]
-    # The stage that ends at ends[j] starts at one of starts[first[j]] to starts[stop[j] - 1].
+    # A stage that ends at ends[j] starts at one of starts[first[j]] to starts[stop[j] - 1].
     ranges = [
         (np.searchsorted(row[starts], row[ends] - limit), np.searchsorted(starts, ends))
         for row, (starts, ends) in zip(sums, pairwise(possible), strict=True)
@@ -66,7 +67,7 @@ def partition(costs: Sequence[Sequence[Weight]]) -> list[int]:
         fits, window = window < stop[:, None], np.minimum(window, len(starts) - 1)
         sizes = row[ends][:, None] - row[starts][window]
         total = np.where(fits, squares[window] + sizes**2, np.iinfo(int).max)
-        best = total.argmin(axis=1)  # among equal sums, the smallest bound
+        best = total.argmin(axis=1)  # among equal sums, takes the smallest bound
         choices.append(first + best)
         squares = total.min(axis=1)
     bounds, index = [], 0
@@ -77,7 +78,8 @@ def partition(costs: Sequence[Sequence[Weight]]) -> list[int]:
 
 
 def _smallest_limit(sums: Sequence[np.ndarray]) -> int:
-    """Returns the smallest cost of the heaviest stage. sums: prefix sums of the costs on each stage."""
+    """Returns the smallest possible cost of the heaviest stage. sums: prefix sums of the costs on each
+    stage."""
     different = {id(row): row for row in sums}
     layers = np.array([np.diff(row) for row in different.values()])
     largest = layers.max()
@@ -86,13 +88,13 @@ def _smallest_limit(sums: Sequence[np.ndarray]) -> int:
     def is_enough(limit: int) -> bool:
         if limit < largest:
             return bool(_reachable(sums, limit)[-1][-1])
-        # Every stage can hold any layer, so stages that are as long as possible reach farthest.
+        # Every stage can hold any layer, so the longest possible stages reach the farthest layer.
         end = 0
         for row in map(rows.__getitem__, map(id, sums)):
             end = bisect_right(row, row[end] + limit) - 1
         return end == layers.shape[1]
 
-    # Every layer is on a stage.
+    # Lower bound: the most expensive layer is on some stage. Upper bound: one stage holds all layers.
     too_small, enough = int(layers.min(axis=0).max()) - 1, max(row[-1] for row in rows.values())
     while too_small + 1 < enough:
         limit = (too_small + enough) // 2
@@ -104,8 +106,8 @@ def _smallest_limit(sums: Sequence[np.ndarray]) -> int:
 
 
 def _reachable(sums: Sequence[np.ndarray], limit: int) -> list[np.ndarray]:
-    """Returns, in row s and element j, whether the first s stages can hold the first j layers, each stage at
-    least one layer and at most `limit`."""
+    """Returns, in row s and element j, whether the first s stages can hold the first j layers such that each
+    stage has at least one layer and costs at most `limit`."""
     positions = np.arange(len(sums[0]))
     first: dict[int, np.ndarray] = {}  # the first layer of the longest stage that ends at each position
     rows = [positions == 0]
@@ -118,16 +120,18 @@ def _reachable(sums: Sequence[np.ndarray], limit: int) -> list[np.ndarray]:
 
 
 def partition_v(costs: Sequence[Sequence[Weight]]) -> list[int]:
-    """Returns the bounds of 2 * ranks stages for a V schedule (DualPipeV): rank r holds stages r and 2 *
-    ranks - 1 - r. The cost of the heaviest rank is minimal. costs: see `partition`. Raises TooLongError.
+    """Returns the bounds of 2 * ranks stages for a V schedule (DualPipeV), in which rank r holds the stages r
+    and 2 * ranks - 1 - r. The cost of the heaviest rank is minimal. costs: see `partition`. Raises
+    TooLongError.
 
     The dynamic program runs from the innermost rank, whose two stages are adjacent in the middle of the list,
-    to the outermost. Its state is the range of layers of the inner ranks: O(layers^4 / ranks), vectorized.
+    to the outermost rank. Its state is the range of layers that the inner ranks hold. It takes O(layers^4 /
+    ranks) steps, which are vectorized.
     """
     weighted = _layers_with_cost(costs)
     _check_steps(len(weighted) ** 4 // len(costs))
     sums = [row.astype(float) for row in _prefix_sums(_integer_costs(costs, weighted), _FLOAT_BITS)]
-    # Upper bound for pruning: the partition that balances the stages.
+    # Upper bound for pruning: the cost of the partition that balances the stages.
     places = [weighted.index(bound - 1) + 1 for bound in partition(costs)[1:-1]]
     stages = pairwise([0, *places, len(weighted)])
     even = np.array([row[b] - row[a] for row, (a, b) in zip(sums, stages, strict=True)])
@@ -161,11 +165,12 @@ def _add_outer_rank(
     limit: float,
     combine: Callable[..., np.ndarray],
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Adds the next outer rank, with one stage on each side of the inner ranks' layers.
+    """Adds the next outer rank, which has one stage on each side of the inner ranks' layers.
 
-    inner[i, j]: value if the inner ranks hold layers i to j - 1. `combine`: new value from the costs of the
-    rank's two stages and the inner value. Returns the best value [i, j] for layers i to j - 1 including the
-    new rank, and the number of layers in its left and right stage, [2, i, j].
+    inner[i, j]: the value if the inner ranks hold the layers i to j - 1. combine: returns the new value from
+    the costs of the rank's two stages and the inner value. Returns the best value [i, j] if the inner ranks
+    and the new rank hold the layers i to j - 1, and the number of layers in the new rank's left and right
+    stage, [2, i, j].
     """
     size = len(left_prefix)
     best, taken = np.full_like(inner, np.inf), np.zeros((2, *inner.shape), dtype=int)
@@ -203,8 +208,8 @@ def _bounds_of_all_layers(bounds: Sequence[int], weighted: Sequence[int], layers
 
 
 def _integer_costs(costs: Sequence[Sequence[Weight]], weighted: Sequence[int]) -> list[list[int]]:
-    """Returns the costs of the layers `weighted` on each stage, as multiples of a common unit. A float counts
-    as the decimal that it prints as. Equal rows share one list."""
+    """Returns the costs of the layers `weighted` on each stage as multiples of a common unit. A float counts
+    as the decimal number that Python prints for it. Equal rows share one list."""
     rows = {id(row): row for row in costs}
     exact = {key: [_ratio(row[index]) for index in weighted] for key, row in rows.items()}
     unit = math.lcm(*(denominator for row in exact.values() for _, denominator in row))
@@ -218,14 +223,15 @@ def _integer_costs(costs: Sequence[Sequence[Weight]], weighted: Sequence[int]) -
 
 
 def _ratio(value: Weight) -> tuple[int, int]:
-    """Returns (numerator, denominator)."""
+    """Returns the value as (numerator, denominator)."""
     exact = value if isinstance(value, Fraction) else Decimal(str(value))
     return exact.as_integer_ratio()
 
 
 def _prefix_sums(whole: Sequence[list[int]], bits: int) -> list[np.ndarray]:
-    """Returns, in row s and element j, the cost on stage s of the first j layers. Costs lose their last bits
-    if the stages of a partition could have a sum of more than `bits` bits. Equal rows share one array."""
+    """Returns, in row s and element j, the cost of the first j layers on stage s. If the sum over a
+    partition's stages could have more than `bits` bits, costs lose their last bits. Equal rows share one
+    array."""
     rows = {id(row): row for row in whole}
     largest = sum(max(column) for column in zip(*rows.values(), strict=True))
     shift = max(largest.bit_length() - bits, 0)

@@ -25,7 +25,8 @@ EXAMPLES = {
 }
 # Methods without an argument.
 WORDS = tuple(name for name in PARTITION_METHODS if name not in EXAMPLES)
-# More layers than any pipeline has. A mistake such as (t*999)*9999 is an error and cannot exhaust the memory.
+# Larger than the number of layers of any pipeline, so that a mistake such as (t*999)*9999 is an error and
+# does not exhaust the memory.
 _MAX_LAYERS = 100_000
 _MAX_DEPTH = 100
 
@@ -35,13 +36,14 @@ _PLACE = re.compile(r"(?P<pattern>.*)@(?P<place>first|last)", re.IGNORECASE | re
 
 @dataclass(frozen=True)
 class Alternative:
-    """`REGEX[@first|@last][:WEIGHT]`: the weight of layers whose class or function name matches REGEX."""
+    """A part `REGEX[@first|@last][:WEIGHT]`: the weight of all layers whose class or function name matches
+    REGEX."""
 
     text: str
     pattern: str
     weight: Fraction
     place: str = ""
-    """'first' or 'last': only the first or last matching layer; '': all matching layers."""
+    """'first' or 'last' if only the first or last matching layer has the weight; '' if all have it."""
 
 
 @dataclass(frozen=True)
@@ -55,17 +57,18 @@ class StageContent:
 
 @dataclass(frozen=True)
 class PartitionMethod:
-    """The parsed flag. alternatives: only of kind 'type'. stages: only of kinds 'layout' and 'stages'."""
+    """The parsed flag. alternatives: set only for the kind 'type'. stages: set only for the kinds 'layout'
+    and 'stages'."""
 
     text: str
     kind: str
-    """The name in PARTITION_METHODS."""
+    """The name of the method in PARTITION_METHODS."""
     alternatives: tuple[Alternative, ...] = ()
     stages: tuple[StageContent, ...] = ()
 
 
 def parse_partition_method(text: str) -> PartitionMethod:
-    """Parses the flag's value. Raises ConfigError that names the invalid part, with an example."""
+    """Parses the flag's value. Raises ConfigError that names the invalid part and shows an example."""
     kind, colon, rest = text.partition(":")
     kind = kind.strip().lower()
     if not colon and kind in WORDS:
@@ -104,7 +107,7 @@ def _alternative(text: str, part: str) -> Alternative:
         raise _error(text, f"'{part}' has no pattern; expected a part of a layer's name", "type")
     try:
         with warnings.catch_warnings():
-            warnings.simplefilter("error")  # for example [[a]
+            warnings.simplefilter("error")  # re warns, for example about [[a]
             re.compile(pattern)
     except (re.error, OverflowError, RecursionError, FutureWarning) as error:
         raise _error(text, f"'{pattern}' is not a valid regular expression ({error})", "type") from error
@@ -112,7 +115,7 @@ def _alternative(text: str, part: str) -> Alternative:
 
 
 def _split_outside_brackets(text: str, separator: str) -> list[str]:
-    """Splits at separators that are neither escaped nor inside brackets of a regular expression."""
+    """Splits at the separators that are neither escaped nor inside brackets of a regular expression."""
     parts, current, depth, in_set, escaped = [], "", 0, False, False
     for character in text:
         if character == separator and depth == 0 and not in_set and not escaped:
@@ -149,7 +152,8 @@ def _layout(text: str, rest: str) -> list[StageContent]:
 
 
 def _expand(text: str, rest: str, start: int) -> tuple[str, int]:
-    """Returns (letters with repeats expanded, position of the end: a ')' or the end of the text)."""
+    """Returns (letters with repeats expanded, position of the end). The end is a ')' or the end of the
+    text."""
     letters, position = "", start
     while position < len(rest) and rest[position] != ")":
         character = rest[position]
@@ -206,7 +210,8 @@ def _stages(text: str, rest: str) -> list[StageContent]:
 
 
 def _with_ends(text: str, stages: list[StageContent], example: str) -> tuple[StageContent, ...]:
-    """Returns the stages with the embedding on the first and the head on the last, even without E and L."""
+    """Returns the stages with the embedding on the first and the head on the last one, even if E and L are
+    missing."""
     if any(stage.embedding for stage in stages[1:]):
         raise _error(text, "the embedding E can only be on the first stage", example)
     if any(stage.head for stage in stages[:-1]):

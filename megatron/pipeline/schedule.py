@@ -1,8 +1,8 @@
-"""Simulation of pipeline schedules, with given times of the stages and of the transfers between them.
+"""Simulation of pipeline schedules, for given times of the stages and of the transfers between them.
 
-Simplifications: a send never blocks, whereas the engine waits for a send at the rank's next exchange;
-transfers do not share bandwidth and do not slow computation; the step ends with the last backward pass,
-before the gradients are reduced.
+The simulation makes three simplifications. A send never blocks, whereas in the engine a rank waits for a send
+at its next exchange. Transfers do not share bandwidth and do not slow down computation. The step ends with
+the last backward pass, before the gradients are reduced.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from megatron.pipeline.schedule_actions import FLOW, Kind, PipelineAction, Sched
 
 
 class Span(NamedTuple):
-    """Start and end of a pass, in seconds from the start of the step."""
+    """Start and end of a pass, in seconds after the start of the step."""
 
     action: PipelineAction
     start: float
@@ -32,25 +32,25 @@ class Timeline:
     """The result of a simulation."""
 
     spans: list[list[Span]]
-    """Per rank, its passes in chronological order."""
+    """For each rank, its passes in chronological order."""
     peak_in_flight: list[int]
-    """Per rank, the largest number of in-flight passes, whose activations are kept. A forward pass through a
-    chunk is in flight until its backward pass (and weight-gradient pass, if there is one) has ended. With two
-    chunks per rank, a chunk is about half of the rank's layers."""
+    """For each rank, the largest number of in-flight passes, whose activations are stored. A forward pass
+    through a chunk is in flight until its backward pass (and weight-gradient pass, if there is one) has
+    ended. With two chunks per rank, a chunk is about half of the rank's layers."""
 
     @cached_property
     def makespan(self) -> float:
-        """Seconds until the last rank is finished."""
+        """Seconds until the last rank has finished."""
         return max(span.end for spans in self.spans for span in spans[-1:])
 
     @cached_property
     def busy(self) -> list[float]:
-        """Seconds of passes per rank."""
+        """Seconds that each rank spends in passes."""
         return [sum(span.end - span.start for span in spans) for spans in self.spans]
 
     @property
     def bubble_shares(self) -> list[float]:
-        """Per rank, the fraction of the makespan in which it is idle."""
+        """For each rank, the fraction of the makespan in which it is idle."""
         return [1 - busy / self.makespan for busy in self.busy]
 
 
@@ -63,16 +63,16 @@ def simulate_schedule(
     chunks_per_rank: int | None = None,
     weight: Sequence[float] | None = None,
 ) -> Timeline:
-    """Simulates the schedule `name` of --pipeline-schedule.
+    """Simulates the schedule `name`, a value of --pipeline-schedule.
 
     forward, backward: seconds of a micro-batch's pass, one number per chunk.
-    transfer: seconds of a message between chunks c and c + 1, in either direction; one fewer than chunks.
+    transfer: seconds of a message between the chunks c and c + 1, in either direction, for each c.
     chunks_per_rank: for 'interleaved'; 'dualpipev' always has two, other schedules one.
     weight: the part of `backward` that computes weight gradients, by default half of it. Only 'zero-bubble'
         runs it as a separate pass.
 
     Times may be integers or Fractions; the results are then exact. Raises ValueError for an unknown schedule,
-    and for times or a number of micro-batches that the schedule does not support.
+    and if the schedule does not support the times or the number of micro-batches.
     """
     if name not in PIPELINE_SCHEDULES:
         expected = ", ".join(PIPELINE_SCHEDULES)
@@ -96,12 +96,12 @@ def simulate_schedule(
     return simulate(actions, forward, rest, transfer, weight)
 
 
-@lru_cache(maxsize=16)  # a plan calls it once per rank
+@lru_cache(maxsize=16)  # a plan calls it for each rank
 def actions_of(
     name: str, num_ranks: int, num_micro_batches: int, chunks_per_rank: int | None = None
 ) -> ScheduleActions:
-    """Returns the actions of the schedule `name`. Raises ValueError if the sizes do not fit. chunks_per_rank:
-    see `simulate_schedule`."""
+    """Returns the actions of the schedule `name`. Raises ValueError if the schedule does not support the
+    sizes. chunks_per_rank: see `simulate_schedule`."""
     is_fixed = PIPELINE_SCHEDULES[name].stages_per_rank > 0
     of_schedule = () if is_fixed else (_chunks_per_rank(name, chunks_per_rank),)
     actions: ScheduleActions = PIPELINE_SCHEDULES.load(name)(num_ranks, num_micro_batches, *of_schedule)
@@ -121,9 +121,9 @@ def _chunks_per_rank(name: str, given: int | None) -> int:
 def mean_bubble(
     schedule: str, weights: Sequence[float], num_micro_batches: int, chunks_per_rank: int | None = None
 ) -> float:
-    """Returns the mean share of a step in which a rank is idle. The passes of stage s take times proportional
-    to weights[s], a backward pass takes twice as long as a forward pass, and messages take no time.
-    chunks_per_rank: see `simulate_schedule`."""
+    """Returns the mean share of a step in which a rank is idle, under three assumptions: the passes of stage
+    s take times proportional to weights[s], a backward pass takes twice as long as a forward pass, and
+    messages take no time. chunks_per_rank: see `simulate_schedule`."""
     forward = [weight / 3 for weight in weights]
     backward = [2 * seconds for seconds in forward]
     shares = simulate_schedule(
@@ -155,9 +155,9 @@ def simulate(
 ) -> Timeline:
     """Simulates the actions of a schedule. Each step starts as early as its rank and its messages allow.
 
-    The arguments are the times of `simulate_schedule`, but `backward` excludes `weight`: the times of the
-    weight-gradient passes, if any. Raises ValueError if the actions deadlock; it names a pass that gets no
-    input.
+    The arguments are the times of `simulate_schedule`, except that `backward` excludes `weight`, the times of
+    the weight-gradient passes (empty if there are none). Raises ValueError if the actions deadlock; the error
+    names a pass that gets no input.
     """
     run = _Run(actions, {"forward": forward, "backward": backward, "weight": weight}, transfer)
     ready = deque(range(len(actions.steps)))
@@ -176,12 +176,13 @@ class _Rank:
     steps: list[Step]
     position: int = 0
     resumes: bool = False
-    """Whether the current step was interrupted: its first messages are sent, and it waits for an input."""
+    """Whether the current step was interrupted: its first messages are sent, and the rank waits for an
+    input."""
     clock: float = 0
     inputs: set[PipelineAction] = field(default_factory=set)
-    """Passes whose input has arrived."""
+    """The passes whose input has arrived."""
     outputs: set[PipelineAction] = field(default_factory=set)
-    """Passes whose output is not sent yet."""
+    """The passes whose output is not sent yet."""
     live: set[tuple[int, int]] = field(default_factory=set)
     """(micro-batch, chunk) of the in-flight forward passes."""
     weight_passes: set[tuple[int, int]] = field(default_factory=set)
@@ -198,7 +199,7 @@ class _Run:
     ) -> None:
         self.ranks = [_Rank(steps) for steps in actions.steps]
         self.waiting: dict[PipelineAction, int] = {}
-        """Pass that waits for its input -> its rank."""
+        """The pass that waits for its input -> the rank of this pass."""
         self._rank_of_chunk = actions.rank_of_chunk
         self._times = times
         self._transfer = transfer
@@ -206,7 +207,7 @@ class _Run:
         self._splits_backward = bool(times["weight"])
 
     def advance(self, number: int) -> list[int]:
-        """Advances a rank until it waits for a message; returns the ranks that its messages unblock."""
+        """Advances a rank until it waits for a message. Returns the ranks that its messages unblock."""
         rank, woken = self.ranks[number], []
         while rank.position < len(rank.steps):
             sends, receives, late_sends, step_actions = rank.steps[rank.position]
@@ -228,7 +229,7 @@ class _Run:
         return woken
 
     def _send(self, rank: _Rank, outputs: Sequence[PipelineAction]) -> list[int]:
-        """Sends outputs; returns the ranks that waited for them."""
+        """Sends the outputs of passes. Returns the ranks that waited for them."""
         woken = []
         for action in outputs:
             if action not in rank.outputs:

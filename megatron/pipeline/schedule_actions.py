@@ -1,19 +1,20 @@
-"""The actions of pipeline schedules: which pass each rank runs when, and which messages it exchanges.
+"""The actions of pipeline schedules: when each rank runs which pass, and which messages it exchanges.
 
 The model's layers are divided into model chunks. Chunk c is stage c of the flags, the docs and
-`megatron.engine`. Its index among the chunks of its rank is called model_chunk_id, as in Megatron-LM. The
-actions of a rank are a list of steps. Each step exchanges messages and then computes. Schedule -> chunks:
+`megatron.engine`. The index of a chunk among the chunks of its rank is called model_chunk_id, as in
+Megatron-LM. The actions of a rank are a list of steps. In each step the rank exchanges messages and then
+computes. The schedules and their chunks:
 
     '1f1b' (arXiv 2104.04473, PipeDream-flush)                 one per rank
     'zero-bubble' (arXiv 2401.10241)                           one per rank
     'dualpipev' (https://github.com/deepseek-ai/DualPipe)      rank r of p holds chunks r and 2p - 1 - r
     'interleaved' (arXiv 2104.04473, section 2.2)              rank r holds chunks r, p + r, 2p + r, ...
 
-'1f1b' and 'dualpipev' exchange exactly the messages of DeepSpeed 0.19.8's `TrainSchedule` and
-`DualPipeVSchedule`. In particular:
+'1f1b' and 'dualpipev' exchange exactly the messages of `TrainSchedule` and `DualPipeVSchedule` in DeepSpeed
+0.19.8. In particular:
 
-- `TrainSchedule` receives a gradient before it sends the activation that it has just computed. So in its
-  steady state each micro-batch waits for one transfer in each direction, even if the activation is ready;
+- `TrainSchedule` receives a gradient before it sends the activation that it has just computed. Therefore, in
+  its steady state each micro-batch waits for one transfer in each direction, even if the activation is ready;
 - `DualPipeVSchedule` neither splits the backward pass into input and weight gradients ("zero bubble") nor
   overlaps a forward with a backward pass. A pair of passes shares only its message exchanges: the forward
   pass also waits for the gradient, and its output is sent after the backward pass.
@@ -32,10 +33,11 @@ from typing import Literal, NamedTuple
 from megatron.mpu.mesh import chunks_of_rank
 
 Kind = Literal["forward", "backward", "weight"]
-"""Kind of a pass. "weight" (W) computes weight gradients, if "backward" (B) computes only input gradients."""
+"""Kind of a pass. "weight" (W) computes the weight gradients if "backward" (B) computes only input
+gradients."""
 
 FLOW: dict[Kind, int] = {"forward": 1, "backward": -1}
-"""Offset from a chunk to the chunk that receives its output. A weight-gradient pass has no receiver."""
+"""The offset from a chunk to the chunk that receives its output. A weight-gradient pass has no receiver."""
 
 
 class PipelineAction(NamedTuple):
@@ -50,37 +52,39 @@ class PipelineAction(NamedTuple):
 
 
 class Step(NamedTuple):
-    """One message exchange of a rank and the passes after it, in the order of the fields."""
+    """A message exchange of a rank, and the passes after it. The parts run in the order of the fields."""
 
     sends: tuple[PipelineAction, ...]
-    """Passes whose outputs are sent first."""
+    """The passes whose outputs are sent first."""
     receives: tuple[PipelineAction, ...]
-    """Passes whose inputs are received next; the rank waits for all of them."""
+    """The passes whose inputs are received next. The rank waits for all of them."""
     late_sends: tuple[PipelineAction, ...]
-    """Passes whose outputs are sent after these inputs have arrived."""
+    """The passes whose outputs are sent after these inputs have arrived."""
     actions: tuple[PipelineAction, ...]
-    """Passes that are computed last, in this order."""
+    """The passes that are computed last, in this order."""
 
 
 @dataclass(frozen=True)
 class ScheduleActions:
-    """The steps of each rank, and which rank holds each chunk."""
+    """The steps of each rank, and the rank that holds each chunk."""
 
     steps: list[list[Step]]
     rank_of_chunk: Sequence[int]
 
 
 def one_f_one_b(num_stages: int, num_micro_batches: int) -> ScheduleActions:
-    """1F1B (PipeDream-flush, arXiv 2104.04473): stage s of p runs p - s forward passes first (warm-up), then
-    alternates one backward and one forward pass. So it keeps activations of at most p - s micro-batches."""
+    """Returns 1F1B (PipeDream-flush, arXiv 2104.04473). Stage s of p first runs p - s forward passes
+    (warm-up), and then alternates between one backward and one forward pass. So it stores the activations of
+    at most p - s micro-batches."""
 
     def add_steps(stage: int, steps: _Steps) -> None:
         forwards, backwards = _passes(stage, num_micro_batches)
         depth = num_stages - stage
         steps.add_each(forwards[:depth])
         for micro_batch, action in enumerate(backwards):
-            # After a forward pass DeepSpeed receives the gradient before it sends the activation. If fewer
-            # micro-batches remain than stages from this one on, the activation was already sent.
+            # After a forward pass DeepSpeed receives the gradient before it sends the activation. If the
+            # number of remaining micro-batches is smaller than the number of stages from this one on, the
+            # activation was already sent.
             steps.add(action, sends_late=micro_batch + depth - 1 < num_micro_batches)
             steps.add_each(forwards[micro_batch + depth :][:1])
 
@@ -88,13 +92,13 @@ def one_f_one_b(num_stages: int, num_micro_batches: int) -> ScheduleActions:
 
 
 def zero_bubble(num_stages: int, num_micro_batches: int) -> ScheduleActions:
-    """ZB-H1 (arXiv 2401.10241, section 2.1): 1F1B with a split backward pass, B and W.
+    """Returns ZB-H1 (arXiv 2401.10241, section 2.1): 1F1B with a backward pass that is split into B and W.
 
     B computes the gradient of the stage's input, which the previous stage waits for. W computes the weight
-    gradients, which nothing waits for, so it can run when the stage would be idle. Forward passes and Bs run
-    in the order of 1F1B. On stage s, the W of a micro-batch runs after the B of the micro-batch s places
-    later. So all p stages keep equal numbers of micro-batches: on stage s, p - s wait for B and s wait for W.
-    If forward pass, B and W take equally long, the bubble is a third of 1F1B's bubble.
+    gradients. Nothing waits for them, so W can run when the stage would be idle. Forward passes and Bs run in
+    the order of 1F1B. On stage s, the W of micro-batch i runs after the B of micro-batch i + s. So all p
+    stages keep equally many micro-batches: on stage s, p - s of them wait for B and s wait for W. If forward
+    pass, B and W take equally long, the bubble is a third of 1F1B's bubble.
     """
 
     def add_steps(stage: int, steps: _Steps) -> None:
@@ -104,7 +108,7 @@ def zero_bubble(num_stages: int, num_micro_batches: int) -> ScheduleActions:
         steps.add_each(forwards[:depth])
         for micro_batch, action in enumerate(backwards):
             steps.add(action)
-            # A separate step, so that the output of B is sent before W.
+            # W is a separate step, so that the output of B is sent before W.
             if micro_batch >= stage:
                 steps.add(weights[micro_batch - stage])
             steps.add_each(forwards[micro_batch + depth :][:1])
@@ -114,10 +118,11 @@ def zero_bubble(num_stages: int, num_micro_batches: int) -> ScheduleActions:
 
 
 def dual_pipe_v(num_ranks: int, num_micro_batches: int) -> ScheduleActions:
-    """DualPipeV (https://github.com/deepseek-ai/DualPipe) as DeepSpeed runs it; see the module's docstring.
+    """Returns DualPipeV (https://github.com/deepseek-ai/DualPipe) as DeepSpeed runs it: see the module's
+    docstring.
 
-    Micro-batches go down through chunks 0 to p - 1 and back up through p to 2p - 1, and passes of both
-    directions alternate. Raises ValueError for fewer than two micro-batches per rank.
+    Micro-batches go down through the chunks 0 to p - 1 and back up through the chunks p to 2p - 1, and passes
+    of the two directions alternate. Raises ValueError if there are fewer than two micro-batches per rank.
     """
     if num_micro_batches < 2 * num_ranks:
         raise ValueError(
@@ -129,7 +134,8 @@ def dual_pipe_v(num_ranks: int, num_micro_batches: int) -> ScheduleActions:
 
 
 def _add_dual_pipe_v_steps(num_ranks: int, num_micro_batches: int, rank: int, steps: _Steps) -> None:
-    """Adds the steps of one rank. The numbers are the parts of DeepSpeed's `DualPipeVSchedule.steps`."""
+    """Adds the steps of one rank. The numbered comments are the parts of DeepSpeed's
+    `DualPipeVSchedule.steps`."""
     last_chunk = 2 * num_ranks - 1
     down, up = _passes(rank, num_micro_batches), _passes(last_chunk - rank, num_micro_batches)
     forward_down, backward_down, forward_up, backward_up = map(iter, (*down, *up))
@@ -139,7 +145,7 @@ def _add_dual_pipe_v_steps(num_ranks: int, num_micro_batches: int, rank: int, st
         steps.add(next(forward_down))
     action = next(forward_down)
     for turn in range(rank + 1):  # 2
-        # The outputs of both directions are sent together, and the next inputs are received together.
+        # The outputs of both directions are sent together, and the next inputs of both are received together.
         steps.add(action, hold=True)
         action = next(forward_down)
         steps.add(next(forward_up), receive_too=(action,), hold=below == 0 and turn == rank)
@@ -165,14 +171,16 @@ def _add_dual_pipe_v_steps(num_ranks: int, num_micro_batches: int, rank: int, st
 
 
 def interleaved(num_ranks: int, num_micro_batches: int, chunks_per_rank: int) -> ScheduleActions:
-    """Interleaved 1F1B (arXiv 2104.04473, section 2.2): rank r of p holds chunks r, p + r, 2p + r, ...
+    """Returns interleaved 1F1B (arXiv 2104.04473, section 2.2): rank r of p holds the chunks r, p + r, 2p +
+    r, ...
 
-    Groups of p micro-batches go through the first chunk of a rank, then through its second, and so on.
-    Backward, they go through its last chunk first. With v chunks, rank r runs 2 (p - 1 - r) + (v - 1) p
-    forward passes first (warm-up), then alternates one forward and one backward pass. Such a pair shares its
-    message exchange: if all passes take equally long, every message is needed one step after its pass.
+    Groups of p micro-batches go through the first chunk of a rank, then through its second chunk, and so on.
+    In the backward direction they first go through its last chunk. With v chunks, rank r first runs 2 (p - 1
+    - r) + (v - 1) p forward passes (warm-up), and then alternates between one forward and one backward pass.
+    The two passes share their message exchange: if all passes take equally long, every message is needed one
+    step after its pass.
 
-    Raises ValueError if the number of micro-batches is not a multiple of the ranks.
+    Raises ValueError if the number of micro-batches is not a multiple of the number of ranks.
     """
     if num_micro_batches % num_ranks:
         raise ValueError(
@@ -199,7 +207,8 @@ def interleaved(num_ranks: int, num_micro_batches: int, chunks_per_rank: int) ->
 
 
 def forward_only(rank_of_chunk: Sequence[int], num_micro_batches: int) -> ScheduleActions:
-    """Schedules only forward passes, as an evaluation needs, for any chunks and number of micro-batches.
+    """Returns a schedule of forward passes only, as an evaluation needs, for any chunks and number of
+    micro-batches.
 
     Micro-batch k is in chunk c in step k + c, so every message is needed one step after its pass.
     """
@@ -213,7 +222,7 @@ def forward_only(rank_of_chunk: Sequence[int], num_micro_batches: int) -> Schedu
 
 
 def _schedule(rank_of_chunk: Sequence[int], add_steps: Callable[[int, _Steps], None]) -> ScheduleActions:
-    """Returns the steps of all ranks. add_steps: adds the steps of one rank."""
+    """Returns the steps of all ranks. add_steps: a function that adds the steps of one rank."""
     of_ranks = [_Steps(rank, rank_of_chunk) for rank in range(max(rank_of_chunk) + 1)]
     for rank, steps in enumerate(of_ranks):
         add_steps(rank, steps)
@@ -221,7 +230,7 @@ def _schedule(rank_of_chunk: Sequence[int], add_steps: Callable[[int, _Steps], N
 
 
 def _passes(chunk: int, num_micro_batches: int) -> tuple[list[PipelineAction], list[PipelineAction]]:
-    """Returns the forward and the backward passes through a chunk."""
+    """Returns the forward passes and the backward passes through a chunk."""
     kinds: tuple[Kind, Kind] = "forward", "backward"
     forwards, backwards = (
         [PipelineAction(kind, k, chunk) for k in range(num_micro_batches)] for kind in kinds
@@ -230,7 +239,7 @@ def _passes(chunk: int, num_micro_batches: int) -> tuple[list[PipelineAction], l
 
 
 class _Steps:
-    """Builds the steps of a rank from its passes, with the messages from and to other ranks."""
+    """Builds the steps of a rank from its passes. It adds the messages from and to other ranks."""
 
     def __init__(self, rank: int, rank_of_chunk: Sequence[int]) -> None:
         def elsewhere(chunk: int) -> bool:
@@ -251,11 +260,11 @@ class _Steps:
         hold: bool = False,
         receive_too: tuple[PipelineAction, ...] = (),
     ) -> None:
-        """Adds a step.
+        """Adds a step that computes `actions`.
 
-        sends_late: pending outputs are sent after this step's inputs have arrived, not before.
-        hold: this step's outputs are sent together with those of the next step.
-        receive_too: passes of later steps whose inputs are received in this step.
+        sends_late: whether pending outputs are sent after this step's inputs have arrived, instead of before.
+        hold: whether this step's outputs are sent together with the outputs of the next step. receive_too:
+        passes of later steps whose inputs are received in this step.
         """
         receives = _select(actions + receive_too, self._incoming)
         if self._received:
@@ -273,12 +282,12 @@ class _Steps:
             self.add(action)
 
     def finished(self) -> list[Step]:
-        """Returns all steps; a last step without passes sends the remaining outputs."""
+        """Returns all steps, with a last step without passes that sends the remaining outputs."""
         return [*self._steps, Step(self._unsent + self._held, (), (), ())]
 
 
 def _select(actions: tuple[PipelineAction, ...], places: set[tuple[Kind, int]]) -> tuple[PipelineAction, ...]:
     """Returns the passes whose kind and chunk are among `places`."""
     selected = [action for action in actions if (action.kind, action.chunk) in places]
-    # Large plans have millions of tuples: reuse this one if nothing is removed.
+    # Large plans have millions of tuples, so this tuple is reused if nothing is removed.
     return actions if len(selected) == len(actions) else tuple(selected)

@@ -22,7 +22,7 @@ from megatron.pipeline.partition_method import parse_partition_method
 
 @dataclass(frozen=True)
 class StagePlan:
-    """The layer list and its partition: stage s holds layers bounds[s] to bounds[s + 1] - 1."""
+    """The layer list and its partition: stage s holds the layers bounds[s] to bounds[s + 1] - 1."""
 
     method: str
     layers: list[LayerDescription]
@@ -32,15 +32,15 @@ class StagePlan:
     rank_of_stage: tuple[int, ...]
     """The pipeline rank that holds each stage."""
     total_parameters: int
-    """Parameters of the whole model; the tied embedding counts once."""
+    """Number of parameters of the whole model. The tied embedding counts once."""
     expert_parameters: int = 0
-    """Parameters of all experts."""
+    """Number of parameters of all experts."""
     expert_share: float = 1.0
-    """Experts per token divided by experts."""
+    """Number of experts per token divided by the number of experts."""
 
     @property
     def active_parameters(self) -> int:
-        """Parameters of the whole model that a token uses."""
+        """Number of parameters of the whole model that a token uses."""
         return self.total_parameters - round(self.expert_parameters * (1 - self.expert_share))
 
     @property
@@ -56,27 +56,29 @@ class StagePlan:
         return self.num_ranks == len(self.rank_of_stage)
 
     def rank_of(self, stage: int) -> int:
-        """Returns the pipeline rank that holds the stage."""
+        """Returns the pipeline rank that holds a stage."""
         return self.rank_of_stage[stage]
 
     def sum_by_rank(self, values: Sequence[float]) -> list[float]:
-        """Returns the sums over the stages of each pipeline rank. values: one per stage."""
+        """Returns the sum over the stages of each pipeline rank. values: one number per stage."""
         sums = [0.0] * self.num_ranks
         for rank, value in zip(self.rank_of_stage, values, strict=True):
             sums[rank] += value
         return sums
 
     def rank_weights(self) -> list[float]:
-        """Returns the weight of each pipeline rank."""
+        """Returns the weight of each pipeline rank, the sum of its stages' weights."""
         return self.sum_by_rank(self.partition.weights)
 
     def layer_range(self, stage: int) -> str:
-        """Returns the indices of the stage's layers, such as '3-8'; '-' for a stage without layers."""
+        """Returns the indices of the stage's layers as text, such as '3-8'; '-' for a stage without
+        layers."""
         first, last = self.bounds[stage], self.bounds[stage + 1] - 1
         return f"{first}-{last}" if last > first else str(first) if last == first else "-"
 
     def stage_parameters(self, stage: int) -> int:
-        """Returns the stage's parameters on one rank. A tied embedding and head on the rank count once."""
+        """Returns the number of the stage's parameters on one rank. A tied embedding and head on the rank
+        count once."""
         first, last = self.bounds[stage], self.bounds[stage + 1]
         shares_embedding = self.rank_of(stage) == 0
         held = zip(self.layers[first:last], self.parameters[first:last], strict=True)
@@ -97,10 +99,10 @@ def plan_stages(
     seconds: dict[str, float] | None = None,
     memory: MemoryCosts | None = None,
 ) -> StagePlan:
-    """Partitions the layer list by `--partition-method`. Raises ConfigError if that is not possible.
+    """Partitions the layer list by `--partition-method`. Raises ConfigError if this is not possible.
 
-    seconds: measured times (see `LayerDescription.time_name`), for the method 'profile'. memory: for the
-    method 'memory', see `needs_memory_costs`.
+    seconds: measured times (see `LayerDescription.time_name`), needed by the method 'profile'. memory: memory
+    of the layers, needed by the method 'memory' (see `needs_memory_costs`).
     """
     parallel = config.parallel
     layers = layer_list(config, vocab_size)
@@ -132,7 +134,7 @@ def plan_stages(
 
 
 def layer_list(config: Config, vocab_size: int) -> list[LayerSpec | Callable]:
-    """Returns the list of the model's layers on a tensor- and expert-parallel rank."""
+    """Returns the list of the model's layers for one tensor- and expert-parallel rank."""
     experts = config.parallel.expert_model_parallel_size
     mesh = Mesh(config.parallel.tensor_model_parallel_size, 1, experts, ep_size=experts)
     context = LayerContext(config, mesh, DropoutRNG(config.training.seed))
@@ -140,19 +142,19 @@ def layer_list(config: Config, vocab_size: int) -> list[LayerSpec | Callable]:
 
 
 def needs_memory_costs(config: Config) -> bool:
-    """Returns whether `plan_stages` needs the memory of the layers."""
+    """Returns whether `plan_stages` needs the memory of the layers (`memory`)."""
     kind = parse_partition_method(config.parallel.partition_method).kind
     return PARTITION_METHODS[kind].needs_memory
 
 
 def stage_flops(config: Config, plan: StagePlan, vocab_size: int) -> list[float]:
-    """Returns the FLOPs of a micro-batch per stage, forward and backward, on one rank."""
+    """Returns the FLOPs of each stage on one rank for a micro-batch's forward and backward pass."""
     flops = flops_of_layers(config, plan.layers, vocab_size)
     return [sum(flops[first:last]) for first, last in pairwise(plan.bounds)]
 
 
 def flops_of_layers(config: Config, layers: Sequence[LayerDescription], vocab_size: int) -> list[float]:
-    """Returns the FLOPs of a micro-batch in each layer, forward and backward, on one rank."""
+    """Returns the FLOPs of each layer on one rank for a micro-batch's forward and backward pass."""
     padded = padded_vocab_size(vocab_size, config.model, config.parallel.tensor_model_parallel_size)
     by_description = {layer: layer_flops(config, layer, padded) for layer in set(layers)}
     return [by_description[layer] for layer in layers]
@@ -161,7 +163,8 @@ def flops_of_layers(config: Config, layers: Sequence[LayerDescription], vocab_si
 def held_parameters(
     config: Config, layers: Sequence[LayerDescription], parameters: Sequence[int]
 ) -> list[int]:
-    """Returns each layer's parameters on one rank; 0 for a tied head on the embedding's rank (one matrix)."""
+    """Returns the number of each layer's parameters on one rank; 0 for a tied head on the embedding's rank
+    (one matrix)."""
     is_alone = config.parallel.rank_of_stage[-1] == 0
     return [
         0 if layer.is_tied and is_alone else number for layer, number in zip(layers, parameters, strict=True)
@@ -177,7 +180,7 @@ def _per_layer(layers: Sequence[LayerDescription], seconds: Mapping[str, float])
         )
     times, of_functions = [], 0.0
     for layer in layers:
-        # The time of a function is added to the next layer, since functions are not partitioned separately.
+        # The time of a function counts for the next layer, since functions are not partitioned separately.
         if layer.role is Role.FUNCTION:
             times.append(0.0)
             of_functions += seconds[layer.time_name]

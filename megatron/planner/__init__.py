@@ -1,1 +1,2 @@
-"""Plans a run before it starts: memory and time of its layers and stages, searches, sweeps, --dry-run."""
+"""Plans a run before it starts: memory and time of its layers and stages, layout searches, sweeps,
+--dry-run."""

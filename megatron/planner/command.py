@@ -33,19 +33,19 @@ PROGRAM = "pretrain_gpt.py"
 _TIMEOUT_S = 60
 _MAX_OUTPUT_BYTES = 1 << 20
 _MAX_SHOWN = 200
-# Prefixes of variables that Slurm sets. This program may itself run in a job, whose variables a script must
-# not see. Variables such as NNODES, with which users set sizes of the example scripts, are passed on.
+# Prefixes of variables that Slurm sets. If this program itself runs in a job, a script must not see this
+# job's variables. Variables such as NNODES, with which users set sizes of the example scripts, are passed on.
 _JOB_VARIABLES = ("SLURM_", "MASTER_")
 
 
 class RunFlagsParser(ToolParser):
-    """Parses the flags of a tool; flags of pretrain_gpt.py are collected in `.training` of the result."""
+    """Parses the flags of a tool. It collects flags of pretrain_gpt.py in `.training` of the result."""
 
     def parse_args(  # type: ignore[override]
         self, args: Sequence[str] | None = None, namespace: argparse.Namespace | None = None
     ) -> argparse.Namespace:
-        """Returns the tool's flags with the flags of the run in `training`, which `read_command_line` checks,
-        and the mistakes in the tool's own flags in `mistakes`."""
+        """Returns the tool's flags. `training` of the result has the flags of the run, which
+        `read_command_line` checks, and `mistakes` has the mistakes in the tool's own flags."""
         mistakes = Mistakes()
         parsed, training = self.collect_known(sys.argv[1:] if args is None else args, mistakes)
         parsed.training, parsed.mistakes = training, mistakes
@@ -54,14 +54,15 @@ class RunFlagsParser(ToolParser):
 
 def run_flags(flags: Sequence[str], script: str | None, gpus: int | None) -> list[str]:
     """Returns the flags of a dry run: the script's training command and its number of processes, then
-    `flags`, which override the script's. script: path of the script. gpus: overrides --world-size."""
+    `flags`, which override the script's flags. script: path of the script; None for no script. gpus: replaces
+    --world-size if given."""
     words: list[str] = []
     if script is not None:
         command = read_script("--script", script, [], script_environment())
         if command.processes is not None:
             words += ["--world-size", str(command.processes), "--node-size", str(command.processes_per_node)]
         words += command.flags
-    # Flags of other frameworks are translated first, so that the settings that they change are found.
+    # Flags of other frameworks are translated first, so that the settings which they change are found.
     words, flags = rewrite(words)[0], rewrite(flags)[0]
     words = [*without_settings(words, _given(flags)), *flags]
     if gpus is not None:
@@ -70,12 +71,12 @@ def run_flags(flags: Sequence[str], script: str | None, gpus: int | None) -> lis
 
 
 def with_defaults(words: Sequence[str], chooses_layout: bool = True) -> tuple[list[str], list[str]]:
-    """Returns the flags with defaults for those that a plan needs and that hardly affect its result, such as
-    --lr; and notes on the defaults that a user should know. chooses_layout: whether a search starts from the
-    flags, so that layout and precision have defaults, too."""
+    """Returns the flags with defaults added for flags that a plan needs but that hardly affect it, such as
+    --lr, and notes on the defaults that a user should know. chooses_layout: whether a search starts from the
+    flags. For a search, layout and precision get defaults as well."""
     given, words, notes = _given(words), list(words), []
     if "schedule.lr" not in given:
-        words += ["--lr", "1"]  # no --min-lr is above it
+        words += ["--lr", "1"]  # so large that every --min-lr is valid
     if "batch.micro_batch_size" not in given:
         words += ["--micro-batch-size", "1"]
         notes.append("--micro-batch-size is not set: planned with 1")
@@ -102,14 +103,15 @@ def with_defaults(words: Sequence[str], chooses_layout: bool = True) -> tuple[li
 
 
 def _first_pipeline_size(words: Sequence[str]) -> int:
-    """Returns the smallest number of stages with which the batch sizes are divisible by the data-parallel
-    size times the micro-batch size, so that a search has a valid layout to start from; 1 if there is none."""
+    """Returns the smallest number of pipeline stages with which the batch sizes are divisible by the
+    data-parallel size times the micro-batch size, so that a search has a valid layout to start from; 1 if no
+    number has this property."""
     settings = _parsed(words)
     world_size, micro_batch = (settings.get(f, 1) for f in ("parallel.world_size", "batch.micro_batch_size"))
     sizes = [settings.get("batch.global_batch_size", micro_batch)]
     sizes += [size for size in settings.get("batch.rampup_batch_size", ())[:2] if size]
     if min(world_size, micro_batch) < 1:
-        return 1  # the checks of the flags name the mistake
+        return 1  # the checks of the flags then name the mistake
     replicas = range(min(world_size, min(sizes) // micro_batch), 0, -1)
     divisors = (count for count in replicas if world_size % count == 0)
     fitting = (count for count in divisors if all(size % (micro_batch * count) == 0 for size in sizes))
@@ -117,12 +119,12 @@ def _first_pipeline_size(words: Sequence[str]) -> int:
 
 
 def _parsed(words: Sequence[str]) -> dict[str, Any]:
-    """Returns the settings of the flags without the invalid ones, which `read_command_line` reports."""
+    """Returns the settings of the flags. Leaves out invalid ones, which `read_command_line` reports."""
     return vars(make_parser().collect(words, Mistakes()))
 
 
 def replaced(words: Sequence[str], change: Mapping[str, Any]) -> list[str]:
-    """Returns the flags with the changed settings. change: 'section.field' -> value."""
+    """Returns the flags with changed settings. change: 'section.field' -> new value."""
     flags: list[str] = []
     for name, value in change.items():
         option = setting_option(name)
@@ -134,7 +136,7 @@ def replaced(words: Sequence[str], change: Mapping[str, Any]) -> list[str]:
 
 
 def _given(words: Sequence[str]) -> set[str]:
-    """Returns the settings, as 'section.field', that the flags set."""
+    """Returns the settings that the flags set, as 'section.field'."""
     return {OPTIONS[word.partition("=")[0]] for word in words if word.partition("=")[0] in OPTIONS}
 
 
@@ -162,7 +164,8 @@ def without_settings(words: Sequence[str], names: set[str]) -> list[str]:
 
 @dataclass(frozen=True)
 class ScriptCommand:
-    """The flags of PROGRAM, and the processes that a script starts; None without torch's launcher."""
+    """The flags of PROGRAM, and how many processes a script starts: None if it does not use torch's
+    launcher."""
 
     flags: list[str]
     nodes: int | None
@@ -170,15 +173,15 @@ class ScriptCommand:
 
     @property
     def processes(self) -> int | None:
-        """Number of processes on all nodes; None without torch's launcher."""
+        """Number of processes on all nodes; None if the script does not use torch's launcher."""
         if self.nodes is None or self.processes_per_node is None:
             return None
         return self.nodes * self.processes_per_node
 
 
 def script_environment() -> dict[str, str]:
-    """Returns this process's environment without the variables of the job that it may run in. SLURM_CONF
-    stays, since the script needs it to reach Slurm."""
+    """Returns this process's environment without the variables of the job that this process may run in.
+    SLURM_CONF stays, because the script needs it to reach Slurm."""
     return {
         name: value
         for name, value in os.environ.items()
@@ -187,8 +190,8 @@ def script_environment() -> dict[str, str]:
 
 
 def read_script(option: str, script: str, flags: Sequence[str], env: Mapping[str, str]) -> ScriptCommand:
-    """Executes a script like those of examples/slurm with `flags`, and returns the last training command that
-    it prints. option: the flag that names the script, for error messages. env: see `script_environment`.
+    """Executes a script like the ones in examples/slurm with `flags`, and returns the last training command
+    that it prints. option: the flag that names the script, for error messages. env: see `script_environment`.
     Raises ConfigError if the script prints no command, runs too long, or prints too much."""
     path = Path(script).resolve()
     if not path.is_file():
@@ -219,7 +222,7 @@ def read_script(option: str, script: str, flags: Sequence[str], env: Mapping[str
 
 
 class _TooLong(Exception):
-    """A script prints more than _MAX_OUTPUT_BYTES."""
+    """A script has printed more than _MAX_OUTPUT_BYTES."""
 
 
 def _run(command: Sequence[str], env: Mapping[str, str]) -> tuple[int, str, str]:
@@ -264,10 +267,11 @@ def _run(command: Sequence[str], env: Mapping[str, str]) -> tuple[int, str, str]
 
 
 def _words(command: str) -> tuple[list[str], int | None]:
-    """Returns the words of a command, and the index of the word that ends with PROGRAM; None without one."""
+    """Returns the words of a command, and the index of the word that ends with PROGRAM (None if there is
+    none)."""
     try:
         words = shlex.split(command)
-    except ValueError:  # an open quotation mark
+    except ValueError:  # a quotation mark is not closed
         return [], None
     return words, next((index for index, word in enumerate(words) if word.endswith(PROGRAM)), None)
 

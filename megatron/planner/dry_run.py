@@ -28,7 +28,7 @@ from megatron.units import GIB
 
 def dry_run(config: Config, notes: list[str]) -> ExitStatus:
     """Prints the plan. Returns FINISHED, or USER_ERROR if the plan does not fit the device. notes: sentences
-    about the flags, printed at the start of the report."""
+    about the flags, which are printed at the start of the report."""
     run = new_run(config, memory_costs)
     plan = with_verdict(plan_of(run))
     if processes.is_main_process():
@@ -68,7 +68,8 @@ def planned_run_report(plan: Plan, notes: Sequence[str] = (), learning_rate: str
 
 
 def _network_lines(config: Config) -> list[str]:
-    """Returns the line on --network-figures, the measured rates that the prediction uses; [] without them."""
+    """Returns the line on --network-figures (the measured rates that the prediction uses); [] without this
+    flag."""
     figures = None if config.training.gpu is None else read_network_figures(config)
     return [] if figures is None else [f"network    {figures.describe()} ({config.parallel.network_figures})"]
 
@@ -87,12 +88,12 @@ def memory_table(plan: Plan) -> str:
 
 
 def ramp_up_notes(run: Run, checkpoint: Checkpoint | None) -> list[str]:
-    """Returns a note on the batch sizes that remain of --rampup-batch-size after `checkpoint`, which --load
-    names; [] without both.
+    """Returns a note on the batch sizes of --rampup-batch-size that remain after `checkpoint`, the one that
+    --load names. Returns [] without --rampup-batch-size and --load.
 
     If --load has no checkpoint on this machine, the note names the batch sizes that the layout supports, and
-    the number of consumed samples from which a run can resume. Raises ConfigError if the
-    layout does not support a batch size that remains.
+    the number of consumed samples from which a run can resume. Raises ConfigError if the layout does not
+    support a batch size that remains.
     """
     config, schedule, load = run.config, run.batches, run.config.checkpoint.load
     if load is None or config.batch.rampup_batch_size is None:

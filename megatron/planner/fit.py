@@ -1,4 +1,4 @@
-"""Whether a plan fits the device; if it does not, the flags with which it fits, fastest first."""
+"""Decides whether a plan fits the device. If it does not, finds flags with which it fits, fastest first."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from megatron.units import GIB
 
 _MOST_NAMED = 3
 _MOST_FLAGS = 3
-"""Flags that are combined, at most."""
+"""Largest number of flags that are combined."""
 # A flag is suggested only if it reduces the planned memory by at least this share.
 _MIN_SAVING = 0.02
 
@@ -26,8 +26,8 @@ Flags = Mapping[str, str]
 
 
 def with_verdict(plan: Plan) -> Plan:
-    """Returns the plan with `Plan.verdict`: a sentence on whether it fits the device, and if it does not, on
-    the flags with which it does; '' if the device is not known."""
+    """Returns the plan with `Plan.verdict` set: a sentence on whether the plan fits the device. If it does
+    not fit, the sentence names flags with which it fits. The verdict is '' if the device is not known."""
     device, largest, reserve = plan.device_bytes, plan.peak_bytes, plan.reserve_bytes
     if device is None or plan.verdict:
         return plan
@@ -53,29 +53,31 @@ def _gib(size: float) -> str:
 
 
 def _advice(plan: Plan) -> str:
-    """Returns the sentence on the flags with which the plan fits, or with which it needs least memory."""
+    """Returns the sentence on the flags with which the plan fits, or with which it needs the least memory."""
     found = remedies(plan)
     if not found:
         return "Try more devices"
     texts = []
     for flags, changed in found:
-        facts = [_gib(changed.peak_bytes)] + ["fits"] * bool(changed.fits)
+        effects = [_gib(changed.peak_bytes)] + ["fits"] * bool(changed.fits)
         if UNPREDICTED & flags.keys():
-            facts.append("slower by an unpredicted time" if plan.step else "slower")
+            effects.append("slower by an unpredicted time" if plan.step else "slower")
         elif plan.step is not None:
-            facts.append(f"{100 * (changed.tokens_per_second / plan.tokens_per_second - 1):+.1f} % tokens/s")
-        texts.append(f"{' '.join(flags.values())} ({', '.join(facts)})")
+            change = changed.tokens_per_second / plan.tokens_per_second - 1
+            effects.append(f"{100 * change:+.1f} % tokens/s")
+        texts.append(f"{' '.join(flags.values())} ({', '.join(effects)})")
     if found[0][1].fits:
         return f"Try {', '.join(texts)}"
     return f"Try more devices: none of the flags suffices, such as {', '.join(texts)}"
 
 
 def remedies(plan: Plan) -> list[tuple[Flags, Plan]]:
-    """Returns up to three sets of flags with which the plan fits, fastest first, and the plan with each; if
-    there is none, the sets that need least memory. The flags do not change the model or the global batch.
+    """Returns up to three pairs (set of flags with which the plan fits, plan with these flags), fastest
+    first. If no flags suffice, returns the sets of flags that need the least memory. The flags do not change
+    the model or the global batch.
 
-    Flags are combined if no single flag suffices, or only flags that cost time. Combinations share all flags
-    but the last one.
+    Flags are combined if no single flag suffices, or if all flags that suffice cost time. Combinations share
+    all flags except the last one.
     """
     found: list[tuple[Flags, Plan]] = []
     fitting: list[tuple[Flags, Plan]] = []
@@ -83,7 +85,7 @@ def remedies(plan: Plan) -> list[tuple[Flags, Plan]]:
     last = plan
     for number in range(1, _MOST_FLAGS + 1):
         options = [({**chosen, **flags}, changed) for flags, changed in smaller_plans(last)]
-        # A further value of a chosen flag may have been tried alone.
+        # A further value of a chosen flag may also have been tried alone.
         options = [one for one in options if one[0] not in [flags for flags, _ in found]]
         found += options
         fitting += [one for one in options if one[1].fits]
@@ -99,13 +101,13 @@ def remedies(plan: Plan) -> list[tuple[Flags, Plan]]:
 
 
 def _seconds_per_token(flags: Flags, plan: Plan) -> tuple[bool, float]:
-    """Returns a key that sorts plans by speed. Without --gpu, the order of `memory_flags` remains."""
+    """Returns a key that sorts plans by speed. Without --gpu, plans keep the order of `memory_flags`."""
     return bool(UNPREDICTED & flags.keys()), 0.0 if plan.step is None else 1 / plan.tokens_per_second
 
 
 def _cost(last: Plan, flags: Flags, changed: Plan) -> tuple[bool, float, float, float]:
-    """Returns a key that sorts the plans that do not fit by the time that a saved byte costs. Plans that cost
-    no time are sorted by their speed, if it is known, and by their memory."""
+    """Returns a sort key for plans that do not fit: the time that a plan costs per saved byte. Plans that
+    cost no time are sorted by speed, if it is known, and by memory."""
     is_unpredicted, seconds = _seconds_per_token(flags, changed)
     more = seconds - _seconds_per_token({}, last)[1]
     cost = max(more, 0.0) / (last.peak_bytes - changed.peak_bytes)
@@ -113,7 +115,7 @@ def _cost(last: Plan, flags: Flags, changed: Plan) -> tuple[bool, float, float, 
 
 
 def smaller_plans(plan: Plan) -> list[tuple[Flags, Plan]]:
-    """Returns the plans with one flag that reduce the peak memory."""
+    """Returns (flag, plan with this flag) for each single flag that reduces the peak memory."""
 
     def try_one(entry: tuple[str, Config]) -> list[tuple[str, Plan]]:
         return list(_until_it_fits(*entry, plan.run.vocab.size))
@@ -127,8 +129,8 @@ def smaller_plans(plan: Plan) -> list[tuple[Flags, Plan]]:
 
 
 def _until_it_fits(flag: str, config: Config, vocab_size: int) -> Iterator[tuple[str, Plan]]:
-    """Yields the plan with a flag, then with its further values, such as ever smaller micro-batches, until a
-    plan fits."""
+    """Yields (text of the flag, plan) with a flag, then with its further values (such as ever smaller
+    micro-batches), until a plan fits."""
     while True:
         with suppress(UserError):
             made = make_plan(config, vocab_size)

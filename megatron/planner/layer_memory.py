@@ -1,4 +1,4 @@
-"""Memory of single layers, from recordings, for --partition-method memory."""
+"""The memory of single layers, from recordings. --partition-method memory uses it."""
 
 from __future__ import annotations
 
@@ -14,12 +14,13 @@ from megatron.run import Run
 
 
 def bytes_per_parameter(config: Config, vocab_size: int) -> tuple[float, float, float]:
-    """Returns the bytes of weight, gradient and optimizer state of a parameter on this layout: in transformer
-    layers, in their experts, and elsewhere.
+    """Returns the bytes of weight, gradient and optimizer state per parameter on this layout, as (in
+    transformer layers, in their experts, elsewhere).
 
-    They are computed from the state of a model with one layer and one with two, without ZeRO, of the kind of
-    the middle layer: the first and the last layers may have no FP8 copies. ZeRO-1 shards optimizer states,
-    ZeRO-2 also gradients and ZeRO-3 also weights, but both only of transformer layers.
+    The function computes them from the difference between models with two layers and with one layer, without
+    ZeRO. These layers have the kind of the middle layer, because the first and the last layers may have no
+    FP8 copies. ZeRO-1 shards optimizer states, ZeRO-2 also gradients, and ZeRO-3 also weights; gradients and
+    weights are sharded only in transformer layers.
     """
     parallel = config.parallel
     sizes, counts = [], []
@@ -58,8 +59,8 @@ def bytes_per_parameter(config: Config, vocab_size: int) -> tuple[float, float, 
 
 
 def planned_run(config: Config, vocab_size: int | None = None) -> Run:
-    """Returns a run that is not started, with this vocabulary or the one of the flags. Raises ConfigError if
-    its layers cannot be partitioned."""
+    """Returns a run that is not started. vocab_size: the size of its vocabulary; None to take it from the
+    flags. Raises ConfigError if its layers cannot be partitioned."""
     vocab = None if vocab_size is None else Vocabulary(vocab_size, None)
     return Run.from_config(config, vocab, memory_costs)
 
@@ -91,11 +92,13 @@ def memory_costs(config: Config, vocab_size: int) -> MemoryCosts:
 
 
 def _mean_in_flight(config: Config, deferred: float) -> list[float]:
-    """Returns the micro-batches in flight of each stage, at the times when the stage's rank has most of them.
+    """Returns for each stage the number of micro-batches in flight when the stage's rank has the most of
+    them.
 
-    The result is the mean over these times, since several stages of a rank do not reach their largest numbers
-    together; for schedules with a split backward pass it is the maximum. deferred: bytes that a micro-batch
-    keeps for its weight-gradient pass, relative to the bytes that it keeps for its backward pass.
+    The rank may have several such times, because its stages do not reach their largest numbers together. The
+    result is the mean over these times; for schedules with a split backward pass it is the maximum. deferred:
+    bytes that a micro-batch keeps for its weight-gradient pass, relative to the bytes that it keeps for its
+    backward pass.
     """
     by_stage = [
         [n.waiting + deferred * n.deferred for n in numbers] for numbers in in_flight_by_stage(config)

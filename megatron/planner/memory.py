@@ -1,9 +1,9 @@
 """Plans the memory of each pipeline rank, and whether it fits the device.
 
-The plan replays the rank's instructions. For each pass, `simulation.stage_costs` has the bytes that every
+The plan replays the rank's instructions. `simulation.stage_costs` has, for each pass, the bytes that every
 layer allocates, keeps and frees. The replay adds the activations and gradients that the engine holds between
-passes (received, or being sent), the weights, the gradients and the optimizer state. `tests/simulated`
-compares the planned memory with a whole simulated step.
+passes (because they were received or are being sent), the weights, the gradients and the optimizer state.
+`tests/simulated` compares the planned memory with a whole simulated step.
 """
 
 from __future__ import annotations
@@ -24,38 +24,38 @@ from megatron.run import Run
 from megatron.units import GIB
 
 _LABEL_BYTES = 8 + 4
-"""Bytes of a token's label and of its weight in the loss."""
-# A device needs memory in addition to the planned tensors. The three values below are assumptions, which
-# this repository has never measured. First, the CUDA context with the kernels of PyTorch and cuBLAS.
+"""Bytes of a token's label and of the weight that the label has in the loss."""
+# A device needs memory in addition to the planned tensors. The three values below are assumptions, which this
+# repository has never measured. The first is the CUDA context with the kernels of PyTorch and cuBLAS.
 CONTEXT_BYTES = GIB
-# The buffers of each NCCL communicator: published figures for A100s are 0.5 to 0.7 GB.
+# The second is the buffers of each NCCL communicator. Published figures for A100s are 0.5 to 0.7 GB.
 COMMUNICATOR_BYTES = 600_000_000
-# Memory that the allocator has reserved and cannot use, as a share of the planned memory. It assumes
-# expandable segments, which a run sets. Without them BigScience's logs of 2021 show 11 to 22 %.
+# The third is memory that the allocator has reserved but cannot use, as a fraction of the planned memory. It
+# assumes expandable segments, which a run sets. Without them BigScience's logs of 2021 show 11 to 22 %.
 FRAGMENTATION = 0.05
 
 
 @dataclass(frozen=True)
 class StageMemory:
-    """Bytes of one pipeline rank at the peak of a step, as PyTorch's allocator counts them."""
+    """The bytes of one pipeline rank at the peak of a step, as PyTorch's allocator counts them."""
 
     state: float
     """Weights, gradients, master weights, moments."""
     activations: float
     """Activations of all micro-batches in flight, and messages between stages."""
     head: float
-    """Temporaries of LM head and loss, if the peak occurs while they run; otherwise 0."""
+    """Temporaries of the LM head and the loss if the peak occurs while they run; otherwise 0."""
     temporaries: float
-    """Temporaries of another layer, or of the optimizer step, if the peak occurs while it runs."""
+    """Temporaries of any other layer, or of the optimizer step, if the peak occurs while it runs."""
     tables: float
-    """Attention bias, rotary angles."""
+    """Attention bias and rotary angles."""
     host: float
     """Bytes in host memory: with --cpu-offload master weights, moments and gradients; with
     --checkpoint-in-cpu the inputs of layers; with --async-save a copy of what the rank saves."""
 
     @property
     def total(self) -> float:
-        """All bytes on the device."""
+        """Number of bytes on the device."""
         return self.state + self.activations + self.head + self.temporaries + self.tables
 
 
@@ -88,10 +88,11 @@ def _plan_rank(run: Run, rank: int) -> StageMemory:
 
 @dataclass(frozen=True)
 class _Stage:
-    """A stage of a rank.
+    """A pipeline stage of a rank.
 
     inputs, outputs, labels: bytes of the stage's input, of its output, and of labels with loss mask.
-    shares_output: whether the next stage is on the same rank. input_is_shared: whether the previous stage is.
+    shares_output: whether the next stage is on the same rank. input_is_shared: whether the previous stage is
+    on the same rank.
     """
 
     costs: StageCosts
@@ -103,7 +104,7 @@ class _Stage:
 
     @classmethod
     def of(cls, config: Config, costs: StageCosts, stage: int) -> _Stage:
-        """Makes stage number `stage` of the run, from its costs."""
+        """Returns stage number `stage` of the run. costs: the costs of this stage."""
         holders = config.parallel.rank_of_stage
         tokens = config.batch.micro_batch_size * config.model.seq_length
         return cls(
@@ -127,8 +128,8 @@ class _Stage:
 class _Replay:
     """Replays the instructions of a rank, and finds its peak memory.
 
-    At the peak, `kept` is the bytes of all activations, `extra` the further bytes that the running pass
-    needs, and `is_loss` whether that pass computes the loss.
+    At the peak, `kept` is the number of bytes of all activations, `extra` the number of further bytes that
+    the running pass needs, and `is_loss` says whether that pass computes the loss.
     """
 
     def __init__(self, stages: Sequence[_Stage], micro_batches: int) -> None:
@@ -142,7 +143,7 @@ class _Replay:
         self.is_loss = False
 
     def run(self, name: str, buffer_id: int = -1, model_chunk_id: int = 0) -> None:
-        """Replays an instruction, named as in DeepSpeed, such as 'ForwardPass'."""
+        """Replays an instruction. name: DeepSpeed's name, such as 'ForwardPass'."""
         method = getattr(self, f"_{name}", None)
         if method is not None:
             method(self._stages[model_chunk_id], buffer_id)
@@ -174,13 +175,13 @@ class _Replay:
     def _ForwardPass(self, stage: _Stage, buffer_id: int) -> None:
         layers, level = stage.costs.layers, 0
         if not stage.is_first:
-            self._hold("input", buffer_id, 0 if stage.input_is_shared else stage.inputs)  # gathered
+            self._hold("input", buffer_id, 0 if stage.input_is_shared else stage.inputs)  # all-gathered
         for layer in layers:
             self._note(level, layer.forward.peak, stage.is_last and layer is layers[-1])
             level += layer.forward.change
         if layers:
-            level += layers[0].frees_input  # the buffer holds it
-        if stage.costs.sends > 1:  # this rank keeps only its part of the output, until it is sent
+            level += layers[0].frees_input  # because the buffer still holds the input
+        if stage.costs.sends > 1:  # the rank keeps only its part of the output until the part is sent
             level -= stage.outputs
             self._hold("message", buffer_id, stage.outputs // stage.costs.sends)
         self._hold("kept", buffer_id, level)
@@ -197,7 +198,7 @@ class _Replay:
     def _BackwardPass(self, stage: _Stage, buffer_id: int) -> None:
         layers, level = stage.costs.layers, 0
         if stage.costs.sends > 1:
-            self._hold("gradient", buffer_id, stage.outputs)  # gathered
+            self._hold("gradient", buffer_id, stage.outputs)  # all-gathered
         for layer in reversed(layers):
             self._note(level, layer.backward.peak, stage.is_last and layer is layers[-1])
             level += layer.backward.change
@@ -232,13 +233,13 @@ class _Replay:
 
 
 def communicators(config: Config) -> int:
-    """Returns the number of NCCL communicators of the rank that has most of them.
+    """Returns the number of NCCL communicators of the rank that has the most of them.
 
-    A rank has one for all ranks, and one for each set of several ranks: tensor parallel; context parallel;
-    data and context parallel; pipeline parallel; model parallel (TP x PP); the two stages of the tied
+    A rank has one communicator for all ranks, and one for each set of several ranks: tensor parallel; context
+    parallel; data and context parallel; pipeline parallel; model parallel (TP x PP); the two stages of a tied
     embedding; all ranks of a stage with an optimizer of whole matrices or with experts, unless these are all
-    ranks; with experts also the ranks that share them, those with equal experts, and those that share a
-    sequence.
+    ranks. With experts there are three more: the ranks that divide the experts, the ranks with equal experts,
+    and the ranks that divide a sequence.
     """
     mesh, holders = Mesh.from_config(config.parallel, 0), config.parallel.rank_of_stage
     groups = [("tp",), ("cp",), ("dp", "cp"), ("pp",), ("pp", "tp")]
@@ -255,7 +256,7 @@ def communicators(config: Config) -> int:
 
 
 def reserve_bytes(config: Config, planned: float) -> float:
-    """Returns the bytes that a device needs in addition to `planned` bytes of tensors: see CONTEXT_BYTES."""
+    """Returns the bytes that a device needs in addition to `planned` bytes of tensors; see CONTEXT_BYTES."""
     return CONTEXT_BYTES + COMMUNICATOR_BYTES * communicators(config) + FRAGMENTATION * planned
 
 

@@ -2,9 +2,9 @@
 
 A node has `node_size` devices that are connected with each other, and that share one connection to the other
 nodes. Ranks fill the nodes in order. A ring collective of n ranks moves (n - 1) / n of its bytes over every
-link of the ring, an all-reduce twice as much: the factor of the bus bandwidth (arXiv 1909.08053; NVIDIA's
-nccl-tests, "Performance reported by NCCL tests"). If rings extend over several nodes, all rings of a node's
-devices share the node's connection.
+link of the ring; an all-reduce moves twice as much. These are the factors of the bus bandwidth (arXiv
+1909.08053; NVIDIA's nccl-tests, "Performance reported by NCCL tests"). If rings extend over several nodes,
+all rings of a node's devices share the node's connection.
 
 The default rates are the rates of the vendors' systems, per direction:
 
@@ -14,9 +14,9 @@ The default rates are the rates of the vendors' systems, per direction:
     B200   DGX B200: 18 NVLinks of 50 GB/s, 8 x 400 Gbit/s
     GB200  GB200 NVL72: 72 devices with 18 NVLinks of 50 GB/s, 72 x 400 Gbit/s
 
-Collectives reach only a part of these rates: `ACHIEVED` and the latencies are assumptions. --network-figures
-replaces the default rates by the ones that preflight has measured, to which `ACHIEVED` does not apply. Not
-modeled: congestion, rings over a part of the links, trees, and SHARP.
+Collectives reach only a part of these rates. This part (`ACHIEVED`) and the latencies are assumptions.
+--network-figures replaces the default rates with rates that the preflight has measured; `ACHIEVED` does not
+apply to measured rates. The model leaves out congestion, rings over a part of the links, trees, and SHARP.
 """
 
 from __future__ import annotations
@@ -47,21 +47,21 @@ def _reached(gbps: float) -> float:
 
 @cache
 def _members(group: Group, mesh: Mesh, node_size: int) -> tuple[int, int]:
-    """Returns the number of ranks in a process group of the rank of `mesh`, and the largest number of them in
-    one node."""
+    """Returns the size of the process group to which the rank of `mesh` belongs, and how many of its ranks
+    are in one node at most."""
     if isinstance(group, str):
         ranks = mesh.ranks_along(GROUP_AXES[group], mesh.rank)
-    else:  # some pipeline ranks
+    else:  # a group of some pipeline ranks
         ranks = tuple(stage * mesh.ranks_per_stage for stage in group)
     return len(ranks), max(Counter(rank // node_size for rank in ranks).values())
 
 
 @dataclass(frozen=True)
 class Network:
-    """The connections of a cluster, per direction.
+    """The connections of a cluster. All rates are per direction.
 
     node_size: devices per node. intra_bytes_per_s: rate of one device within its node. inter_bytes_per_s:
-    rate of all devices of a node together, to other nodes.
+    rate of all devices of a node together to other nodes.
     """
 
     node_size: int
@@ -70,13 +70,13 @@ class Network:
 
     @classmethod
     def of_links(cls, node_size: int, intra_node_gbps: float, inter_node_gbps: float) -> Network:
-        """Makes a network from the nominal rates of its links in Gbit/s: of a device within its node, and of
-        a node to other nodes."""
+        """Returns a network with these nominal rates in Gbit/s. intra_node_gbps: rate of a device within its
+        node. inter_node_gbps: rate of a node to other nodes."""
         return cls(node_size, _reached(intra_node_gbps), _reached(inter_node_gbps))
 
     def seconds(self, call: Collective, mesh: Mesh) -> float:
-        """Returns the seconds of a collective of the rank of `layout`, if all ranks of the run call it in
-        their own groups at the same time."""
+        """Returns the seconds that a collective takes on the rank of `mesh`, if all ranks of the run call it
+        in their own groups at the same time."""
         ranks, in_node = _members(call.group, mesh, self.node_size)
         if call.operation == ALL_TO_ALL:
             return self.all_to_all_seconds(call.bytes, ranks, in_node)
@@ -86,9 +86,9 @@ class Network:
     def collective_seconds(
         self, all_reduce: bool, size: float, ranks: int, in_node: int, world_size: int
     ) -> float:
-        """Returns the seconds of a collective of `size` bytes, if all groups of the run communicate at once.
-        all_reduce: False for an all-gather or a reduce-scatter. ranks: size of the group. in_node: its
-        members in one node, at most."""
+        """Returns the seconds of a collective of `size` bytes, if all groups of the run communicate at the
+        same time. all_reduce: False for an all-gather or a reduce-scatter. ranks: size of the group. in_node:
+        largest number of its ranks in one node."""
         if ranks == 1:
             return 0.0
         share = (2 if all_reduce else 1) * (ranks - 1) / ranks
@@ -100,8 +100,9 @@ class Network:
         return share * size / rate + steps * LATENCY_S["inter"]
 
     def all_to_all_seconds(self, size: float, ranks: int, in_node: int) -> float:
-        """Returns the seconds of an all-to-all in which each rank sends `size` bytes, equal parts to all
-        ranks, if all groups of the run communicate at once. in_node: its members in one node, at most."""
+        """Returns the seconds of an all-to-all in which each rank sends `size` bytes, in equal parts to all
+        ranks, if all groups of the run communicate at the same time. in_node: largest number of a group's
+        ranks in one node."""
         if ranks == 1:
             return 0.0
         near = (in_node - 1) / ranks * size / self.intra_bytes_per_s
@@ -111,8 +112,8 @@ class Network:
         return max(near, far) + (ranks - 1) * LATENCY_S["inter"]
 
     def message_seconds(self, size: float, source: int, destination: int, mesh: Mesh) -> float:
-        """Returns the seconds of a message of `size` bytes, if all ranks of the two stages exchange one at
-        once."""
+        """Returns the seconds of a message of `size` bytes, if all ranks of the two stages exchange a message
+        at the same time."""
         if source // self.node_size == destination // self.node_size:
             return size / self.intra_bytes_per_s + LATENCY_S["intra"]
         senders = min(self.node_size, mesh.ranks_per_stage)
@@ -131,8 +132,8 @@ KINDS = {
 
 
 def find_network(config: Config) -> Network | None:
-    """Returns the network of the run; None without --gpu. --node-size, --intra-node-gbps and
-    --inter-node-gbps have priority, then the rates measured in --network-figures, then the defaults of the
+    """Returns the network of the run; None without --gpu. Its rates come from --node-size, --intra-node-gbps
+    and --inter-node-gbps, then from the measured rates in --network-figures, then from the defaults of the
     kind of GPU. Raises ConfigError if the file of --network-figures cannot be used."""
     if config.training.gpu is None:
         return None

@@ -1,5 +1,5 @@
-"""The HTML page of `--html` of tools/plan.py, tools/sweep.py and tools/verify_dataset.py: one file that loads
-nothing else.
+"""The HTML page that --html of tools/plan.py, tools/sweep.py and tools/verify_dataset.py writes: one file
+that loads no other file.
 
 The data, page.css and the scripts are inserted into page.html. The scripts run in this order: base.js
 (elements, numbers, sortable tables), chart.js (stacked bars, axes, legends), timeline.js (the schedule),
@@ -19,7 +19,7 @@ from typing import Any, Literal
 import megatron
 from megatron.errors import UserError
 from megatron.files import write_atomically
-from megatron.planner.sweep.folder import machine_facts, now_text
+from megatron.planner.sweep.folder import now_text, version_and_host
 
 Kind = Literal["plan", "search", "recipe", "sweep", "data"]
 
@@ -32,7 +32,7 @@ _TITLES: dict[Kind, str] = {
     "sweep": "Sweep",
     "data": "Token files",
 }
-# Only these characters could end a <script> element or begin a comment in it.
+# Only these characters could end a <script> element, or begin a comment in it.
 _ESCAPES = {"<": "\\u003c", ">": "\\u003e", "&": "\\u0026"}
 
 
@@ -49,10 +49,10 @@ def write_page(path: Path, kind: Kind, command: str, data: Mapping[str, Any]) ->
 
 
 def page_text(kind: Kind, command: str, data: Mapping[str, Any]) -> str:
-    """Returns the HTML of the page; the arguments are those of `write_page`."""
-    facts = machine_facts()
+    """Returns the HTML of the page. The arguments are explained at `write_page`."""
+    commit = version_and_host()["commit"] or "unknown"
     title = f"{_TITLES[kind]}: {data['title']}" if data.get("title") else _TITLES[kind]
-    made = f"{now_text()}, version {megatron.__version__}, commit {facts['commit'] or 'unknown'}"
+    made = f"{now_text()}, version {megatron.__version__}, commit {commit}"
     parts = {
         "title": html.escape(title),
         "style": (_SOURCES / "page.css").read_text(encoding="utf-8"),
@@ -60,7 +60,7 @@ def page_text(kind: Kind, command: str, data: Mapping[str, Any]) -> str:
         "script": "\n".join((_SOURCES / name).read_text(encoding="utf-8") for name in _SCRIPTS),
     }
     template = (_SOURCES / "page.html").read_text(encoding="utf-8")
-    # All placeholders are replaced in one pass, so that text like {{data}} inside the data stays as it is.
+    # All placeholders are replaced in one pass, so that a text like {{data}} inside the data does not change.
     return re.sub(r"\{\{(\w+)\}\}", lambda match: parts[match[1]], template)
 
 

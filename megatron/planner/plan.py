@@ -1,4 +1,5 @@
-"""The plan of a run: stages, memory, time, communication, schedule. Sizes are in bytes, times in seconds."""
+"""The plan of a run: stages, memory, time, communication and schedule. Sizes are in bytes, times in
+seconds."""
 
 from __future__ import annotations
 
@@ -23,13 +24,13 @@ from megatron.run import Run
 from megatron.text_table import counted
 
 _MOST_EVENTS = 4000
-"""Passes that a timeline shows, at most."""
+"""Largest number of passes in a timeline."""
 NO_GPU = "the time of a step depends on the device. Set its kind with --gpu, such as --gpu a100-80gb."
 
 
 @dataclass(frozen=True)
 class Event:
-    """A pass in the timeline of a step."""
+    """A pass in the timeline of a step, with its start and end in seconds."""
 
     rank: int
     stage: int
@@ -41,7 +42,7 @@ class Event:
 
 @dataclass(frozen=True)
 class CommunicationRow:
-    """All communication calls of one kind that a rank makes in a step, with their number and total bytes."""
+    """All communication calls of one kind that a rank makes in a step: their number and their total bytes."""
 
     rank: int
     group: str
@@ -54,7 +55,8 @@ class CommunicationRow:
 
 @dataclass(frozen=True)
 class WhatIf:
-    """The effect of one change to the plan. A rejected change has a reason, and None for all numbers."""
+    """The effect of one change to the plan. If the change was rejected, it has a reason, and all numbers are
+    None."""
 
     change: str
     fits: bool | None
@@ -70,14 +72,14 @@ class Plan:
 
     run: Run
     memory: tuple[StageMemory, ...]
-    """By pipeline rank."""
+    """The memory of each pipeline rank, in order."""
     step: StepTime | None
-    """None without --gpu."""
+    """The predicted step; None without --gpu."""
     change: Mapping[str, Any] = field(default_factory=dict)
     """Settings that a search has changed: 'section.field' -> value."""
     what_if: tuple[WhatIf, ...] = ()
     verdict: str = ""
-    """See `megatron.planner.fit.with_verdict`."""
+    """The sentence on whether the plan fits, see `megatron.planner.fit.with_verdict`."""
 
     @property
     def config(self) -> Config:
@@ -85,24 +87,24 @@ class Plan:
 
     @property
     def title(self) -> str:
-        """The model and the devices."""
+        """The names of the model and of the devices."""
         model, gpu = self.config.model, self.config.training.gpu
         number, stages = self.config.parallel.world_size, self.run.stages
         size = f"{_in_millions(stages.total_parameters)} parameters"
         if stages.active_parameters != stages.total_parameters:
-            size += f", of which a token uses {_in_millions(stages.active_parameters)}"
+            size += f", {_in_millions(stages.active_parameters)} used per token"
         devices = f"{number} x {gpu}" if gpu else counted(number, "device")
         return f"{size} ({model.num_layers} layers x {model.hidden_size}), {devices}"
 
     @property
     def assumption(self) -> str:
-        """What the numbers of a plan with experts assume; '' without experts."""
+        """The assumption behind the numbers of a plan with experts; '' without experts."""
         has_experts = self.config.model.num_experts is not None
         return "balanced routing is assumed: all experts get equal numbers of tokens" if has_experts else ""
 
     @property
     def prediction(self) -> StepTime:
-        """The predicted step. Raises ConfigError without --gpu."""
+        """The predicted step. Raises ConfigError if --gpu is not given."""
         if self.step is None:
             raise ConfigError(NO_GPU)
         return self.step
@@ -123,7 +125,7 @@ class Plan:
 
     @property
     def device_bytes(self) -> int | None:
-        """Memory of the device of --gpu or --device-memory, in bytes; None without both flags."""
+        """Memory of the device that --gpu or --device-memory names, in bytes; None without these flags."""
         return device_memory_bytes(self.config)
 
     @property
@@ -138,7 +140,7 @@ class Plan:
 
     @property
     def best_change(self) -> WhatIf | None:
-        """The fastest change that fits and computes the same numbers; None if the plan fits and is faster."""
+        """The fastest change that fits and computes equal numbers; None if the plan fits and is faster."""
         rows = [row for row in self.what_if if row.fits and not row.changes_training]
         best = max(rows, key=lambda row: row.tokens_per_second or 0, default=None)
         is_slower = best is not None and (best.tokens_per_second or 0) <= self.tokens_per_second
@@ -146,7 +148,7 @@ class Plan:
 
     @cached_property
     def communication(self) -> list[CommunicationRow]:
-        """Communication in a step, of the first device (TP rank 0, DP rank 0) of each pipeline rank."""
+        """Communication calls in a step of the first device (TP rank 0, DP rank 0) of each pipeline rank."""
         ranks = range(self.config.parallel.pipeline_model_parallel_size)
         return [row for rank in ranks for row in _communication(self, rank)]
 
@@ -176,7 +178,7 @@ class Plan:
         ]
 
     def as_dict(self) -> dict[str, Any]:
-        """Returns the plan in JSON types, as `tools/plan.py --json` writes it and --html shows it."""
+        """Returns the plan in JSON types, in the form that `tools/plan.py --json` writes and --html shows."""
         memory = [
             {**asdict(part), "rank": rank, "total": part.total} for rank, part in enumerate(self.memory)
         ]
@@ -207,18 +209,18 @@ def _in_millions(count: int) -> str:
 
 
 def make_plan(config: Config, vocab_size: int, change: Mapping[str, Any] | None = None) -> Plan:
-    """Plans a run with a vocabulary of this size. Raises ConfigError if its layers cannot be partitioned.
-    change: see `Plan.change`."""
+    """Returns the plan of a run. vocab_size: size of its vocabulary. change: see `Plan.change`. Raises
+    ConfigError if the layers cannot be partitioned."""
     return replace(plan_of(planned_run(config, vocab_size)), change=dict(change or {}))
 
 
 def plan_of(run: Run) -> Plan:
-    """Plans a run whose stages are known."""
+    """Returns the plan of a run whose pipeline stages are known."""
     return Plan(run, tuple(plan_memory(run)), planned_step(run))
 
 
 def _layout(config: Config) -> dict[str, Any]:
-    """Returns the settings that a search varies, and further ones that a reader needs to understand them."""
+    """Returns the settings that a search varies, and further settings that help to understand them."""
     parallel, batch, training = config.parallel, config.batch, config.training
     return {
         "world_size": parallel.world_size,
@@ -249,7 +251,7 @@ def recomputation_of(config: Config) -> str:
 
 
 def _stages(config: Config, plan: StagePlan) -> list[dict[str, Any]]:
-    """Returns a dictionary per stage. Its 'layers' are indices in the layer list, such as '3-8'."""
+    """Returns a dictionary for each stage. Its 'layers' are indices in the layer list, such as '3-8'."""
     in_flight = in_flight_micro_batches(config)
     return [
         {
@@ -277,7 +279,8 @@ def _communication(plan: Plan, rank: int) -> list[CommunicationRow]:
 
 
 def _calls(run: Run, rank: int) -> Iterator[tuple[str, int, Collective]]:
-    """Yields the calls of a rank in a step: (`CommunicationRow.during`, number of calls, call)."""
+    """Yields the communication calls of a rank in a step: (`CommunicationRow.during`, number of calls,
+    call)."""
     micro_batches, update, plan = run.config.micro_batches_per_step, rank_update(run, rank), run.stages
     for stage in [stage for stage, holder in enumerate(plan.rank_of_stage) if holder == rank]:
         costs = stage_costs(run, stage)

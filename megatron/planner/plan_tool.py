@@ -2,9 +2,9 @@
 
 nodes        TP = devices per node, PP = nodes, micro-batch 1, 8 to 16 x PP accumulation steps. Then the
              micro-batch is doubled as long as the plan fits and gets faster.
-micro-batch  Starts with a few layers of full width on one device, without communication, and the largest
-             micro-batch that fits: no layout can be faster per device. Then the whole model runs on as few
-             devices per replica as it fits on, with data parallelism over the other devices.
+micro-batch  Starts with a few layers of full width on one device, without communication, and finds the
+             largest micro-batch that fits: no layout can be faster per device. Then puts the whole model on
+             as few devices per replica as possible, with data parallelism over the other devices.
 """
 
 from __future__ import annotations
@@ -31,12 +31,12 @@ from megatron.text_table import counted, format_table
 from megatron.units import GIB
 
 _IN_JSON = 20
-"""Layouts of a search that --json and --html contain."""
+"""Number of layouts of a search that --json and --html contain."""
 
 
 @dataclass(frozen=True)
 class Report:
-    """A report: the text, the data for --json, and the plan for --plot (the fastest layout of a search)."""
+    """A report: the text, the data for --json, and the plan for --plot (of a search the fastest layout)."""
 
     text: str
     data: dict[str, Any]
@@ -44,7 +44,7 @@ class Report:
 
 
 def plan_report(config: Config) -> Report:
-    """Returns the plan of a run, and the effect of changing one setting at a time."""
+    """Returns the report on a run's plan, and on the effect of changing one setting at a time."""
     plan = with_verdict(plan_of(planned_run(config)))
     parts = [planned_run_report(plan).strip("\n")]
     if plan.step is None:
@@ -57,8 +57,8 @@ def plan_report(config: Config) -> Report:
 
 
 def search_report(config: Config, words: Sequence[str], top: int) -> Report:
-    """Returns the fastest layouts that fit. Raises ConfigError if none fits. words: the flags of `config`.
-    top: number of layouts to explain."""
+    """Returns the report on the fastest layouts that fit. words: the flags of `config`. top: number of
+    layouts to explain. Raises ConfigError if no layout fits."""
     vocab_size = find_vocabulary(config).size
     result = search(config, vocab_size)
     if not result.candidates:
@@ -82,7 +82,8 @@ def search_report(config: Config, words: Sequence[str], top: int) -> Report:
 
 
 def recipe_report(config: Config, words: Sequence[str], recipe: str) -> Report:
-    """Returns the steps of a recipe. Raises ConfigError if the recipe fails. words: the flags of `config`."""
+    """Returns the report on the steps of a recipe. words: the flags of `config`. Raises ConfigError if it
+    fails."""
     vocab_size = find_vocabulary(config).size
     steps = [(step, with_verdict(plan)) for step, plan in RECIPES[recipe](config, vocab_size)]
     text = [f"recipe {recipe}"]
@@ -116,7 +117,7 @@ def _nothing_fits(config: Config, planned: Sequence[Plan]) -> str:
 
 
 def layout_words(config: Config) -> str:
-    """Returns the settings that a search varies, in one line."""
+    """Returns a line with the settings that a search varies."""
     parallel = config.parallel
     context = f"CP {parallel.context_parallel_size} x " if parallel.context_parallel_size > 1 else ""
     experts = "" if config.model.num_experts is None else f", EP {parallel.expert_model_parallel_size}"
@@ -129,7 +130,7 @@ def layout_words(config: Config) -> str:
 
 
 def search_table(candidates: Sequence[Plan]) -> str:
-    """Returns a table with a row per layout, fastest first."""
+    """Returns a table with a row for each layout, fastest first."""
     rows = [["", "layout", "tokens/s", "step s", "MFU %", "bubble %", "GiB"]]
     for number, plan in enumerate(candidates, 1):
         step = plan.prediction
@@ -169,9 +170,9 @@ def _tensor_parallel_line(plan: Plan, result: SearchResult) -> str:
 
 
 def what_if(plan: Plan) -> tuple[WhatIf, ...]:
-    """Plans the run with one change at a time: sizes doubled and halved, other choices of settings. The
-    fastest changes that fit come first, then the fastest ones that do not, then the rejected ones. Partition
-    methods that give the stages of `plan` are omitted."""
+    """Returns the effects of one change at a time: sizes doubled and halved, and other choices of settings.
+    Changes that fit come first, the fastest of them at the top; then come changes that do not fit, then the
+    rejected ones. Partition methods that give the stages of `plan` are left out."""
     parallel, model = plan.config.parallel, plan.config.model
     changes = list(variations(plan.config))
     if parallel.tensor_model_parallel_size > 1 and parallel.sequence_parallel:
@@ -199,8 +200,8 @@ def _what_if(plan: Plan, text: str, change: Change) -> WhatIf | None:
 
 
 def what_if_table(plan: Plan) -> str:
-    """Returns a table with a row per change, followed by the rejected changes and the reason for each. The
-    fastest row that fits is marked, unless the plan itself is faster and fits."""
+    """Returns a table with a row for each change, followed by the rejected changes with their reasons. The
+    fastest row that fits is marked, unless the plan itself fits and is faster."""
     rows = [["change", "tokens/s", "relative", "GiB", "fits"]]
     for row in plan.what_if:
         if row.tokens_per_second is not None and row.peak_bytes is not None:
@@ -213,18 +214,18 @@ def what_if_table(plan: Plan) -> str:
 
 
 _FEW_LAYERS = 4
-"""Transformer layers in the first step of the micro-batch recipe."""
+"""Number of transformer layers in the first step of the micro-batch recipe."""
 _ACCUMULATION = (8, 16)
 """Range of the accumulation steps in the nodes recipe, per pipeline rank."""
 
 
 RecipeStep = tuple[str, Plan]
-"""A sentence on what the step does, and its plan."""
+"""(sentence on what the step does, its plan)"""
 
 
 def nodes_recipe(config: Config, vocab_size: int) -> list[RecipeStep]:
     """Returns the steps of --recipe nodes. Raises ConfigError if the number of devices is not a multiple of
-    the node size, or the model cannot be split over the devices of a node."""
+    the node size, or if the model cannot be sharded over the devices of a node."""
     network = find_network(config)
     if network is None:
         raise ConfigError(NO_GPU)
@@ -257,8 +258,8 @@ def nodes_recipe(config: Config, vocab_size: int) -> list[RecipeStep]:
 
 
 def _grow(config: Config, vocab_size: int, change: Change, last: Plan) -> list[RecipeStep]:
-    """Doubles the micro-batch as long as the plan fits and is faster. If the plan `last` does not fit, all
-    layers are recomputed first."""
+    """Returns the steps that double the micro-batch as long as the plan fits and is faster. If the plan
+    `last` does not fit, the first step recomputes all layers."""
     steps: list[RecipeStep] = []
     if not last.fits and not config.training.recomputes_layers:
         change = {**change, **recomputation(layers=True)}
@@ -281,8 +282,8 @@ def _grow(config: Config, vocab_size: int, change: Change, last: Plan) -> list[R
 
 
 def micro_batch_recipe(config: Config, vocab_size: int) -> list[RecipeStep]:
-    """Returns the steps of --recipe micro-batch. Raises ConfigError if the whole model does not fit with any
-    size of tensor parallelism within a node and pipeline parallelism."""
+    """Returns the steps of --recipe micro-batch. Raises ConfigError if the whole model fits with no size of
+    tensor parallelism (within a node) and pipeline parallelism."""
     few_layers = {
         **tensor_parallel_change(config, 1),
         "parallel.expert_model_parallel_size": 1,
@@ -328,8 +329,8 @@ def micro_batch_recipe(config: Config, vocab_size: int) -> list[RecipeStep]:
 
 
 def _largest(config: Config, vocab_size: int, change: Change, sizes: tuple[int, ...]) -> Plan | None:
-    """Returns the plan with the first of the micro-batch sizes, largest first, that is valid and fits; None
-    if none does."""
+    """Returns the plan with the largest micro-batch size that is valid and fits; None if none does. sizes:
+    the sizes, largest first."""
     for size in sizes:
         try:
             plan = evaluate(config, {**change, "batch.micro_batch_size": size}, vocab_size)

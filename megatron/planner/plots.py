@@ -1,4 +1,4 @@
-"""Plots of plans and sweeps, written to files without a display."""
+"""Plots of plans and sweeps. They are written to files without a display."""
 
 from __future__ import annotations
 
@@ -23,12 +23,13 @@ _WIDTH = 0.4
 @contextmanager
 def new_figure(output: Path, rows: int, columns: int = 1, *, dpi: int = 120, **options: Any) -> Iterator[Any]:
     """Yields (figure, axes[row, column]), and writes the figure to `output` at the end of the block. The
-    suffix of `output` is the file format (default: PNG). options: arguments of `pyplot.subplots`. Raises
-    OSError if the file cannot be written, and ValueError for an unknown format."""
+    suffix of `output` is the file format; without a suffix it is PNG. options: arguments of
+    `pyplot.subplots`. Raises OSError if the file cannot be written, and ValueError for an unknown format."""
     import matplotlib
 
     matplotlib.use("Agg")
-    # Names of files and runs are plain text: with two dollar signs they would be parsed as TeX.
+    # Names of files and runs are plain text. Without this setting a text with two dollar signs is parsed as
+    # TeX.
     matplotlib.rcParams["text.parse_math"] = False
     from matplotlib import pyplot
 
@@ -75,7 +76,7 @@ def _draw_memory(axis: Any, plan: Plan) -> None:
 
 
 def _draw_timeline(axis: Any, plan: Plan) -> None:
-    # One color per kind of pass; with several stages per rank, those after the first are lighter.
+    # Each kind of pass has a color. On a rank with several stages, the stages after the first are lighter.
     colors = {"forward": "tab:blue", "backward": "tab:green", "weight": "tab:orange"}
     ranks = len(plan.memory)
     for kind, color in colors.items():
@@ -100,9 +101,9 @@ def _draw_timeline(axis: Any, plan: Plan) -> None:
 
 def draw_summary(summary: Mapping[str, Any], output: Path) -> None:
     """Plots the time, memory and bubble of each row of a sweep. Raises OSError if the file cannot be written.
-    Each row has a bar for the measured and, below it, one for the predicted value. Whiskers show the fastest
-    and the slowest repeat. Rows with neither value, such as rows with an invalid configuration, are not
-    shown."""
+    Each row has a bar for the measured value and, below it, a bar for the predicted value. Whiskers show the
+    fastest and the slowest repeat. Rows with neither value, such as rows with an invalid configuration, are
+    not shown."""
     from matplotlib.patches import Patch
 
     rows = [row for row in summary["rows"] if row["measured"] or row["predicted"]]
@@ -138,7 +139,7 @@ def _draw_row(time: Any, memory: Any, bubble: Any, place: int, measured: Any, pr
             time.barh(y, values["step_s"], _WIDTH, color=color)
         if values.get("repeats", 0) > 1:
             time.plot([values["step_s_least"], values["step_s_most"]], [y, y], color="black", marker="|")
-        # A thin bar per stage, the first stage on top.
+        # Each stage has a thin bar, the first stage on top.
         sizes = values["memory_bytes"] or []
         for stage, size in enumerate(sizes):
             height = _WIDTH / len(sizes)

@@ -9,21 +9,21 @@
 
 No kernel is faster than its memory traffic allows, nor shorter than `Rates.shortest_s`.
 
-This repository has measured none of the rates. `products`, `tile_s` and `contention` were fitted to published
-training runs; `benchmarks/planner_accuracy.py --fit` fits them again. The fitted `products` are below the
-best single matrix product: 0.87 of the peak on an A100, 0.80 on an H100 and 0.78 on a B200 (S. Bekman,
-"Machine Learning Engineering", maximum achievable matmul FLOPS). No GPU sustains that rate for hours at its
-power limit.
-`fp8_products` are assumptions. The best published product with blocks of scales, DeepGEMM's, reaches 0.78 of
-the FP8 peak on an H800 (1,550 TFLOP/s, its README); the power limit lowers it as it lowers 16-bit products.
-cuBLAS multiplies blocks only on Hopper: on Blackwell, Triton does.
-Attention rates are from arXiv 2307.08691, figures 4 to 7 (A100), and arXiv 2407.08608, figures 5 to 7 (H100).
-Attention on the B200, the Triton kernels' backward pass, and `memory` are assumptions.
+This repository has not measured any of the rates. `products`, `tile_s` and `contention` were fitted to
+published training runs; `benchmarks/planner_accuracy.py --fit` repeats the fit. The fitted `products` are
+below the best single matrix product: 0.87 of the peak on an A100, 0.80 on an H100 and 0.78 on a B200 (S.
+Bekman, "Machine Learning Engineering", maximum achievable matmul FLOPS). No GPU sustains that rate for hours
+at its power limit. `fp8_products` are assumptions. The best published product with block scales, DeepGEMM's,
+reaches 0.78 of the FP8 peak on an H800 (1,550 TFLOP/s, its README); the power limit lowers this rate as it
+lowers the rate of 16-bit products. cuBLAS multiplies matrices with block scales only on Hopper; on Blackwell,
+Triton does. Attention rates are from arXiv 2307.08691, figures 4 to 7 (A100), and arXiv 2407.08608, figures 5
+to 7 (H100). The rates of attention on the B200, of the Triton kernels' backward pass, and `memory` are
+assumptions.
 
-This program counts among the plain PyTorch programs: eager PyTorch, cuBLAS, and its own Triton kernels for
-attention, norms, dropout and loss, without CUDA graphs and without Transformer Engine's cuDNN attention. The
-best published MFU of such programs is 46.4 % on an H100 (7B), where Transformer Engine reaches 62.5 %. This
-program's norms and loss move fewer bytes than theirs.
+This program belongs to the plain PyTorch programs: it uses eager PyTorch, cuBLAS, and its own Triton kernels
+for attention, norms, dropout and loss, without CUDA graphs and without Transformer Engine's cuDNN attention.
+The best published MFU of such programs is 46.4 % on an H100 (7B), where Transformer Engine reaches 62.5 %.
+The norms and the loss of this program move fewer bytes than the norms and the loss of those programs.
 """
 
 from __future__ import annotations
@@ -39,15 +39,16 @@ from megatron.planner.simulation.passes import Kernel
 NO_TENSOR_CORES = 0
 UNALIGNED = {8: 1.0, 4: 0.7, 2: 0.5, 1: 0.35, NO_TENSOR_CORES: 1 / 16}
 """Alignment of a matrix's rows in elements -> rate of 16-bit matrix products, relative to rows of multiples
-of 16 bytes. An assumption: since cuBLAS 11, tensor cores also multiply less aligned rows, but load them in
-smaller parts (NVIDIA, "Matrix Multiplication Background User's Guide"). Without tensor cores an A100 reaches
-19.5 instead of 312 TFLOP/s, and a V100 loses about the same factor (`megatron.cluster.devices`)."""
+of 16 bytes. The rates are assumptions: since cuBLAS 11, tensor cores also multiply less aligned rows, but
+load them in smaller parts (NVIDIA, "Matrix Multiplication Background User's Guide"). Without tensor cores an
+A100 reaches 19.5 instead of 312 TFLOP/s, and a V100 loses about the same factor
+(`megatron.cluster.devices`)."""
 LAUNCH_S = 8e-6
-"""Assumed host time per kernel in eager PyTorch; a pass takes the longer time of host and device.
---host-us-per-kernel sets the time that `benchmarks/host_time.py` has measured."""
+"""Assumed host time per kernel in eager PyTorch. A pass takes as long as the slower of host and device.
+--host-us-per-kernel sets this time to the value that `benchmarks/host_time.py` has measured."""
 EAGER_TRAFFIC = 1.55
-"""Time of an eager PyTorch kernel that is neither a matrix product nor attention, relative to the time that
-its bytes predict. Fitted on 2026-11-23 to runs of MosaicML's llm-foundry."""
+"""Factor for the time of an eager PyTorch kernel that is neither a matrix product nor attention, relative to
+the time that its bytes predict. It was fitted on 2026-11-23 to published runs of MosaicML's llm-foundry."""
 
 _TILES = (
     (256, 128, 1.0),
@@ -57,13 +58,13 @@ _TILES = (
     (64, 128, 0.75),
     (64, 64, 0.55),
 )
-"""Rows and columns of a tile, and its assumed relative rate: smaller tiles read more bytes per FLOP."""
+"""(rows, columns, assumed relative rate) of each tile size. Smaller tiles read more bytes per FLOP."""
 _LARGEST_TILE = 256 * 128
 
 
 @dataclass(frozen=True)
 class AttentionRate:
-    """Fractions of the peak that a fused attention kernel reaches, with heads of 128 elements and long
+    """Fractions of the peak that a fused attention kernel reaches with heads of 128 elements and long
     sequences.
 
     half_length: sequence length at which the kernel reaches half of these fractions. narrow: factor for heads
@@ -81,10 +82,10 @@ class Rates:
     """Rates that kernels reach on one kind of GPU.
 
     processors: number of multiprocessors. products: fraction of the peak rate within the tiles of large
-    matrix products, fp8_products: of FP8 matrices. tile_s: seconds to start and to write a tile of the
-    largest size. memory: fraction of the memory bandwidth. shortest_s: seconds of the smallest kernel.
-    contention: seconds that one second of a concurrent collective adds to the kernels, since both share
-    multiprocessors and bandwidth.
+    matrix products. fp8_products: the same fraction for FP8 matrices. tile_s: seconds to start and to write a
+    tile of the largest size. memory: fraction of the memory bandwidth. shortest_s: seconds of the smallest
+    kernel. contention: seconds that one second of a concurrent collective adds to the kernels, because both
+    share multiprocessors and bandwidth.
     """
 
     processors: int
@@ -126,15 +127,15 @@ RATES = {
     "b200": Rates(148, 0.56, _B200_ATTENTION, fp8_products=0.35),
     "gb200": Rates(152, 0.56, _B200_ATTENTION, fp8_products=0.35),
 }
-"""Kind of GPU -> its rates. The kind is the value of --gpu up to the dash, such as a100 of a100-80gb."""
+"""Kind of GPU -> its rates. The kind is the value of --gpu up to the first dash: a100 for a100-80gb."""
 
 
 def kernel_seconds(kernel: Kernel, gpu: GPU, rates: Rates, dtype: str) -> float:
     """Returns the seconds of a kernel whose operands have this dtype: 'fp32', 'tf32', 'fp16' or 'bf16'.
 
-    For fused attention, `flops` are the FLOPs that the kernel really computes: with causal attention half of
-    the full products, and in the backward pass 2.5 times the forward pass. `product` is then (queries, keys,
-    elements of a head); None assumes a long sequence and heads of 128 elements.
+    For fused attention, `flops` are the FLOPs that the kernel computes: with causal attention half of the
+    full products, and in the backward pass 2.5 times as many as in the forward pass. `product` is then
+    (queries, keys, elements of a head); None stands for a long sequence and heads of 128 elements.
     """
     seconds = max(kernel.bytes / (rates.memory * gpu.bandwidth), rates.shortest_s)
     if not kernel.flops:
@@ -150,7 +151,7 @@ def kernel_seconds(kernel: Kernel, gpu: GPU, rates: Rates, dtype: str) -> float:
 
 
 def is_attention(kernel: Kernel) -> bool:
-    """Returns whether the kernel's name is the name of a fused attention kernel."""
+    """Returns whether the kernel is a fused attention kernel, judged by its name."""
     return "attention" in kernel.name
 
 
@@ -168,15 +169,17 @@ def attention_part(kernel: Kernel, rates: Rates) -> float:
 
 
 def _implementation(name: str, rates: Rates) -> str:
-    """Returns the implementation of an attention kernel. PyTorch's kernels have it in their names; all others
-    are Triton kernels. A GPU without rates for it has a single implementation, which is returned."""
+    """Returns the implementation of an attention kernel. The name of a PyTorch kernel contains its
+    implementation; all other kernels are Triton kernels. If the GPU has no rates for this implementation,
+    returns the first implementation that has rates."""
     kinds = (_FLASH, _CUDNN, _EFFICIENT)
     kind = next((kind for kind in kinds if kind in name), _TRITON)
     return kind if kind in rates.attention else next(iter(rates.attention))
 
 
 def _product_seconds(kernel: Kernel, rate: float, rates: Rates, dtype: str) -> float:
-    """Returns the seconds of a matrix product, or a batch of equal ones, at `rate` FLOP/s in a tile."""
+    """Returns the seconds of a matrix product, or of a batch of equal products, at `rate` FLOP/s within a
+    tile."""
     if kernel.product is None:
         return kernel.flops / rate
     rows, columns, inner = kernel.product
@@ -189,8 +192,8 @@ def _product_seconds(kernel: Kernel, rate: float, rates: Rates, dtype: str) -> f
 
 @cache
 def _elements_per_processor(processors: int, rows: float, columns: float, batch: int) -> float:
-    """Returns the elements of the result that each multiprocessor computes, one tile after the other, with
-    the best tile size. Elements of slower tiles count more."""
+    """Returns how many elements of the result each multiprocessor computes, one tile after the other, with
+    the best tile size. Elements of tiles with a lower rate count more."""
     return min(
         math.ceil(batch * math.ceil(rows / height) * math.ceil(columns / width) / processors)
         * (height * width / part)
@@ -229,11 +232,12 @@ _BEST = {
 
 
 def best_published_mfu(gpu: str, parameters: float) -> tuple[float, str] | None:
-    """Returns the best published model FLOPs utilization in percent, and its source, for a kind of GPU and
-    the model size nearest to `parameters`; None for kinds without published runs.
+    """Returns the best published model FLOPs utilization in percent and its source, for a kind of GPU and the
+    model size nearest to `parameters`; None for kinds without published runs.
 
-    The runs are 16-bit runs until 2026 that state their layout. MFU counts the full attention products, not
-    the causal half, and no recomputation. The H200 uses the H100's runs, and the B200 the GB200's.
+    The runs are 16-bit runs published until 2026 that state their layout. MFU counts the full attention
+    products, not the causal half, and no recomputation. The H200 has the H100's runs, and the B200 the
+    GB200's.
 
     gpu: the kind, such as 'a100', or a value of --gpu.
     """

@@ -1,7 +1,9 @@
-"""Searches for the fastest layout that fits: all sizes of TP (within a node), PP, DP, micro-batch, and more.
+"""Searches for the fastest layout that fits, over all sizes of TP (within a node), PP, DP, micro-batch, and
+more.
 
-A best-first search over full plans (`megatron.planner.plan`). It begins with a plain layout of each size of
-TP, CP and PP. Then it plans all `variations` of the best layouts found so far, one changed setting each.
+It is a best-first search over full plans (`megatron.planner.plan`). It begins with a plain layout for each
+size of TP, CP and PP. Then it plans all `variations` of the best layouts found so far; each variation changes
+one setting.
 """
 
 from __future__ import annotations
@@ -28,9 +30,9 @@ VIRTUAL_STAGES = (2, 4)
 PLANNED = 300
 """A search ends when it has planned this many layouts."""
 _AT_ONCE = 3
-"""Number of layouts whose variations are planned at once."""
+"""Number of layouts whose variations are planned at the same time."""
 _SLOWER = 1.1
-"""It also ends when the next layout to vary takes this many times the fastest step."""
+"""A search also ends when the next layout to vary takes this many times as long as the fastest step."""
 
 _NAMED_IF_CHANGED = (
     "parallel.expert_model_parallel_size",
@@ -40,12 +42,12 @@ _NAMED_IF_CHANGED = (
 )
 
 Change = Mapping[str, Any]
-"""Settings that a layout changes in the configuration: 'section.field' -> value."""
+"""The settings that a layout changes: 'section.field' -> value."""
 
 
 @dataclass(frozen=True)
 class SearchResult:
-    """candidates: plans that fit, fastest first. too_large: plans that do not fit."""
+    """The result of a search. candidates: plans that fit, fastest first. too_large: plans that do not fit."""
 
     candidates: tuple[Plan, ...]
     too_large: tuple[Plan, ...]
@@ -57,15 +59,16 @@ class SearchResult:
 
 
 def changed(config: Config, change: Change) -> Config:
-    """Returns the configuration with the changed settings. Raises ConfigError if they are not compatible."""
+    """Returns the configuration with the changed settings. Raises ConfigError if they contradict each
+    other."""
     result = config.with_settings(change)
     validate(result)
     return result
 
 
 def evaluate(config: Config, change: Change, vocab_size: int) -> Plan:
-    """Returns the full plan with the changed settings. Raises ConfigError if they are invalid, or without
-    --gpu."""
+    """Returns the full plan with the changed settings. Raises ConfigError if they are invalid, or if --gpu is
+    not given."""
     plan = make_plan(changed(config, change), vocab_size, change)
     if plan.step is None:
         raise ConfigError(NO_GPU)
@@ -73,8 +76,8 @@ def evaluate(config: Config, change: Change, vocab_size: int) -> Plan:
 
 
 def search(config: Config, vocab_size: int, planned: int = PLANNED) -> SearchResult:
-    """Searches the layouts of `config.parallel.world_size` devices; planned: see `PLANNED`. Raises
-    ConfigError without --gpu, and if no layout is valid."""
+    """Returns the result of a search over the layouts of `config.parallel.world_size` devices. planned: see
+    `PLANNED`. Raises ConfigError if --gpu is not given, or if no layout is valid."""
     network = find_network(config)
     if network is None:
         raise ConfigError(NO_GPU)
@@ -92,7 +95,7 @@ def search(config: Config, vocab_size: int, planned: int = PLANNED) -> SearchRes
         new = {config.with_settings(change): change for change in changes}
         new = {layout: change for layout, change in new.items() if layout not in seen}
         seen.update(new)
-        # Threads suffice, since recording, which takes most of the time, runs in other processes.
+        # Threads suffice, because other processes do the recording, which takes most of the time.
         with ThreadPoolExecutor() as pool:
             made = list(pool.map(evaluate_one, new.values()))
         plans.extend(one for one in made if not isinstance(one, UserError))
@@ -116,7 +119,7 @@ def search(config: Config, vocab_size: int, planned: int = PLANNED) -> SearchRes
             if network.node_size % change.get("parallel.tensor_model_parallel_size", 1) == 0
         )
         if best is None and min(plan.peak_bytes for plan in plans) >= least:
-            break  # no layout fits, and no variation needs less memory
+            break  # no layout fits, and no variation reduces the memory
     unique: dict[Any, Plan] = {}
     for plan in sorted(plans, key=lambda plan: -plan.tokens_per_second):
         layout = plan.config.with_settings({"parallel.partition_method": ""})
@@ -126,16 +129,16 @@ def search(config: Config, vocab_size: int, planned: int = PLANNED) -> SearchRes
 
 
 def _cost(plan: Plan) -> float:
-    """Returns the seconds of a step, more for a layout that does not fit: a variation with which it fits
-    takes longer."""
+    """Returns the seconds of a step. For a layout that does not fit, the seconds are multiplied by the square
+    of (needed memory / device memory), because a variation that fits takes longer."""
     assert plan.device_bytes is not None
     return plan.prediction.total * max(1.0, (plan.peak_bytes + plan.reserve_bytes) / plan.device_bytes) ** 2
 
 
 def first_layouts(config: Config, node_size: int) -> Iterator[Change]:
-    """Yields a layout with micro-batch 1 of each size of TP within a node, of CP if the sequences are long
-    enough, and of PP; with experts one without EP, and one with the largest EP within a node; with the
-    partition method of the flags, and with the default one."""
+    """Yields layouts with micro-batch 1 for each size of TP within a node, of CP (if the sequences are long
+    enough) and of PP. With experts there is one without EP, and one with the largest EP within a node. Each
+    layout is yielded with the partition method of the flags, and with the default method."""
     world, layers, experts = config.parallel.world_size, config.model.num_layers, config.model.num_experts
     own = config.parallel.partition_method
     for tp_size, cp_size, pp_size in product(_divisors(world), repeat=3):
@@ -182,7 +185,7 @@ def _divisors(number: int) -> list[int]:
 
 
 def tensor_parallel_change(config: Config, size: int) -> dict[str, Any]:
-    """Returns the change to a tensor-parallel size. Experts also need sequence parallelism."""
+    """Returns the change to this tensor-parallel size. With experts it includes sequence parallelism."""
     change: dict[str, Any] = {"parallel.tensor_model_parallel_size": size}
     if size == 1:
         change |= {"parallel.sequence_parallel": False, "parallel.tp_comm_overlap": False}
@@ -192,8 +195,8 @@ def tensor_parallel_change(config: Config, size: int) -> dict[str, Any]:
 
 
 def variations(config: Config) -> Iterator[tuple[str, Change]]:
-    """Yields the changes of one setting of the layout, each with its title: sizes doubled and halved, other
-    choices of settings. None changes the losses; some may be invalid."""
+    """Yields (title, change) for changes of one setting of the layout: sizes doubled and halved, and other
+    choices of settings. No change affects the losses. Some changes may be invalid."""
     parallel, model = config.parallel, config.model
     pp_size, cp_size = parallel.pipeline_model_parallel_size, parallel.context_parallel_size
     for size in _doubled_and_halved(parallel.tensor_model_parallel_size):
@@ -238,7 +241,8 @@ def _doubled_and_halved(size: int) -> list[int]:
 
 
 def schedules(pp_size: int, layers: int, micro_batches: int) -> Iterator[tuple[str, int]]:
-    """Yields (schedule, --virtual-pipeline-stages) if a replica has enough layers and micro-batches."""
+    """Yields (schedule, --virtual-pipeline-stages) for which a replica has enough layers and
+    micro-batches."""
     yield "1f1b", 1
     for name, schedule in PIPELINE_SCHEDULES.items() if pp_size > 1 else ():
         if name == "1f1b" or micro_batches < schedule.micro_batches_per_rank * pp_size:

@@ -5,11 +5,11 @@
     step              a simulation of the pipeline schedule (`megatron.pipeline.schedule`) with these times,
                       then the gradient reduction, the optimizer and the all-gather of the weights
 
-The rates are fitted to published runs of other programs; no prediction was compared with a run of this
+The rates are fitted to published runs of other programs. No prediction was compared with a run of this
 program on a GPU.
 
-Not modeled: --cpu-offload and --checkpoint-in-cpu (transfers to the host), --compile, data loading, logging,
-evaluation, checkpoints, and jitter between ranks.
+The prediction leaves out --cpu-offload and --checkpoint-in-cpu (transfers to the host), --compile, data
+loading, logging, evaluation, checkpoints, and jitter between ranks.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ from megatron.planner.simulation.stage_costs import StageCosts, rank_update, sta
 from megatron.run import Run
 
 _FULLY_SIMULATED = 2
-"""A step is simulated in full with up to this many micro-batches per stage."""
+"""A step with up to this many micro-batches per stage is simulated completely."""
 
 
 @dataclass(frozen=True)
@@ -55,12 +55,12 @@ class Cluster:
 
     @property
     def contention(self) -> float:
-        """The GPU's `megatron.planner.rates.Rates.contention`."""
+        """`megatron.planner.rates.Rates.contention` of the GPU."""
         return RATES[self.kind].contention
 
     def kernel_seconds(self, kernel: Kernel, dtype: str) -> float:
-        """Returns the seconds of a recorded kernel. Its attention FLOPs count all scores, but fused kernels
-        without a bias compute only the causal half of them."""
+        """Returns the seconds of a recorded kernel. The recorded FLOPs of attention count all scores, but
+        fused kernels without a bias compute only the causal half."""
         if not kernel.flops:
             kernel = replace(kernel, bytes=EAGER_TRAFFIC * kernel.bytes)
         elif is_attention(kernel) and "efficient" not in kernel.name:
@@ -72,56 +72,56 @@ class Cluster:
 
 @dataclass(frozen=True)
 class StageTime:
-    """Seconds of the forward and backward pass of one micro-batch through a stage."""
+    """Seconds that the forward and the backward pass of one micro-batch take in a stage."""
 
     stage: int
     rank: int
     forward: float
     backward: float
     matmul: float
-    """Part of both passes in matrix products and attention."""
+    """Seconds of both passes in matrix products and attention."""
     memory: float
-    """Part of both passes in other kernels, and in waits for kernel launches."""
+    """Seconds of both passes in other kernels, and in waits for kernel launches."""
     communication: float
-    """Part of both passes in waits for collectives."""
+    """Seconds of both passes in waits for collectives."""
     weight: float = 0.0
-    """Part of `backward` that --pipeline-schedule zero-bubble runs as a separate weight-gradient pass."""
+    """Seconds of `backward` that --pipeline-schedule zero-bubble moves to a separate weight-gradient pass."""
 
 
 @dataclass(frozen=True)
 class StepTime:
-    """The predicted step, in seconds. `pipeline` to `gather` add up to `total`."""
+    """The predicted times of a step, in seconds. `pipeline` to `gather` add up to `total`."""
 
     stages: tuple[StageTime, ...]
     transfers: tuple[float, ...]
-    """Entry s is the time of a message between stages s and s + 1."""
+    """Entry s: time of a message between stages s and s + 1."""
     micro_batches: int
     pipeline: float
     reduction: float
-    """Exposed part of the gradient reduction, which no backward pass hides."""
+    """Exposed part of the gradient reduction: no backward pass hides it."""
     optimizer: float
     gather: float
-    """Exposed part of the weights' all-gather after the update (ZeRO-1), which no forward pass hides."""
+    """Exposed part of the all-gather of weights after the update (ZeRO-1): no forward pass hides it."""
     bubble: float
     """Fraction of the pipeline's time in which a rank is idle, averaged over the ranks."""
     exposed_communication: float
     """Seconds per step in which the most affected rank only waits for communication."""
     tokens_per_second: float
     logged_tflops: float
-    """TFLOP/s per GPU, by the formula of a run's log."""
+    """TFLOP/s per GPU by the formula of a run's log."""
     mfu: float
-    """Model FLOPs utilization: FLOPs without recomputation, as a fraction of the peak rate."""
+    """Model FLOPs utilization: FLOPs of the model without recomputation, as a fraction of the peak rate."""
     palm_mfu: float
     """The utilization by PaLM's formula, see `megatron.model.flops.palm_flops`."""
     doubt: str
-    """A sentence if no published run has reached this utilization; otherwise ''."""
+    """A sentence that says that no published run has reached this utilization; '' if one has."""
     days: float | None
-    """Days of the steps that remain, including the batch ramp-up; None if the length of the run is not
+    """Days that the remaining steps take, including the batch ramp-up; None if the length of the run is not
     known."""
     is_resumed: bool
-    """Whether a part of the run is done."""
+    """Whether a part of the run is already done."""
     has_experts: bool
-    """Whether the layers have all-to-alls of experts."""
+    """Whether the layers contain all-to-alls of experts."""
 
     @property
     def total(self) -> float:
@@ -129,7 +129,7 @@ class StepTime:
 
 
 def find_cluster(config: Config) -> Cluster | None:
-    """Returns the cluster that --gpu and the network's flags describe; None without --gpu."""
+    """Returns the cluster that --gpu and the flags of the network describe; None without --gpu."""
     gpu, network = find_gpu(config), find_network(config)
     if gpu is None or network is None or config.training.gpu is None:
         return None
@@ -200,14 +200,15 @@ class Rank:
 
     @cached_property
     def mesh(self) -> Mesh:
-        """The layout as seen by this rank."""
+        """The layout as this rank sees it."""
         parallel = self.config.parallel
         per_stage = parallel.world_size // parallel.pipeline_model_parallel_size
         return Mesh.from_config(parallel, self.pipeline_rank * per_stage)
 
     def time(self, actions: Iterable[Action], dtype: str | None = None, is_pass: bool = False) -> PassTime:
-        """Returns the predicted time of a list of actions. dtype: of matrix products; None: the run's.
-        is_pass: whether they are a forward or backward pass, which a CUDA graph launches at once."""
+        """Returns the predicted time of a list of actions. dtype: the dtype of matrix products; None: the
+        run's. is_pass: whether the actions are a forward or backward pass; a CUDA graph launches such a pass
+        with one call."""
         cluster, dtype = self.cluster, dtype or self.config.precision.name
         return pass_time(
             actions,
@@ -220,7 +221,7 @@ class Rank:
 
 
 def stage_times(run: Run, costs: Sequence[StageCosts], cluster: Cluster) -> list[StageTime]:
-    """Returns the times of the passes, in the order of the stages."""
+    """Returns the times of the passes of each stage, in order."""
     times = []
     for stage, cost in enumerate(costs):
         rank = Rank(run.config, cluster, run.stages.rank_of(stage))
@@ -260,12 +261,13 @@ def _after_pipeline(
     """Returns the seconds that a step takes on the rank in addition to the pipeline: (gradient reduction,
     optimizer and norms, all-gather of the weights).
 
-    Work that overlaps with the last backward pass, or with the first forward pass of the next step, counts
-    as 0. A rank that ends its last pass before the other ranks, or starts later, has more time to overlap.
+    Work that overlaps with the last backward pass, or with the first forward pass of the next step, counts as
+    0. A rank that ends its last pass before the other ranks, or starts later, has more time for such an
+    overlap.
     """
     own = [time for time in stages if time.rank == rank.pipeline_rank]
     spans = pipeline.spans[rank.pipeline_rank]
-    # Gradients are final only in the last pass, so their reduction starts there.
+    # Gradients are complete only after the last micro-batch's pass, so their reduction starts in that pass.
     last = min(time.weight or time.backward for time in own)
     share = 1 / (len(update.reductions) + 1)
     during = [action for part in update.reductions for action in (Busy(last * share), *part)]
@@ -274,7 +276,7 @@ def _after_pipeline(
     reduce = rank.time([*in_last_pass, *update.reduce])
     later = max(spans[-1].end + reduce.total - pipeline.makespan, 0.0)
     norms = min(reduce.products + reduce.others - rank.time(in_last_pass).others, later)
-    # Only Muon has matrix products in its step.
+    # Muon is the only optimizer with matrix products in its step.
     dtype = rank.config.optimizer.muon_matmul_dtype
     gathers = update.gathers_and(Busy(min(time.forward for time in own) / max(len(update.gathers), 1)))
     in_step, both = rank.time(update.step, dtype).waits, rank.time([*update.step, *gathers], dtype)
@@ -286,7 +288,7 @@ def _after_pipeline(
 def timeline(
     parallel: ParallelConfig, stages: Sequence[StageTime], transfers: Sequence[float], micro_batches: int
 ) -> Timeline:
-    """Returns the simulated pipeline of a step with this many micro-batches."""
+    """Returns the simulated pipeline of a step. micro_batches: number of micro-batches in the step."""
     return simulate_schedule(
         parallel.pipeline_schedule,
         [time.forward for time in stages],
@@ -299,8 +301,9 @@ def timeline(
 
 
 class PipelineTime:
-    """Time of the pipeline for any number of micro-batches: simulated up to `simulated` of them, extrapolated
-    beyond. Once the pipeline is full, every further micro-batch takes as long as the previous one."""
+    """The time of the pipeline for any number of micro-batches. Up to `simulated` micro-batches it is
+    simulated, beyond that extrapolated. Once the pipeline is full, every further micro-batch takes as long as
+    the previous one."""
 
     def __init__(
         self,
@@ -309,21 +312,22 @@ class PipelineTime:
         transfers: Sequence[float],
         micro_batches: int,
     ) -> None:
-        """Simulates the schedule with up to `micro_batches`."""
+        """Simulates the schedule with at most `micro_batches` micro-batches."""
         self._pipeline = parallel, stages, transfers
         self.simulated = most = min(micro_batches, _FULLY_SIMULATED * len(stages))
         self.timeline = timeline(*self._pipeline, most)
         self._per_micro_batch = 0.0
         if micro_batches > most:
-            # If a schedule works on groups of micro-batches, the time of a group is constant, so whole groups
-            # are compared.
+            # A schedule may work on groups of micro-batches. Then the time of a group is constant, so whole
+            # groups are compared.
             step = parallel.micro_batch_multiple
             fewer = max(most - max(len(stages) // 2 // step * step, step), step)
             more = self.timeline.makespan - timeline(*self._pipeline, fewer).makespan
             self._per_micro_batch = more / (most - fewer)
 
     def seconds(self, micro_batches: int) -> float:
-        """Returns the seconds of the pipeline in a step of this many micro-batches."""
+        """Returns the seconds of the pipeline in a step. micro_batches: number of micro-batches in the
+        step."""
         if micro_batches >= self.simulated:
             return self.timeline.makespan + (micro_batches - self.simulated) * self._per_micro_batch
         return timeline(*self._pipeline, micro_batches).makespan
@@ -340,7 +344,7 @@ def _doubt(kind: str, parameters: int, mfu: float) -> str:
 
 
 def _days(run: Run, pipeline: PipelineTime, outside: float) -> float | None:
-    """Returns the days of the training that remains at its start, or None if the length of the run is not
+    """Returns the days of the training that remains when the run starts; None if the length of the run is not
     known. The smaller batches of a ramp-up have fewer micro-batches."""
     config, training, start = run.config, run.config.training, run.start
     if training.train_samples is None and training.train_iters is None:
@@ -351,7 +355,8 @@ def _days(run: Run, pipeline: PipelineTime, outside: float) -> float | None:
         *run.batches.ramp_up_steps(start.consumed_samples),
         (config.batch.global_batch_size, left),
     ]:
-        # The schedule may not support the smallest batches of the ramp-up: a run that resumes skips them.
+        # The schedule may not support the smallest batches of the ramp-up. A run that resumes after them can
+        # use it.
         multiple = config.parallel.micro_batch_multiple
         micro_batches = max(-(-size // unit // multiple) * multiple, config.parallel.min_micro_batches)
         seconds += min(steps, left) * (pipeline.seconds(micro_batches) + outside)
@@ -360,7 +365,8 @@ def _days(run: Run, pipeline: PipelineTime, outside: float) -> float | None:
 
 
 def time_lines(step: StepTime) -> str:
-    """Returns the lines of the report on the predicted step: its total, rates, and shares of its time."""
+    """Returns the report's lines on the predicted step: its total time, its rates, and the shares of its
+    time."""
     part = "rest of the" if step.is_resumed else "whole"
     days = f", {step.days:.1f} days for the {part} run" if step.days is not None else ""
     return (
@@ -372,7 +378,7 @@ def time_lines(step: StepTime) -> str:
 
 
 def time_shares(step: StepTime) -> str:
-    """Returns how the busiest rank spends its time, in percent of the step."""
+    """Returns a text on how the busiest rank spends its time, in percent of the step."""
     by_rank: dict[int, list[float]] = {}
     for stage in step.stages:
         parts = by_rank.setdefault(stage.rank, [0.0, 0.0, 0.0])

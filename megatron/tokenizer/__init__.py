@@ -1,4 +1,4 @@
-"""Tokenizers: one class per --tokenizer-type, each a wrapper of one library."""
+"""Tokenizers: one class for each --tokenizer-type; each class wraps one library."""
 
 from megatron.tokenizer.base import Tokenizer, TokenizerFlags
 from megatron.tokenizer.factory import TOKENIZER_TYPES, build_tokenizer

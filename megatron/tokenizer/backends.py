@@ -6,13 +6,13 @@ from megatron.errors import UserError
 from megatron.tokenizer.base import Tokenizer
 from megatron.tokenizer.fast import GigatokenEncoder, ReferenceEncoder, TextsEncoder
 
-# From the fastest, after auto.
+# After auto, the backends are ordered from the fastest to the slowest.
 BACKENDS = ("auto", "gigatoken", "words", "reference")
 
 
 def texts_encoder(tokenizer: Tokenizer, backend: str) -> TextsEncoder:
-    """Returns the encoder of --tokenizer-backend; of 'auto', the first that supports the tokenizer. Raises
-    UserError if the backend does not support it."""
+    """Returns the encoder of a --tokenizer-backend; for 'auto', the first backend that supports the
+    tokenizer. Raises UserError if the backend does not support it."""
     for name in BACKENDS[1:] if backend == "auto" else (backend,):
         try:
             return _new_encoder(name, tokenizer)
@@ -29,7 +29,7 @@ def _new_encoder(name: str, tokenizer: Tokenizer) -> TextsEncoder:
     if name == "gigatoken":
         return GigatokenEncoder(tokenizer)
     if name == "words":
-        # Late: only such a tokenizer needs the library tokenizers.
+        # The import is late, because only such a tokenizer needs the library tokenizers.
         from megatron.tokenizer.words import WordEncoder
 
         return WordEncoder(tokenizer)

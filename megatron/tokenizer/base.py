@@ -10,54 +10,55 @@ from megatron.errors import UserError
 
 
 class Tokenizer(Protocol):
-    """The interface of all tokenizers, used by preprocessing, training and generation."""
+    """The interface of all tokenizers. Preprocessing, training and generation use it."""
 
     @property
     def name(self) -> str:
-        """The value of --tokenizer-type."""
+        """The tokenizer's value of --tokenizer-type."""
 
     @property
     def vocab_size(self) -> int:
-        """Size of the vocabulary without padding: every token id is below it."""
+        """Size of the vocabulary without padding. Every token id is below it."""
 
     @property
     def eod(self) -> int:
-        """The id of the end-of-document token."""
+        """Id of the end-of-document token."""
 
     @property
     def bos(self) -> int:
-        """The id of the token that precedes a text without context: the beginning-of-sequence token, or `eod`
-        if the tokenizer has none."""
+        """Id of the token that precedes a text without context: the beginning-of-sequence token, or `eod` if
+        the tokenizer has none."""
 
     @property
     def adds_bos(self) -> bool:
-        """Whether texts of this tokenizer conventionally begin with `bos`, as Llama's do. `tokenize` does not
-        add it."""
+        """Whether texts of this tokenizer conventionally begin with `bos`, as Llama's do. `tokenize` never
+        adds it."""
 
     @property
     def parse_special(self) -> bool:
-        """Whether a special token that a text literally contains becomes its id. If not, it is ordinary text,
-        as in OpenAI's encoder of GPT-2, which BigScience's code has."""
+        """Whether a special token that a text contains literally becomes its id. If not, it is ordinary text,
+        as in OpenAI's encoder of GPT-2, which BigScience's code includes."""
 
     @property
     def special_tokens(self) -> dict[str, int]:
-        """The special tokens that a text may contain literally, with their ids."""
+        """Special tokens that a text may contain literally -> ids."""
 
     def vocabulary(self) -> dict[str, int]:
-        """Returns the id of every token, special tokens included."""
+        """Returns token -> id for every token, including special tokens."""
 
     def tokenize(self, text: str) -> list[int]:
-        """Returns the token ids of `text`, without added special tokens. See `parse_special`."""
+        """Returns the token ids of `text`. Adds no special tokens. See `parse_special`."""
 
     def tokenize_batch(self, texts: Sequence[str]) -> list[list[int]]:
-        """Returns the token ids of each text. With some libraries, faster than one call per text."""
+        """Returns the token ids of each text. Some libraries are faster with this than with one call per
+        text."""
 
     def detokenize(self, ids: Sequence[int]) -> str:
-        """Returns the text of `ids`, special tokens included."""
+        """Returns the text of `ids`, including special tokens."""
 
 
 class TokenizerFlags(Protocol):
-    """The flags that select a tokenizer: attributes of `DataConfig` and of the tools' parsed arguments."""
+    """The flags that select a tokenizer, as attributes of `DataConfig` or of a tool's parsed arguments."""
 
     @property
     def tokenizer_type(self) -> str | None: ...
@@ -76,9 +77,10 @@ class TokenizerFlags(Protocol):
 
 
 def require_setting(path: str | None, flag: str, tokenizer_type: str) -> str:
-    """Returns the value of a tokenizer flag. Raises UserError if it is missing or not a readable file.
+    """Returns the value of a tokenizer flag. Raises UserError if the flag is missing or its file cannot be
+    read.
 
-    The values of flags that end in -or-path may be names and are not checked.
+    Values of flags that end in -or-path are not checked, because they may be names.
     """
     if not path:
         raise UserError(f"--tokenizer-type {tokenizer_type} needs {flag}, which is not set")

@@ -14,11 +14,11 @@ TOKENIZER_TYPES = tuple(TOKENIZERS)
 def build_tokenizer(
     flags: TokenizerFlags, vocab_size: int | None = None, parse_special: bool = False
 ) -> Tokenizer:
-    """Builds the tokenizer for `flags`, a DataConfig or the parsed arguments of a tool. vocab_size:
-    --vocab-size. parse_special: see `Tokenizer`.
+    """Returns the tokenizer for `flags`, which is a DataConfig or the parsed arguments of a tool. vocab_size:
+    the value of --vocab-size. parse_special: see `Tokenizer`.
 
     Without --tokenizer-type, the given files determine the type. Raises UserError if several types can use
-    them, for a missing flag, and for a missing or damaged file.
+    the given files, for a missing flag, and for a missing or damaged file.
     """
     tokenizer_type = flags.tokenizer_type or _type_from_files(flags)
     values: list[str | int] = [

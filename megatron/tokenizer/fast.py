@@ -1,5 +1,6 @@
-"""Tokenizing many texts: with gigatoken (https://github.com/marcelroed/gigatoken), word by word, or with the
-tokenizer's library. The first two are faster than the library, and are compared with it while they run."""
+"""Tokenizes many texts: with gigatoken (https://github.com/marcelroed/gigatoken), word by word, or with the
+tokenizer's own library. The first two ways are faster than the library; while they run, some texts are
+compared with the library."""
 
 from __future__ import annotations
 
@@ -16,10 +17,9 @@ import numpy.typing as npt
 from megatron.errors import UserError
 from megatron.tokenizer.base import Tokenizer
 
-# Of the first batch of a file this many texts are compared, of each other batch one.
+# Number of texts that are compared in the first batch of a file. In every other batch one text is compared.
 COMPARED_AT_FIRST = 20
-# Longer texts are compared only up to this number of characters, so that a comparison takes a small part of
-# the time.
+# Number of characters of a text that are compared, so that the comparison takes a small part of the time.
 COMPARED_CHARACTERS = 10_000
 
 Encoded = tuple[npt.NDArray[Any], npt.NDArray[np.int64]]
@@ -27,10 +27,11 @@ Encoded = tuple[npt.NDArray[Any], npt.NDArray[np.int64]]
 
 
 def finder_of(tokens: Iterable[str]) -> Callable[[str], list[str]]:
-    """Returns a function that lists the occurrences of tokens in a text, the longest of several."""
+    """Returns a function that lists the occurrences of tokens in a text. If several tokens match at a place,
+    the function lists the longest."""
     longest_first = sorted(tokens, key=len, reverse=True)
     find_all = re.compile("|".join(map(re.escape, longest_first)) or r"(?!)").findall
-    # Searches for single tokens are much faster, and most texts have none.
+    # Searching for single tokens is much faster than the expression, and most texts contain none.
     return lambda text: find_all(text) if any(token in text for token in longest_first) else []
 
 
@@ -38,11 +39,11 @@ class TextsEncoder(Protocol):
     """Tokenizes several texts."""
 
     def encode(self, texts: Sequence[str], is_first: bool) -> Encoded:
-        """Tokenizes the texts of a batch. is_first: whether it is the first batch of a file."""
+        """Returns the tokens of the texts of a batch. is_first: whether it is the first batch of a file."""
 
 
 class ReferenceEncoder:
-    """Tokenizes with the library of the tokenizer."""
+    """Tokenizes with the tokenizer's own library."""
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         self.tokenizer = tokenizer
@@ -54,9 +55,9 @@ class ReferenceEncoder:
 
 
 class ComparedEncoder(ABC):
-    """Tokenizes in another way than the tokenizer's library, and compares some texts with the library.
+    """Tokenizes in a different way from the tokenizer's library, and compares some texts with the library.
 
-    The library tokenizes the texts with special tokens that are ordinary text (`Tokenizer.parse_special`).
+    The library tokenizes texts that contain special tokens as ordinary text (`Tokenizer.parse_special`).
     """
 
     def __init__(self, tokenizer: Tokenizer) -> None:
@@ -66,7 +67,7 @@ class ComparedEncoder(ABC):
 
     @abstractmethod
     def encode_texts(self, texts: Sequence[str]) -> Encoded:
-        """Tokenizes texts, of which there is at least one. None contains any of `literals`."""
+        """Returns the tokens of at least one text. No text contains any of `literals`."""
 
     def _encode_all(self, texts: Sequence[str]) -> Encoded:
         is_literal = [bool(self._find_literals(text)) for text in texts]
@@ -88,7 +89,7 @@ class ComparedEncoder(ABC):
         ends = np.cumsum(sizes)
         compared: Sequence[int] = range(min(len(texts), COMPARED_AT_FIRST))
         if not is_first:
-            # A text that depends on the content, so that no run depends on the number of workers.
+            # The content chooses the text, so that the choice does not depend on the number of workers.
             compared = [random.Random(texts[0][:COMPARED_CHARACTERS]).randrange(len(texts))]
         for index in compared:
             self._compare(texts[index], ids[ends[index] - sizes[index] : ends[index]])
@@ -106,11 +107,12 @@ class ComparedEncoder(ABC):
 
 
 class GigatokenEncoder(ComparedEncoder):
-    """Tokenizes with gigatoken in one thread. Raises ValueError if it does not support the tokenizer."""
+    """Tokenizes with gigatoken in one thread. Raises ValueError if gigatoken does not support the
+    tokenizer."""
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         try:
-            import awkward  # noqa: F401 (of encode_texts)
+            import awkward  # noqa: F401 (`encode_texts` needs it)
             import gigatoken
         except ImportError as error:
             raise ValueError(f"the package is not installed: pip install gigatoken ({error})") from error
@@ -122,7 +124,7 @@ class GigatokenEncoder(ComparedEncoder):
                 self._fast = gigatoken.Tokenizer.from_sentencepiece(source)
             else:
                 self._fast = gigatoken.Tokenizer(source)  # type: ignore[arg-type]
-        except Exception as error:  # its Rust part raises errors of many types
+        except Exception as error:  # gigatoken's Rust part raises errors of many types
             raise ValueError(str(error)) from error
 
     def encode_texts(self, texts: Sequence[str]) -> Encoded:

@@ -1,4 +1,4 @@
-"""The tokenizer flags of the tools, equal to the tokenizer flags of `DataConfig` (`pretrain_gpt.py`)."""
+"""The tokenizer flags of the tools. They equal the tokenizer flags of `DataConfig` (`pretrain_gpt.py`)."""
 
 from __future__ import annotations
 
@@ -14,7 +14,8 @@ from megatron.tokenizer.factory import TOKENIZER_TYPES
 
 
 def add_tokenizer_flags(parser: argparse.ArgumentParser, title: str = "tokenizer") -> argparse._ArgumentGroup:
-    """Adds the tokenizer flags to `parser`; its result satisfies `TokenizerFlags`. Returns their group."""
+    """Adds the tokenizer flags to `parser`. The parsed arguments then satisfy `TokenizerFlags`. Returns their
+    group."""
     group = parser.add_argument_group(title)
     spellings = SETTINGS["data.tokenizer_type"].flag.spellings
     group.add_argument(
@@ -30,7 +31,7 @@ def add_tokenizer_flags(parser: argparse.ArgumentParser, title: str = "tokenizer
 
 
 def add_parse_special_flag(group: argparse._ArgumentGroup, texts: str) -> None:
-    """Adds --parse-special-tokens, which sets `Tokenizer.parse_special`. texts: what it acts on."""
+    """Adds --parse-special-tokens, which sets `Tokenizer.parse_special`. texts: the texts that it affects."""
     group.add_argument(
         "--parse-special-tokens",
         action="store_true",
@@ -40,7 +41,7 @@ def add_parse_special_flag(group: argparse._ArgumentGroup, texts: str) -> None:
 
 
 def check_parse_special(tokenizer: Tokenizer, is_set: bool) -> None:
-    """Raises UserError if --parse-special-tokens is set and the tokenizer cannot do it."""
+    """Raises UserError if --parse-special-tokens is set and the tokenizer does not support it."""
     if is_set and not tokenizer.parse_special:
         raise UserError(
             f"--parse-special-tokens: a {tokenizer.name} reads special tokens in texts as ordinary text: "
@@ -49,10 +50,10 @@ def check_parse_special(tokenizer: Tokenizer, is_set: bool) -> None:
 
 
 def tokenizer_settings(flags: TokenizerFlags) -> dict[str, str]:
-    """Returns the tokenizer flags that are given: field of DataConfig -> value."""
+    """Returns the tokenizer flags that are set: field of DataConfig -> value."""
     return {name: getattr(flags, name) for name in sorted(TOKENIZER_FIELDS) if getattr(flags, name)}
 
 
 def tokenizer_flags(flags: TokenizerFlags, default: TokenizerFlags) -> TokenizerFlags:
-    """Returns `flags` if any tokenizer flag is given in them, else `default`."""
+    """Returns `flags` if any tokenizer flag is set in them, else `default`."""
     return flags if tokenizer_settings(flags) else default

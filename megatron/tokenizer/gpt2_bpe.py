@@ -1,4 +1,4 @@
-"""GPT-2's byte-level BPE from vocab.json and merges.txt, with the `tokenizers` library."""
+"""GPT-2's byte-level BPE from vocab.json and merges.txt. It uses the `tokenizers` library."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ END_OF_TEXT = "<|endoftext|>"
 
 
 class GPT2BPETokenizer:
-    """Gives the token ids of OpenAI's GPT-2 encoder with these two files, which reads `<|endoftext|>` in a
-    text as ordinary text; with `parse_special`, the ids of transformers' GPT-2 tokenizer."""
+    """Gives the token ids of OpenAI's GPT-2 encoder for these two files. That encoder reads `<|endoftext|>`
+    in a text as ordinary text. With `parse_special`, it gives the ids of transformers' GPT-2 tokenizer."""
 
     name = "GPT2BPETokenizer"
 
     def __init__(self, vocab_file: str, merge_file: str, parse_special: bool = False) -> None:
         try:
             model = models.BPE.from_file(vocab_file, merge_file)
-        except Exception as error:  # the library raises plain Exception
+        except Exception as error:  # the library raises plain Exceptions
             raise UserError(
                 f"--vocab-file {vocab_file} with --merge-file {merge_file}: not a GPT-2 vocabulary with its "
                 f"merges ({error})"

@@ -1,4 +1,4 @@
-"""Hugging Face tokenizers, with the `transformers` library."""
+"""Hugging Face tokenizers. They use the `transformers` library."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from megatron.tokenizer.base import TokenizerFlags, require_setting
 class HuggingFaceTokenizer:
     """A tokenizer in a folder, or in the local Hugging Face cache under its name.
 
-    Nothing is downloaded: compute nodes have no internet access, and a run must not depend on the hub's
-    current contents.
+    Nothing is downloaded, because compute nodes have no internet access, and a run must not depend on the
+    current contents of the hub.
     """
 
     name = "PretrainedFromHF"
@@ -25,11 +25,11 @@ class HuggingFaceTokenizer:
         from transformers import AutoTokenizer
 
         try:
-            # trust_remote_code=False prevents a prompt on the terminal about running the folder's code.
+            # Without trust_remote_code=False, transformers would ask whether it may run code from the folder.
             tokenizer = AutoTokenizer.from_pretrained(
                 name_or_path, local_files_only=True, trust_remote_code=False
             )
-        except Exception as error:  # the type depends on what is missing
+        except Exception as error:  # the type of the error depends on what is missing
             raise UserError(
                 f"--tokenizer-name-or-path {name_or_path}: expected a folder with a tokenizer or a name in "
                 f"the local Hugging Face cache ({one_line(error)})"
@@ -39,10 +39,10 @@ class HuggingFaceTokenizer:
                 f"--tokenizer-name-or-path {name_or_path}: the tokenizer has no eos token, which is needed "
                 "as the end-of-document token"
             )
-        # Suppresses a warning about documents longer than the context. They are split into samples later.
+        # Prevents a warning about documents longer than the context. They are split into samples later.
         tokenizer.model_max_length = int(1e30)
         self._tokenizer = self.source = tokenizer
-        # len() is the number of entries: too small if some ids are unused.
+        # len() is the number of tokens, which is too small if some ids are unused.
         self.vocab_size = max(len(tokenizer), max(tokenizer.get_vocab().values()) + 1)
         self.eod: int = tokenizer.eos_token_id
         self.bos: int = self.eod if tokenizer.bos_token_id is None else tokenizer.bos_token_id
@@ -72,7 +72,7 @@ class HuggingFaceTokenizer:
         return str(text)
 
 
-# What transformers 5 records of how it loaded a tokenizer. transformers 4 passes it to the tokenizer's class.
+# Keys in which transformers 5 records how it loaded a tokenizer. transformers 4 passes them to the class.
 _LOADING_KEYS = ("backend", "is_local", "local_files_only")
 
 
@@ -84,7 +84,7 @@ def save_as_hugging_face(kind: str, flags: TokenizerFlags, folder: Path, max_len
     """Saves the tokenizer of `flags`, of type `kind`, in `folder`, so that `AutoTokenizer` of transformers 4
     and 5 can load it.
 
-    max_length: maximum number of tokens of the model; None for unlimited. Raises UserError for a type without
+    max_length: maximum number of tokens of the model; None for no limit. Raises UserError for a type without
     a Hugging Face equivalent, and OSError for a file that cannot be written.
     """
     from transformers import AutoTokenizer, GPT2TokenizerFast  # type: ignore[attr-defined]
@@ -109,27 +109,29 @@ def save_as_hugging_face(kind: str, flags: TokenizerFlags, folder: Path, max_len
     try:
         tokenizer.save_pretrained(folder)
     except Exception as error:
-        if type(error) is Exception:  # the class that tokenizers raises for a file that it cannot write
+        if type(error) is Exception:  # tokenizers raises this class if it cannot write a file
             raise OSError(f"the tokenizer cannot be saved: {error}") from error
         raise
     model_file = source / "tokenizer.model"
     if model_file.is_file() and not (folder / model_file.name).exists():
-        shutil.copyfile(model_file, folder / model_file.name)  # read by llama.cpp
+        shutil.copyfile(model_file, folder / model_file.name)  # llama.cpp reads it
     path = folder / "tokenizer_config.json"
     settings = {key: value for key, value in json.loads(path.read_text()).items() if key not in _LOADING_KEYS}
     path.write_text(json.dumps(settings | _for_version_4(settings, tokenizer), indent=2) + "\n")
 
 
 def _for_version_4(settings: dict[str, Any], tokenizer: Any) -> dict[str, Any]:
-    """Returns settings of a tokenizer_config.json with which transformers 4 gives the ids of version 5."""
-    # Without it, transformers 4 adds token_type_ids, which these models do not accept.
+    """Returns settings of a tokenizer_config.json with which transformers 4 gives the same ids as version
+    5."""
+    # Without this entry, transformers 4 adds token_type_ids, which these models do not accept.
     changes: dict[str, Any] = {"model_input_names": ["input_ids", "attention_mask"]}
     if isinstance(special := settings.pop("extra_special_tokens", None), list):
         changes["additional_special_tokens"] = special
     elif special is not None:
         changes["extra_special_tokens"] = special
     if tokenizer.is_fast:
-        # tokenizer.json holds all that decides the ids; other classes of transformers 4 change it.
+        # tokenizer.json contains everything that determines the ids; other classes of transformers 4 change
+        # it.
         state = json.loads(tokenizer.backend_tokenizer.to_str())["pre_tokenizer"] or {}
         changes["tokenizer_class"] = "PreTrainedTokenizerFast"
         changes["add_prefix_space"] = state.get("add_prefix_space", False)

@@ -8,8 +8,8 @@ from megatron.errors import UserError
 
 
 class NullTokenizer:
-    """Megatron-LM's NullTokenizer: the text '7 3' has the tokens 7 and 3. The end-of-document token follows
-    the `num_tokens` numbers."""
+    """Megatron-LM's NullTokenizer: the text '7 3' has the tokens 7 and 3. The vocabulary consists of the
+    numbers below `num_tokens`, and the end-of-document token, whose id is `num_tokens`."""
 
     name = "NullTokenizer"
     adds_bos = False

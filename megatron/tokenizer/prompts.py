@@ -19,21 +19,21 @@ _GENERATION = re.compile(r"\{%-?\s*generation\s*-?%\}")
 
 
 class CountedTokens(NamedTuple):
-    """The tokens of a document, and whether each of them counts in the loss."""
+    """The tokens of a document, and for each token whether it counts in the loss."""
 
     ids: list[int]
     counts: list[bool]
 
 
 class RowEncoder(Protocol):
-    """Tokenizes rows of a jsonl file."""
+    """Tokenizes the rows of a jsonl file."""
 
     @property
     def keys(self) -> tuple[str, ...]:
-        """The keys of a row that it reads."""
+        """The keys of a row that the encoder reads."""
 
     def __call__(self, row: dict[str, Any]) -> CountedTokens:
-        """Returns the tokens of a row. Raises ValueError, with the reason, for a row that has none."""
+        """Returns the tokens of a row. Raises ValueError, with the reason, for a row without tokens."""
 
 
 def row_encoder(
@@ -42,10 +42,11 @@ def row_encoder(
     eod: int | None,
     find_special: Callable[[str], list[str]],
 ) -> RowEncoder | None:
-    """Returns the encoder of prompts or chats under these keys; None for other texts.
+    """Returns the encoder of prompts or chats under these keys; None if the keys hold plain texts.
 
-    eod: ends each row; None for no token. find_special: lists the special tokens in a text. Raises UserError
-    if the tokenizer has no chat template, and for further keys.
+    eod: the token that ends each row; None to add none. find_special: lists the special tokens in a text.
+    Raises UserError if the tokenizer has no chat template, and if keys of prompts are combined with other
+    keys.
     """
     if set(json_keys) == set(PROMPT_KEYS):
         return PromptEncoder(tokenizer, eod)
@@ -66,15 +67,15 @@ def has_prompts(json_keys: Sequence[str]) -> bool:
 
 
 def recorded_settings(tokenizer: Tokenizer, json_keys: Sequence[str]) -> dict[str, str]:
-    """Returns what the record of token files holds about the encoder of rows with these keys."""
+    """Returns the entries about the encoder of rows with these keys, for the record of token files."""
     if CHAT_KEY not in json_keys or not isinstance(tokenizer, HuggingFaceTokenizer):
         return {}
     return {"chat_template_sha256": hashlib.sha256(chat_template(tokenizer).encode()).hexdigest()}
 
 
 class PromptEncoder:
-    """Tokenizes rows with a prompt and a completion, each on its own. The end-of-document token belongs to
-    the completion."""
+    """Tokenizes rows with a prompt and a completion. The two are tokenized separately. The end-of-document
+    token belongs to the completion."""
 
     keys = PROMPT_KEYS
 
@@ -92,11 +93,12 @@ class PromptEncoder:
 
 
 class ChatEncoder:
-    """Tokenizes chats with the chat template of a Hugging Face tokenizer. The messages of the assistant
-    count.
+    """Tokenizes chats with the chat template of a Hugging Face tokenizer. Only messages of the assistant
+    count in the loss.
 
-    A template with `{% generation %}` marks them. Otherwise the chat is rendered up to the beginning of each
-    message of the assistant, and up to its end: its tokens are the difference, the end of its turn included.
+    A template with `{% generation %}` marks these messages. With any other template the chat is rendered
+    twice for each of them, up to the beginning of the message and up to its end. The difference is the tokens
+    of the message, including the end of the turn.
     """
 
     keys = (CHAT_KEY,)
@@ -142,16 +144,16 @@ class ChatEncoder:
                 )
 
     def _render(self, messages: list[dict[str, str]], **options: Any) -> Any:
-        """Returns the tokens of messages, in transformers' form."""
+        """Returns the tokens of messages in the form that transformers returns."""
         try:
             return self._tokenizer.source.apply_chat_template(
                 messages,
                 tokenize=True,
                 return_dict=True,
-                tokenizer_kwargs={"split_special_tokens": False},  # the template's are tokens
+                tokenizer_kwargs={"split_special_tokens": False},  # special tokens of the template become ids
                 **options,
             )
-        except Exception as error:  # templates raise any exception, for example for the order of roles
+        except Exception as error:  # a template may raise any error, for example about the order of roles
             raise _TemplateError(one_line(error)) from error
 
     def _marked(self, messages: list[dict[str, str]]) -> tuple[list[int], list[bool]]:
@@ -179,7 +181,8 @@ class ChatEncoder:
 
 
 def _check_text(values: dict[str, Any], key: str, where: str = "") -> None:
-    """Raises ValueError unless `values` has a text under the key."""
+    """Raises ValueError unless `values` has a text under `key`. where: the place of `values`, for the
+    message."""
     text = values.get(key)
     if not isinstance(text, str):
         raise ValueError(f"{where}expected text under '{key}', got {text!r:.40}")
@@ -188,12 +191,12 @@ def _check_text(values: dict[str, Any], key: str, where: str = "") -> None:
 
 
 def has_surrogate(text: str) -> bool:
-    """Returns whether a text is not valid Unicode, which tokenizers reject."""
+    """Returns whether a text contains surrogates: it is then not valid Unicode, and tokenizers reject it."""
     return not text.isascii() and _SURROGATE.search(text) is not None
 
 
 class _TemplateError(Exception):
-    """Raised by a chat template."""
+    """An error that a chat template raises."""
 
 
 def chat_template(tokenizer: HuggingFaceTokenizer) -> str:

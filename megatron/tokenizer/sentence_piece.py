@@ -1,4 +1,4 @@
-"""SentencePiece models, with the `sentencepiece` library."""
+"""SentencePiece models. They use the `sentencepiece` library."""
 
 from __future__ import annotations
 
@@ -10,8 +10,9 @@ from megatron.errors import UserError
 
 
 class SentencePieceTokenizer:
-    """A SentencePiece .model file. Its end-of-sentence piece is the end-of-document token. Its library reads
-    control pieces such as `</s>` in a text as ordinary text: `parse_special` has no effect."""
+    """The tokenizer of a SentencePiece .model file. Its end-of-sentence piece is the end-of-document token.
+    The library reads control pieces such as `</s>` in a text as ordinary text, so `parse_special` has no
+    effect."""
 
     name = "SentencePieceTokenizer"
 
@@ -46,7 +47,7 @@ class SentencePieceTokenizer:
         return list(self._processor.encode(text))
 
     def tokenize_batch(self, texts: Sequence[str]) -> list[list[int]]:
-        # num_threads=1: preprocessing already runs one process per core.
+        # One thread, because preprocessing already runs one process per core.
         return list(self._processor.encode(list(texts), num_threads=1))
 
     def detokenize(self, ids: Sequence[int]) -> str:

@@ -1,11 +1,12 @@
-"""The vocabulary record of token files: a JSON file that identifies the vocabulary that made them.
+"""The vocabulary record of token files: a JSON file that identifies the vocabulary with which they were made.
 
-The token ids of two tokenizers of equal size are valid for both but differ in meaning, which no other check
-detects. `{prefix}.tokenizer.json` holds the digest of the vocabulary of `{prefix}.bin`. A run compares the
-digest with its own tokenizer's. Token files of other frameworks have no record and are not compared.
+The token ids of two tokenizers of equal size are valid for both, but have different meanings. No other check
+detects this. `{prefix}.tokenizer.json` holds the digest of the vocabulary of `{prefix}.bin`. A run compares
+it with the digest of its own tokenizer. Token files of other frameworks have no record and are not compared.
 
 The record also has the SHA-256 of the .bin file and of a sample of it (`bin_sha256`, `bin_sample_sha256`),
-and, if preprocessing wrote it, the inputs and settings that made the files. Older records lack them.
+and, if preprocessing wrote it, the inputs and settings with which the files were made. Older records lack
+these entries.
 """
 
 from __future__ import annotations
@@ -21,14 +22,15 @@ from megatron.errors import UserError
 from megatron.files import HostileFileError, read_json, write_json
 from megatron.tokenizer.base import Tokenizer
 
-# Whether special tokens in texts became their ids; older records, of data in which they did, lack it.
+# Whether special tokens in texts became their ids. Older records lack the key; in their data they did.
 PARSE_SPECIAL_KEY = "parse_special_tokens"
 
 
 def vocabulary_digest(tokenizer: Tokenizer) -> str:
-    """Returns the SHA-256 of all (id, token) pairs: equal for two tokenizers whose ids have equal meaning.
+    """Returns the SHA-256 of all (id, token) pairs. It is equal for two tokenizers whose ids have equal
+    meanings.
 
-    The type of the tokenizer is not included, so two classes that read the same files give one digest.
+    The type of the tokenizer is not included, so two classes that read the same files have one digest.
     """
     pairs = sorted((token_id, token) for token, token_id in tokenizer.vocabulary().items())
     return hashlib.sha256(json.dumps(pairs).encode()).hexdigest()
@@ -40,14 +42,15 @@ def record_path(prefix: str) -> str:
 
 
 def remove_record(prefix: str) -> None:
-    """Removes the record of token files that will be replaced, so that it never describes the new files."""
+    """Removes the record of token files that are about to be replaced, so that it never describes the new
+    files."""
     if os.path.exists(record_path(prefix)):
         os.remove(record_path(prefix))
 
 
 def write_record(prefix: str, tokenizer: Tokenizer, details: Mapping[str, Any] | None = None) -> None:
-    """Writes the record of the token files `prefix`, which were made with `tokenizer`. details: what else it
-    holds, see the top of this file."""
+    """Writes the record of the token files `prefix`, which were made with `tokenizer`. details: further
+    entries, see the docstring of this module."""
     record = {
         "tokenizer_type": tokenizer.name,
         "vocab_size": tokenizer.vocab_size,
@@ -59,14 +62,14 @@ def write_record(prefix: str, tokenizer: Tokenizer, details: Mapping[str, Any] |
 
 
 def read_record(prefix: str) -> dict[str, Any] | None:
-    """Returns the record of the token files `prefix`; None if it does not exist. Raises UserError if it is
+    """Returns the record of the token files `prefix`; None if there is none. Raises UserError if it is
     damaged."""
     path = record_path(prefix)
     return _read(path) if os.path.exists(path) else None
 
 
 def copy_record(source: str, prefix: str, details: Mapping[str, Any]) -> None:
-    """Writes the record of the token files `prefix`, whose vocabulary is the one of `source`. details: as in
+    """Writes a record of the token files `prefix` with the vocabulary in the record of `source`. details: see
     `write_record`."""
     record = _read(record_path(source))
     vocabulary = {key: record[key] for key in _VOCABULARY if key in record}

@@ -1,8 +1,9 @@
-"""Tokenizing word by word: a table holds the ids of each word, and the tokenizer's library sees a word once.
+"""Tokenizes word by word: a table holds the ids of each word, so the tokenizer's library tokenizes each word
+only once.
 
-A byte-level BPE splits a text into words with regular expressions and merges within words only, so its ids
-are the ids of the words in order. Looking up a word is several times faster than merging it again, and a long
-document needs no more memory than its words.
+A byte-level BPE splits a text into words with regular expressions, and merges only within words. So the ids
+of a text are the ids of its words in order. Looking up a word is several times faster than merging it again,
+and a long document needs no more memory than its words.
 """
 
 from __future__ import annotations
@@ -25,17 +26,19 @@ from tokenizers import pre_tokenizers
 from megatron.tokenizer.base import Tokenizer
 from megatron.tokenizer.fast import ComparedEncoder, Encoded
 
-# A table takes about 200 bytes per word.
+# Largest number of words in a table. A table takes about 200 bytes per word.
 MAX_WORDS = 1 << 18
-MAX_WORD_CHARACTERS = 100  # longer words rarely occur twice
-# A longer word is tokenized in parts of about so many characters: it takes 130 bytes of memory per character.
+MAX_WORD_CHARACTERS = 100  # longer words are not kept: they rarely occur twice
+# Longer words are tokenized in parts of about this many characters: a word takes 130 bytes of memory per
+# character.
 PART_CHARACTERS = 1 << 15
-# The words of longer texts are found one by one, since a list of words is 12 times as large as its text.
+# The words of longer texts are found one by one, because a list of words takes 12 times as much memory as its
+# text.
 LISTED_CHARACTERS = 1 << 16
 _GPT2_WORDS = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
 _PROPERTY = re.compile(r"\\p\{(\w+)\}")
 _SET_OR_PROPERTY = re.compile(rf"\[(?:\\.|[^\]\\])*\]|{_PROPERTY.pattern}")
-# Other properties have no ASCII characters, or the comparison of the characters notices it.
+# All other Unicode properties have no ASCII characters, or the comparison of characters detects them.
 _ASCII_CLASSES = {"L": "a-zA-Z", "Lu": "A-Z", "Ll": "a-z", "N": "0-9", "Nd": "0-9"}
 _NORMAL_FORMS = ("NFC", "NFD", "NFKC", "NFKD")
 
@@ -43,11 +46,11 @@ _NORMAL_FORMS = ("NFC", "NFD", "NFKC", "NFKD")
 class WordEncoder(ComparedEncoder):
     """Tokenizes with a table of words, for byte-level BPE tokenizers of the `tokenizers` library.
 
-    The regular expressions of the tokenizer run in the package `regex`, and Python normalizes texts. Their
-    versions of Unicode may differ from the library's: each character is compared with the library at its
-    first occurrence, and the library tokenizes texts with a character that the versions may disagree on.
+    The package `regex` runs the tokenizer's regular expressions, and Python normalizes texts. Their versions
+    of Unicode may differ from the library's. Therefore each character is compared with the library when it
+    first occurs, and the library tokenizes texts with a character on which the versions may disagree.
 
-    Raises ValueError for a tokenizer whose ids are not known to be the ids of its words.
+    Raises ValueError for a tokenizer if the ids of a text are not known to be the ids of its words.
     """
 
     def __init__(self, tokenizer: Tokenizer) -> None:
@@ -88,14 +91,14 @@ class WordEncoder(ComparedEncoder):
         raise ValueError("the package regex reads its regular expression differently")
 
     def encode_texts(self, texts: Sequence[str]) -> Encoded:
-        # Joining the ids would take 80 bytes for each word.
+        # The ids are written to a buffer, because a list of the words' ids would take 80 bytes for each word.
         output = io.BytesIO()
         ends = [self._write(text, output) for text in texts]
         sizes = np.diff(ends, prepend=0) // self._dtype.itemsize
         return np.frombuffer(output.getbuffer(), self._dtype), sizes
 
     def _write(self, text: str, output: io.BytesIO) -> int:
-        """Writes the ids of a text; returns their end."""
+        """Writes the ids of a text to `output`. Returns the position of their end."""
         parts = [*self._parts(text)]
         if self._has_disputed(text) or any(self._has_disputed(part) for part, ids in parts if ids is None):
             output.write(self._bytes(self.tokenizer.tokenize(text)))
@@ -108,7 +111,8 @@ class WordEncoder(ComparedEncoder):
         return output.tell()
 
     def _parts(self, text: str) -> Iterator[tuple[str, bytes | None]]:
-        """Yields the added tokens in a text with their ids, and the texts between them, normalized."""
+        """Yields (text, ids) for the parts of a text: added tokens with their ids, and the normalized texts
+        between them with None."""
         for index, part in enumerate(self._split_at_added(text)):
             if index % 2:
                 yield part, self._ids_of_added[part]
@@ -130,7 +134,7 @@ class WordEncoder(ComparedEncoder):
         return words
 
     def _has_disputed(self, text: str) -> bool:
-        """Returns whether the library may read a character of a text differently."""
+        """Returns whether a text has a character that the library may read differently."""
         if text.isascii() and self._known:
             return False
         characters = set(text)
@@ -141,15 +145,15 @@ class WordEncoder(ComparedEncoder):
         return not self._disputed.isdisjoint(characters)
 
     def _splits_equally(self, c: str) -> bool:
-        probe = f"a{c}a {c}{c}1{c}1 {c}.{c}.{c} '{c} {c}\n{c}\r{c}A{c}A{c}{c}{c}{c}1 {c}"
+        sample = f"a{c}a {c}{c}1{c}1 {c}.{c}.{c} '{c} {c}\n{c}\r{c}A{c}A{c}{c}{c}{c}1 {c}"
         return all(
             [*self._words(text)] == [text[start:end] for _, (start, end) in self._split_library(text)]
-            for text in (probe, probe + " \u00e9")  # the first may be ASCII, the second is not
+            for text in (sample, sample + " \u00e9")  # the first text may be ASCII, the second is not
         )
 
     def _normalizes_equally(self, character: str) -> bool:
         if self._normal_form is None or unicodedata.ucd_3_2_0.category(character) != "Cn":
-            return True  # all later versions of Unicode normalize texts of older characters equally
+            return True  # all later versions of Unicode normalize a text of older characters in the same way
         # Symbols, punctuation and numbers do not combine with other characters.
         return unicodedata.category(character)[0] in "SPN" and (
             unicodedata.normalize(self._normal_form, character) == self._normalize_library(character)
@@ -160,7 +164,7 @@ class WordEncoder(ComparedEncoder):
 
 
 class _WordTable(dict[str, bytes]):
-    """Word -> bytes of its ids; empties itself when it is full."""
+    """Word -> bytes of its ids. The table empties itself when it is full."""
 
     def __init__(self, model: Any, to_bytes: Callable[[Sequence[int]], bytes]) -> None:
         super().__init__()
@@ -183,8 +187,9 @@ class _WordTable(dict[str, bytes]):
         return self._to_bytes(self._library.encode(word).ids)
 
     def _parts(self, word: str) -> Iterator[str]:
-        """Yields parts of a long word, such as base64, that together have its ids: no token contains the two
-        bytes beside a cut, so no merge crosses it. A part is longer than any token."""
+        """Yields parts of a long word (such as base64) that together have the ids of the word. No token
+        contains the two bytes at a boundary between parts, so no merge crosses it. Each part is longer than
+        any token."""
         start = 0
         while cut := self._next_cut(word, start + PART_CHARACTERS):
             yield word[start:cut]
@@ -205,11 +210,11 @@ class _WordTable(dict[str, bytes]):
 
     @cached_property
     def _joined(self) -> set[str]:
-        """Pairs of bytes that follow each other in a token."""
+        """All pairs of bytes that follow each other in a token."""
         return {token[index : index + 2] for token in self._vocabulary for index in range(len(token) - 1)}
 
     def _symbols(self, character: str) -> str:
-        """Returns the bytes of a character as the vocabulary spells them."""
+        """Returns the bytes of a character in the vocabulary's spelling."""
         ((symbols, _),) = self._library.pre_tokenizer.pre_tokenize_str(character)
         return str(symbols)
 
@@ -224,7 +229,8 @@ def _normal_form(library: Any) -> Any:
 
 
 def _word_patterns(library: Any) -> Iterator[str]:
-    """Yields the regular expressions that split a text into words, each applied to the words before."""
+    """Yields the regular expressions that split a text into words. Each one splits the results of the one
+    before."""
     if library.pre_tokenizer is None:
         raise ValueError("it has no pre-tokenizer")
     state = json.loads(library.pre_tokenizer.__getstate__())
@@ -245,12 +251,12 @@ def _word_patterns(library: Any) -> Iterator[str]:
 
 
 def _with_gaps(pattern: str) -> str:
-    """Returns an expression that also matches what lies between two matches of `pattern`, as one word."""
+    """Returns an expression that also matches the text between two matches of `pattern`, as one word."""
     return f"(?:{pattern})|(?:(?!(?:{pattern}))(?s:.))+"
 
 
 def _all_ascii_words(pattern: str) -> re.Pattern[str] | None:
-    """Returns the expression for ASCII texts, in which the package re is three times as fast as regex."""
+    """Returns the expression for ASCII texts. The package re applies it three times as fast as regex does."""
 
     def in_ascii(match: re.Match[str]) -> str:
         found = _PROPERTY.sub(lambda name: _ASCII_CLASSES.get(name[1], ""), match[0])
@@ -273,8 +279,8 @@ def _all_words(pattern: str) -> Any:
 
 
 def _splitter(tokens: Sequence[Any]) -> Callable[[str], list[str]]:
-    """Returns a function that splits a text at added tokens as the library does: at the longest of several.
-    Every other part is a token."""
+    """Returns a function that splits a text at added tokens as the library does: where several match, at the
+    longest. In the result every second part is a token."""
     if not tokens:
         return lambda text: [text]
     for token in tokens:

@@ -1,7 +1,7 @@
 """Assembles a run from its configuration: stages, model, engine, data, trainer.
 
 `megatron.training.run`, the simulation of a rank, evaluation without training, and the tests build their
-objects with these functions. They replace the parts that they do not have.
+objects with these functions, and pass replacements for the parts that they do not have.
 """
 
 from __future__ import annotations
@@ -48,19 +48,19 @@ from megatron.training.trainer import Trainer
 
 
 def new_run(config: Config, predict_memory: PredictMemory) -> Run:
-    """Returns what is known of a run before the processes connect. Raises ConfigError for flags and files
-    with which no run can start, in the same order for a dry run and a run."""
+    """Returns the run as it is known before the processes connect. Raises ConfigError for flags and files
+    with which no run can start. A dry run and a training run check them in the same order."""
     check_save_is_outside_checkpoints(config)
     check_export(config)
     run = Run.from_config(config, None, predict_memory, measures=not config.training.dry_run)
     if config.checkpoint.load is None:
-        run.lr_schedule  # noqa: B018 - an error is found before the data are read
+        run.lr_schedule  # noqa: B018 - raises its errors before the data are read
     return run
 
 
 def find_stages(run: Run, predict_memory: PredictMemory) -> Run:
-    """Partitions the layers by their measured times or their memory, unless the stages are known. Collective:
-    all ranks get one result.
+    """Partitions the layers by their measured times or their memory, unless the stages of the run are already
+    known. Collective: all ranks get an equal result.
 
     Raises SharedUserError on every rank if the partition is not possible.
     """
@@ -93,7 +93,8 @@ def build_engine(run: Run, values: InitialValues = initial_values) -> GPTEngine:
 def zeros(
     spec: ParameterSpec, seed: int, name: str, axes: Sequence[Axis], elements: range | None = None
 ) -> torch.Tensor:
-    """Returns the initial values of a parameter that a checkpoint overwrites: zeros are the fastest."""
+    """Returns zeros as the initial values of a parameter. For parameters that a checkpoint overwrites,
+    because zeros are the fastest."""
     return torch.zeros(spec.local_shape(axes))
 
 
@@ -105,9 +106,9 @@ def build_trainer(
     tasks: Any = None,
     data: Callable[[Run], RunData] = open_data,
 ) -> Trainer:
-    """Returns the training loop around an engine, with its data. Collective. tasks: --eval-harness-tasks, on
-    rank 0."""
-    watchdog.set_device_facts(engine.device_progress.facts, flight_record)
+    """Returns the training loop of an engine, with its data. Collective. tasks: tasks of
+    --eval-harness-tasks, only on rank 0. data: function that opens the data of a run."""
+    watchdog.set_device_entries(engine.device_progress.status, flight_record)
     return Trainer(engine, data(engine.run), metrics, watchdog, checkpoints, tasks)
 
 
@@ -127,12 +128,13 @@ _FOR_TRAINING = {
 
 
 def run_of_layout(checkpoint: Checkpoint, parallel: ParallelConfig) -> Run:
-    """Returns a run with the checkpoint's model on another layout: with sequence parallelism, if experts need
-    it. Raises UserError if they do not fit."""
+    """Returns a run with the checkpoint's model on a given layout, with sequence parallelism if experts need
+    it. Raises UserError if model and layout do not fit each other."""
     config = replace(checkpoint.config, parallel=parallel).with_settings(_FOR_TRAINING)
     is_sharded = config.model.num_experts is not None and parallel.tensor_model_parallel_size > 1
     used = config.with_settings({"parallel.sequence_parallel": is_sharded})
-    # Not the training's length of a sequence, but the evaluated ones are divided, and padded for it.
+    # The sequence length of the training is not checked: evaluated sequences are padded so that the layout
+    # divides them.
     mistakes = layout_mistakes(config), model_mistakes(config), expert_mistakes(used)
     raise_first(chain(rule_mistakes(config, ["parallel"]), *mistakes))
     return Run.from_config(used, Vocabulary(checkpoint.vocab_size, checkpoint.eod))

@@ -35,16 +35,16 @@ from megatron.data.splits import Component, verify_token_files
 from megatron.run import Run
 from megatron.text_table import format_table
 
-# Building this takes about a second per 100 MB, and a file some milliseconds.
+# An index above this size has a note. Building an index takes about a second per 100 MB.
 _LARGE_INDEX_BYTES = 500_000_000
 _MANY_INDICES = 300
-# Tokens whose loss mask is read for the log: 4 MB.
+# Number of tokens whose loss mask is read for the log (4 MB).
 _MASK_TOKENS = 1 << 22
 
 
 @dataclass(frozen=True)
 class RunData:
-    """The loaders of a run. train: None without training.
+    """The loaders of a run. train: loader of the training data; None without training.
 
     valid, test: loaders by their names in the log: 'validation', 'test' or the name of a weighted group.
     """
@@ -55,11 +55,11 @@ class RunData:
 
 
 def data_report(run: Run) -> str:
-    """Returns the table of the data that the run reads, with notes on data sets that are left out or capped,
-    and with a warning above --max-epochs-per-dataset.
+    """Returns a table of the data that the run reads. It has notes on data sets that are left out or that
+    --max-epochs-action limits, and a warning for each data set above --max-epochs-per-dataset.
 
-    Raises ConfigError above the limit with --max-epochs-action stop, and for data of prompts without
-    --reset-attention-mask.
+    Raises ConfigError for a data set above the limit with --max-epochs-action stop, and for data of prompts
+    without --reset-attention-mask.
     """
     config, data = run.config, run.config.data
     if data.mock_data:
@@ -95,7 +95,7 @@ def data_report(run: Run) -> str:
 
 
 def loss_mask_note(dataset: IndexedDataset) -> str:
-    """Returns a sentence about the loss mask of a data set, of which only the beginning is read."""
+    """Returns a sentence about the loss mask of a data set. It reads only the beginning of the mask."""
     assert dataset.loss_mask is not None
     numbers = np.memmap(data_path(dataset.loss_mask.prefix), dtype=np.uint8, mode="r")[:_MASK_TOKENS]
     return (
@@ -105,8 +105,8 @@ def loss_mask_note(dataset: IndexedDataset) -> str:
 
 
 def index_notes(run: Run) -> list[str]:
-    """Returns a sentence for the log on the index files that do not exist; none for a single process with
-    small ones. Raises ConfigError with --require-prepared-indices if an index is not prepared."""
+    """Returns a sentence for the log about missing index files; no sentence if a single process builds small
+    files. Raises ConfigError with --require-prepared-indices if an index is not prepared."""
     ranks = run.config.parallel.world_size
     files = list_index_files(*_requested_samples(run), run.stamp)
     command = f"tools/prepare_indices.py --world-size {ranks} with the flags of this run"
@@ -145,12 +145,13 @@ def planned_data_report(run: Run) -> str:
     if missing := missing_token_file(run.config):
         return f"data       not checked: {missing}"
     run = run.with_stamp(verify_token_files(run.config.data))
-    run.fingerprint  # noqa: B018 - for its errors
+    run.fingerprint  # noqa: B018 - raises its errors
     return data_report(run)
 
 
 def _requested_samples(run: Run) -> tuple[DataConfig, int, int, tuple[int, int, int]]:
-    """Returns the first arguments of `prepare_index_files` and `build_gpt_datasets`."""
+    """Returns the first arguments of `prepare_index_files` and `build_gpt_datasets`: (data section, sequence
+    length, seed, numbers of samples of the train, valid and test split)."""
     config, samples = run.config, run.length.samples_per_split(run.config)
     return config.data, config.model.seq_length, config.training.seed, samples
 
@@ -192,7 +193,8 @@ def open_data(run: Run) -> RunData:
 def _datasets_of_files(run: Run) -> Datasets:
     where, mesh = _requested_samples(run), run.mesh
     stamp = run.stamp or IndexStamp(run.config.data)
-    # Rank 0 builds first. On a shared file system, the other nodes find its files and only verify them.
+    # Rank 0 builds first. On a shared file system, the other nodes find the files of rank 0 and only verify
+    # them.
     if mesh.rank == 0:
         prepare_index_files(*where, stamp)
     dist.barrier()
@@ -214,8 +216,8 @@ def _mock_datasets(run: Run) -> Datasets:
     return Datasets(train[0] if train else None, valid, test)
 
 
-# More epochs than this in an evaluation are a typo in the flags. The index of _ALWAYS_ALLOWED_SAMPLES takes
-# hundreds of MB and seconds; an index of a hundred times as many samples would exhaust the memory.
+# More epochs than this in an evaluation are a typo in the flags: the index of so many samples would exhaust
+# the memory. The index of _ALWAYS_ALLOWED_SAMPLES takes hundreds of MB and seconds.
 _MAX_EVALUATION_EPOCHS = 1000
 _ALWAYS_ALLOWED_SAMPLES = 10_000_000
 
@@ -227,23 +229,23 @@ class DatasetUsage:
     group: str
     prefix: str
     documents: int
-    """Documents of the data set that belong to the split."""
+    """Number of documents of the data set that belong to the split."""
     tokens: int
-    """Tokens of these documents: one epoch."""
+    """Number of tokens of these documents: one epoch."""
     samples: int
-    """Samples that the run reads from the data set."""
+    """Number of samples that the run reads from the data set."""
     share: float
-    """These samples as a fraction of all samples of the group."""
+    """`samples` as a fraction of all samples of the group."""
     epochs: float
-    """How many times the run reads each token, with all data sets of the group that contain it: the largest
-    number if ranges of documents overlap."""
+    """How many times the run reads each token of the data set, in all data sets of the group that contain the
+    token. If ranges of documents overlap, the largest number of all tokens."""
     is_training: bool
 
 
 def dataset_usage(
     groups: RequestedGroups, seq_length: int, seed: int, cache_folder: str | None = None
 ) -> list[DatasetUsage]:
-    """Returns an entry for each data set that the run reads. groups: of `requested_groups`.
+    """Returns an entry for each data set that the run reads. groups: the result of `requested_groups`.
 
     Raises ConfigError for damaged data, for a split with fewer tokens than one sample, and for evaluations
     that repeat their data too often.
@@ -273,7 +275,8 @@ def dataset_usage(
 
 
 def _with_repeated(components: Sequence[Component], epochs: Sequence[float]) -> list[float]:
-    """Returns the `DatasetUsage.epochs` of each component of a group. epochs: of the component alone."""
+    """Returns the `DatasetUsage.epochs` of each component of a group. epochs: epochs that each component
+    reads, without the other components."""
     of_path: dict[str, list[tuple[range, float]]] = {}
     paths = [os.path.abspath(component.dataset.prefix) for component in components]
     for path, component, count in zip(paths, components, epochs, strict=True):
@@ -281,7 +284,7 @@ def _with_repeated(components: Sequence[Component], epochs: Sequence[float]) -> 
     totals = []
     for path, component in zip(paths, components, strict=True):
         parts = of_path[path]
-        # The sum over overlapping ranges is largest where one of them begins.
+        # The sum over overlapping ranges is largest at the beginning of one of the ranges.
         starts = {documents.start for documents, _ in parts if documents.start in component.documents}
         totals.append(max(sum(count for documents, count in parts if at in documents) for at in starts))
     return totals
@@ -304,7 +307,8 @@ def empty_split_notes(
     data: DataConfig, num_samples: tuple[int, int, int], groups: RequestedGroups
 ) -> list[str]:
     """Returns a note for each split that a run reads and that has a weight in --split, but no documents.
-    num_samples: samples of the train, valid and test split. groups: of `requested_groups`."""
+    num_samples: numbers of samples of the train, valid and test split. groups: the result of
+    `requested_groups`."""
     if splits_with_own_data(data):
         return []
     return [
@@ -317,7 +321,8 @@ def empty_split_notes(
 
 
 def usage_table(usages: Sequence[DatasetUsage], max_epochs: float, notes: Sequence[str] = ()) -> str:
-    """Returns a row per data set and group, the notes, and a warning per data set of `_exceeding`."""
+    """Returns a table with a row per data set and group, the notes, and a warning for each data set that
+    training reads more than `max_epochs` times."""
     rows = [["split", "data set", "documents", "tokens", "samples", "share", "epochs"]]
     for usage in usages:
         counts = [f"{count:,}" for count in (usage.documents, usage.tokens, usage.samples)]
@@ -330,8 +335,8 @@ def usage_table(usages: Sequence[DatasetUsage], max_epochs: float, notes: Sequen
 
 
 def _exceeding(usages: Sequence[DatasetUsage], max_epochs: float) -> list[str]:
-    """Returns a sentence for each data set that training reads more than `max_epochs` times. The names of a
-    data set that is named several times have one, unless their documents are read different numbers of
+    """Returns a sentence for each data set that training reads more than `max_epochs` times. A data set that
+    the flags name several times has one sentence, unless its documents are read different numbers of
     times."""
     limit = f"--max-epochs-per-dataset {max_epochs:g}"
     sentences = (

@@ -20,8 +20,8 @@ from megatron.run import Run
 
 
 def checkpoint_bytes(config: Config, num_parameters: int, save_format: str) -> int:
-    """Returns the bytes of a checkpoint, all ranks together: weights and moments in fp32, and in native files
-    also the weights in the precision of the run."""
+    """Returns the size of a checkpoint of all ranks in bytes: weights and moments in fp32, and in native
+    files also the weights in the precision of the run."""
     choice = OPTIMIZERS[config.optimizer.optimizer]
     matrices = sum(kind.matrix_elements for kind in layer_kinds(config.model)) if choice.matrix_moments else 0
     moments = len(choice.moments) * (num_parameters - matrices) + len(choice.matrix_moments) * matrices
@@ -30,10 +30,10 @@ def checkpoint_bytes(config: Config, num_parameters: int, save_format: str) -> i
 
 
 def check_free_space(run: Run, local: LocalCheckpoints | None) -> list[str]:
-    """Returns a warning for each file system that has no room for the checkpoints that the run will keep. An
+    """Returns a warning for each file system that has no room for all checkpoints that the run will keep. An
     object store has no limit. Collective.
 
-    Raises SharedUserError on all ranks if a file system has no room for one checkpoint. Skipped by
+    Raises SharedUserError on all ranks if a file system has no room for one checkpoint. Does nothing with
     --no-preflight.
     """
     config, start, iterations = run.config, run.start, run.length.iterations
@@ -71,12 +71,13 @@ def _retained(options: CheckpointConfig, interval: int, saves: int) -> int:
 def _shortage(
     where: str, folder: str, size: int, saves: int, keep_last: int | None, retained: int = 0
 ) -> tuple[str, bool] | None:
-    """Returns a sentence, and whether not even one checkpoint fits; None if all fit that the run keeps, or if
-    the file system reports no size.
+    """Returns a sentence about missing space, and whether not even one checkpoint fits. Returns None if all
+    checkpoints that the run keeps fit, or if the file system reports no size.
 
-    A save can use what neither root nor a quota reserves, and the space of unfinished saves of killed jobs,
-    which are deleted first. With keep_last, an old checkpoint is deleted when the new one is complete, except
-    `retained` ones.
+    A save can use the space that is not reserved for root or limited by a quota, and the space of unfinished
+    saves of killed jobs, which are deleted first. With keep_last, an old checkpoint is deleted when the new
+    one is complete, except `retained` checkpoints. size: bytes of a checkpoint. saves: number of checkpoints
+    that the run will save.
     """
     try:
         stats, paths = os.statvfs(folder), list(Path(folder).iterdir())
@@ -84,9 +85,9 @@ def _shortage(
         free = stats.f_bavail * stats.f_frsize
         free += sum(file.stat().st_size for path in leftovers for file in path.rglob("*"))
     except OSError:
-        return None  # the save reports an error of the file system
+        return None  # the save will report the error of the file system
     if not stats.f_blocks:
-        return None  # ramfs, and FUSE without statfs
+        return None  # ramfs, and FUSE file systems without statfs, report no size
     if keep_last is not None:
         present = sum(CHECKPOINT_NAME.fullmatch(path.name) is not None for path in paths)
         saves = min(saves, keep_last + 1 - min(present, keep_last) + retained)

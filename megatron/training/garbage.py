@@ -1,16 +1,16 @@
-"""Python's garbage collector runs on all ranks after the same steps.
+"""Runs Python's garbage collector on all ranks after the same steps.
 
-Otherwise it runs whenever enough objects have been created, at another time on each rank, and all ranks wait
-for the one that it stops. A step creates no reference cycles with tensors, so memory does not grow between
-collections. Megatron-LM has --manual-gc for this, torchtitan gc_freq.
+By default the collector runs on each rank at a different time, whenever enough objects have been created, and
+all ranks wait for the rank that it stops. A step creates no reference cycles with tensors, so memory does not
+grow between collections. (Megatron-LM has --manual-gc for this purpose, torchtitan has gc_freq.)
 """
 
 import gc
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
-# The second step is the first one that creates no caches. Objects that exist after it stay: later collections
-# do not visit them.
+# The objects that exist after this many steps are frozen: later collections do not visit them. The second
+# step is the first step that creates no caches.
 _FROZEN_AFTER = 2
 _INTERVAL = 100
 

@@ -1,6 +1,6 @@
 """Formats and parses the console lines, in the format of Megatron-DeepSpeed.
 
-Imports no torch, so that tools which parse logs start at once.
+The module does not import torch, so that tools that parse logs start at once.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from pathlib import Path
 
 from megatron.files import HostileFileError, open_regular
 
-# Perplexity is capped at the exp() of this loss, as in Megatron-LM.
+# The perplexity is at most the exp() of this loss, as in Megatron-LM.
 _LARGEST_LOSS_FOR_PERPLEXITY = 20.0
 
 # A longer line is read in pieces. This program's own lines have a few hundred characters.
@@ -22,19 +22,21 @@ _MAX_LINE_BYTES = 8192
 _MAX_LOG_BYTES = 1 << 32
 _LARGEST_INTEGER = 2**63
 
-# Matching is linear in the length of a line: no part of the text is tried from more than one start.
+# Matching takes time linear in the length of a line, because no part of the text is tried from more than one
+# start.
 _TRAINING_START = re.compile(r"iteration\s+(\d{1,18})\s*/\s*(\d{1,18})\s*\|")
 _VALIDATION_START = re.compile(r"(?<![\w.-])([\w.-]+) loss at ([^|]{0,200})\|")
 _ITERATION = re.compile(r"iteration (\d{1,18})")
 
-# Text of a field -> its name, for names that are not the text in lower_snake_case.
+# Text of a field in the line -> name of the field, for names that are not the text in lower_snake_case.
 _NAMES = {
     "elapsed time per iteration (s)": "seconds_per_iteration",
     "TFLOPs": "tflops_per_device",
     "throughput per GPU (TFLOP/s/GPU)": "tflops_per_device",
     "lm loss value": "lm_loss",
 }
-# Values of expert layers, in the order of the line. Other recorded values follow them.
+# Formats of the values that expert layers record, in the order of the line. All other recorded values follow
+# them.
 _FORMATS = {
     "MaxVio": ".3f",
     "tokens per expert, min": ".1f",
@@ -110,7 +112,8 @@ def format_training_line(summary: IntervalSummary) -> str:
 
 
 def _recorded_fields(recorded: Mapping[str, float]) -> list[str]:
-    """Returns the values that the model recorded: first of all layers, then of layer 0, 1, ..."""
+    """Returns the fields of the values that the model recorded: first the values of all layers, then of layer
+    0, 1, ..."""
     found = []
     for name, value in recorded.items():
         layer, kind = _OF_LAYER.findall(name)[0]
@@ -120,14 +123,14 @@ def _recorded_fields(recorded: Mapping[str, float]) -> list[str]:
 
 
 def format_validation_lines(name: str, at: str, loss: float) -> list[str]:
-    """Returns the three lines of one evaluation: ` {name} loss at {at} | ...` between lines of dashes."""
+    """Returns the three lines of one evaluation: ` {name} loss at {at} | ...` between two lines of dashes."""
     line = f" {name} loss at {at} | lm loss value: {loss:.6E} | lm loss PPL: {perplexity(loss):.6E} | "
     rule = "-" * (len(line) + 1)
     return [rule, line, rule]
 
 
 def perplexity(loss: float) -> float:
-    """Returns exp(min(loss, 20)). loss: in nats."""
+    """Returns exp(min(loss, 20)). loss: loss in nats per token."""
     return math.exp(min(_LARGEST_LOSS_FOR_PERPLEXITY, loss))
 
 
@@ -158,7 +161,7 @@ def parse_log_line(line: str) -> ParsedLine | None:
 
 
 def _fields(text: str) -> ParsedLine:
-    """Returns the `name: value` fields of a line, each ended by a bar."""
+    """Returns the `name: value` fields of a line. Each field ends with a bar."""
     fields: ParsedLine = {}
     for part in text.split("|")[:-1]:  # a part without a final bar is incomplete
         label, _, value = part.rpartition(":")
@@ -174,7 +177,7 @@ def _fields(text: str) -> ParsedLine:
 
 
 def parse_number(text: str) -> int | float | None:
-    """Returns the number in a part of a line, or None if it is no number."""
+    """Returns the number in a part of a line, or None if the part is not a number."""
     try:
         number = int(text)
         if abs(number) < _LARGEST_INTEGER:
@@ -193,8 +196,8 @@ def _two_digits(value: float) -> str:
 
 
 def read_log_lines(path: Path) -> Iterator[str]:
-    """Yields the lines of a console log. Raises OSError if it cannot be read (a device, a pipe), and
-    HostileFileError if it is longer than any log."""
+    """Yields the lines of a console log. Raises OSError if the file cannot be read or is not a regular file
+    (a device, a pipe), and HostileFileError if the file is longer than any log."""
     with open_regular(path) as file:
         if os.fstat(file.fileno()).st_size > _MAX_LOG_BYTES:
             raise HostileFileError(f"{path} has more than {_MAX_LOG_BYTES:,} bytes: give a part of it")

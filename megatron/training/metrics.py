@@ -31,20 +31,20 @@ from megatron.training.writers import Writer
 
 
 def open_log(path: str) -> TextIO:
-    """Opens the file of --log-path for appending, or a device or pipe. Raises OSError for a link."""
+    """Opens the file, device or pipe of --log-path for appending. Raises OSError for a symbolic link."""
     stream = open_stream(Path(path))
     return os.fdopen(open_own(path, os.O_APPEND) if stream is None else stream, "w")
 
 
 class Output:
-    """A text stream that is not written again once it has failed. `problem`: a sentence on the failure."""
+    """A text stream that is not written again after a failure. `problem`: a sentence about the failure."""
 
     def __init__(self, name: str, stream: TextIO) -> None:
         self._name, self._stream = name, stream
         self.problem: str | None = None
 
     def write(self, text: str) -> int:
-        """Writes and flushes; returns the number of characters, as streams do."""
+        """Writes a text and flushes it. Returns the number of characters, as streams do."""
         if self.problem is None:
             try:
                 self._stream.write(text)
@@ -61,7 +61,7 @@ class Output:
         return self._stream.isatty()
 
     def fileno(self) -> int:
-        """Returns the stream's descriptor, from which tqdm gets the width."""
+        """Returns the stream's descriptor, from which tqdm gets the width of the terminal."""
         return self._stream.fileno()
 
     def close(self) -> None:
@@ -75,13 +75,13 @@ class Output:
     def _fail(self, error: Exception) -> None:
         self.problem = f"WARNING: {self._name} cannot be written ({error}); the run continues without it"
         if self._stream is sys.stdout:
-            # Python would fail to write its buffer at exit, with exit code 120.
+            # Otherwise Python would fail to write its buffer at exit, with exit code 120.
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 class Outputs:
-    """The console, the log file and the curve writers of a run. The failure of one is printed once, on the
-    others."""
+    """The console, the log file and the curve writers of a run. If one output fails, a sentence is printed
+    once on the remaining outputs."""
 
     def __init__(self, console: Output, log: Output | None, writers: Sequence[Writer]) -> None:
         self.console = console
@@ -90,11 +90,12 @@ class Outputs:
 
     @property
     def has_writers(self) -> bool:
-        """Whether there are curve writers."""
+        """Returns whether there are curve writers."""
         return bool(self._writers)
 
     def print(self, text: str, print_to_console: Callable[[str], object] | None = None) -> None:
-        """Writes a line. print_to_console: called instead of the console's own write."""
+        """Writes a line to the console and the log file. print_to_console: function that writes to the
+        console instead."""
         text = printable(text)
         sound = [output for output in self._texts if output.problem is None]
         for output in sound:
@@ -127,8 +128,8 @@ class Outputs:
 
 
 # A run has diverged after this many steps with a loss above the loss of a uniform distribution. An untrained
-# model has such a loss during a long warm-up. Steps therefore count only once the loss has been lower, or the
-# learning rate no longer rises.
+# model has such a loss during a long warm-up, so steps count only after the loss has been lower, or after the
+# learning rate has stopped rising.
 _DIVERGED_STEPS = 100
 
 
@@ -137,9 +138,9 @@ class StepRecord:
     """One training step. `loss` and `grad_norm` may be tensors; they are read only when a line is printed.
 
     state: training state after the step. seq_length: tokens per sample. loss: mean over the unmasked tokens
-    of the global batch, NaN without any. loss_scale: None without fp16. skipped: whether the weights were not
-    updated, after an fp16 overflow or because of a policy. seconds: wall time. recorded: `StepMetrics` of the
-    interval that ends with this step.
+    of the global batch, NaN without such tokens. loss_scale: None without fp16. skipped: whether the weights
+    were not updated, because of an fp16 overflow or a policy. seconds: wall time of the step. recorded:
+    `StepMetrics` of the interval that ends with this step.
     """
 
     state: TrainingState
@@ -159,8 +160,9 @@ class StepRecord:
 class Throughput:
     """Converts samples per second to other rates.
 
-    flops_per_sample: function from tokens per sample to `megatron.model.flops.iteration_flops` of a sample.
-    has_curriculum: whether the sequence length changes, so that lines include it.
+    flops_per_sample: function from the tokens per sample to the FLOPs of a sample
+    (`megatron.model.flops.iteration_flops`). has_curriculum: whether the sequence length changes, so that
+    lines include it.
     """
 
     flops_per_sample: Callable[[int], float]
@@ -187,9 +189,9 @@ class MetricsLogger:
         writers: Sequence[Writer] = (),
         vocab_size: int | None = None,
     ) -> None:
-        """stream: for lines, and for a progress bar if it is a terminal (default: stdout). With --log-path,
-        lines are also appended to that file. writers: curve writers. vocab_size: for a warning if the loss
-        stays above the loss of a uniform distribution; None for no warning."""
+        """Opens the log file of --log-path, if set. stream: output of lines, and of a progress bar if it is a
+        terminal (default: stdout). writers: curve writers. vocab_size: vocabulary size for the warning that
+        the loss stays above the loss of a uniform distribution; None for no warning."""
         self._logging = logging
         self._throughput = throughput
         self._enabled = enabled
@@ -207,7 +209,8 @@ class MetricsLogger:
         self._outputs = Outputs(self._console, log, writers if enabled else [])
 
     def log_step(self, record: StepRecord) -> None:
-        """Records one step. If a line is due, prints and writes the steps since the last line."""
+        """Records one step. If a line is due, prints a line and writes the curve values of the steps since
+        the last line."""
         if not self._enabled:
             return
         self._pending.append((time.time(), record))
@@ -218,8 +221,8 @@ class MetricsLogger:
     def log_validation(
         self, state: TrainingState, loss: float, name: str = "validation", at: str = ""
     ) -> None:
-        """Prints and writes one evaluation. loss: mean over its unmasked tokens. name: 'validation', 'test'
-        or the name of a group. at: the moment as printed; '' for 'iteration N'."""
+        """Prints and writes one evaluation. loss: mean over the unmasked tokens. name: 'validation', 'test'
+        or the name of a group. at: printed text for the time of the evaluation; '' for 'iteration N'."""
         if not self._enabled:
             return
         self.print("\n".join(format_validation_lines(name, at or f"iteration {state.iteration}", loss)))
@@ -243,14 +246,15 @@ class MetricsLogger:
         self._flush_writers()
 
     def print(self, text: str) -> None:
-        """Prints any other text, above the progress bar if there is one."""
+        """Prints a text, above the progress bar if there is one."""
         if not self._enabled:
             return
         above_bar = None if self._bar is None else partial(self._bar.write, file=self._console)
         self._outputs.print(text, above_bar)
 
     def close(self) -> None:
-        """Prints and writes the remaining steps, closes the bar and the writers. May be called twice."""
+        """Prints and writes the remaining steps, and closes the progress bar and the writers. May be called
+        twice."""
         self.flush()
         if self._bar is not None:
             self._bar.close()
@@ -307,7 +311,7 @@ class MetricsLogger:
             for record in records
         )
         counted = [loss for record, loss in zip(records, losses, strict=True) if not record.skipped]
-        # A step that is not skipped has a loss, unless all of its tokens are masked.
+        # A step that was not skipped has a loss, unless all of its tokens are masked.
         counted = [loss for loss in counted if not math.isnan(loss)] or counted
         return IntervalSummary(
             iteration=last.state.iteration,

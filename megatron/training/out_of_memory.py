@@ -1,4 +1,5 @@
-"""The error of a rank that cannot allocate memory: its measured memory, and the flags that reduce it."""
+"""Writes the error of a rank that cannot allocate memory, with its measured memory and the flags that reduce
+the memory."""
 
 from __future__ import annotations
 
@@ -28,9 +29,9 @@ UNPREDICTED = frozenset({"--use-bnb-optimizer", "--cpu-offload"})
 """Flags of `memory_flags` that change the training, or whose time the planner does not predict."""
 # The memory is fragmented if the allocator reserves at least this fraction of the device without using it.
 _FRAGMENTED_SHARE = 0.1
-# How errors that are not a torch.OutOfMemoryError describe an allocation that failed: PyTorch's allocators
-# (c10, ATen/cuda/Exceptions.h), CUDA's libraries by their status (CUBLAS_STATUS_ALLOC_FAILED,
-# CUDNN_STATUS_ALLOC_FAILED, CUDNN_STATUS_INTERNAL_ERROR_DEVICE_ALLOCATION_FAILED), NCCL's "Last error"
+# Texts of a failed allocation in errors that are not a torch.OutOfMemoryError: of PyTorch's allocators (c10,
+# ATen/cuda/Exceptions.h), of CUDA's libraries by their status (CUBLAS_STATUS_ALLOC_FAILED,
+# CUDNN_STATUS_ALLOC_FAILED, CUDNN_STATUS_INTERNAL_ERROR_DEVICE_ALLOCATION_FAILED), and of NCCL's "Last error"
 # ("Cuda failure 2 'out of memory'" in its src/include/checks.h; older versions have no number).
 _MESSAGE = re.compile(
     r"CUDA out of memory|CUDA (driver )?error: out of memory|Cuda failure.*'out of memory'"
@@ -41,8 +42,8 @@ _MESSAGE = re.compile(
 
 @contextmanager
 def explained_out_of_memory(config: Config | None = None, pipeline_rank: int = 0) -> Iterator[None]:
-    """Raises RankStopped for an allocation that fails in the block. config: None before the model is built,
-    that is when the process first uses its device, in the preflight and while layers are timed."""
+    """Raises RankStopped for an allocation that fails in the block. config: None before the model is built:
+    when the process first uses its device, in the preflight, and while layers are timed."""
     try:
         yield
     except (RuntimeError, MemoryError) as error:
@@ -60,7 +61,7 @@ def explained_out_of_memory(config: Config | None = None, pipeline_rank: int = 0
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Returns whether an allocation failed, on the device or in host memory."""
+    """Returns whether an error is a failed allocation, on the device or in host memory."""
     if isinstance(error, (torch.OutOfMemoryError, MemoryError)):
         return True
     return _MESSAGE.search(str(error)) is not None
@@ -84,7 +85,7 @@ def describe_out_of_memory(error: BaseException, config: Config, pipeline_rank: 
 
 
 def _cause(error: BaseException) -> str:
-    """Returns the line of the error that describes the allocation. For NCCL, it is the last line."""
+    """Returns the line of an error that describes the allocation. In errors of NCCL, it is the last line."""
     lines = str(error).strip().splitlines() or [type(error).__name__]
     return next(filter(_MESSAGE.search, lines), lines[0]).strip().rstrip(". ")
 
@@ -98,11 +99,12 @@ def _fragmentation_hint(measured: dict[str, int], total: int) -> str:
 
 
 def memory_flags(config: Config) -> Iterator[tuple[str, Config]]:
-    """Yields (flag and value, with a flag that it needs, and the configuration with it) of each flag that may
-    reduce the memory and that the other flags allow. Model and global batch sizes do not change.
+    """Yields (text of a flag with its value and the flags that it needs, configuration with the flag) for
+    each flag that may reduce the memory and that the flags of the run allow. The model and the global batch
+    sizes do not change.
 
-    The order is the one in which to try them: by the time that they typically cost, least first. The planner
-    sorts them by the time that it predicts.
+    The flag that typically costs the least time comes first. (The planner sorts the flags by the time that it
+    predicts.)
     """
     for change in _candidates(config):
         changed = config.with_settings(change)
@@ -117,13 +119,14 @@ def memory_flags(config: Config) -> Iterator[tuple[str, Config]]:
 
 
 def stores_scores(config: Config) -> bool:
-    """Returns whether layers store attention scores unless they are recomputed."""
+    """Returns whether layers store attention scores, if the scores are not recomputed."""
     return training_attention(config) == Implementation.UNFUSED
 
 
 def cheap_modules(config: Config) -> tuple[str, ...]:
-    """Returns the modules of --recompute-modules that save memory: what is recomputed now, stored scores, and
-    norms and activations, unless the compiler decides on them."""
+    """Returns the modules of --recompute-modules that save memory: the modules that are recomputed already,
+    attention scores if they are stored, and norms and activations without --compile (the compiler decides
+    which of these to store)."""
     model, training = config.model, config.training
     wanted = set(training.recomputed_modules)
     wanted |= {"core_attn"} if stores_scores(config) else set()
@@ -135,11 +138,11 @@ def cheap_modules(config: Config) -> tuple[str, ...]:
 
 
 def _candidates(config: Config) -> Iterator[Mapping[str, Any]]:
-    """Yields settings, 'section.field' -> value, that may reduce the memory."""
+    """Yields dictionaries 'section.field' -> value of settings that may reduce the memory."""
     parallel, training, micro_batch = config.parallel, config.training, config.batch.micro_batch_size
     stage, last_stage = parallel.zero_stage + 1, 3 if parallel.pipeline_model_parallel_size == 1 else 1
     shards_more = parallel.dp_cp_size > 1 and stage <= last_stage
-    if training.uses_cuda_graph:  # it keeps the memory of the activations between the passes
+    if training.uses_cuda_graph:  # a CUDA graph keeps the memory of the activations between the passes
         yield {"training.cuda_graph_impl": "none"}
     if shards_more and stage == 1:
         yield {"parallel.zero_stage": stage}
@@ -148,7 +151,7 @@ def _candidates(config: Config) -> Iterator[Mapping[str, Any]]:
     if parallel.tensor_model_parallel_size > 1 and not parallel.sequence_parallel:
         yield {"parallel.sequence_parallel": True}
     modules = cheap_modules(config)
-    # Alone, because scores take most of the memory where they are stored.
+    # Recomputes only the scores, because stored scores take most of the memory.
     if stores_scores(config) and not training.recomputes("core_attn"):
         modules = ("core_attn",)
     if not training.recomputes_layers and modules != training.recomputed_modules:
@@ -169,7 +172,7 @@ def _candidates(config: Config) -> Iterator[Mapping[str, Any]]:
     if not parse_partition_method(parallel.partition_method).stages:
         yield {"parallel.pipeline_model_parallel_size": 2 * parallel.pipeline_model_parallel_size}
     if not parallel.cpu_offload:
-        # A published run with 8-bit moments and without the embedding norm stagnated.
+        # 8-bit moments are proposed only with the embedding norm: a published run without it stagnated.
         if config.model.embed_layernorm and not config.optimizer.use_bnb_optimizer:
             yield {"optimizer.use_bnb_optimizer": True}
         yield {"parallel.cpu_offload": True}

@@ -1,11 +1,11 @@
 """--profile: profiles the iterations from --profile-step-start + 1 to --profile-step-end on --profile-ranks.
 
 With --use-pytorch-profiler a rank writes a trace to the folder of --tensorboard-dir, for TensorBoard,
-Perfetto or chrome://tracing, and prints the kernels that took the most time and how long the device ran none.
-Without it, the iterations are marked for Nsight Systems (`nsys profile --capture-range=cudaProfilerApi`),
-with the ranges of `engine.profiler_ranges` and a range for each operator.
+Perfetto or chrome://tracing. It prints the kernels that took the most time, and how long the device was idle.
+Without the flag, the iterations are marked for Nsight Systems (`nsys profile
+--capture-range=cudaProfilerApi`), with the ranges of `engine.profiler_ranges` and a range for each operator.
 
-A profile that fails is a warning: the run continues.
+If a profile fails, the run prints a warning and continues.
 """
 
 from __future__ import annotations
@@ -34,10 +34,11 @@ _NAME_LENGTH = 120
 
 
 class StepProfiler:
-    """Starts and stops the profile of a rank. A context manager, whose end stops a profile that runs."""
+    """Starts and stops the profile of a rank. It is a context manager; the end of its block stops a running
+    profile."""
 
     def __init__(self, run: Run, print_fn: Callable[[str], None]) -> None:
-        """print_fn: prints on rank 0."""
+        """Selects the profiler of the flags. print_fn: function that prints on rank 0."""
         logging, self._rank, self._run = run.config.logging, run.mesh.rank, run
         self._first, self._last = logging.profile_step_start + 1, logging.profile_step_end
         self._folder = logging.tensorboard_dir if logging.use_pytorch_profiler else None
@@ -56,12 +57,13 @@ class StepProfiler:
 
     @contextmanager
     def iteration(self, number: int) -> Iterator[None]:
-        """Runs a training iteration, counted from 1, or skips the range of iterations that starts with it."""
+        """Surrounds a training iteration, or a skipped range of iterations that begins with it. number:
+        iteration, counted from 1."""
         if skipped := range_to_skip(self._run, number - 1):
             yield
             self._stop_before(skipped[1] + 1)
             return
-        warms_up = self._folder is not None  # the first profiled iteration would include the profiler's start
+        warms_up = self._folder is not None  # or the first would include the profiler's start
         if self._is_due and self._first - warms_up <= number:
             with self._as_warning():
                 self._start(number)
@@ -90,7 +92,7 @@ class StepProfiler:
             self._stop(f"iteration {self._last} is over")
 
     def _stop(self, why: str) -> None:
-        """Stops the profile. why: the reason, printed if no iteration was profiled."""
+        """Stops the profile. why: reason that is printed if no iteration was profiled."""
         capture, is_due = self._capture, self._is_due
         self._capture, self._is_due = None, False
         with self._as_warning():
@@ -109,13 +111,13 @@ class StepProfiler:
         if self._rank == 0:
             self._print_on_rank_0(text)
             return
-        with suppress(OSError, ValueError):  # its launcher may have closed the output
+        with suppress(OSError, ValueError):  # the launcher may have closed the output
             print(f"rank {self._rank}: {text}", file=sys.stdout, flush=True)
 
 
 def check_profile(run: Run) -> None:
-    """Raises SharedUserError if --profile is set and no iteration of the run, or not this device, can be
-    profiled."""
+    """Raises SharedUserError if --profile is set, and the run has no iteration to profile or this device
+    cannot be profiled."""
     logging, end = run.config.logging, run.length.iterations
     if not logging.profile:
         return
@@ -150,7 +152,8 @@ class _NsysCapture:
         get_accelerator().synchronize()
 
     def stop(self) -> bool:
-        """Returns True: it starts in an iteration that is profiled."""
+        """Stops the collection. Returns True, because the collection has started in an iteration that is
+        profiled."""
         self._ranges.__exit__(None, None, None)
         torch.cuda.profiler.stop()
         self._print("--profile: the iterations were marked for Nsight Systems; only nsys writes a file")
@@ -161,8 +164,8 @@ class _Trace:
     """Records a trace with PyTorch's profiler, writes it, and prints a summary."""
 
     def __init__(self, path: Path, most: int, warms_up: bool, print_fn: Callable[[str], None]) -> None:
-        """path: with {first} and {last} for the iterations. most: the largest number of profiled iterations.
-        warms_up: whether another iteration precedes them."""
+        """path: file name with {first} and {last} for the iterations. most: maximum number of profiled
+        iterations. warms_up: whether the profiler runs for one iteration before the first profiled one."""
         self._path, self._warms_up, self._print = path, warms_up, print_fn
         self._profiled: list[int] = []
         activities = [torch.profiler.ProfilerActivity.CPU]
@@ -191,14 +194,14 @@ class _Trace:
         self._warms_up = False
 
     def stop(self) -> bool:
-        """Returns whether an iteration was profiled."""
+        """Stops the profiler and writes the trace. Returns whether an iteration was profiled."""
         self._profile.stop()
         return bool(self._profiled)
 
     def _finish(self, profile: Any) -> None:
         if not self._profiled:
             raise RuntimeError("the device stopped recording before the first iteration")
-        first, last = min(self._profiled), max(self._profiled)  # after a rollback they are not in order
+        first, last = min(self._profiled), max(self._profiled)  # not in order after a rollback
         path = self._path.with_name(self._path.name.format(first=first, last=last))
         _write_trace(profile.export_chrome_trace, path)
         text = summary(profile.events(), len(self._profiled), self._on_gpu)
@@ -228,10 +231,11 @@ def device_work(events: Iterable[Any], on_gpu: bool) -> list[Any]:
 
 
 def summary(events: Iterable[Any], iterations: int, on_gpu: bool, most: int = _LONGEST) -> str:
-    """Returns a table of the `most` kernels with the most time, and a line on the gaps between kernels; on
-    CPUs of operators, whose time is the time outside of the operators that they call.
+    """Returns a table of the `most` kernels with the most time, and a line about the gaps between kernels. On
+    CPUs the table has operators; the time of an operator does not include the operators that it calls.
 
-    events: of a PyTorch profile. iterations: number of iterations, by which all times are divided.
+    events: events of a PyTorch profile. iterations: number of profiled iterations; all times are divided by
+    it.
     """
     work, what = device_work(events, on_gpu), "kernel" if on_gpu else "operator"
     if not work:
@@ -257,7 +261,8 @@ def summary(events: Iterable[Any], iterations: int, on_gpu: bool, most: int = _L
 
 
 def gaps_between(work: Iterable[Any]) -> tuple[list[float], float]:
-    """Returns the lengths of the gaps between events, which may overlap, and the length of all, in us."""
+    """Returns the lengths of the gaps between events, which may overlap, and the time from the first to the
+    last event, all in us."""
     ordered = sorted((event.time_range.start, event.time_range.end) for event in work)
     first, end = ordered[0]
     gaps = []

@@ -1,4 +1,4 @@
-"""A run, from its configuration to its end: layout, model, data, training."""
+"""Executes a run from its configuration to its end: layout, model, data, training."""
 
 import importlib.util
 import os
@@ -30,7 +30,7 @@ from megatron.cluster.watchdog import Phase, Watchdog
 from megatron.config import Config, ConfigError
 from megatron.data.index_stamp import IndexStamp
 from megatron.data.splits import verify_token_files
-from megatron.engine.device_progress import flight_record, waiting_facts
+from megatron.engine.device_progress import flight_record, waiting_status
 from megatron.errors import printable
 from megatron.files import open_own, open_stream
 from megatron.mpu.parameters import initial_values
@@ -56,11 +56,11 @@ def run(
     preparation: Preparation,
     predict_memory: PredictMemory,
 ) -> ExitStatus:
-    """Runs a training or an evaluation. Returns how it ended.
+    """Executes a training or an evaluation. Returns its exit status.
 
-    notes: sentences about the flags, for the start of the log. on_exit: closed by the caller when the run has
-    ended or failed. preparation: already begun; `run` ends it before the processes connect. predict_memory:
-    for --partition-method memory.
+    notes: sentences about the flags, for the start of the log. on_exit: stack that the caller closes when the
+    run has ended or failed. preparation: has begun already; `run` ends it before the processes connect.
+    predict_memory: function for --partition-method memory.
     """
     node = node_name(os.environ)
     folders = on_exit.enter_context(open_folders(config.checkpoint, node))
@@ -68,7 +68,7 @@ def run(
     preparation.end()
     on_exit.enter_context(explained_out_of_memory())
     rank, store = _connect(config, watchdog)
-    run = found.with_stamp()  # the first process of the node has written it
+    run = found.with_stamp()  # the stamp was written by the first process of the node
     with watchdog.phase(Phase.PREFLIGHT):
         fingerprint = run.fingerprint_at(broadcast_from_rank_0(run.start))
         fp8 = config.precision.fp8_recipe is not None
@@ -86,8 +86,8 @@ def run(
         check_profile(run)
         with errors_of_rank_0():
             if rank == 0:
-                found.plan_data(run)  # again, if it is an older or a local checkpoint
-        run.fingerprint  # noqa: B018 - all ranks find it now, before a collective needs it
+                found.plan_data(run)  # again, for an older or a local checkpoint
+        run.fingerprint  # noqa: B018 - all ranks compute it now, before a collective needs it
     notes += found.notes
     run = run.connected(rank)
     metrics = make_metrics(run)
@@ -120,28 +120,29 @@ def run(
 
 @dataclass
 class _Inputs:
-    """What a process has read before the processes connect. Rank 0 and the first process of each node verify
-    the token files; rank 0 reads the other inputs."""
+    """The inputs that a process has read before the processes connect. Rank 0 and the first process of each
+    node verify the token files. Only rank 0 reads all other inputs."""
 
     run: Run
-    """On rank 0, as it starts from `checkpoint`. With the stamp of the token files if this process has
+    """The run. On rank 0 it starts from `checkpoint`. It has the stamp of the token files if this process has
     verified them."""
     length: RunLength | None = None
-    """Of the run for which `data_table` and `notes` were made."""
+    """The length of the run for which `data_table` and `notes` were made."""
     data_table: str = ""
     notes: list[str] = field(default_factory=list)
     folder_owner: owner.FolderOwner | None = None
-    """Of --save."""
+    """The owner of the folder --save."""
     checkpoint: Checkpoint | None = None
     tasks: Any = None
-    """Of --eval-harness-tasks."""
+    """The tasks of --eval-harness-tasks."""
 
     def with_stamp(self) -> Run:
         """Returns the run with the stamp that the first process of the node has written."""
         return self.run if self.run.stamp else self.run.with_stamp(IndexStamp(self.run.config.data))
 
     def plan_data(self, run: Run) -> None:
-        """Describes the data that the run reads. Raises ConfigError if it cannot read them."""
+        """Sets `data_table` and `notes` to a description of the data that the run reads. Raises ConfigError
+        if it cannot read them."""
         if self.length == run.length:
             return
         check_index_memory(run.config, run.length, host_memory_bytes())
@@ -149,10 +150,10 @@ class _Inputs:
 
 
 def _find_inputs(run: Run, folders: Folders, on_exit: ExitStack) -> _Inputs:
-    """Reads the inputs of this process, and makes the output folders. Rank 0 takes over --save until
-    `on_exit` is closed."""
+    """Reads the inputs of this process, and creates the output folders. Rank 0 owns --save until `on_exit` is
+    closed."""
     config = run.config
-    if config.parallel.local_rank == 0 or is_main_process():  # a launcher may give rank 0 any local rank
+    if config.parallel.local_rank == 0 or is_main_process():  # rank 0 may have any local rank
         with announce_errors():
             stamp = verify_token_files(config.data)
             stamp.write()
@@ -187,13 +188,13 @@ def _print(line: str) -> None:
 
 def _connect(config: Config, watchdog: Watchdog) -> tuple[int, Store]:
     """Connects the processes and creates their process group. Returns the global rank and the store. The
-    watchdog starts as soon as all processes are connected: from then on, other ranks wait for a rank that
-    dies."""
+    watchdog starts as soon as all processes are connected, because from then on all ranks would wait for a
+    rank that dies."""
     store = processes.connect(config)
     watchdog.start(config.training.hang_timeout, config.training.compile)
     with watchdog.phase(Phase.PREFLIGHT):
         rank = processes.init_distributed(config, store)
-    watchdog.set_device_facts(waiting_facts, flight_record)
+    watchdog.set_device_entries(waiting_status, flight_record)
     return rank, store
 
 
@@ -221,7 +222,7 @@ def make_output_folders(config: Config) -> None:
     if logging.log_path:
         try:
             os.makedirs(os.path.dirname(logging.log_path) or ".", exist_ok=True)
-            # Streams are opened only by the logger: closing a pipe would end its reader.
+            # Only the logger opens devices and pipes, because closing a pipe would end its reader.
             if open_stream(Path(logging.log_path)) is None:
                 os.close(open_own(logging.log_path, os.O_APPEND))
         except OSError as error:

@@ -1,6 +1,6 @@
-"""The report at the start of a run or dry run: notes, model, layout, batches, stage map.
+"""Writes the report at the start of a run or dry run: notes, model, layout, batches, stage map.
 
-The notes say what a resume changes and what the rest of the run will do.
+The notes say which settings a resume changes, and what the rest of the run will do.
 """
 
 from collections.abc import Iterator, Sequence
@@ -28,13 +28,13 @@ from megatron.run import Run
 from megatron.text_table import counted, format_table
 from megatron.training.data import missing_token_file
 
-# Stages x micro-batches of the largest simulated step, which takes about 5 s.
+# Stages x micro-batches of the largest step that is simulated; the simulation of such a step takes about 5 s.
 _MAX_SIMULATED = 250_000
 
 
 def run_report(run: Run, notes: Sequence[str], learning_rate: str = "", network: Sequence[str] = ()) -> str:
-    """Returns the report. notes: sentences. learning_rate: description of the schedule; a plan may have none.
-    network: lines about the network, in a plan."""
+    """Returns the report. notes: sentences. learning_rate: description of the schedule; "" in a plan without
+    a schedule. network: lines about the network, in a plan."""
     plan = run.stages
     parts = [
         "\n".join(f"note: {note}" for note in notes),
@@ -47,7 +47,7 @@ def run_report(run: Run, notes: Sequence[str], learning_rate: str = "", network:
 
 def _model_lines(run: Run) -> str:
     total, active = run.stages.total_parameters, run.stages.active_parameters
-    per_token = f", of which a token uses {active:,}" if active != total else ""
+    per_token = f", {active:,} used per token" if active != total else ""
     return (
         f"model      {model_summary(run.config.model)}, {run.config.precision.title}\n"
         f"vocabulary {run.vocab.size:,} tokens, padded to {run.padded_vocab_size:,}\n"
@@ -57,8 +57,8 @@ def _model_lines(run: Run) -> str:
 
 
 def _flops_line(run: Run) -> str:
-    """Returns the FLOPs of a step as logged, without recomputation, and by PaLM's formula. If the device's
-    peak rate is known, adds the model FLOPs utilization (MFU) that one logged TFLOPs stands for."""
+    """Returns a line with the FLOPs of a step: as logged, without recomputation, and by PaLM's formula. If
+    the device's peak rate is known, the line also has the model FLOPs utilization (MFU) per logged TFLOPs."""
     config, vocab_size = run.config, run.vocab.size
     is_on_cpu = not config.training.dry_run and get_accelerator().device_name() == "cpu"
     logged = iteration_flops(config, vocab_size, on_cpu=is_on_cpu)
@@ -99,8 +99,9 @@ def _layout_lines(run: Run, network: Sequence[str]) -> str:
 
 
 def _ramp_up_lines(run: Run) -> list[str]:
-    """Returns the steps of the ramp-up. With 1F1B, adds the pipeline's efficiency by the formula of
-    `_pipeline_line`, in the first step and on average: the work of all steps divided by their time."""
+    """Returns lines about the batch sizes of the ramp-up. With 1F1B, adds the efficiency of the pipeline by
+    the formula of `_pipeline_line`: in the first step, and on average (the work of all steps divided by their
+    time)."""
     parallel, steps = run.config.parallel, run.batches.ramp_up_steps()
     unit = run.config.batch.micro_batch_size * parallel.data_parallel_size
     line = (
@@ -116,7 +117,7 @@ def _ramp_up_lines(run: Run) -> list[str]:
 
 
 def _pipeline_line(parallel: ParallelConfig, micro_batches: int) -> str:
-    """Returns the efficiency of the pipeline if all stages take equally long."""
+    """Returns a line with the efficiency of the pipeline, if all stages take equally long."""
     ranks, schedule = parallel.pipeline_model_parallel_size, parallel.schedule_title
     if parallel.pipeline_schedule == "1f1b":
         share = pipeline_efficiency(micro_batches, ranks)
@@ -136,9 +137,11 @@ def pipeline_efficiency(num_micro_batches: int, num_stages: int) -> float:
 
 
 def stage_map(plan: StagePlan) -> str:
-    """Returns a table with a row per stage, and a line on the heaviest stage, or rank if ranks have several.
+    """Returns a table with a row per stage, and a line about the heaviest stage, or about the heaviest rank
+    if ranks have several stages.
 
-    Columns: indices in the layer list, weight, weight relative to the mean, parameters of one rank, layers.
+    Its columns are: indices in the layer list, weight, weight relative to the mean, parameters of one rank,
+    layers.
     """
     header = [
         "stage",
@@ -163,8 +166,8 @@ def stage_map(plan: StagePlan) -> str:
 
 
 def heaviest_line(plan: StagePlan) -> str:
-    """Returns a line on the heaviest stage, and on the efficiency that is lost while other stages wait for
-    it."""
+    """Returns a line about the heaviest stage, and about the efficiency that is lost while the lighter stages
+    wait for it."""
     weights = plan.rank_weights()
     what = "stage" if plan.has_one_stage_per_rank else "rank"
     mean, heaviest = sum(weights) / len(weights), max(weights)
@@ -184,7 +187,8 @@ def heaviest_line(plan: StagePlan) -> str:
 
 
 def _simulated_lines(config: Config, plan: StagePlan) -> list[str]:
-    """Returns the simulated efficiency of these stages, if their weights are times or FLOPs."""
+    """Returns a line with the simulated efficiency of the pipeline, if the weights of the stages are times or
+    FLOPs; otherwise no line."""
     if plan.partition.unit not in TIME_UNITS or not any(plan.partition.weights):
         return []
     micro_batches = config.micro_batches_per_step
@@ -206,7 +210,8 @@ def _content(plan: StagePlan, stage: int) -> str:
     return ", ".join(title if count == 1 else f"{count} x {title}" for title, count in counts) or "nothing"
 
 
-# Settings that a resume may change. The report notes the ones that differ from the checkpoint's.
+# Settings that a resume may change. The report has a note about those whose values differ from the
+# checkpoint's values.
 _CHANGEABLE_SETTINGS = {
     "model": (
         *("hidden_dropout", "attention_dropout", "init_method_std", "moe_router_load_balancing_type"),
@@ -218,8 +223,8 @@ _CHANGEABLE_SETTINGS = {
 
 
 def start_notes(checkpoint: Checkpoint | None, run: Run) -> list[str]:
-    """Returns notes on a start with nothing to train, on a batch size or settings that differ from the
-    checkpoint's, and on a learning rate of 0."""
+    """Returns notes about a run without remaining steps, about a batch size or settings that differ from the
+    checkpoint's, and about a learning rate of 0."""
     config, start, length = run.config, run.start, run.length
     if config.training.no_train:
         return []
@@ -236,7 +241,7 @@ def start_notes(checkpoint: Checkpoint | None, run: Run) -> list[str]:
 
 
 def planned_start(run: Run) -> tuple[Checkpoint | None, list[str]]:
-    """Returns the checkpoint from which a run with the flags of a dry run would start, and a note on it.
+    """Returns the checkpoint from which a run with the flags of a dry run would start, and notes about it.
 
     The checkpoint is checked as in a run if --load is a folder on this machine and the data exists. Raises
     ConfigError if the run would be rejected.

@@ -1,11 +1,11 @@
 """Handles skipped ranges, spikes, non-finite values and replica mismatches in the training loop.
 
-Every decision depends only on the training state and on values that are equal on all ranks: see
+Every decision depends only on the training state and on values that are equal on all ranks, see
 docs/stability.md.
 
---check-invariants-interval: replicas are the tied embedding on the first and the last stage; parameters that
-are not sharded, on tensor ranks; all weights, and the optimizer's state unless ZeRO shards it, on
-data-parallel ranks. Only their digests are communicated (`megatron.checkpoint.digests`).
+--check-invariants-interval compares these replicas: the tied embedding on the first and the last stage;
+parameters that are not sharded, on tensor-parallel ranks; all weights, and the optimizer's state unless ZeRO
+shards it, on data-parallel ranks. The ranks communicate only digests (`megatron.checkpoint.digests`).
 """
 
 from __future__ import annotations
@@ -63,8 +63,8 @@ class StabilityMonitor:
         self.spikes = SpikeDetector(self.options)
 
     def skip_range(self, state: TrainingState) -> TrainingState | None:
-        """Returns the state after the range to skip, and prints the range; None if the next iteration is not
-        in a range."""
+        """Prints the range of iterations to skip, and returns the state after the range. Returns None if the
+        next iteration is not in a range."""
         skipped = range_to_skip(self.engine.run, state.iteration)
         if skipped is None:
             return None
@@ -73,7 +73,7 @@ class StabilityMonitor:
         return advance_state(state, last, self.engine.run)
 
     def step_options(self, state: TrainingState) -> StepOptions:
-        """Returns the options of the step after `state`, and starts this step."""
+        """Returns the options of the step after `state`, and prepares the spike detector for this step."""
         self.spikes.begin(state)
         limit = self.options.max_consecutive_skips
         return {
@@ -82,7 +82,7 @@ class StabilityMonitor:
         }
 
     def diagnose(self, error: NonFiniteError, iteration: int) -> RunStopped:
-        """Returns the error of a non-finite step that must not be skipped."""
+        """Returns the error with which a non-finite step that must not be skipped ends the run."""
         limit = self.options.max_consecutive_skips
         in_a_row = f"; {limit} steps in a row (--max-consecutive-skips)" if limit else ""
         return RunStopped(f"iteration {iteration}: {error}{in_a_row}")
@@ -114,7 +114,7 @@ class StabilityMonitor:
         with self.watchdog.phase(Phase.LOAD):  # it also waits for a save in flight
             checkpoint = self.checkpoints.rollback()
         if checkpoint is None:
-            self.metrics.print(f"{cause}: update skipped; there is no checkpoint to roll back to")
+            self.metrics.print(f"{cause}: update skipped; no checkpoint exists to roll back to")
             return state
         restored = checkpoint.state
         self.metrics.print(
@@ -124,8 +124,8 @@ class StabilityMonitor:
         return replace(_skipped_to(state, restored), rollbacks=state.rollbacks + 1)
 
     def check_invariants(self, previous: int, iteration: int) -> None:
-        """Checks the replicas every --check-invariants-interval steps, before an evaluation or save. Raises
-        RunStopped on a violation. previous: see `is_due`."""
+        """Checks the replicas if a check is due at `iteration`. Must be called before an evaluation or a
+        save. Raises RunStopped on a violation. previous: see `is_due`."""
         if is_due(self.options.check_invariants_interval, previous, iteration):
             violation = find_invariant_violation(self.engine.optimizer, self.engine.mesh)
             if violation:
@@ -167,7 +167,8 @@ class SpikeDetector:
         return bool(found) and options.spike_policy != "warn"
 
     def update_window(self, state: TrainingState, taken: bool) -> TrainingState:
-        """Returns `state`, the state after the step, with the step added to its window if `taken`."""
+        """Returns `state` (the state after the step), with the step added to its window if the step was
+        `taken`."""
         before = self._state
         losses, norms = before.recent_losses, before.recent_grad_norms
         if taken and self._seen is not None and not math.isnan(self._seen[0]):
@@ -177,8 +178,8 @@ class SpikeDetector:
 
 
 def range_to_skip(run: Run, iteration: int) -> tuple[int, int] | None:
-    """Returns (next, last iteration) of the --skip-train-iteration-range that contains the next iteration, or
-    None if there is no such range."""
+    """Returns the next iteration, and the last iteration of the --skip-train-iteration-range that contains
+    the next iteration; None if no range contains it. iteration: completed iterations."""
     total = run.length.iterations
     for first, last in run.config.stability.skipped_ranges:
         if first <= iteration + 1 <= last and iteration < total:
@@ -210,9 +211,9 @@ def _skipped_to(progress: Progress, state: TrainingState) -> TrainingState:
 
 
 _WORD = 1 << 64
-# Maximum number of violations that the sentence names.
+# Maximum number of violations that the error names.
 _MAX_NAMED = 3
-# Elements per digest computation. Bounds its memory.
+# Number of elements for which digests are computed at a time, to limit the memory.
 _CHUNK = 1 << 24
 
 # A compared tensor: its kind ('weights' in the run's precision, 'fp32' for master weights, or the
@@ -224,7 +225,8 @@ ReplicaKey = tuple[int, ...]
 
 @dataclass
 class _LocalDigests:
-    """The digests of this rank's parts of replicas, and the names of its non-finite tensors."""
+    """The digests of the replicas, or shards of replicas, on this rank, and the names of its non-finite
+    tensors."""
 
     rank: int
     parts: dict[tuple[TensorKey, ReplicaKey], int] = field(default_factory=dict)
@@ -232,8 +234,8 @@ class _LocalDigests:
 
 
 def find_invariant_violation(optimizer: MixedPrecisionOptimizer, mesh: Mesh) -> str | None:
-    """Returns one sentence that names replicas that differ and non-finite values, with their ranks; None if
-    there are none. Collective: every rank gets one result."""
+    """Returns one sentence that names the replicas that differ and the non-finite values, with their ranks;
+    None if there are none. Collective: every rank gets an equal result."""
     local = _local_digests(optimizer, mesh)
     everywhere: list[Any] = [None] * dist.get_world_size()
     dist.gather_object(local, everywhere if dist.get_rank() == 0 else None)
@@ -268,7 +270,8 @@ def _local_digests(optimizer: MixedPrecisionOptimizer, mesh: Mesh) -> _LocalDige
 
 
 def _digest(spec: ParameterSpec, axes: Sequence[Axis], start: int, values: Tensor) -> tuple[int, bool]:
-    """Returns the digest of a rank's flat elements, which begin at `start`, and whether all are finite."""
+    """Returns the digest of a rank's elements, and whether all are finite. values: elements of the flat shard
+    from element `start` on."""
     digest, finite = 0, values.new_ones((), dtype=torch.bool)
     for first in range(0, values.numel(), _CHUNK):
         piece = values[first : first + _CHUNK].float()
@@ -278,7 +281,7 @@ def _digest(spec: ParameterSpec, axes: Sequence[Axis], start: int, values: Tenso
 
 
 def _sentence(everywhere: list[_LocalDigests]) -> str | None:
-    """Returns the violations in the digests of all ranks."""
+    """Returns the sentence of `find_invariant_violation` from the digests of all ranks."""
     replicas: dict[TensorKey, dict[ReplicaKey, int]] = {}
     holders: dict[tuple[TensorKey, ReplicaKey], list[int]] = {}
     for held in everywhere:

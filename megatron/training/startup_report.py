@@ -1,6 +1,6 @@
 """Reports, once after the first steps, the memory of each pipeline stage and the bits of the moments.
 
-The bits are read from the tensors and compared with the rule for 8-bit Adam.
+The bits per element are read from the tensors and compared with the rule for 8-bit Adam.
 """
 
 from __future__ import annotations
@@ -28,11 +28,12 @@ from megatron.units import GIB
 
 
 def memory_table(run: Run) -> str:
-    """Returns a row per pipeline rank: minimum and maximum memory of its ranks, and the rank of the maximum.
-    Collective.
+    """Returns a table with a row per pipeline rank: the minimum and maximum memory of its ranks, and the rank
+    with the maximum. Collective.
 
-    On an accelerator, the columns are the allocated, peak allocated and peak reserved bytes of PyTorch's
-    allocator; on a GPU, also all bytes in use on it. On a CPU, they are the memory of the process.
+    On an accelerator, the columns are the allocated, peak allocated and peak reserved memory of PyTorch's
+    allocator, and on a GPU also all memory in use on the GPU. On a CPU, the columns are the memory of the
+    process.
     """
     everywhere = gather_from_all_ranks((run.mesh.pp.rank, local_memory()))
     what = "stage" if run.config.parallel.stages_per_rank == 1 else "pipeline rank"
@@ -64,7 +65,8 @@ def local_memory() -> dict[str, int]:
         "peak reserved": accelerator.max_memory_reserved(),
     }
     if accelerator.device_name() == "cuda":
-        # Includes memory that the allocator does not know: CUDA context, NCCL buffers, other processes.
+        # The memory in use includes memory that the allocator does not know: CUDA context, NCCL buffers,
+        # other processes.
         free, total = torch.cuda.mem_get_info()
         found["device in use"] = total - free
     return found
@@ -72,9 +74,10 @@ def local_memory() -> dict[str, int]:
 
 @dataclass(frozen=True)
 class MomentStorage:
-    """The storage of a parameter's moments. expected_bits: by the rule. actual_bits: per element, of each
-    tensor that holds moments. global_numel: elements of the unsharded parameter. local_numel, state_bytes:
-    sums over ranks, including replicas."""
+    """The storage of a parameter's moments. expected_bits: bits per element according to the rule.
+    actual_bits: bits per element of each tensor that holds moments. global_numel: number of elements of the
+    unsharded parameter. local_numel, state_bytes: elements and bytes, summed over ranks including
+    replicas."""
 
     expected_bits: int
     actual_bits: frozenset[int]
@@ -110,7 +113,7 @@ def local_moments(optimizer: MixedPrecisionOptimizer) -> dict[str, MomentStorage
     result = {}
     for flat in optimizer.flat:
         for parameter, start, length in flat.fragments():
-            # For each moment: its elements, and their scales if the moment is quantized.
+            # Each moment has a tensor of elements and, if it is quantized, a tensor of scales.
             moments = [_tensors(m, start, length) for m in optimizer.moments_of(flat).values()]
             name, spec = optimizer.names[parameter], spec_of(parameter)
             result[name] = MomentStorage(
@@ -152,12 +155,14 @@ def _rows(bits: int, parameters: dict[str, MomentStorage]) -> list[str]:
 
 
 def _names_without_layer(names: Iterable[str]) -> list[str]:
-    """Returns the names with * for the layer's number, and the number of layers with this name."""
+    """Returns texts of parameter names with * instead of the layer's number, and the number of layers that
+    have this name."""
     counts = Counter(re.sub(r"^\d+\.", "*.", name) for name in names)
     return [f"{name} x {count}" if count > 1 else name for name, count in counts.items()]
 
 
-# The first step creates the optimizer's state, so the second step has the peak memory.
+# The memory is reported after this many steps. The first step creates the optimizer's state, so the second
+# step has the peak memory.
 _STEPS_BEFORE_MEMORY = 2
 
 
@@ -170,8 +175,8 @@ class StartupReport:
         self._steps_until_memory = _STEPS_BEFORE_MEMORY
 
     def lines(self, optimizer: MixedPrecisionOptimizer, is_last: bool) -> Iterator[str]:
-        """Yields the texts to print after a step. Collective. is_last: whether this is the run's last
-        step."""
+        """Yields the texts to print after a step. Collective. is_last: whether the step is the last one of
+        the run."""
         if self._moments_pending and not optimizer.skipped:
             self._moments_pending = False
             yield describe_moments(optimizer)

@@ -44,7 +44,7 @@ if TYPE_CHECKING:
 
 _LOG = logging.getLogger(__name__)
 
-# After a resume, a few consecutive fp16 overflows are normal: the loss scale has just grown.
+# Fewer consecutive skipped fp16 steps after a resume are normal: the loss scale may just have grown.
 _MANY_SKIPPED_STEPS = 10
 
 
@@ -62,7 +62,7 @@ class UpdateCount:
         self.num_updates += not skipped
 
     def problem(self, fp16: bool) -> str | None:
-        """Returns a sentence if there were steps but no update."""
+        """Returns a sentence if there were steps but no update, otherwise None."""
         if self.num_updates or not self.num_steps:
             return None
         why = "with fp16 because of overflows: set --initial-loss-scale lower, or use --bf16"
@@ -75,7 +75,7 @@ class UpdateCount:
 
 
 def after_failed_save(iteration: int, checkpoint: CheckpointConfig) -> str:
-    """Returns what the user should do. iteration: iteration of the newest checkpoint; 0 without one."""
+    """Returns what the user should do after a failed save. iteration: of the newest checkpoint, or 0."""
     if not iteration:
         return "nothing has been saved before; fix this, then start again"
     load = "" if checkpoint.load else f" with --load {checkpoint.save}"
@@ -92,18 +92,19 @@ class Trainer:
     watchdog: Watchdog
     checkpoints: CheckpointManager
     tasks: "Tasks | None" = None
-    """The tasks of --eval-harness-tasks, only on rank 0."""
+    """The tasks of --eval-harness-tasks; None on all ranks except rank 0."""
     run: Run = field(init=False)
     exit_reason: ExitReason | None = field(default=None, init=False)
-    """Why `train` stopped before the last iteration; None if it did not."""
+    """The reason why `train` stopped before the last iteration; None if it did not."""
     startup_report: StartupReport = field(init=False)
     stability: StabilityMonitor = field(init=False)
     exits: ExitConditions = field(init=False)
     resumable_iteration: int = field(default=0, init=False)
-    """The iteration of the run's newest checkpoint; 0 without one."""
+    """The iteration of the run's newest checkpoint; 0 without a checkpoint."""
     updates: UpdateCount = field(default_factory=UpdateCount, init=False)
     exit_code: int | None = field(default=None, init=False)
-    """The largest exit code of all ranks, exchanged in the last step; None after an evaluation or a save."""
+    """The largest `ExitConditions.code_of_this_rank` of all ranks in the last step; None after an evaluation
+    or a save."""
 
     def __post_init__(self) -> None:
         self.run = self.engine.run
@@ -115,7 +116,7 @@ class Trainer:
         self.stability = StabilityMonitor(self.engine, self.metrics, self.checkpoints, self.watchdog)
 
     def train(self, state: TrainingState) -> TrainingState:
-        """Trains from `state` to the last iteration or to an early exit. Returns the state reached."""
+        """Trains from `state` to the last iteration or to an early exit. Returns the state at the end."""
         training, options = self.run.config.training, self.run.config.checkpoint
         if training.no_train:
             return state
@@ -149,7 +150,7 @@ class Trainer:
                 self.exit_reason = self.exits.reason(
                     state.iteration, self.engine.device, self.exit_code, previous
                 )
-        self.engine.optimizer.wait_for_params()  # a rank that ends the process would interrupt the others
+        self.engine.optimizer.wait_for_params()  # a rank that exits would interrupt the others
         with self.watchdog.phase(Phase.SAVE):
             last = self.checkpoints.finish_save()
         self._announce_saves()
@@ -170,7 +171,7 @@ class Trainer:
 
     @property
     def exit_status(self) -> ExitStatus:
-        """How the run ended: REQUEUE if it stopped early and the same command resumes it."""
+        """Returns how the run ended: REQUEUE if it stopped early and the same command resumes it."""
         options = self.run.config.checkpoint
         return self.exit_reason.final_status(options) if self.exit_reason else ExitStatus.FINISHED
 
@@ -179,16 +180,16 @@ class Trainer:
         return self.stability.skip_range(state) or self.step(state)
 
     def is_logged(self, iteration: int) -> bool:
-        """Returns whether a log line follows this iteration: if it is due then, or in the skipped ranges that
-        follow at once."""
+        """Returns whether a log line follows this iteration: whether a line is due at the iteration, or in
+        skipped ranges that follow the iteration directly."""
         total, end = self.run.length.iterations, iteration
         while skipped := range_to_skip(self.run, end):
             end = skipped[1]
         return end == total or is_due(self.run.config.logging.log_interval, iteration - 1, end)
 
     def step(self, state: TrainingState) -> TrainingState:
-        """Takes one optimizer step on the next global batch. Returns the state reached, or the state after a
-        rollback."""
+        """Takes one optimizer step on the next global batch. Returns the state after the step, or the state
+        after a rollback."""
         started = time.perf_counter()
         batch_size = self.run.batches.global_batch_size_at(state.consumed_samples)
         seq_length = self.run.config.seq_length_at(state.iteration + 1)
@@ -276,14 +277,14 @@ class Trainer:
             return
         self._note_saved(state.iteration)
         if self.engine.global_rank != 0:
-            return  # on a network file system, other nodes may not see the folder yet
+            return  # other nodes may not see the folder yet on a network file system
         size = sum(path.stat().st_size for path in folder.iterdir())
         self.metrics.print(
             f"saved {folder} in {seconds:.1f} s, {size / 1e6:,.1f} MB, {size / 1e6 / seconds:,.1f} MB/s"
         )
 
     def checkpoint_locally(self, state: TrainingState) -> None:
-        """Begins to save a local checkpoint, unless another save is in flight."""
+        """Begins to save a local checkpoint, unless a previous save is still in flight."""
         self.exit_code = None
         started = time.perf_counter()
         with self.watchdog.phase(Phase.SAVE):
@@ -295,12 +296,12 @@ class Trainer:
             )
         else:
             assert self.checkpoints.local is not None
-            facts = (state.iteration, self.checkpoints.local.num_left_out)
-            _LOG.info("iteration %d is not saved locally: a save is in flight (%d left out)", *facts)
+            text = "iteration %d is not saved locally: a save is in flight (%d left out)"
+            _LOG.info(text, state.iteration, self.checkpoints.local.num_left_out)
 
     def _export(self, state: TrainingState, replace_folder: bool = True) -> None:
-        """Writes the model for Hugging Face transformers. A failure is a warning: the checkpoint has the
-        weights too. replace_folder: whether to write it if the folder exists."""
+        """Writes the model for Hugging Face transformers. A failure is only a warning: the checkpoint has the
+        weights, too. replace_folder: whether to replace a folder that exists."""
         self.exit_code = None
         started = time.perf_counter()
         folder = Path(str(self.run.config.checkpoint.save)) / f"huggingface_step{state.iteration}"
@@ -326,7 +327,7 @@ class Trainer:
         )
 
     def _announce_saves(self) -> None:
-        """Prints the saves in the background that have ended."""
+        """Prints a line for each background save that has ended."""
         for outcome in self.checkpoints.background.take_outcomes():
             if outcome.problem:
                 kind = "local checkpoint" if outcome.is_local else "checkpoint"
@@ -362,8 +363,8 @@ class Trainer:
 
     def check_updates(self, state: TrainingState) -> None:
         """Prints a warning if every step since the start of this process was skipped. After the last
-        iteration, raises RunStopped instead, unless the steps were few and earlier processes updated the
-        weights."""
+        iteration, raises RunStopped instead, unless there were few steps and earlier processes of the run
+        have updated the weights."""
         problem = self.updates.problem(self.run.config.precision.fp16)
         if problem is None:
             return
@@ -375,18 +376,19 @@ class Trainer:
         self.metrics.print(f"WARNING: {problem}")
 
     def _evaluate_interval(self, state: TrainingState, count: int) -> TrainingState:
-        """Evaluates on the last `count` validation data sets. The returned state records how many data sets
-        remain after a request to stop, so that a resumed run begins with them."""
+        """Evaluates on the last `count` validation data sets. After a request to stop, the returned state
+        records how many data sets remain, so that a resumed run begins with these."""
         return replace(state, pending_evaluations=self.evaluate(state, "validation", count=count))
 
     def _stop_requested(self, state: TrainingState) -> bool:
-        """Returns whether the run must stop in an evaluation, and sets `exit_reason`. Collective."""
+        """Returns whether the run must stop during an evaluation, and sets `exit_reason`. Collective."""
         reason = self.exits.request(state.iteration, self.engine.device)
         self.exit_reason = reason or self.exit_reason
         return reason is not None
 
     def _evaluate_tasks(self, state: TrainingState) -> None:
-        """Runs --eval-harness-tasks. A request to stop ends them; the resumed run does not repeat them."""
+        """Runs the tasks of --eval-harness-tasks. A request to stop ends the tasks, and the resumed run does
+        not repeat them."""
         self.exit_code = None
         with self.watchdog.phase(Phase.EVALUATION):
             results = run_tasks(
@@ -396,7 +398,7 @@ class Trainer:
                 self.watchdog.heartbeat,
                 self.metrics.print,
             )
-        gc.collect()  # the harness leaves cycles, and automatic collections are off
+        gc.collect()  # the harness leaves reference cycles, and automatic collections are off
         if results is None:
             self.metrics.print(f"the tasks at iteration {state.iteration} were stopped")
             return
@@ -411,9 +413,9 @@ class Trainer:
         if self.run.config.training.eval_iters == 0:
             return 0
         self.exit_code = None
-        # The checkpoint's iteration may be past the end of this run, which has no validation samples for it.
+        # The checkpoint's iteration may be after this run's end, where no validation samples exist.
         iteration = min(state.iteration, self.run.length.iterations)
-        if count is not None:  # due at a multiple of the interval, perhaps inside of a range that was skipped
+        if count is not None:  # due at a multiple of the interval, even inside a skipped range
             iteration -= iteration % self.run.config.training.eval_interval
         first = validation_start(self.run.config, iteration) if split == "validation" else 0
         for index, (name, loader) in enumerate(loaders):
@@ -463,8 +465,8 @@ def evaluate(
     heartbeat: Callable[[], None],
 ) -> float | None:
     """Returns the mean loss over the unmasked tokens of `--eval-iters` global batches from sample
-    `first_sample` on, NaN without any, or None if stopped. Raises SharedUserError
-    in --eval-only if all tokens are masked. Collective.
+    `first_sample` on. Returns NaN if all tokens are masked (in --eval-only raises SharedUserError instead),
+    and None if the evaluation was stopped. Collective.
 
     stop_requested: collective function with an equal result on all ranks, called between groups of
     micro-batches. heartbeat: called for every micro-batch.
@@ -473,7 +475,8 @@ def evaluate(
     samples = config.training.eval_iters * config.batch.global_batch_size
     num_micro_batches = config.training.eval_iters * config.micro_batches_per_step
     micro_batches = loader.micro_batches(first_sample, samples)
-    # Every rank and every run of a layout has equal groups, so that the mean is rounded equally.
+    # The size of the groups depends only on the layout, so that all ranks and all runs round the mean
+    # equally.
     group = MICRO_BATCHES_PER_STAGE * config.parallel.num_stages
     losses = tokens = 0.0
     for start in range(0, num_micro_batches, group):

@@ -13,7 +13,7 @@ _LARGEST_STEP = 2**62
 
 
 class Writer(Protocol):
-    """Writes values by tag."""
+    """An output for values with tags."""
 
     def write(self, values: Mapping[str, float], state: TrainingState, when: float) -> None:
         """Writes the values of one training state. when: time of the measurement, Unix time in seconds."""
@@ -22,12 +22,12 @@ class Writer(Protocol):
         """Makes the written values visible to readers."""
 
     def close(self) -> None:
-        """Closes the record of this process."""
+        """Closes the output of this process."""
 
 
 def make_writers(config: Config) -> list[Writer]:
-    """Returns the writers of --tensorboard-dir and --wandb-project. Raises ConfigError for an unusable
-    one."""
+    """Returns the writers of --tensorboard-dir and --wandb-project. Raises ConfigError if a writer cannot be
+    used."""
     writers: list[Writer] = []
     if config.logging.tensorboard_dir:
         writers.append(
@@ -49,15 +49,15 @@ def make_writers(config: Config) -> list[Writer]:
 class TensorBoardWriter:
     """Writes each value three times: by iterations, by samples and by tokens.
 
-    A resumed run repeats the steps after its checkpoint, so the first point of a tag in this process hides
-    the points of earlier processes from its step on. In files of version 1, TensorBoard's reader in Python
-    does so for points that are out of order; its reader in Rust always does. SummaryWriter's `purge_step`
-    would compare iterations with the numbers of samples and tokens. hides: false for an evaluation, which
-    repeats no step.
+    A resumed run repeats the steps after its checkpoint. The first point of a tag in this process therefore
+    hides the points of earlier processes at this and later steps. TensorBoard's reader in Rust always hides
+    such points; its reader in Python hides them in files of version 1 if points are out of order.
+    SummaryWriter's `purge_step` cannot be used, because it would compare iterations with numbers of samples
+    and tokens. hides: False for an evaluation, which repeats no step.
     """
 
     def __init__(self, folder: str, queue_size: int, hides: bool = True) -> None:
-        # Imported late, because the import takes a second and most ranks do not need it.
+        # TensorBoard is imported late, because the import takes a second and most ranks do not need it.
         try:
             from torch.utils.tensorboard import SummaryWriter
         except ImportError as error:
@@ -89,7 +89,8 @@ class TensorBoardWriter:
 
     @contextmanager
     def _hide_later_points(self) -> Iterator[None]:
-        """Makes the point that the block adds hide the earlier points of its tag from its step on."""
+        """Makes the point that the block adds hide the points of earlier processes at its step and later
+        steps."""
         from tensorboard.compat.proto.event_pb2 import Event
         from tensorboard.compat.proto.summary_pb2 import Summary
 

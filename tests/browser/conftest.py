@@ -44,7 +44,8 @@ def chromium(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Chrome]:
 
 @pytest.fixture
 def show(chromium: Chrome, tmp_path: Path) -> Iterator[Show]:
-    """Writes a page and opens it. After the test the browser's console must be empty."""
+    """Returns a function that writes a page and opens it. After the test the browser's console must be
+    empty."""
 
     def open_page(kind: Kind, data: Mapping[str, Any]) -> Chrome:
         path = tmp_path / "page.html"

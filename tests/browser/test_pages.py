@@ -1,4 +1,4 @@
-"""The pages of --html in headless Chromium: they render, sort and zoom, and log no error."""
+"""Opens the pages of --html in headless Chromium. They render, sort and zoom, and log no error."""
 
 from __future__ import annotations
 
@@ -174,7 +174,8 @@ def test_the_timeline_can_be_zoomed_and_moved(show: Show, plan: dict[str, Any]) 
     browser.execute_script("arguments[0].scrollIntoView({block: 'center'})", timeline)
     browser.find_element(By.ID, "zoom-reset").click()
     assert visible_seconds(timeline) == pytest.approx((0, end))
-    # The first pass of the last rank, at its middle; the plot is 1,108 units wide, its lanes are 1,042.
+    # The pointer is at the middle of the last rank's first pass. The plot is 1,108 units wide, its lanes are
+    # 1,042.
     scale = timeline.size["width"] / 1108
     ranks = len(plan["memory"])
     event = next(event for event in plan["timeline"] if event["rank"] == ranks - 1)
@@ -197,7 +198,7 @@ def test_the_timeline_can_be_zoomed_and_moved(show: Show, plan: dict[str, Any]) 
 
 
 def test_another_layout_of_a_search_is_shown(show: Show, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of a short search, without the changes of one setting, which the page of a plan shows."""
+    """The search is short, and leaves out the changes of one setting, which the page of a plan shows."""
     monkeypatch.setattr(plan_tool, "search", partial(plan_tool.search, planned=2))
     monkeypatch.setattr(plan_tool, "what_if", lambda *_: ())
     words, _ = with_defaults([*MODEL.split(), "--world-size", "2"])

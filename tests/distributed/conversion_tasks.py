@@ -1,7 +1,8 @@
 """Forks the tasks of a conversion, as srun starts them.
 
-A victim kills itself after some blocks of parameters; then all other tasks are killed, as with
-srun --kill-on-bad-exit, or take over its parameters. Prints the exit codes of the tasks to stderr.
+A victim is a task that kills itself after a given number of parameter blocks. Then the other tasks are
+killed, too, as with srun --kill-on-bad-exit, or they take over the victim's parameters. Prints the exit codes
+of the tasks to stderr.
 """
 
 import itertools

@@ -1,4 +1,4 @@
-"""Converts a checkpoint to a universal one, and kills itself while it writes a block of parameters."""
+"""Converts a checkpoint to a universal checkpoint, and kills itself while it writes a block of parameters."""
 
 import itertools
 import os
@@ -8,7 +8,7 @@ import sys
 from megatron.checkpoint.formats.native import NativeReader
 from megatron.commands.ds_to_universal import main
 
-# Worker threads share the counter: each number is given out once, so exactly one of them sees the last.
+# Worker threads share the counter, and each number is returned once: exactly one thread sees the last number.
 blocks, numbers, last = NativeReader.read_blocks, itertools.count(1), int(sys.argv.pop())
 
 

@@ -1,4 +1,5 @@
-"""The claim of most tests in this folder: a layout trains with the same numbers as one process."""
+"""Helpers for the claim of most tests in this folder: a layout trains to the losses and grad norms of one
+process."""
 
 from __future__ import annotations
 
@@ -22,15 +23,15 @@ from tests.support.pool import run_world
 Changes = dict[str, dict[str, Any]]
 History = list[tuple[float, ...]]
 
-# On a busy machine the many small messages of 4 TP ranks wait for a core each.
+# Number of steps of most comparisons: on a busy machine the many small messages of 4 TP ranks are slow.
 SHORT = 10
 SEQUENCE_PARALLEL: Changes = {"parallel": {"sequence_parallel": True}}
 DUALPIPEV: Changes = {"parallel": {"pipeline_schedule": "dualpipev"}}
 INTERLEAVED: Changes = {"parallel": {"pipeline_schedule": "interleaved", "virtual_pipeline_stages": 2}}
 ZERO_BUBBLE: Changes = {"parallel": {"pipeline_schedule": "zero-bubble"}}
 
-# Large enough that matrices have 8 bits; on 2 and 4 TP ranks a shard of an MLP's matrix is no whole
-# number of blocks, and one of the attention's is smaller than the threshold.
+# A model large enough for 8-bit moments. On 2 and 4 TP ranks the shards of an MLP's matrices do not end at
+# the boundary of a block, and a shard of an attention matrix is smaller than the threshold.
 EIGHT_BIT: Changes = {
     "model": {"hidden_size": 64, "kv_channels": 16, "ffn_hidden_size": 100},
     "optimizer": {"use_bnb_optimizer": True},
@@ -38,7 +39,7 @@ EIGHT_BIT: Changes = {
 
 
 def merged(*changes: Changes) -> Changes:
-    """Returns all changes; of two values of a field, the later one."""
+    """Returns all changes merged. If a field has several values, the last one wins."""
     result: Changes = {}
     for each in changes:
         for section, fields in each.items():
@@ -47,16 +48,16 @@ def merged(*changes: Changes) -> Changes:
 
 
 class Layout(NamedTuple):
-    """A layout that a feature must train on. changes: of the configuration of its run. numbers: changes that
-    its reference on one process has too."""
+    """A layout on which a feature must train. changes: changes of the configuration of the layout's run.
+    numbers: changes that the reference run on one process has, too."""
 
     row: Row
     changes: Changes = {}
     numbers: Changes = {}
 
     def with_experts(self) -> Layout:
-        """Returns the layout with EP 2 if TP x CP x DP is even, and with the sequence parallelism that
-        experts need beside TP."""
+        """Returns the layout with EP 2 if TP x CP x DP is even, and with sequence parallelism if TP > 1,
+        which experts require."""
         row, is_tp = self.row, self.row.tp > 1
         ep = 2 if row.tp * row.cp * row.dp % 2 == 0 else 1
         parallel = {"expert_model_parallel_size": ep} | ({"sequence_parallel": True} if is_tp else {})
@@ -107,11 +108,11 @@ LAYOUTS = {
         Row(tp=2, cp=2, pp=2, micro_batch=2), merged(DUALPIPEV, SEQUENCE_PARALLEL)
     ),
 }
-"""The layouts of every feature."""
+"""The layouts on which every feature is tested, by name."""
 
 
 def rows_of(layouts: Mapping[str, Iterable[str]]) -> list[tuple[str, str]]:
-    """Returns (model, layout) for each layout of each model, as parameters of a test."""
+    """Returns (model, layout) for each layout of each model, to parametrize a test."""
     return [(model, layout) for model, names in layouts.items() for layout in names]
 
 
@@ -122,7 +123,7 @@ _histories: dict[str, History] = {}
 def one_process(
     row: Row, steps: int = STEPS, train: Train = train_layout, **numbers: dict[str, Any]
 ) -> History:
-    """Returns (loss, grad norm) of each step of the row's model on one process, in fp32. train: see
+    """Returns (loss, grad norm) of each step of the row's model on one process in fp32. train: see
     `assert_same_numbers`."""
     key = f"{train} {row.positions} {numbers}"
     if len(_histories.get(key, ())) < steps:
@@ -137,10 +138,11 @@ def assert_same_numbers(
     layout: Changes | None = None,
     train: Train = train_layout,
 ) -> None:
-    """Trains on a layout; asserts that losses and grad norms of every rank are those of one process in fp32.
+    """Trains on a layout, and asserts that losses and grad norms of every rank equal an fp32 run on one
+    process.
 
     numbers: changes of the configuration that both runs have. layout: changes that only the layout's run has.
-    train: a function like `train_layout`, which may return more numbers of each step.
+    train: a function like `train_layout`, which may return more numbers for each step.
     """
     numbers = numbers or {}
     expected = one_process(row, steps, train, **numbers)
@@ -151,9 +153,9 @@ def assert_same_numbers(
 def assert_same_on(
     name: str, numbers: Changes, rejections: Mapping[str, str] | None = None, train: Train = train_layout
 ) -> None:
-    """Asserts that a model trains for 20 steps on a layout of `LAYOUTS` as on one process, see
-    `assert_same_numbers`. rejections: layout -> words of the error with which the program rejects the model
-    on it."""
+    """Asserts with `assert_same_numbers` that a model trains for 20 steps on a layout of `LAYOUTS` as on one
+    process. rejections: layout -> words of the error with which the program rejects the model on this
+    layout."""
     layout = LAYOUTS[name]
     if "num_experts" in numbers.get("model", {}):
         layout = layout.with_experts()
@@ -168,7 +170,7 @@ def assert_same_on(
 
 
 def assert_near(history: History, expected: History, precision: str = "fp32") -> None:
-    """Asserts that a run's numbers are those of an fp32 run, to the rounding of its precision."""
+    """Asserts that losses and grad norms equal an fp32 run's within the rounding of `precision`."""
     loss_error, norm_error = relative_errors(history, expected)
     if precision == "fp32":
         assert loss_error <= FP32_BOUND and norm_error <= FP32_BOUND

@@ -1,4 +1,5 @@
-"""A run of ten steps: saved after five on one layout, continued on another, and uninterrupted."""
+"""A run of ten steps: it saves after five steps on one layout and continues on a different layout. The
+reference is an uninterrupted run."""
 
 from megatron.checkpoint.manager import load_checkpoint
 from megatron.checkpoint.selection import find_checkpoint
@@ -14,7 +15,7 @@ from tests.support.layouts import (
 from tests.support.pool import run_world
 
 STEPS_BEFORE, STEPS_AFTER = 5, 5
-# (TP, PP, DP), ZeRO stage, micro-batch: each saves, and each opens what every other one saved.
+# Layouts by name. Each layout saves a checkpoint, and each layout loads the checkpoints of all layouts.
 SHAPES = {
     "tp2 pp2": Row(tp=2, pp=2, zero=1, micro_batch=2),
     "1 process": Row(micro_batch=2),
@@ -33,7 +34,7 @@ def resume_midway(row, folder, changes):
     config = config_of(row, **{**changes, "checkpoint": options})
     checkpoint = find_checkpoint(unconnected_run(config))
     engine = build_engine(config)
-    train(engine, [9])  # other weights and moments: all must be replaced
+    train(engine, [9])  # other weights and moments: the load must replace all
     load_checkpoint(engine, checkpoint, FINGERPRINT)
     return checkpoint.state, train(engine, range(STEPS_BEFORE, STEPS_BEFORE + STEPS_AFTER))
 

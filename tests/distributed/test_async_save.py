@@ -1,5 +1,5 @@
-"""Saves in the background: what a save at once writes, whatever training does meanwhile; a writer that
-dies."""
+"""A save in the background writes the files of a synchronous save, whatever training does meanwhile. If its
+writer process dies, the save fails and training continues."""
 
 from __future__ import annotations
 
@@ -40,7 +40,8 @@ CHANGES: dict[str, Changes] = {
 
 
 def save_twice(row: Row, folder: Path, memory_gb: float | None, changes: Changes) -> None:
-    """Saves at once in 'direct', and in the background in 'background', with a step before it is complete."""
+    """Saves synchronously into 'direct' and in the background into 'background'. Training takes a step before
+    the background save is complete."""
     engine = build_engine(config_of(row, checkpoint={"async_save_memory_gb": memory_gb}, **changes))
     train(engine, range(STEPS))
     make_manager(engine, folder / "direct").save(state_after(STEPS))
@@ -56,7 +57,7 @@ def save_twice(row: Row, folder: Path, memory_gb: float | None, changes: Changes
     found = open_checkpoint(folder / "background" / f"global_step{STEPS}")
     checks = load_checkpoint(engine, found, FINGERPRINT)
     assert any("equal to the last bit" in check.result for check in checks)
-    # The layer files are shared by the replicas, and each is written once.
+    # The replicas share the layer files, and each file is written once.
     names = [name for name in found.run["files"] if name.startswith("layer_")]
     assert len(names) == len(list(found.folder.glob("layer_*"))) > 0
 
@@ -64,7 +65,8 @@ def save_twice(row: Row, folder: Path, memory_gb: float | None, changes: Changes
 @pytest.mark.gate(rows=1)
 @pytest.mark.parametrize("name", ROWS)
 def test_a_save_in_the_background_writes_what_a_save_at_once_writes(name: str, tmp_path: Path) -> None:
-    """With memory for the state, and with the memory of a small part of it."""
+    """The writer's memory holds the whole state, or in the second case only a small part of the state at
+    a time."""
     row = ROWS[name]
     for memory_gb in (None, 2e-5):
         folder = tmp_path / str(memory_gb)
@@ -81,7 +83,8 @@ def test_a_save_in_the_background_writes_what_a_save_at_once_writes(name: str, t
 
 
 def save_staged(row: Row, folder: Path, save_format: str) -> None:
-    """Saves the same state from host memory, and as a device's memory: at once, and in the background."""
+    """Saves one state three times: from host memory, and from tensors staged like a device's memory,
+    synchronously and in the background."""
     engine = build_engine(config_of(row, checkpoint={"save_format": save_format}))
     train(engine, range(STEPS))
     make_manager(engine, folder / "plain").save(state_after(STEPS))
@@ -109,7 +112,7 @@ def test_a_save_from_a_device_writes_what_a_save_from_host_memory_writes(
 
 
 def lose_the_writer(folder: Path, victim: int, moment: str) -> list[Any]:
-    """Saves in the background three times. The writer of a rank is killed in the second save."""
+    """Saves in the background three times, and kills the writer of one rank in the second save."""
     engine = build_engine(config_of(Row(dp=2, zero=1)))
     manager = make_manager(engine, folder)
     ends = []

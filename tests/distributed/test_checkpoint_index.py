@@ -1,4 +1,4 @@
-"""A rank opens the optimizer's files that hold its parameters, by the index in run.json, and no others."""
+"""The index in run.json lets a rank open only the optimizer's files that hold its parameters."""
 
 from __future__ import annotations
 
@@ -29,8 +29,8 @@ LOADED = {
 
 
 def files_opened(row: Row, folder: Path) -> tuple[set[str], set[str]]:
-    """Loads the checkpoint. Returns the optimizer's files that this rank opened, and those with its
-    parameters."""
+    """Loads the checkpoint. Returns the optimizer's files that this rank opened, and the files that contain
+    its parameters."""
     from megatron.checkpoint.formats import deepspeed_files
 
     engine = build_engine(config_of(row))
@@ -66,7 +66,7 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_a_rank_opens_only_the_files_that_it_needs(name: str, saved: Path) -> None:
     total = len(list(saved.glob("*_optim_states.pt")))
     for opened, needed in run_world(LOADED[name].world_size, files_opened, LOADED[name], saved):
-        # The first file holds what is equal in all files, such as the loss scale.
+        # The first file holds the values that are equal in all files, such as the loss scale.
         assert opened <= needed | {min(path.name for path in saved.glob("*_optim_states.pt"))}
         assert 0 < len(opened) < total
 
@@ -80,7 +80,7 @@ def load(folder: Path) -> str:
 
 
 def rewrite(folder: Path, index: object) -> None:
-    """Replaces the index in run.json; None removes it."""
+    """Replaces the index in run.json. index: None removes the index."""
     run = json.loads((folder / "run.json").read_text())
     run.pop("index", None)
     run |= {} if index is None else {"index": index}
@@ -110,7 +110,8 @@ def test_a_checkpoint_opens_without_an_index_and_not_with_a_wrong_one(saved: Pat
 
 
 def test_the_record_of_a_thousand_ranks_is_within_the_limit_of_its_reader() -> None:
-    """96 layers, TP 8, PP 1, DP 128, where each layer's parameters are divided over many files."""
+    """The run has 96 layers, TP 8, PP 1 and DP 128. Each layer's parameters are divided over many files, so
+    the index in run.json is large."""
     names = [
         f"{layer}.self_attention.query_key_value.{kind}{i}"
         for layer in range(96)

@@ -1,4 +1,4 @@
-"""--compile changes how transformer layers are computed, and no number beyond rounding."""
+"""--compile changes how transformer layers are computed. Losses and grad norms change only by rounding."""
 
 from functools import partial
 
@@ -25,11 +25,12 @@ STEPS = 4
 
 
 def history_of(row, changes, compiles):
-    """Losses and grad norms of some steps, the loss of an evaluation, and how many graphs were compiled."""
+    """Returns (losses and grad norms of the steps, then the loss of an evaluation; number of compiled graphs;
+    names of the parameters; number of layers)."""
     torch._dynamo.reset()
     torch._dynamo.utils.counters.clear()
     training = {**changes.get("training", {}), "compile": compiles}
-    # One process compiles as fast as several for layers this small, and leaves none behind.
+    # For layers this small, one process compiles as fast as several, and no worker process remains.
     with torch._inductor.config.patch(compile_threads=1):
         engine = build_engine(config_of(row, **{**changes, "training": training}))
         history = train(engine, range(STEPS))
@@ -76,20 +77,21 @@ def test_compiled_layers_give_the_numbers_of_eager_ones(row, changes):
         assert max(relative_errors(found, expected)) < FP32_BOUND
         assert none == 0 < graphs
         assert names == names_compiled
-        # Training and evaluation, and not one graph per layer: PyTorch gives up after eight.
+        # One graph is for training and one for evaluation. A graph per layer would reach PyTorch's limit of
+        # eight.
         if row.world_size == 1:
             assert graphs < layers
 
 
 def breaks_and_products(row, changes, compiles):
-    """History of some steps with products that add, and how many added; breaks of the graphs, and the hooks
-    that buckets count gradients with."""
+    """Returns (losses and grad norms of the steps; shapes of the weights whose gradients the GEMM
+    accumulated; graph breaks; number of compiled graphs)."""
     torch._dynamo.reset()
     torch._dynamo.utils.counters.clear()
     changes = {**changes, "training": {**changes.get("training", {}), "compile": compiles}}
     original = torch.compile
     with products_that_add() as shapes, pytest.MonkeyPatch.context() as patch:
-        # Autograd's graphs are made, and no code, which takes long.
+        # This backend traces autograd's graphs and generates no code, which would take long.
         patch.setattr(torch, "compile", partial(original, backend="aot_eager"))
         history = train(build_engine(config_of(row, **changes)), range(STEPS))
     counters = torch._dynamo.utils.counters
@@ -101,7 +103,7 @@ def breaks_and_products(row, changes, compiles):
     ("row", "changes"),
     [
         (Row(micro_batch=4, precision="bf16", recompute=True), {"model": {"layer_arrangement": "parallel"}}),
-        # Several micro-batches in flight; the gradients of each bucket are reduced in the backward pass.
+        # Several micro-batches are in flight, and each bucket's gradients are reduced in the backward pass.
         (Row(pp=2, dp=2, zero=1, micro_batch=1, precision="bf16"), {"parallel": {"ddp_bucket_size": 1}}),
         (Row(cp=2, micro_batch=4, precision="bf16"), {}),
         (Row(dp=2, micro_batch=4, zero=3, precision="bf16"), {}),
@@ -117,5 +119,5 @@ def test_a_compiled_layer_with_dropout_is_one_graph_whose_products_add(row, chan
         assert max(relative_errors(found, expected)) < LOW_PRECISION_BOUND
         assert added_compiled == added != []
         assert graphs > 0
-        # Context parallelism gathers keys and values in functions that are not compiled.
+        # With context parallelism, functions that are not compiled gather keys and values.
         assert row.cp > 1 or not breaks

@@ -1,4 +1,4 @@
-"""Context parallelism trains with the numbers of one process, with any schedule, mask and ZeRO stage."""
+"""Context parallelism trains to the losses of one process with every schedule, mask and ZeRO stage."""
 
 from dataclasses import replace
 
@@ -108,7 +108,7 @@ def test_the_chunks_of_the_ranks_are_the_sequence_and_equal_causal_work(size):
 
 
 def gathered_attention(seq, cp_size, dtype):
-    """Returns this rank's outputs and gradients, and its positions."""
+    """Returns this rank's outputs, gradients and positions."""
     mesh = Mesh.create(cp_size, 1, 1, torch.distributed.get_rank(), cp_size=cp_size).connect()
     group = mesh.cp
     own = torch.cat([torch.arange(chunk.start, chunk.stop) for chunk in sequence_chunks(group, seq)])

@@ -1,4 +1,5 @@
-"""Conversions to universal checkpoints that do not go as they should."""
+"""Conversions to universal checkpoints can be interrupted and resumed. Damaged or unsuitable sources
+are rejected."""
 
 import argparse
 import json
@@ -42,7 +43,7 @@ def test_an_interrupted_conversion_resumes(tmp_path):
     assert (target / "zero" / first / "fp32.pt").stat().st_mtime_ns == before
     left = {path.name for path in target.iterdir() if not path.name.startswith("mp_rank")}
     assert left == {"zero", "run.json", "source.json"}
-    # With ZeRO-0 the source's mp_rank files hold the optimizer too.
+    # With ZeRO-0 the mp_rank files of the source also hold the optimizer's state.
     content = torch.load(target / "mp_rank_01_model_states.pt", weights_only=False)
     assert content["optimizer"] is None and content["args"].consumed_train_samples == 40
 
@@ -64,7 +65,7 @@ def test_a_conversion_that_was_killed_during_a_write_resumes(tmp_path):
 
 
 def change_a_copy(folder):
-    """Makes TP rank 1's replica of the final norm's weight differ, and the manifest agree with it."""
+    """Changes TP rank 1's replica of the final norm's weight, and updates the record of files in run.json."""
     path = folder / "mp_rank_01_model_states.pt"
     state = torch.load(path, weights_only=False)
     (group, address) = next(
@@ -116,7 +117,7 @@ def test_only_digests_of_averaged_parameters_are_dropped(tmp_path):
     assert integrity_record_of(tmp_path / "equal") == integrity_record_of(source)
     change_a_copy(source)
     whole = integrity_record_of(source)
-    # Interrupted after the copies were averaged, and continued without the flag.
+    # The conversion is interrupted after the replicas were averaged, and is continued without the flag.
     target = tmp_path / "averaged"
     conversion = to_universal(open_source(source), target, allow_replica_mismatch=True)
     for name in conversion:
@@ -136,7 +137,7 @@ def test_a_conversion_of_another_source_is_not_resumed(tmp_path):
     source, target = saved(tmp_path, Row(), {}), tmp_path / "universal"
     converted(source, tmp_path / "other")
     (tmp_path / "other" / "source.json").unlink()
-    os.rename(tmp_path / "other", tmp_path / "universal.partial")  # as a killed import leaves it
+    os.rename(tmp_path / "other", tmp_path / "universal.partial")  # as a killed import leaves the folder
     with pytest.raises(UserError, match="universal.partial is not an interrupted conversion"):
         converted(source, target)
     assert not target.exists()
@@ -186,14 +187,14 @@ def test_the_tool_names_mistakes_and_flags_without_effect(tmp_path, capsys, monk
     path.write_bytes(content[:-10])
     assert f"{path.name} has {len(content) - 10:,} bytes" in refused()
     path.write_bytes(content)
-    for damaged in (path, source / "mp_rank_01_model_states.pt"):  # compared by its states, or as a whole
+    for damaged in (path, source / "mp_rank_01_model_states.pt"):  # checked by state, or as a whole
         content = damaged.read_bytes()
         flip_a_byte(damaged)
         sentence = refused()
         assert "is damaged: its digest differs from that in run.json" in sentence
         assert (damaged.name in sentence) == (damaged != path)
         damaged.write_bytes(content)
-    shutil.rmtree(tmp_path / "universal.partial", ignore_errors=True)  # unless no parameter was written
+    shutil.rmtree(tmp_path / "universal.partial", ignore_errors=True)  # if a parameter was written
 
     run = json.loads((source / "run.json").read_text())
     info = run.pop("universal_checkpoint_info")

@@ -1,4 +1,5 @@
-"""Multi-token prediction of DeepSeek-V3 with sinks, caps, a window, a masked loss and documents, together."""
+"""Trains with multi-token prediction of DeepSeek-V3, attention sinks, caps, a window, a masked loss and
+documents at the same time."""
 
 from dataclasses import replace
 
@@ -29,14 +30,15 @@ DOCUMENTS = {"reset_attention_mask": True, "reset_position_ids": True}
 
 
 def batches_of(engine, step):
-    """Masked micro-batches whose document ids are those of the data: 2 to 4 documents per sample."""
+    """Yields masked micro-batches with the document ids of the data: 2 to 4 documents per sample."""
     for batch in masked_micro_batches(engine, step):
         ids = [torch.arange(SEQ) * (2 + sample % 3) // SEQ for sample in batch.samples]
         yield replace(batch, document_ids=torch.stack(ids))
 
 
 def losses_and_norms(row, layout):
-    """Loss, grad norm and losses of later tokens of 3 steps; then the loss of an evaluation."""
+    """Returns the loss, the grad norm and the losses of both prediction depths of each of 3 steps, then the
+    loss of an evaluation."""
     engine = build_engine(config_of(row, model=MODEL, data=DOCUMENTS, **layout))
     numbers, device = [], torch.device("cpu")
     for step in range(3):

@@ -30,9 +30,9 @@ GRAPH = {"training": {"cuda_graph_impl": "local"}}
 def train(
     row: Row, changes: dict[str, dict[str, Any]], with_flag: bool, with_graph: bool = False
 ) -> tuple[list[Any], Any, list[int]]:
-    """Returns (loss, grad norm, loss scale) of each step, the weights, and the graphs' numbers of calls.
+    """Returns ((loss, grad norm, loss scale) of each step, the weights, the number of calls of each graph).
 
-    with_graph: whether the accelerator has graphs.
+    with_graph: whether the accelerator offers graphs.
     """
     changes = {
         **changes,
@@ -44,7 +44,7 @@ def train(
         for step in range(STEPS):
             loss = engine.train_step(micro_batches(engine, step), GLOBAL_BATCH, RATE)
             history.append((loss.item(), engine.optimizer.grad_norm, engine.optimizer.scaler.scale))
-            if step == 10:  # replaces cached tables of the sequence's length
+            if step == 10:  # replaces tables cached for this length
                 batches = (batch.truncated(16) for batch in micro_batches(engine, 99))
                 evaluate(engine, batches, GLOBAL_BATCH // row.micro_batch // row.dp, seq_length=16)
         if with_graph:
@@ -54,7 +54,7 @@ def train(
 
 
 RUNS: dict[str, tuple[Row, dict[str, dict[str, Any]]]] = {
-    # The scale falls at once, and grows every 4 steps.
+    # The loss scale falls at once, and then grows every 4 steps.
     "fp16, dropout": (
         Row(precision="fp16", micro_batch=2),
         {

@@ -1,4 +1,5 @@
-"""Sequences that grow: the same numbers on every layout; evaluations use full sequences."""
+"""A curriculum of growing sequences gives equal losses on every layout. Evaluations use sequences of full
+length."""
 
 import dataclasses
 
@@ -40,8 +41,8 @@ LAYOUTS = {
 
 
 def train(row, changes, curriculum=CURRICULUM):
-    """Returns (loss, norm) of each step, the evaluation losses after steps 1 and 3, and the last record and
-    state."""
+    """Returns (loss, grad norm) of each step, the evaluation losses after steps 1 and 3, the sequence length
+    of each step, and the last training state."""
     changes = {**changes, "model": {**DROPOUT, **changes.get("model", {})}}
     config = dataclasses.replace(config_of(row, **changes), curriculum=curriculum)
     trainer = make_trainer(config, steps=len(LENGTHS))

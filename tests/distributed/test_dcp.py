@@ -33,7 +33,8 @@ def saved(folder: Path, row: Row, changes: dict) -> Path:
 def test_a_run_resumes_from_a_dcp_checkpoint_on_another_layout(
     model: dict, save: Row, load: Row, tmp_path: Path
 ) -> None:
-    """Each load compares the digests of all weights and moments, and the canary loss."""
+    """Each load compares the digests of all weights and moments, and the canary loss (the loss of one fixed
+    random sequence)."""
     changes = {"model": model}
     native = saved(tmp_path / "native", save, changes)
     folder = converted(native, tmp_path / "dcp", "dcp")
@@ -49,7 +50,8 @@ def test_a_run_resumes_from_a_dcp_checkpoint_on_another_layout(
 @pytest.mark.gate(rows=1)
 @pytest.mark.parametrize("precision", ["fp16", "bf16"])
 def test_a_run_s_checkpoint_returns_from_dcp_with_its_bits(precision: str, tmp_path: Path) -> None:
-    """Weights in the precision of the run, masters, moments, step and loss scale."""
+    """The conversion to DCP and back keeps the weights in the run's precision, masters, moments, step and
+    loss scale."""
     row = Row(tp=2, dp=2, zero=1, precision=precision)
     native = saved(tmp_path / "native", row, {})
     folder = converted(converted(native, tmp_path / "dcp", "dcp"), tmp_path / "returned", "native")

@@ -1,5 +1,5 @@
-"""Native files that DeepSpeed's own engine writes for a model without a pipeline, as Microsoft's
-Megatron-DeepSpeed does with --no-pipeline-parallel: ZeRO-1 and 2, bf16, and several replicas."""
+"""Runs continue from native files of DeepSpeed's own engine for a model without a pipeline, as Microsoft's
+Megatron-DeepSpeed writes them with --no-pipeline-parallel: ZeRO-1 and 2, bf16, and several replicas."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from tests.unit.checkpoint.native_folder import random_wholes
 
 STEPS = 3
 PRECISIONS: dict[str, dict[str, Any]] = {"fp32": {}, "bf16": {"bf16": {"enabled": True}}}
-# Equals Megatron-DeepSpeed's `_universal_checkpoint_info` without tensor parallelism.
+# Megatron-DeepSpeed's `_universal_checkpoint_info` for a model without tensor parallelism.
 INFO = {
     "universal_checkpoint_version": 0.2,
     "original_vocab_size": VOCAB,
@@ -35,7 +35,8 @@ INFO = {
 
 
 def module_of(tensors: dict[str, torch.Tensor]) -> nn.Module:
-    """A module with these parameters, by dotted names. Its output is the sum of their squares."""
+    """Returns a module with these parameters, given by dotted names. The output of the module is the sum of
+    their squares."""
 
     class SumOfSquares(nn.Module):
         def forward(self) -> torch.Tensor:
@@ -54,7 +55,8 @@ def module_of(tensors: dict[str, torch.Tensor]) -> nn.Module:
 
 
 def save(folder: Path, precision: str, zero: int) -> dict[str, dict[str, torch.Tensor]]:
-    """Trains and saves. Returns DeepSpeed's global fp32 values and moments, by Megatron-DeepSpeed's names."""
+    """Trains and saves. Returns DeepSpeed's unsharded fp32 values and moments, by Megatron-DeepSpeed's
+    names."""
     config = config_of(Row())
     wholes = random_wholes(config)
     layers = config.model.num_layers

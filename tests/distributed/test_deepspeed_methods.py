@@ -1,5 +1,5 @@
-"""DeepSpeed's public methods on this program's engine and module: each does what DeepSpeed documents, or
-raises one error before anything changes."""
+"""DeepSpeed's public methods on this program's engine and module: each method does what DeepSpeed documents,
+or raises one error before it changes anything."""
 
 from __future__ import annotations
 
@@ -45,7 +45,8 @@ ROWS: dict[str, tuple[Row, dict[str, Any]]] = {
 
 
 def of_deepspeed_config(name: str) -> Callable[[GPTEngine], bool]:
-    """Whether a method returns what it returns in DeepSpeed, if DeepSpeed is configured as the run."""
+    """Returns a check that a method returns the value of DeepSpeed's method, if DeepSpeed is configured like
+    the run."""
 
     def check(engine: GPTEngine) -> bool:
         config, mesh = engine.run.config, engine.mesh
@@ -68,7 +69,7 @@ def of_deepspeed_config(name: str) -> Callable[[GPTEngine], bool]:
 
 
 class _Replicas:
-    """A Megatron `mpu` of so many data-parallel ranks."""
+    """A Megatron `mpu` object with `size` data-parallel ranks."""
 
     def __init__(self, size: int) -> None:
         self.size = size
@@ -101,7 +102,7 @@ def modes_work(engine: GPTEngine) -> bool:
 
 
 def eval_batch_works(engine: GPTEngine) -> bool:
-    """See `evaluate_as_deepspeed` for its other arguments."""
+    """Checks `eval_batch` with default arguments. `evaluate_as_deepspeed` checks the other arguments."""
     count = engine.gradient_accumulation_steps()
     loss, expected = (
         engine.eval_batch(micro_batches(engine, 5)),
@@ -158,11 +159,11 @@ ENGINE: dict[str, Callable[[GPTEngine], bool]] = {
     "was_step_applied": equals("was_step_applied", lambda engine: True),
     "zero_grad": zero_grad_works,
 }
-"""A check of each supported method, after one step."""
+"""For each supported method, a check that runs after one step."""
 
 
 MODULE: dict[str, Callable[[GPTEngine], bool]] = {
-    "forward": lambda engine: True,  # what every step runs
+    "forward": lambda engine: True,  # every step calls it
     "get_additional_losses": lambda engine: engine.module.get_additional_losses() is None,
     "get_tied_weights_and_groups": lambda engine: all(
         weight in set(engine.module.parameters()) for weight, _ in engine.module.get_tied_weights_and_groups()
@@ -187,7 +188,8 @@ def public_methods(*kinds: type) -> list[str]:
 
 
 def call_all(row: Row, changes: dict[str, Any]) -> tuple[list[str], bool]:
-    """Returns the methods that are not as they should be, and whether training goes on as without them."""
+    """Returns (methods that do not behave as expected, whether training then continues to the losses of a run
+    without these calls)."""
     expected = train(build_engine(config_of(row, **changes)), range(3))
     engine = build_engine(config_of(row, **changes))
     history, wrong = train(engine, [0]), []
@@ -242,7 +244,8 @@ def test_a_method_that_a_newer_deepspeed_adds_is_refused_except_to_deepspeed() -
 
 
 def evaluate_as_deepspeed(row: Row) -> tuple[list[tuple[int, ...]] | None, bool]:
-    """On an engine that has not trained: the shapes of the outputs, and whether the losses are right."""
+    """Evaluates with an engine that has not trained. Returns (shapes of the outputs, whether the losses are
+    right)."""
     engine = build_engine(config_of(row))
     count = engine.gradient_accumulation_steps()
     outputs = engine.eval_batch(micro_batches(engine, 0), compute_loss=False, reduce_output=None)
@@ -307,7 +310,8 @@ def test_steps_and_samples_are_counted_as_deepspeed_documents(row: Row) -> None:
 
 
 def read_everything(row: Row) -> list[tuple[float, float]]:
-    """Reads and writes every tensor of the parameters between steps."""
+    """Reads and writes every tensor of the parameters between two steps. Returns the losses and grad
+    norms."""
     engine = build_engine(config_of(row))
     history = train(engine, [0])
     for name, parameter in engine.module.named_parameters():

@@ -1,4 +1,4 @@
-"""The report of a hung rank on its device and its unfinished calls."""
+"""The report of a hung rank says which work its device has completed, and in which calls it waits."""
 
 from __future__ import annotations
 
@@ -58,11 +58,11 @@ def test_the_last_instruction_that_the_device_completed_is_named(done, expected)
     progress = DeviceProgress(Device(done))
     for name in ("LoadMicroBatch", "ForwardPass", "BackwardPass"):
         progress.record(f"{name} buffer_id=0")
-    assert progress.facts()["device"] == expected
+    assert progress.status()["device"] == expected
 
 
 def recorded_instructions(row):
-    """The instructions of the second of two steps, with an accelerator that has completed them all."""
+    """Returns the recorded instructions of the second of two steps. The device has completed all of them."""
     engine = build_engine(config_of(row))
     engine.device_progress = DeviceProgress(Device(10**6))
     train(engine, range(2))
@@ -93,27 +93,30 @@ def calls_while_another_rank_is_late(folder):
 
 
 def facts_when(condition):
-    """The calls in which this rank waits; gloo's threads record the end of a call a little late."""
+    """Returns the calls in which this rank waits, as soon as they meet the condition: gloo's threads record
+    the end of a call a little late."""
     progress, deadline = DeviceProgress(get_accelerator()), time.monotonic() + HANG_TIMEOUT_S
-    while not condition(waits_in := progress.facts()["waits_in"]):
+    while not condition(waits_in := progress.status()["waits_in"]):
         assert time.monotonic() < deadline, waits_in
         time.sleep(0.01)
     return waits_in
 
 
 def test_the_call_in_which_a_rank_waits_is_named_with_its_ranks(tmp_path):
-    """With gloo, whose calls torch's flight recorder has, too. torch's own program reads the files."""
+    """torch's flight recorder also records the calls of gloo. torch's own analyzer must be able to read the
+    files."""
     (before, after), _ = run_world(2, calls_while_another_rank_is_late, tmp_path)
     assert (before, after) == ("all_reduce (call 2) of ranks 0, 1", "")
     arguments = argparse.Namespace(prefix="flight-", trace_dir=str(tmp_path))
     dumps, version = read_dir(arguments)
-    gc.enable()  # read_dir turns it off
+    gc.enable()  # read_dir disables the garbage collector
     assert version == "2.10" and {dump["rank"] for dump in dumps.values()} == {0, 1}
     assert all(len(dump["entries"]) >= 2 for dump in dumps.values())
 
 
 def entry(name, group, state, *, retired=False, is_p2p=False, number=1):
-    """A call of NCCL as torch 2.13 writes it (flight recorder 2.10), without fields that are not read."""
+    """Returns a call of NCCL as torch 2.13 records it (flight recorder 2.10), with only the fields that are
+    read."""
     return {
         "profiling_name": name,
         "process_group": [group, "undefined"],
@@ -132,7 +135,7 @@ def test_the_oldest_unfinished_call_of_each_group_is_shown():
         entry("nccl:all_reduce", "5", "started", number=8),
         entry("nccl:all_reduce", "5", "scheduled", number=9),
         entry("nccl:broadcast", "6", "started", retired=True),
-        # A batch of messages: those of the first batch never change their state.
+        # In a batch of messages the state of single messages never changes, as in the first batch.
         entry("nccl:send 0->1", "8", "scheduled", is_p2p=True, number=1),
         entry("nccl:coalesced", "8", "completed", is_p2p=True, number=1),
         entry("nccl:send 0->1", "8", "scheduled", is_p2p=True, number=2),
@@ -147,6 +150,7 @@ def test_the_oldest_unfinished_call_of_each_group_is_shown():
 
 
 def test_launched_calls_behind_a_stuck_kernel_do_not_wait():
-    """The host of a device that is stuck in its own work has launched all calls of the step."""
+    """If a device is stuck in its own kernel, its host has launched all calls of the step. None of these
+    calls is reported as the one that waits."""
     calls = [entry("nccl:all_reduce", "5", "scheduled", number=number) for number in range(3)]
     assert pending_calls({"entries": calls}) == []

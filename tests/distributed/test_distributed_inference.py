@@ -1,4 +1,4 @@
-"""`DistributedGPT` on several ranks, compared with the model in one process."""
+"""Compares `DistributedGPT` on several ranks with the model in one process."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from tests.support.layouts import EOD, VOCAB, Row, build_engine, config_of
 from tests.support.pool import run_world
 
 MODEL = {"num_layers": 4, "init_method_std": 0.2}
-# (layout, settings of the layout, settings of the model)
+# Name -> (layout, settings of the layout, settings of the model).
 ROWS: dict[str, tuple[Row, dict[str, Any], dict[str, Any]]] = {
     "TP 2 x PP 2": (Row(tp=2, pp=2), {}, {}),
     "TP 2 x DP 2, sequence parallel, rotary": (
@@ -41,12 +41,12 @@ ROWS: dict[str, tuple[Row, dict[str, Any], dict[str, Any]]] = {
 
 
 def texts() -> torch.Tensor:
-    """[7, 14]: a number of rows that no number of replicas and no micro-batch divides."""
+    """Returns tokens [7, 14]. No number of replicas and no micro-batch size divides 7."""
     return torch.randint(VOCAB, (7, 14), generator=torch.Generator().manual_seed(0))
 
 
 def growing_texts() -> Iterator[list[list[int]]]:
-    """The texts without their last tokens. They grow by a token, once by two."""
+    """Yields the texts without their last tokens. Each time they are one token longer, once two tokens."""
     for end in (3, 4, 5, 7, 8):
         yield [row[: end + index] for index, row in enumerate(texts()[:5].tolist())]
 
@@ -58,8 +58,8 @@ def config(name: str) -> Config:
 
 
 def on_ranks(name: str) -> tuple[torch.Tensor, torch.Tensor, list[torch.Tensor]] | None:
-    """On rank 0 the log-probabilities, which tokens are the most likely ones, and the next token's logits of
-    `growing_texts`."""
+    """Returns None, except on rank 0: (log-probabilities, whether each token is the most likely one,
+    next-token logits for each of `growing_texts`)."""
     settings, row = config(name), ROWS[name][0]
     engine = build_engine(settings)
     mesh = engine.mesh

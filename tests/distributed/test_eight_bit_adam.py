@@ -1,4 +1,5 @@
-"""8-bit Adam trains like Adam on every layout, and no layout changes which parameters have 8 bits."""
+"""8-bit Adam trains like Adam on every layout, and the layout does not change which parameters have 8-bit
+moments."""
 
 from dataclasses import replace
 from functools import cache
@@ -60,7 +61,7 @@ def test_the_loss_of_8_bit_adam_is_near_that_of_adam():
 def test_every_layout_trains_as_one_process_does(layout, model):
     row = LAYOUTS[layout]
     for history in run_world(row.world_size, train_steps, row, STEPS, True, model):
-        # A sum in another order may turn a code into its neighbour: 1 of 8 bits, in one element.
+        # A different order of summation may round one moment to the next of its 256 codes.
         assert relative_errors(history, one_process(True, model))[0] < 2e-3
         assert relative_errors(history, one_process(False, model))[0] < 0.01
 
@@ -68,12 +69,13 @@ def test_every_layout_trains_as_one_process_does(layout, model):
 @pytest.mark.gate(rows=1)
 @pytest.mark.parametrize("row", [Row(dp=2, micro_batch=2), Row(pp=2, dp=2, micro_batch=2)], ids=str)
 def test_both_zero_stages_take_the_same_steps(row):
-    """The partitions' boundaries are boundaries of blocks."""
+    """Fails if a partition boundary splits a block: its two parts would be quantized with different
+    scales."""
     histories = [run_world(row.world_size, train_steps, replace(row, zero=zero), 5) for zero in (0, 1)]
     check_same_steps(*histories)
 
 
-# --- who has 8 bits ---
+# --- which parameters have 8-bit moments ---
 
 
 def moments_and_table(row):
@@ -106,7 +108,8 @@ def moments_of_one_process():
     ids=str,
 )
 def test_who_has_8_bits_does_not_depend_on_the_layout(row):
-    """bitsandbytes decides by the size of the tensor that it is given, here a shard (bitsandbytes 2080)."""
+    """bitsandbytes decides by the size of the tensor that it gets, which is a shard here (bitsandbytes 2080).
+    The rule of this program uses the size of the whole parameter."""
     expected, table = moments_of_one_process()
     bits = {name: moments.actual_bits for name, moments in expected.items()}
     assert {next(iter(found)) for found in bits.values()} == {8, 32}
@@ -125,14 +128,15 @@ def test_the_table_shows_measured_bytes():
     first, second = (line for line in table.splitlines() if "bytes per element" in line)
     matrices = 4 * (192 * 64 + 64 * 64 + 2 * 64 * 100)
     assert " 8 bits |   16 parameters" in first and f"{matrices:,d} elements" in first
-    # A byte each, and two scales per block.
+    # Each of the two moments has one byte per element, and one fp32 scale per block.
     assert f"{2 * (1 + 4 / BLOCK_SIZE):.3f} bytes per element" in first and "blocks of 256" in first
     assert "8.000 bytes per element" in second
     assert "*.mlp.dense_h_to_4h.weight x 4" in table and WORD_EMBEDDING in table
 
 
 def spoil_a_moment(row, name, rank):
-    """Returns the error when one rank stores a group's moments in other bits than the rule requires."""
+    """Stores a group's moments on one rank with a number of bits that the rule does not allow. Returns the
+    error."""
     engine = build_engine(config_of(row, **EIGHT_BIT))
     train(engine, [0])
     optimizer = engine.optimizer
@@ -179,5 +183,5 @@ def layout_of_blocks(row):
 def test_a_block_holds_elements_of_one_parameter():
     assert run_world(1, layout_of_blocks, Row(micro_batch=4)) == [0]
     gaps = run_world(4, layout_of_blocks, Row(tp=2, dp=2, zero=1, micro_batch=4))
-    # A shard of each layer's two matrices of the MLP ends in the middle of a block.
+    # The shards of two MLP matrices of each layer end in the middle of a block.
     assert gaps == [4 * 2 * BLOCK_SIZE // 2] * 4

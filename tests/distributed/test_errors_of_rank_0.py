@@ -1,4 +1,4 @@
-"""Only rank 0 reads files and the owner of --save. All ranks raise the error that it finds."""
+"""Only rank 0 reads files and the owner of --save. All ranks raise the errors that rank 0 finds."""
 
 import logging
 import re
@@ -24,7 +24,7 @@ from tests.unit.checkpoint.saved_runs import Run, steps_in
 
 
 class FailingOwner:
-    """An owner file that cannot be read from the `first` attempt on."""
+    """An owner file. Reads raise OSError from attempt number `first` on."""
 
     def __init__(self, first):
         self.looks, self.first = 0, first
@@ -40,7 +40,8 @@ def fail(*_, **__):
 
 
 def meet_errors(folder):
-    """Returns the errors of a save, and of starts, that cannot list the folder."""
+    """Returns the errors of saves and starts on which rank 0 cannot read the owner file or list the
+    folder."""
     engine = build_engine(config_of(Row(dp=2, zero=1)))
     rank_0, found = engine.global_rank == 0, []
 
@@ -48,7 +49,7 @@ def meet_errors(folder):
         try:
             make_manager(engine, folder, owner).save(state_after(9))
         except SaveError as error:
-            # Each rank looks at the free space itself, and the space changes.
+            # Each rank asks for the free space on its own, and the free space changes.
             found.append(re.sub(r"[\d,.]+ MB are free", "N MB are free", str(error)))
 
     for first_failure in (1, 2):
@@ -71,7 +72,7 @@ def meet_errors(folder):
             lambda: select_valid_checkpoint(checkpoint, unconnected_run(config)),
             lambda: checkpoints.restore_or_init(None, lambda text: None),
         ):
-            checkpoints.identity = checkpoint if rank_0 else None  # anything with a lineage
+            checkpoints.identity = checkpoint if rank_0 else None  # any object with a lineage
             try:
                 call()
             except UserError as error:
@@ -115,7 +116,7 @@ def test_a_folder_that_becomes_read_only_is_one_sentence(tmp_path):
 
 
 def lose_the_folder():
-    """Rank 0's heartbeat finds another owner during the third step."""
+    """Trains while rank 0's heartbeat finds a new owner of the folder during the third step."""
     trainer = make_trainer(config_of(Row(dp=2, zero=1)))
     steps = trainer.metrics.steps
 

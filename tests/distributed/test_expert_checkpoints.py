@@ -1,5 +1,5 @@
-"""Checkpoints of models with experts: on every number of expert-parallel ranks, with the bits of weights,
-moments and the bias of experts; and models with experts that start from a dense model."""
+"""Checkpoints of models with experts load on every number of expert-parallel ranks, with the bits of weights,
+moments and the experts' bias. Models with experts also start from a dense model (upcycling)."""
 
 from __future__ import annotations
 
@@ -34,14 +34,14 @@ from tests.support.layouts import EOD, SEQ, VOCAB, Row, build_engine, config_of,
 from tests.support.pool import run_world
 
 STEPS = 3
-# (layout, expert-parallel size) of the run that trains, and of the runs that load and save again.
+# (layout, expert-parallel size) of the run that trains, then of the runs that load and save.
 LAYOUTS = [
     (Row(dp=2, zero=1, micro_batch=2), 2),
     (Row(tp=2, dp=2, zero=1, micro_batch=2), 4),
     (Row(pp=2, dp=2, zero=3, micro_batch=2), 2),
     (Row(micro_batch=4), 1),
 ]
-# Name -> precision, changes of the run, bound of the relative error of the next loss and norm.
+# Name -> (precision, changes of the run, largest relative error of the next loss and grad norm).
 SETTINGS: dict[str, tuple[str, dict[str, Any], float]] = {
     "Adam": ("fp32", {}, 1e-5),
     "8-bit Adam": ("fp32", {"optimizer": {"use_bnb_optimizer": True}}, 1e-5),
@@ -52,7 +52,8 @@ GLOBAL = {"model": GLM | {"moe_router_load_balancing_type": "global_aux_loss"}}
 
 
 def load_and_save(row: Row, ep: int, folder: Path | None, target: Path, changes: dict[str, Any]) -> list[Any]:
-    """Loads a checkpoint, or trains if there is none, and saves. Returns loss and norm of the next step."""
+    """Loads a checkpoint, or trains if `folder` is None, and saves. Returns loss and grad norm of the next
+    step."""
     parallel = {"expert_model_parallel_size": ep, "sequence_parallel": row.tp > 1}
     options = {"save": str(target), "save_format": "dcp", "load": folder and str(folder)}
     changes = {"model": GLM, **changes, "parallel": parallel}
@@ -64,7 +65,7 @@ def load_and_save(row: Row, ep: int, folder: Path | None, target: Path, changes:
         checkpoint = find_checkpoint(
             unconnected_run(replace(config, checkpoint=replace(config.checkpoint, save=None)))
         )
-        train(engine, [9])  # other weights and moments: all must be replaced
+        train(engine, [9])  # other weights and moments: the load must replace all
         load_checkpoint(engine, checkpoint, FINGERPRINT)
     make_manager(engine, target).save(state_after(STEPS))
     return train(engine, range(STEPS, STEPS + 1))
@@ -110,7 +111,8 @@ def change_balance(folder: Path) -> None:
 
 
 def test_a_resume_may_change_the_balance_loss(tmp_path: Path) -> None:
-    """Only global_aux_loss has the load of the last step, which begins balanced."""
+    """Only global_aux_loss stores the tokens per expert of the last step. A resume that changes to
+    global_aux_loss starts with a balanced load."""
     run_world(1, change_balance, tmp_path)
     first, second, third = (states_of(tmp_path / name) for name in ("sequences", "global", "again"))
     assert second.keys() - first.keys() >= {("4.mlp.router.expert_load", "fp32")}
@@ -119,10 +121,11 @@ def test_a_resume_may_change_the_balance_loss(tmp_path: Path) -> None:
     assert third.keys() == first.keys() and all(torch.equal(third[key], first[key]) for key in first)
 
 
-# --- every format, balance and tool ---
+# --- every format, balancing method and tool ---
 
 FORMATS = ("torch_dist", "universal", "dcp", "native")
-# Name -> the model: with bias and load of the last step, with the bias alone, without such state (twice).
+# Name -> the model. The models save: the experts' bias and the load of the last step; only the bias; neither
+# (the last two).
 BALANCES = {
     "global_aux_loss": GLOBAL["model"],
     "expert bias": GLM,
@@ -140,13 +143,13 @@ def texts() -> torch.Tensor:
 
 
 def scores_of(folder: Path) -> torch.Tensor:
-    """Returns what `tools/evaluate.py` computes in one process."""
+    """Returns the scores that `tools/evaluate.py` computes in one process."""
     model = load_model(read_checkpoint(folder), verify=True)
     return model.score(texts()[:, :-1], texts()[:, 1:]).log_probs
 
 
 def scores_on_ranks(folder: Path, **sizes: int) -> tuple[torch.Tensor | None, list[torch.Tensor]]:
-    """Returns the scores of rank 0, and the state of the routers after an evaluation."""
+    """Returns rank 0's scores, and the state of the routers after an evaluation."""
     checkpoint = read_checkpoint(folder)
     run = run_of_layout(checkpoint, ParallelConfig(world_size=4, **sizes)).connected(dist.get_rank())
     model = load_distributed_model(checkpoint, run, 2)
@@ -162,13 +165,13 @@ def scores_on_ranks(folder: Path, **sizes: int) -> tuple[torch.Tensor | None, li
 
 
 def resume(folder: Path, universal: bool, model: dict[str, Any], options: dict[str, Any]) -> list[Any]:
-    """Returns loss and norm of the next step on 4 expert-parallel ranks."""
+    """Resumes on 4 expert-parallel ranks. Returns loss and grad norm of the next step."""
     row = Row(dp=4, zero=1, micro_batch=2)
     options = {"load": str(folder), "universal_checkpoint": universal, **options}
     parallel = {"expert_model_parallel_size": row.dp}
     config = config_of(row, model=model, parallel=parallel, checkpoint=options)
     engine = build_engine(config)
-    train(engine, [9])  # other weights and moments: all must be replaced
+    train(engine, [9])  # other weights and moments: the load must replace all
     load_checkpoint(engine, find_checkpoint(unconnected_run(config)), FINGERPRINT)
     return train(engine, range(STEPS, STEPS + 1))
 
@@ -191,8 +194,8 @@ def assert_equal(found: dict[Any, torch.Tensor], expected: dict[Any, torch.Tenso
 @pytest.mark.parametrize("kind", FORMATS)
 @pytest.mark.parametrize("balance", BALANCES)
 def test_every_tool_takes_every_format(balance: str, kind: str, tmp_path: Path) -> None:
-    """Conversion to each other format and to a Hugging Face model and back, verification, comparison,
-    evaluation, generation, and resumed runs on more expert-parallel ranks than saved."""
+    """The tools convert to each other format, convert to a Hugging Face model and back, verify, compare,
+    evaluate and generate. Runs resume on more expert-parallel ranks than have saved."""
     model, saved = BALANCES[balance], tmp_path / "saved"
     row, folder = Row(dp=2, zero=1, micro_batch=2), saved / f"global_step{STEPS}"
     ((expected, *_), *_) = run_world(2, load_and_save, row, 2, None, saved, {"model": model})
@@ -226,7 +229,8 @@ def test_every_tool_takes_every_format(balance: str, kind: str, tmp_path: Path) 
 
 @pytest.mark.parametrize("balance", [pytest.param("seq_aux_loss", marks=pytest.mark.full), "global_aux_loss"])
 def test_a_model_is_evaluated_on_expert_parallel_ranks(balance: str, tmp_path: Path) -> None:
-    """The scores are those of one process, and no evaluation needs or changes the state of the routers."""
+    """The scores equal one process's scores, and an evaluation neither needs nor changes the state of the
+    routers."""
     model = BALANCES[balance]
     run_world(2, load_and_save, Row(dp=2, zero=1, micro_batch=2), 2, None, tmp_path, {"model": model})
     states, scores = states_of(tmp_path), scores_of(folder := tmp_path / f"global_step{STEPS}")
@@ -264,7 +268,7 @@ def save_dense(folder: Path) -> float:
 
 
 def upcycle(row: Row, options: dict[str, Any], **model: Any) -> tuple[float, float, int]:
-    """Returns the loss of the dense model's canary, the next loss, and the step of the next checkpoint."""
+    """Returns (canary loss of the dense model, next loss, step of the next checkpoint)."""
     parallel = {"expert_model_parallel_size": row.dp}
     options = {**options, "finetune": True, "moe_use_upcycling": True}
     config = config_of(row, model=LLAMA | EXPERTS | model, parallel=parallel, checkpoint=options)

@@ -34,7 +34,7 @@ from tests.support.pool import run_world
 BEFORE, STEPS = 3, 3
 OWN_DATA = {**FINGERPRINT, "tokens": [6000]}
 EIGHT_BITS = {"use_bnb_optimizer": True}
-# bf16: the layers' files hold rounded weights, with which the losses of fp32 runs would differ.
+# In bf16 the layer files hold rounded weights. From them an fp32 run would get different losses.
 SAVERS = {
     "bf16 pp2 dp2": (Row(pp=2, dp=2, zero=1, precision="bf16"), {}),
     "fp16 tp2": (Row(tp=2, precision="fp16"), {}),
@@ -58,7 +58,7 @@ def save_base(row, folder, optimizer):
 
 @cache
 def base(saver):
-    """A folder with a native checkpoint of three steps, and a folder with its universal form."""
+    """Returns a folder with a native checkpoint of three steps, and a folder with its universal form."""
     row, optimizer = SAVERS[saver]
     folder = Path(mkdtemp())
     run_world(row.world_size, save_base, row, folder / "native", optimizer)
@@ -67,8 +67,8 @@ def base(saver):
 
 
 def expected_history(saver, steps):
-    """Returns the losses of a GPT in plain PyTorch with a new optimizer, from the checkpoint's fp32
-    weights."""
+    """Returns the losses of a GPT in plain PyTorch that starts from the checkpoint's fp32 weights with a new
+    optimizer."""
     reader = open_reader(find_latest(base(saver) / "native"))
     weights = {name: reader.read_unpadded(name, VALUES) for name in reader.specs}
     batches = [global_batch(step) for step in steps]
@@ -76,12 +76,12 @@ def expected_history(saver, steps):
 
 
 def start(row, load, save, steps, flag, **optimizer):
-    """Starts as the program does, trains on the steps and saves; returns state, history and log."""
+    """Starts as the program does, trains on the steps and saves. Returns (state, losses and norms, log)."""
     options = {"load": str(load), "save": str(save), "universal_checkpoint": load.name == "universal"}
     config = config_of(row, checkpoint={**options, flag: True}, optimizer=optimizer)
     data = OWN_DATA if flag == "finetune" else FINGERPRINT
     engine = build_engine(config)
-    train(engine, [9])  # other weights, moments and scale than a fresh engine's: all must be replaced
+    train(engine, [9])  # differs from a fresh engine: the load must replace all
     run = unconnected_run(config, fingerprint=data)
     checkpoint, engine.run = find_checkpoint(run), replace(run, mesh=engine.mesh)
     manager = make_manager(engine, save)
@@ -119,7 +119,8 @@ def start_with_other_documents(load, save):
 
 @pytest.mark.full
 def test_finetuning_may_treat_documents_in_another_way(tmp_path):
-    """The canary's loss is then another one."""
+    """With the new treatment of documents the canary loss differs from the checkpoint's: this must not be an
+    error."""
     (log,) = run_world(1, start_with_other_documents, base("8 bits") / "native", tmp_path)
     assert "not compared: --reset-position-ids, --reset-attention-mask, --eod-mask-loss differ" in log
 
@@ -128,7 +129,7 @@ def test_finetuning_may_treat_documents_in_another_way(tmp_path):
 @pytest.mark.parametrize("flag", FLAGS)
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 def test_8_bit_moments_start_fresh(precision, flag, tmp_path):
-    """The checkpoint's moments would change the second step's loss."""
+    """Fails if the moments are loaded: they would change the second step's loss."""
     row, steps = Row(micro_batch=4, precision=precision), FLAGS[flag]
     ((_, history, _),) = run_world(
         1, start, row, base("8 bits") / "native", tmp_path, steps, flag, **EIGHT_BITS

@@ -1,10 +1,10 @@
-"""FP8: with equal weights every layout has the loss of one process, and layouts train alike.
+"""FP8: with equal weights every layout has the loss of one process, and all layouts train alike.
 
-Rounding to FP8 is a step function. Where two layouts sum in different order, the last bits of an fp32 value
-differ, and about one of a million elements gets a neighboring code. At these sizes this happens only in
-backward passes, except with context parallelism and --compile, which change the sums of all tokens. After an
-update the weights have such differences, too, and then all tokens are rounded differently: losses differ by
-the noise of FP8.
+Rounding to FP8 is a step function. Two layouts that sum in different orders differ in the last bits of fp32
+values. Then about one of a million elements is rounded to a neighboring code. At the sizes of these tests
+this happens only in backward passes, except with context parallelism and --compile, which change the sums of
+all tokens. After an update the weights differ as well, all tokens are rounded differently, and the losses
+differ by the noise of FP8.
 """
 
 from unittest import mock
@@ -18,11 +18,12 @@ from tests.support.pool import run_world
 
 STEPS = 10
 BATCHES = 4
-"""Steps of equal weights."""
+"""Number of steps with the smallest rate: the weights stay equal."""
 SMALLEST_RATE, SMALL_RATE = 1e-12, 1e-4
-"""With the smallest rate no bit of a weight changes, so each step compares the loss of another batch."""
+"""With the smallest rate no bit of a weight changes, so each step compares the loss of one more batch."""
 CONTEXT_BOUND, NORM_BOUND = 1e-4, 2e-3
-"""Of the loss where all sums change, and of the gradient's norm."""
+"""Largest relative errors: of the loss on layouts that change the sums of all tokens (context parallelism,
+--compile), and of the grad norm."""
 ANY_SIZE = {"fp8_min_size": 0}
 SIZES = {"hidden_size": 256, "num_attention_heads": 4, "kv_channels": 64, "ffn_hidden_size": 512}
 WITH_EXPERTS = {
@@ -45,7 +46,7 @@ EXPERTS_OF_SEQUENCE_SHARDS: Changes = {
     "parallel": {"expert_model_parallel_size": 2, "sequence_parallel": True}
 }
 UNEVEN: Changes = {"parallel": {"partition_method": "stages:E+1,3+L"}}
-# Model, layout, further settings of the layout.
+# (Model, layout, further settings of the layout.)
 LAYOUTS = [
     ("blockwise", Row(tp=2, micro_batch=2), {}),
     ("blockwise", Row(tp=2, dp=2, zero=1, micro_batch=2), SEQUENCE_PARALLEL),
@@ -75,7 +76,7 @@ LAYOUTS = [
 @pytest.mark.parametrize(("model", "row", "layout"), LAYOUTS, ids=str)
 def test_with_equal_weights_every_layout_has_the_loss_of_one_process(model, row, layout):
     loss, norm = errors(model, row, layout, SMALLEST_RATE)
-    # Sums of products of FP8 numbers are nearly exact, sums over the ranks of a layer in bf16 are not.
+    # Sums of products of FP8 numbers are nearly exact. Sums in bf16 over the ranks of a layer are not.
     changes_all_sums = row.cp > 1 or layout is COMPILED or (model == "first-last" and row.tp > 1)
     assert loss <= (CONTEXT_BOUND if changes_all_sums else FP32_BOUND)
     assert norm <= NORM_BOUND
@@ -89,7 +90,7 @@ def test_a_layer_of_the_wrong_precision_would_be_seen():
 @pytest.mark.gate(rows=1)
 @pytest.mark.parametrize(("model", "row", "layout"), LAYOUTS[1::3], ids=str)
 def test_every_layout_trains_as_one_process_does(model, row, layout):
-    """The FP8 copies of the weights follow each update."""
+    """Fails if the FP8 copies of the weights do not follow each update."""
     history = one_process(model, SMALL_RATE)
     assert history[-1][0] < history[0][0] - 50 * LOW_PRECISION_BOUND
     loss, norm = errors(model, row, layout, SMALL_RATE)
@@ -101,7 +102,7 @@ _histories: dict[str, list[tuple[float, float]]] = {}
 
 
 def one_process(model, rate):
-    """(loss, grad norm) of each step on one process."""
+    """Returns (loss, grad norm) of each step on one process."""
     key = f"{model} {rate}"
     if key not in _histories:
         _histories[key] = run_world(1, train_at, rate, Row(), **MODELS[model])[0]
@@ -109,7 +110,7 @@ def one_process(model, rate):
 
 
 def errors(model, row, layout, rate):
-    """The largest relative errors of a layout's losses and grad norms."""
+    """Returns the largest relative errors of a layout's losses and grad norms."""
     numbers = MODELS[model]
     changes = {name: {**numbers.get(name, {}), **layout.get(name, {})} for name in {*numbers, *layout}}
     ranks = run_world(row.world_size, train_at, rate, row, **changes)
@@ -118,6 +119,6 @@ def errors(model, row, layout, rate):
 
 
 def train_at(rate, row, **changes):
-    """Trains with a learning rate, inside `run_world`."""
+    """Trains inside `run_world` with the given learning rate."""
     with mock.patch.object(layouts, "RATE", rate):
         return layouts.train_layout(row, BATCHES if rate == SMALLEST_RATE else STEPS, **changes)

@@ -1,4 +1,4 @@
-"""Garbage is collected on all ranks after the same steps; steps create none that holds tensors."""
+"""All ranks collect garbage after the same steps, and steps leave no tensors in reference cycles."""
 
 import gc
 import weakref
@@ -16,7 +16,7 @@ from tests.support.trainers import make_trainer
 
 
 class Node:
-    """An object with a reference to itself: only the collector frees it."""
+    """An object with a reference to itself: only the garbage collector frees it."""
 
     def __init__(self):
         self.itself = self
@@ -36,7 +36,7 @@ def test_garbage_is_freed_after_some_steps_only():
 
 
 def collections_of_training():
-    """Returns after which steps of the training loop the collector runs."""
+    """Returns the steps of the training loop after which the garbage collector runs."""
     trainer = make_trainer(config_of(Row()))
     steps = []
 

@@ -1,4 +1,4 @@
-"""Heartbeats for the watchdog: one per micro-batch on every stage, one per file of a checkpoint."""
+"""The watchdog gets one heartbeat per micro-batch on every stage, and one per file of a checkpoint."""
 
 from pathlib import Path
 

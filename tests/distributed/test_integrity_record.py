@@ -1,5 +1,5 @@
-"""After loading, the state is compared with the integrity record; a difference stops the run with its
-name."""
+"""After loading, the state is compared with the integrity record. A difference stops the run, and the error
+names what differs."""
 
 import json
 import re
@@ -33,12 +33,13 @@ def two_steps(tmp_path_factory):
 
 @pytest.fixture
 def saved(two_steps, tmp_path):
-    """A folder with a checkpoint of two steps of one process."""
+    """Returns a folder with a checkpoint of two steps of one process."""
     return shutil.copytree(two_steps, tmp_path, dirs_exist_ok=True)
 
 
 def start(row, folder, options=None):
-    """Returns what a resume prints, or why it stops, and the integrity record of the loaded state."""
+    """Resumes. Returns (the printed lines, or the error that stops the resume; the integrity record of the
+    loaded state)."""
     from megatron.checkpoint.integrity import make_integrity_record
 
     config = config_of(row, checkpoint={"load": str(folder)}, parallel=options or {})
@@ -78,7 +79,7 @@ def test_an_integrity_record_does_not_depend_on_the_layout(row, tmp_path):
 
 
 def change(folder, what):
-    """Changes one thing in the checkpoint, and updates the record of its files."""
+    """Changes one part of the checkpoint, and updates the record of its files."""
     folder = folder / "global_step2"
     run = json.loads((folder / "run.json").read_text())
     if what == "canary":
@@ -143,7 +144,8 @@ def test_replicas_that_differ_are_recorded_and_need_a_flag_to_load(tmp_path):
 
 
 def save_beside_an_unreadable_checkpoint(folder):
-    """Step 1 is good, the copies of 2 and 3 are unequal, and 2 cannot be read while 3 is saved."""
+    """Saves steps 1 to 3: the replicas of 2 and 3 differ, and checkpoint 2 cannot be read while 3 is
+    saved."""
     engine = build_engine(config_of(Row(tp=2), checkpoint={"keep_last": 1}))
     train(engine, range(1))
     manager = make_manager(engine, folder)
@@ -204,7 +206,7 @@ def test_another_schedule_is_refused_with_both_values_and_a_flag_selects_one(fla
 
 
 def save_with_short_canary(row, folder, options):
-    """Returns the losses of a run that saves after two steps, with a canary shorter than its sequences."""
+    """Returns the losses of a run that saves after two steps. Its canary is shorter than its sequences."""
     from megatron.checkpoint import integrity
 
     with patch.object(integrity, "CANARY_TOKENS", 6):

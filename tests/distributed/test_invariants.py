@@ -1,4 +1,4 @@
-"""A mismatch of replicas is reported with its parameter and ranks; equal replicas are not reported."""
+"""A mismatch of replicas is reported with its parameter and ranks. Equal replicas are not reported."""
 
 import math
 
@@ -19,8 +19,8 @@ EMBEDDING = "tied_modules.embed.word_embeddings.weight"
 
 
 def change(engine, name, kind, value):
-    """Sets the first element that this rank owns of a parameter's weights, fp32 or moment; in fp32 weights
-    are views of the master weights."""
+    """Sets the first element of a parameter's weights, fp32 values or moment that this rank owns. In fp32 the
+    weights are views of the master weights."""
     optimizer = engine.optimizer
     for flat in optimizer.flat:
         for parameter in flat.parameters:
@@ -34,7 +34,8 @@ def change(engine, name, kind, value):
 
 
 def findings(row, changes, precision):
-    """Before and after one rank's state is changed: changes = (rank, name, kind, value)."""
+    """Returns the findings before and after one rank's state is changed. changes: (rank, name, kind,
+    value)."""
     engine = make_trainer(config_of(row, model=TWO_LAYERS, precision=precision)).engine
     train_engine(engine, [0, 1])
     before = find_invariant_violation(engine.optimizer, engine.mesh)
@@ -47,7 +48,7 @@ def findings(row, changes, precision):
 
 EVERYTHING = Row(tp=2, pp=2, dp=2, zero=1, micro_batch=2)
 BF16 = {"bf16": True}
-# (layout, the changed value: (rank, parameter, kind, value), precision, where it differs from the others)
+# Name -> (layout, (rank, parameter, kind, value) of the change, precision, words of the report).
 MISMATCHES = {
     "a norm on a TP rank": (Row(tp=2), (1, NORM, "fp32", 0.5), BF16, "rank 1 differs"),
     "its moment": (Row(tp=2), (1, NORM, "exp_avg", 0.5), {}, "rank 1 differs from rank 0"),

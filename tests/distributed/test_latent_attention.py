@@ -1,4 +1,5 @@
-"""Latent attention: one process against a GPT in plain PyTorch, and every layout against one process."""
+"""Latent attention: one process is compared with a GPT in plain PyTorch, and every layout with one
+process."""
 
 from dataclasses import replace
 
@@ -30,7 +31,7 @@ from tests.support.layouts import (
 )
 from tests.support.pool import run_world
 
-# Value heads that are smaller than the query heads.
+# The value heads are smaller than the query heads.
 LATENT = {
     **{**LLAMA, "group_query_attention": False, "num_query_groups": 1, "multi_latent_attention": True},
     **{"q_lora_rank": 12, "kv_lora_rank": 10, "qk_head_dim": 6, "qk_pos_emb_head_dim": 4, "v_head_dim": 6},
@@ -41,9 +42,10 @@ YARN = {
     **{"rope_original_max_position_embeddings": 16, "rope_beta_slow": 0.5, "rope_beta_fast": 2.0},
     **{"mscale": 0.7, "mscale_all_dim": 1.3},
 }
-# Queries without compression, no norms, value heads that are larger, and a window.
+# Queries are not compressed, and there are no norms. The value heads are larger than the query heads, and
+# attention has a window.
 PLAIN_QUERIES = {**LATENT, "q_lora_rank": None, "qk_layernorm": False, "v_head_dim": 14, "window_size": 7}
-# Biases only in the output projection, and layer norms.
+# Only the output projection has a bias, and the norms are layer norms.
 BIASES = {**LATENT, "disable_bias_linear": False, "normalization": "LayerNorm"}
 EXPERTS = {
     **{"num_experts": 8, "moe_ffn_hidden_size": 24, "moe_layer_freq": ("D", "E", "E", "E")},
@@ -64,7 +66,7 @@ SIZES = {"plain": 6, "rotated": 4, "value": 6}
 _YARN = {"factor": 4.0, "original": 16, "slow": 0.5, "fast": 2.0}
 SCALED = {**SIZES, "base": 50.0, "yarn": _YARN, "mscale": 0.7, "mscale_all": 1.3}
 _ROUTER = {"k": 3, "groups": 4, "group_topk": 2, "balance": "seq_aux_loss", "coefficient": 0.01}
-# Name -> the model, the arguments of the plain GPT, and of its experts.
+# Name -> (the model, the arguments of the plain GPT, the arguments of its experts).
 MODELS = {
     "latent": (LATENT, {"latent": SIZES}, None),
     "yarn": (YARN, {"latent": SCALED}, None),
@@ -166,7 +168,7 @@ def resume(row, folder, layout, **options):
     options = {"load": str(folder), **options}
     config = config_of(row, model=DEEPSEEK_V3, checkpoint=options, **layout)
     engine = build_engine(config)
-    train(engine, [9])  # other weights and moments: all must be replaced
+    train(engine, [9])  # other weights and moments: the load must replace all
     load_checkpoint(engine, find_checkpoint(unconnected_run(config)), FINGERPRINT)
     return train(engine, range(3, 5))
 

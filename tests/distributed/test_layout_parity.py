@@ -1,5 +1,5 @@
-"""Same numbers on every layout: loss and grad norm of 20 steps against the single-process run, which
-test_model_variants.py compares with plain PyTorch. A covering subset; `benchmarks/parity.py` has all."""
+"""Loss and grad norm of 20 steps are equal on every layout and on one process, which test_model_variants.py
+compares with plain PyTorch. These layouts are a covering subset; `benchmarks/parity.py` runs all layouts."""
 
 import pytest
 
@@ -52,7 +52,8 @@ def test_bf16_and_fp16_follow_the_fp32_loss(row):
 
 
 def loss_rows():
-    """Layouts whose head and loss differ: a sharded vocabulary, head and embedding on different stages."""
+    """Returns layouts whose head and loss differ: a sharded vocabulary, or head and embedding on different
+    stages."""
     return [
         Row(),
         Row(tp=4, pp=2, micro_batch=2),
@@ -68,7 +69,7 @@ def test_the_plain_loss_trains_as_the_fused_one_does(row):
     plain = {"training": {"loss_implementation": "plain"}}
     fused = run_world(row.world_size, train_layout, row, SHORT)[0]
     for history in run_world(row.world_size, train_layout, row, SHORT, **plain):
-        loss_error, norm_error = relative_errors(history, fused)  # equality is no error, in any precision
+        loss_error, norm_error = relative_errors(history, fused)  # equal even in low precision
         assert loss_error <= (FP32_BOUND if row.precision == "fp32" else LOW_PRECISION_BOUND)
         assert norm_error <= (FP32_BOUND if row.precision == "fp32" else 0.05)
 

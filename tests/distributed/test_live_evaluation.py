@@ -1,4 +1,4 @@
-"""An evaluation of the live model in the middle of training changes nothing of the training."""
+"""An evaluation of the live model in the middle of training changes nothing in the training."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ ROWS: dict[str, tuple[Row, dict[str, Any]]] = {
 
 
 class Tasks:
-    """Replaces the evaluation harness: seeds and draws random numbers as the harness does, and runs the
+    """Replaces the evaluation harness: it seeds and draws random numbers as the harness does, and runs the
     model."""
 
     def __init__(self, error: Exception | None = None) -> None:

@@ -1,4 +1,4 @@
-"""Without ZeRO the replicas share the reading of a checkpoint; what one rank finds out, all ranks know."""
+"""Without ZeRO the replicas share the work of reading a checkpoint. All ranks learn what one rank finds."""
 
 from __future__ import annotations
 
@@ -29,7 +29,8 @@ BYTES_PER_ELEMENT = 12
 
 
 def state_of(engine) -> str:
-    """A digest of all master weights, moments and steps of a rank, by the names of the parameters."""
+    """Returns a digest of all master weights, moments and steps of a rank, in the order of the parameters'
+    names."""
     digest = hashlib.sha256()
     for part in sorted(engine.optimizer.pieces(), key=lambda part: part.name):
         digest.update(f"{part.name} {part.step} ".encode())
@@ -43,8 +44,8 @@ def save(folder: Path) -> None:
 
 
 def load(folder: Path) -> tuple[int, int, str]:
-    """Loads the checkpoint. Returns the bytes that this rank read, those of the model's state, and what it
-    holds afterwards."""
+    """Loads the checkpoint. Returns (bytes that this rank read, bytes of the model's state, digest of the
+    loaded state)."""
     engine = build_engine(config_of(LOADED))
     elements, num_bytes = native.elements, 0
 
@@ -83,7 +84,8 @@ def test_each_of_four_replicas_reads_a_quarter(saved: Path) -> None:
 
 
 def load_with_an_error(folder: Path, error: Exception) -> str:
-    """Loads the checkpoint while reads on rank 2 raise the error. Returns what this rank reports."""
+    """Loads the checkpoint while reads on rank 2 raise the error. Returns the error that this rank
+    reports."""
     engine = build_engine(config_of(LOADED))
 
     def fails(*_):
@@ -106,7 +108,7 @@ def test_an_error_of_one_replica_is_raised_on_all_ranks(error: Exception, saved:
 
 def accesses_of_a_start(folder: Path) -> tuple[int, int, int, int, int]:
     """Opens the newest checkpoint as the first ranks of two nodes and one more rank. Returns the number of
-    files, and what this rank asked of the file system: files and openings, lists and stats."""
+    files in the checkpoint, then this rank's numbers of opened files, opens, folder listings and stats."""
     rank = dist.get_rank()
     with file_accesses(folder) as accesses:
         checkpoint = share_checkpoint(find_latest(folder) if rank == 0 else None, leads_node=rank < 2)
@@ -120,6 +122,6 @@ def test_only_rank_0_asks_for_the_size_of_every_file(tmp_path: Path) -> None:
     ManyRanks(config_of(row, batch={"global_batch_size": 32}), shard_of).save(tmp_path)
     first, leader, other = run_world(3, accesses_of_a_start, tmp_path)
     files, _, _, _, stats = first
-    assert files > 128 and files <= stats < 1.5 * files  # not two for each
+    assert files > 128 and files <= stats < 1.5 * files  # one stat per file, not two
     assert leader[1:4] == (1, 1, 1) and leader[4] <= 12  # run.json, one list of the folder, its format
     assert other[1:] == (0, 0, 0, 0)

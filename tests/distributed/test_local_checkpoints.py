@@ -1,4 +1,5 @@
-"""Local checkpoints: what a start finds after nodes were lost; the run trains as if nothing had happened."""
+"""After nodes were lost, a start selects a complete local checkpoint, and the run trains to the losses of an
+uninterrupted run."""
 
 from __future__ import annotations
 
@@ -23,12 +24,12 @@ from tests.support.pool import WorldError, run_world
 from tests.unit.checkpoint.native_folder import flip_a_byte
 
 STEPS = 7
-# Step 2 is saved in --save, the steps after it on the nodes' disks.
+# Step 2 is saved in --save, the later steps on the nodes' disks.
 SAVES = {2: "shared", 3: "local", 4: "local", 5: "local"}
 
 
 def disk(folder: Path, node: str) -> Path:
-    """The folder of the run on a node's disk."""
+    """Returns the folder of the run on a node's disk."""
     (found,) = (folder / "disks" / node).iterdir()
     return found
 
@@ -43,15 +44,15 @@ def uninterrupted(row: Row) -> list[tuple[float, float]]:
 
 
 def train_and_stop(row: Row, folder: Path, nodes: Sequence[str], saves: dict[int, str] = SAVES) -> None:
-    """Trains to the step of the last save. The losses must be those of a run without saves."""
+    """Trains to the step of the last save, and asserts that the losses equal a run without saves."""
     last = max(saves)
     results = run_world(row.world_size, run_on_nodes, row, folder, nodes, last, saves)
     assert all(history == uninterrupted(row)[:last] for _, _, history in results)
 
 
 def resume(row: Row, folder: Path, nodes: Sequence[str], **settings: Any) -> tuple[int, str]:
-    """Resumes and trains to STEPS. Returns the step of the start and its line in the log. The losses must be
-    those of a run without interruption, to the last bit."""
+    """Resumes and trains to STEPS. Returns (step of the start, log line of the start). Asserts that the
+    losses equal an uninterrupted run to the last bit."""
     results = run_world(row.world_size, run_on_nodes, row, folder, nodes, STEPS, {}, **settings)
     step, line, _ = results[0]
     assert all(history == uninterrupted(row)[step:] for _, _, history in results)
@@ -83,7 +84,7 @@ def test_one_lost_node_costs_no_step_and_two_adjacent_ones_only_the_local_checkp
     step, line = resume(row, folder, [*nodes[:-1], "spare"])
     assert step == 5 and "global_step5, iteration 5 (local checkpoint, newer than " in line
     assert "copied from other nodes to " in line
-    if name in ("DP 4, ZeRO-1", "PP 4"):  # else ranks also read files of the data-parallel or TP rank 0
+    if name in ("DP 4, ZeRO-1", "PP 4"):  # otherwise also from other nodes
         assert line.endswith(" of its files were copied from other nodes to spare")
     shutil.rmtree(folder)
     copy.rename(folder)
@@ -96,7 +97,7 @@ def test_one_lost_node_costs_no_step_and_two_adjacent_ones_only_the_local_checkp
 
 
 TP_DP = Row(tp=2, dp=2, zero=1, micro_batch=2)
-# Row and nodes that save, the lost node, row and nodes that resume.
+# Name -> (row and nodes that save, the lost node, row and nodes that resume).
 CHANGES = {
     "two ranks per node": (TP_DP, "aabb", "b", TP_DP, "aacc"),
     "fewer nodes": (TP_DP, "aabb", "b", Row(pp=2), "aa"),
@@ -141,7 +142,7 @@ def test_a_damaged_file_is_replaced_by_its_copy_and_two_damaged_copies_by_an_old
 
 
 def save_without_index(*arguments: Any) -> None:
-    """As with so many files that the index does not fit into `run.json`."""
+    """Trains like `run_on_nodes`, but `run.json` has no index, as if its index were too large."""
     from megatron.checkpoint.formats import native_writer
 
     with pytest.MonkeyPatch.context() as patch:
@@ -169,7 +170,7 @@ def test_a_checkpoint_that_cannot_be_copied_is_not_tried_again(tmp_path: Path) -
     assert resume(row, tmp_path, "ab")[0] == 4
 
 
-# Saves, what happens then, the step of the next start.
+# Name -> (saves, what happens after them, step of the next start).
 CHOICES = {
     "only local checkpoints": ({1: "local", 2: "local"}, "", 2),
     "a newer one in --save": ({1: "local", 2: "local", 3: "shared"}, "", 3),
@@ -186,8 +187,11 @@ CHOICES = {
 
 @pytest.fixture(scope="module")
 def written(tmp_path_factory: pytest.TempPathFactory) -> Callable[[dict[int, str]], Path]:
-    """Returns the folder of a run of one process on node a with these saves, as the run has left it. The
-    run is trained once, and its folder is copied back to the path that it knows."""
+    """Returns a function that returns the folder of a run with the given saves, as the run left it.
+
+    The run has one process on node a. It trains once per set of saves; then its folder is copied back to its
+    old path.
+    """
 
     @cache
     def train_once(saves: tuple[tuple[int, str], ...]) -> Path:
@@ -242,7 +246,7 @@ def save_after_a_local_resume(folder: Path) -> list[Any]:
 
 
 def test_the_run_continues_in_save_after_a_local_resume(written: Callable[[dict[int, str]], Path]) -> None:
-    """With the same run id and without the local checkpoint in its lineage."""
+    """The run keeps its run id, and the local checkpoint is not in the lineage of later checkpoints."""
     folder = written(SAVES)
     before = open_checkpoint(folder / "save" / "global_step2")
     ((step, run_id, lineage),) = run_world(1, save_after_a_local_resume, folder)
@@ -252,7 +256,7 @@ def test_the_run_continues_in_save_after_a_local_resume(written: Callable[[dict[
 
 
 def start_from_another_run(folder: Path, base: Path) -> tuple[int, str]:
-    """Takes a step and saves it locally only."""
+    """Starts from a checkpoint of another run, takes one step, and saves only locally."""
     started = start(Row(), folder, "a", load=str(base))
     step = started.state.iteration
     train(started.manager.engine, [step])
@@ -270,8 +274,8 @@ def test_a_run_that_started_from_another_one_resumes_before_its_first_checkpoint
 
 
 def fail_to_save(folder: Path, victim: int | None) -> list[Any]:
-    """Three local saves; the disk of a node takes nothing during the second one. victim: None: rank 0 fails
-    with an error that nobody expects."""
+    """Saves locally three times. During the second save a node's disk rejects writes; with victim None, rank
+    0 instead fails with an unexpected error."""
     import torch.distributed as dist
 
     from megatron.checkpoint.manager import CheckpointManager
@@ -317,7 +321,7 @@ def test_a_failed_local_save_concerns_no_other_save(victim: int | None, tmp_path
 
 
 def save_while_one_is_in_flight(folder: Path, kind: str) -> list[Any]:
-    """The writer of rank 1 stands still until both saves have begun."""
+    """Begins two saves while the writer of rank 1 is stopped."""
     import torch.distributed as dist
 
     started = start(Row(dp=2, zero=1), folder, ["a", "b"])
@@ -344,7 +348,7 @@ def save_while_one_is_in_flight(folder: Path, kind: str) -> list[Any]:
 
 @pytest.mark.parametrize("kind", ["local", "shared"])
 def test_one_save_is_in_flight_at_a_time(kind: str, tmp_path: Path) -> None:
-    """A local save is left out, a save to --save waits."""
+    """While a save is in flight, a second local save is skipped, and a save to --save waits."""
     first = (1, "", True)
     for begun, outcomes in run_world(2, save_while_one_is_in_flight, tmp_path, kind):
         assert begun is (False if kind == "local" else None)
@@ -359,7 +363,8 @@ def roll_back(folder: Path) -> int:
 
 
 def test_a_rollback_forgets_the_local_checkpoints(written: Callable[[dict[int, str]], Path]) -> None:
-    """They hold the iterations that the rollback gives up."""
+    """The local checkpoints contain iterations that the rollback undoes, so a later start must not select
+    them."""
     folder = written(SAVES)
     assert run_world(1, roll_back, folder) == [2]
     assert run_world(1, select_on_one_node, folder)[0][0] == 2
@@ -374,7 +379,7 @@ def connect(folder: Path, nodes: str) -> str:
 
 
 def test_nodes_with_one_disk_are_refused(tmp_path: Path) -> None:
-    """Each node sees the other's file; all ranks raise the error of the first one."""
+    """Each node sees the other node's file. All ranks raise the error of the first node."""
     errors = run_world(2, connect, tmp_path, "ab")
     assert "nodes b and a have one folder" in errors[0] == errors[1]
     assert not list((tmp_path / "disk").glob("*/.node-*"))

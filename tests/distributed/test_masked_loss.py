@@ -1,4 +1,5 @@
-"""Masks with unequal numbers of tokens: every layout trains as plain PyTorch does with labels of -100."""
+"""Loss masks with unequal numbers of tokens: every layout trains as plain PyTorch does with labels of
+-100."""
 
 import pytest
 import torch
@@ -28,7 +29,7 @@ from tests.support.pool import run_world
 
 
 def masks(step):
-    """Returns the masks of a step's samples: none to all of the tokens of a sample count."""
+    """Returns the masks of a step's samples. They keep from none to all of a sample's tokens."""
     generator = torch.Generator().manual_seed(1000 + step)
     shares = torch.rand(GLOBAL_BATCH, 1, generator=generator) ** 3
     mask = (torch.rand(GLOBAL_BATCH, SEQ, generator=generator) < shares).float()
@@ -46,7 +47,7 @@ def masked_micro_batches(engine, step):
 
 
 def weights_and_history(row, steps=STEPS, **changes):
-    """Returns the initial weights; (loss, grad norm) of each step, and with the last ones the loss of an
+    """Returns (initial weights, (loss, grad norm) of each step). The last entry includes the loss of an
     evaluation."""
     engine = build_engine(config_of(row, **changes))
     weights = {name: p.detach().clone() for name, p in engine.module.named_parameters()}
@@ -80,7 +81,7 @@ def plain(weights, **options):
 
 @pytest.fixture(scope="module")
 def expected():
-    """The history of the dense model in plain PyTorch."""
+    """Returns losses and grad norms of the dense model in plain PyTorch."""
     ((weights, _),) = run_world(1, weights_and_history, Row(micro_batch=4))
     return plain(weights)
 
@@ -106,6 +107,7 @@ def test_every_layout_has_the_losses_of_one_process(layout):
     assert_same_on(layout, {}, train=masked_history)
 
 
+@pytest.mark.gate(rows=1)
 @pytest.mark.parametrize("precision", ["bf16", "fp16"])
 def test_16_bits_follow(expected, precision):
     row = Row(tp=2, dp=2, precision=precision)
@@ -113,9 +115,10 @@ def test_16_bits_follow(expected, precision):
         assert relative_errors(history, expected)[0] <= LOW_PRECISION_BOUND
 
 
-@pytest.mark.parametrize("name", ["olmoe", "gpt"])
+@pytest.mark.gate(rows=1)
+@pytest.mark.parametrize("name", ["gpt", "olmoe"])
 def test_the_losses_of_a_router_keep_their_weight_beside_a_masked_loss(name):
-    """Balance and z losses are means over all tokens, masked or not, as without a mask."""
+    """A loss mask does not change balance loss and z-loss: they are means over all tokens, masked or not."""
     model, options = MODELS[name]
     changes = {"model": model}
     ((weights, found),) = run_world(1, weights_and_history, Row(micro_batch=4), **changes)
@@ -126,7 +129,7 @@ def test_the_losses_of_a_router_keep_their_weight_beside_a_masked_loss(name):
         positions=model.get("position_embedding_type", "absolute"),
         glu=model.get("glu_activation"),
     )
-    # The losses of the router are in the gradient of a step, not in its loss or an evaluation.
+    # The router's losses contribute to the gradient of a step, not to its reported loss or to an evaluation.
     assert max(relative_errors(found[: STEPS // 2], reference[: STEPS // 2])) <= FP32_BOUND
     row = Row(tp=2, dp=2, micro_batch=2)
     changes["parallel"] = {"sequence_parallel": True, "expert_model_parallel_size": 2}

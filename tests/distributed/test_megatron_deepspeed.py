@@ -31,7 +31,8 @@ from tests.unit.checkpoint.megatron_deepspeed_folder import (
 @pytest.mark.gate(rows=1)
 @pytest.mark.parametrize("changes", [{"glu_activation": "swiglu"}, {"position_embedding_type": "rotary"}])
 def test_training_resumes_with_the_same_numbers(changes, tmp_path):
-    """Weights, moments, step and position. A gated MLP is sharded after its halves are swapped."""
+    """Covers weights, moments, step and position in the data. A gated MLP is sharded after its halves are
+    swapped."""
     changes = {"model": changes}
     run_world(1, save_before, Row(), tmp_path / "native", changes)
     for _ in to_universal(
@@ -54,7 +55,7 @@ def test_training_resumes_with_the_same_numbers(changes, tmp_path):
             assert max(relative_errors(history, expected)) <= FP32_BOUND
 
 
-# --- files that the program itself wrote ---
+# --- files that Megatron-DeepSpeed itself wrote ---
 
 
 @pytest.fixture
@@ -73,7 +74,7 @@ def next_steps(folder):
 
 
 def resume_asset(row, folder, model):
-    """Returns the state, and (loss, gradient norm) of Megatron-DeepSpeed's next steps on its samples."""
+    """Returns the state, and (loss, grad norm) of Megatron-DeepSpeed's next steps on its samples."""
     options = {"load": str(folder), "universal_checkpoint": True}
     config = config_of(row, model=model, optimizer={"weight_decay": 0.0}, checkpoint=options)
     checkpoint = find_checkpoint(unconnected_run(config, ASSET_VOCAB))

@@ -1,5 +1,5 @@
-"""The parts of Llama-like models, of OLMo 2, GPT-NeoX and Falcon: one process against a GPT in plain PyTorch,
-and every layout against one process."""
+"""The model variants of Llama, OLMo 2, GPT-NeoX and Falcon: one process is compared with a GPT in plain
+PyTorch, and every layout with one process."""
 
 from dataclasses import replace
 
@@ -36,7 +36,7 @@ LLAMA = {
 QWEN2 = {**LLAMA, "add_qkv_bias": True, "untie_embeddings_and_output_weights": False, "rotary_base": 1e6}
 MULTI_QUERY = {**LLAMA, "num_query_groups": 1}
 QWEN3 = {**LLAMA, "qk_layernorm": True}
-# Norms of small outputs enlarge rounding errors: the initial weights are larger.
+# Norms of small outputs enlarge rounding errors, so the initial weights are larger.
 OLMO2 = {
     **QWEN3,
     "qk_layernorm_scope": "projection",
@@ -58,7 +58,7 @@ FALCON = {
     "group_query_attention": True,
 }
 WINDOW = {**LLAMA, "window_size": 7}
-# Of the 4 frequencies of a head one is kept, one is between, and two are scaled.
+# A head has 4 frequencies: one is unchanged, one is interpolated, and two are scaled.
 ROPE = {"rope_scaling_factor": 4.0, "rope_original_max_position_embeddings": 16, "rotary_base": 50.0}
 LLAMA3_ROPE = {
     **{**LLAMA, **ROPE, "rope_scaling_type": "llama3"},
@@ -66,7 +66,7 @@ LLAMA3_ROPE = {
 }
 YARN = {**LLAMA, **ROPE, "rope_scaling_type": "yarn", "rope_beta_slow": 0.5, "rope_beta_fast": 2.0}
 OLMO2_WINDOW = {**OLMO2, "window_size": 7}
-# Windows in two of three layers, whose rotary angles differ from those of the third.
+# Two of three layers have windows. Their rotary angles differ from the third layer's.
 PATTERN = {
     **{**WINDOW, "window_pattern": ("W", "W", "F"), "window_rotary_base": 500.0, "rotary_base": 50.0},
     **{"rope_scaling_type": "linear", "rope_scaling_factor": 4.0},
@@ -81,12 +81,12 @@ SINKS = {**PATTERN, "softmax_type": "learnable", "add_qkv_bias": True}  # as gpt
 OFF_BY_ONE = {**QWEN3, "softmax_type": "off-by-one"}
 GATE = {**QWEN3, "attention_output_gate": True, "rotary_percent": 0.5, "init_method_std": 0.1}
 NO_ROTARY = {**LLAMA, "no_rope_freq": ("R", "R", "N")}  # as SmolLM3
-# The scores and the logits reach a good part of their caps.
+# The scores and the logits come close to their caps.
 CAPS = {
     **{"attn_logit_softcapping": 0.5, "final_logit_softcapping": 2.0, "init_method_std": 0.2},
     **{**LLAMA, "num_query_groups": 1},
 }
-# As Laguna and MiMo-V2: with other heads in the layers with a window, and small value heads.
+# As in Laguna and MiMo-V2: layers with a window have different numbers of heads, and value heads are small.
 HEADS = {
     **{**PATTERN, "window_num_attention_heads": 8, "window_num_query_groups": 4, "num_query_groups": 1},
     **{"window_softmax_type": "learnable", "v_channels": 4, "attention_value_scale": 0.7},
@@ -96,7 +96,7 @@ HEADS = {
 }
 ALL_VARIANTS = {**PATTERN, **GATE, **CAPS, "no_rope_freq": ("R", "R", "N"), "softmax_type": "learnable"}
 
-# Name -> the changes to the tiny model, and the arguments of the plain GPT.
+# Name -> (the changes to the tiny model, the arguments of the plain GPT).
 PLAIN_CASES = {
     "absolute": ({}, {}),
     "alibi": ({"position_embedding_type": "alibi"}, {}),
@@ -211,7 +211,7 @@ def plain_history(weights, model, steps, **options):
     )
 
 
-# With MULTI_QUERY and 2 ranks, or LLAMA and 4, there are fewer groups than ranks.
+# MULTI_QUERY with 2 ranks and LLAMA with 4 have fewer query groups than ranks.
 FAMILIES = {
     **{"multi-query": MULTI_QUERY, "llama": LLAMA, "qwen2": QWEN2, "qwen3": QWEN3, "yarn": YARN},
     **{"olmo2": OLMO2, "neox": NEOX, "falcon": FALCON, "window": WINDOW, "olmo2-window": OLMO2_WINDOW},
@@ -221,7 +221,7 @@ VARIANTS = {
     **{"sinks": SINKS, "off-by-one": OFF_BY_ONE, "gate": GATE, "no-rotary": NO_ROTARY, "caps": CAPS},
     **{"heads": HEADS, "all-variants": ALL_VARIANTS},
 }
-# Every family has four of the layouts, its neighbours the next ones.
+# Every family runs on four of the layouts. The next family runs on the next four.
 ROWS = rows_of(
     {name: [*LAYOUTS][start % 6 :: 6] for start, name in enumerate(FAMILIES)}
     | dict.fromkeys(VARIANTS, LAYOUTS)
@@ -233,14 +233,14 @@ ROWS = rows_of(
 def test_every_layout_has_the_loss_and_the_grad_norm_of_one_process(model, layout):
     numbers = {"model": (FAMILIES | VARIANTS)[model]}
     if model == "gemma3":
-        # Adam's first steps are about lr x sign(gradient), also where a gradient is zero up to rounding,
-        # unless epsilon is larger.
+        # Adam's first steps are about lr x sign(gradient), even where a gradient is zero up to rounding. A
+        # larger epsilon avoids this.
         numbers["optimizer"] = {"adam_eps": 1e-4}
     assert_same_on(layout, numbers)
 
 
-# The layouts that save and those that resume, on a Llama-like model with an untied head; TP 4 has more ranks
-# than groups.
+# The layouts that save and the layouts that resume a Llama-like model with an untied head. TP 4 has more
+# ranks than the model has query groups.
 SAVERS = {
     "tp4": Row(tp=4, micro_batch=2),
     "tp2 pp2": Row(tp=2, pp=2, zero=1),

@@ -27,7 +27,8 @@ def reference(logits, labels, vocab_size, upstream):
 
 
 @pytest.mark.parametrize("size", [1, 2, 4])
-# 512: no padding; 500: the last rank has some; 300: of four ranks, the last has nothing else.
+# 512 needs no padding. With 500 the last rank has some padding. With 300 the last of four ranks has only
+# padding.
 @pytest.mark.gate(rows=3)
 @pytest.mark.parametrize("vocab_size", [512, 500, 300])
 def test_the_loss_over_a_sharded_vocabulary_equals_the_definition(vocab_size, size):
@@ -49,14 +50,14 @@ def test_the_loss_over_a_sharded_vocabulary_equals_the_definition(vocab_size, si
         assert grad[..., vocab_size:].abs().sum() == 0
 
 
-# --- fused with the head ---
+# --- the loss fused with the head ---
 
 HIDDEN, ROWS, TOKENS = 40, 512, 70
 
 
 def fused_loss_and_gradients(hidden, weight, labels, upstream, token_weights, vocab_size, z_loss_weight):
-    """Returns losses and gradients for this rank's rows of the weight, in several chunks. The gradient of
-    hidden is summed over all ranks."""
+    """Returns losses and gradients for this rank's rows of the weight, computed in several chunks. The
+    gradient of `hidden` is summed over all ranks."""
     tensor = world_tp_group()
     own = weight.chunk(tensor.size)[tensor.rank].clone().requires_grad_()
     hidden = hidden.clone().requires_grad_()
@@ -79,8 +80,7 @@ def fused_cases(cases):
 
 
 def fused_over(size, cases):
-    """Returns (losses, gradient of hidden, gradient of the full weight) of each case on this many TP
-    ranks."""
+    """Returns (losses, gradient of hidden, gradient of the full weight) of each case on `size` TP ranks."""
     found = []
     for of_ranks in zip(*run_world(size, fused_cases, cases), strict=True):
         for losses, grad_hidden, _ in of_ranks:
@@ -100,7 +100,7 @@ def fused_reference(hidden, weight, labels, upstream, token_weights, vocab_size,
 
 
 def error(found, expected):
-    """The largest relative error of losses and gradients, as norms."""
+    """Returns the largest relative error of losses and gradients, as norms."""
     pairs = zip(found, expected, strict=True)
     return max(((x.double() - y.double()).norm() / y.double().norm()).item() for x, y in pairs)
 
@@ -113,7 +113,7 @@ def fused_with_kernels(cases):
 
 @pytest.mark.full
 def test_with_kernels_the_fused_loss_of_sharded_and_padded_rows_is_the_same():
-    """The last of four ranks has padding only."""
+    """In one case the last of four ranks has only padding."""
     pytest.importorskip("triton")
     generator = torch.Generator().manual_seed(5)
     hidden = 0.3 * torch.randn(TOKENS, HIDDEN, generator=generator)

@@ -1,4 +1,5 @@
-"""Dropout over real TP ranks: recomputation, gradients, and what each rank must agree on."""
+"""Dropout on real TP ranks: recomputation repeats the masks, gradients are right, and ranks agree where they
+must."""
 
 import torch
 from torch.utils.checkpoint import checkpoint
@@ -10,7 +11,8 @@ from tests.support.scatter import world_tp_group
 
 
 def two_dropouts(x, stream, tp_group):
-    """Two dropouts: one where the activation is equal on all ranks, one where it is sharded."""
+    """Returns the result of two dropouts: the activation is equal on all ranks in the first, and sharded in
+    the second."""
     x = dropout(x, 0.3, stream, "0.hidden", batch_dim=0, tp_group=tp_group)
     own = x.chunk(tp_group.size, -1)[tp_group.rank]
     return dropout(own, 0.3, stream, "0.attention", batch_dim=0, shard_dim=-1, tp_group=tp_group)

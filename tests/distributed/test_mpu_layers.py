@@ -1,4 +1,4 @@
-"""Each parallel layer against its single-process reference: outputs and gradients."""
+"""Outputs and gradients of each parallel layer equal its single-process reference."""
 
 import pytest
 import torch
@@ -46,7 +46,8 @@ class Row(nn.Module):
 
 
 class GatedMlp(nn.Module):
-    """Two blocks of columns, one multiplied with the other, and rows."""
+    """A gated MLP: a column-parallel layer with two fused blocks, the product of the blocks, and a
+    row-parallel layer."""
 
     def __init__(self, tp_group: Axis) -> None:
         super().__init__()
@@ -59,7 +60,7 @@ class GatedMlp(nn.Module):
 
 
 class EmbeddingAndHead(nn.Module):
-    """Logits of the embedded tokens: the table is used at both ends."""
+    """A module that computes logits of its embedded tokens. Its table is both embedding and LM head."""
 
     def __init__(self, tp_group: Axis) -> None:
         super().__init__()
@@ -100,7 +101,7 @@ def model_input(n_in):
 
 
 def perturbed(full):
-    """Values without zeros, in particular no zero biases, which would hide a bias that is added twice."""
+    """Returns values without zeros. Zero biases would hide a bias that is added twice."""
     return full + torch.linspace(-0.5, 0.5, full.numel()).view(full.shape)
 
 

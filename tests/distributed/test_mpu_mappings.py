@@ -16,7 +16,8 @@ def tensor_group_of_layout(tp_group, pipeline):
 
 
 def gathered(xs, upstreams, block=None):
-    """Output and gradient, and whether the mapping left its input and its upstream gradient alone."""
+    """Returns outputs and gradients, and whether the mapping left its input and its upstream gradient
+    unchanged."""
     tp_group = world_tp_group()
     x, upstream = xs[tp_group.rank].clone().requires_grad_(), upstreams[tp_group.rank].clone()
     y = gather_from_rank_block(x, tp_group, block) if block else gather_from_tensor_region(x, tp_group)

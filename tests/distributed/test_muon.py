@@ -1,4 +1,5 @@
-"""Muon: torch.optim.Muon on one process, equal updates on every layout, and checkpoints of its moments."""
+"""Muon equals torch.optim.Muon on one process, takes equal steps on every layout, and its checkpoints open on
+other layouts."""
 
 from dataclasses import replace
 from unittest import mock
@@ -31,7 +32,7 @@ from tests.support.pool import run_world
 
 STEPS = 4
 MUON = {"optimizer": "muon", "muon_use_nesterov": True, "muon_extra_scale_factor": 0.2, "weight_decay": 0.1}
-# Without biases: the gradient of a key's bias is only rounding noise, which Adam scales up.
+# The model has no biases, because the gradient of a key's bias is only rounding noise, which Adam scales up.
 GPT = {"disable_bias_linear": True}
 GATE = {**LLAMA, "attention_output_gate": True}
 LAYOUTS = {
@@ -60,7 +61,8 @@ def is_muons(name):
 
 
 def matrices_of(name, weight):
-    """The matrices of a model with 4 heads in 2 groups of head size 8, by the definition of its layers."""
+    """Returns the matrices in a weight by the definition of its layer. The model has 4 heads of size 8 in 2
+    groups."""
     if name.endswith("query_key_value.weight"):
         heads = weight.view(2, -1, 8, weight.shape[1])
         sizes = (2, 1, 1) if heads.shape[1] == 4 else (2, 2, 1, 1)  # with gates
@@ -69,8 +71,8 @@ def matrices_of(name, weight):
 
 
 def differences_from_torch(model):
-    """Trains on one process. Returns the largest difference of a weight from torch.optim.Muon and AdamW,
-    which take the same gradients, and the number of matrices."""
+    """Trains on one process. Returns the largest difference of a weight from torch.optim.Muon and AdamW on
+    equal gradients, and the number of matrices."""
     optimizer = {**MUON, "muon_scale_mode": "spectral", "muon_matmul_dtype": "bf16", "clip_grad": 0.0}
     engine = build_engine(config_of(Row(), model=model, optimizer=optimizer))
     weights = {name: p.detach().clone() for name, p in engine.module.named_parameters()}
@@ -143,7 +145,7 @@ def test_every_layout_has_the_weights_of_one_process(layout, model):
     changes = {"model": model, "optimizer": MUON}
     found = full_weights(run_world(row.world_size, weights_after, row, {**changes, **others}))
     for name, weight in expected_weights(changes).items():
-        # Adam scales up rounding errors of small gradients, as it does without Muon.
+        # Adam scales up rounding errors of small gradients, also without Muon.
         bound = 1e-7 if is_muons(name) else 5e-6
         torch.testing.assert_close(found[name], weight, rtol=0, atol=bound, msg=name)
 
@@ -159,13 +161,15 @@ def test_every_layout_has_the_losses_of_one_process(layout):
 @pytest.mark.parametrize("precision", ["bf16", "fp16"])
 @pytest.mark.parametrize("row", [Row(), Row(tp=2, dp=2, zero=1, micro_batch=2), Row(dp=4)], ids=str)
 def test_16_bit_runs_follow_the_fp32_run(row, precision):
-    """With bf16 iterations, whose rounding depends on the gradients."""
+    """The Newton-Schulz iterations run in bf16, whose rounding depends on the gradients. So losses are
+    compared within a bound."""
     assert_same_numbers(replace(row, precision=precision), numbers={"model": LLAMA, "optimizer": MUON})
 
 
 @pytest.mark.parametrize("shape", ["1 process", pytest.param("tp4 dp2", marks=pytest.mark.full)])
 def test_a_checkpoint_opens_on_another_layout_in_every_format(shape, tmp_path):
-    """Each load compares the digests of all weights and moments, and the canary loss."""
+    """Each load compares the digests of all weights and moments, and the canary loss (the loss of one fixed
+    random sequence)."""
     changes = {"model": LLAMA, "optimizer": {**MUON, "clip_grad": 1.0}}
     save, load = SHAPES["tp2 pp2 dp2"], SHAPES[shape]
     run_world(save.world_size, save_before, save, tmp_path / "native", changes)

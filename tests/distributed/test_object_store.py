@@ -1,4 +1,4 @@
-"""Checkpoints in an object store on several nodes, each of which has its own cache."""
+"""Several nodes with a cache each save to an object store, and resume from it."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def test_a_run_on_several_nodes_goes_on_on_others(
     for step, line, history in run_world(other.world_size, run_in_bucket, *arguments, **settings):
         assert step == 4 and line == f"starting from {bucket.url}/global_step4, iteration 4"
         assert max(relative_errors(history, expected[4:])) < FP32_BOUND
-    # Each node downloads a file at most once, and one of them once more, to verify it.
+    # Each node downloads a file at most once. One node downloads it once more to verify it.
     (run_file,) = (key for key in ObjectStore(bucket.url).list() if key.endswith("/run.json"))
     files = json.loads(ObjectStore(bucket.url).read(run_file))["files"]
     read = Counter(request.key.rpartition("/")[2] for request in bucket.requests if request.kind == "GET")

@@ -1,4 +1,4 @@
-"""A model whose matrices have odd sizes: every parameter is aligned, and the padding changes no number."""
+"""In a model whose matrices have odd sizes every parameter is aligned, and the padding changes no loss."""
 
 from __future__ import annotations
 
@@ -34,8 +34,8 @@ ROWS = [
 
 
 def unaligned(row: Row) -> list[str]:
-    """Returns the weights and gradients that are not at a multiple of 128 bytes of their flat buffer, or of
-    the 64 bytes to which a CPU's memory is aligned."""
+    """Returns the weights and gradients whose offset in their flat buffer is not a multiple of 128 bytes, or
+    whose address is not a multiple of 64 bytes."""
     engine = build_engine(config_of(row, **ODD))
     train(engine, [0])
     found, gradients = [], {}
@@ -63,7 +63,7 @@ def test_every_weight_and_gradient_is_aligned_and_no_number_depends_on_it(row: R
         run_world(row.world_size, history_with_alignment, row, 64), packed, strict=True
     ):
         loss_error, norm_error = relative_errors(found, expected)
-        # The order in which a norm adds up depends on where its elements are.
+        # The order of summation in a norm depends on the positions of its elements.
         assert loss_error <= 1e-7 and norm_error <= 1e-6
 
 
@@ -74,7 +74,7 @@ def test_odd_sizes_train_as_one_process_does(row: Row) -> None:
 
 
 def save_packed(row: Row, folder: Path) -> None:
-    """Saves as versions did that packed parameters without padding."""
+    """Saves as older versions did, which packed parameters without padding."""
     with mock.patch(ALIGNMENT, 1):
         save_before(row, folder, ODD)
 
@@ -107,7 +107,7 @@ def test_a_checkpoint_without_padding_resumes_on_other_layouts(
 @pytest.mark.gate(rows=1)
 @pytest.mark.parametrize("row", [Row(tp=2), Row(zero=1)], ids=str)
 def test_the_values_and_places_in_files_do_not_depend_on_the_padding(row: Row, tmp_path: Path) -> None:
-    """So other programs read them as before."""
+    """Other programs rely on these places to read the files."""
     packed, padded = tmp_path / "packed", tmp_path / "padded"
     packed.mkdir()
     padded.mkdir()

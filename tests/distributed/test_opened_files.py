@@ -1,4 +1,5 @@
-"""The files that the ranks of a run open, or ask the status of, when they start with prepared indices."""
+"""Checks which files the ranks of a run with prepared indices open at their start and in a step, and which
+files' status they read."""
 
 from __future__ import annotations
 
@@ -36,9 +37,12 @@ def _on_event(event: str, arguments: tuple[Any, ...]) -> None:
 
 
 def start(words: tuple[str, ...]) -> tuple[list[str], list[str], list[str], int]:
-    """Opens the data as `training.run` does, and reads the samples of one step. Returns the token files whose
-    status the start asked for, the files opened by the start and by the step, and the descriptors of data
-    files that are still open. Every rank is the first of its node."""
+    """Opens the data as `training.run` does, and reads the samples of one step, on a rank that is the first
+    of its node.
+
+    Returns (token files whose status the start asked for, files that the start opened, files that the step
+    opened, number of descriptors of data files that are still open).
+    """
     global _opened, _is_watched
     if not _is_watched:
         sys.addaudithook(_on_event)
@@ -88,7 +92,7 @@ def test_a_rank_opens_only_the_data_sets_of_its_samples(tmp_path: Path) -> None:
             )
             # Rank 0 may have prepared indices, so the first rank of each other node reads the stamp again.
             assert at_start == [stamp.path] * (1 if rank == 0 else 2) and descriptors == 0
-            # .idx twice (header, contents), .bin, and three index files for each of its samples.
+            # Each sample opens .idx twice (header, contents), .bin, and three index files.
             assert 0 < len(in_step) <= 6 * GLOBAL_BATCH // RANKS
         of_steps.append(sum(len(in_step) for _, _, in_step, _ in results))
     assert of_steps[0] == of_steps[1] == 6 * GLOBAL_BATCH

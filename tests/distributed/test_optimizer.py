@@ -1,4 +1,5 @@
-"""One optimizer for all layouts: fp32 sums, one norm, clipping, loss scale, ZeRO-1, errors on every rank."""
+"""Every layout has one optimizer: sums in fp32, one norm, clipping, loss scale, ZeRO-1, and errors on
+every rank."""
 
 import math
 from dataclasses import replace
@@ -48,7 +49,8 @@ TWO_LAYERS = {"num_layers": 2}
 
 
 def backward_many_times(precision):
-    """The sum of a parameter's gradients: 1 once, then 512 times 2^-9, which bf16 loses beside 1."""
+    """Returns the sum of a parameter's gradients: 1 once, then 512 times 2^-9, which bf16 would lose beside
+    1."""
     engine = build_engine(config_of(Row(precision=precision)))
     parameter = dict(engine.module.named_parameters())["3.input_layernorm.weight"]
     for gradient in [1.0] + [2.0**-9] * 512:
@@ -63,8 +65,7 @@ def test_small_gradients_are_not_lost_in_a_large_sum(precision):
 
 
 def norm_of_copies_of_one_sample(row, copies):
-    """Returns the grad norm of a global batch of equal samples, which must equal the norm of a single
-    sample."""
+    """Returns the grad norm of a global batch of equal samples. It must equal the norm of a single sample."""
     engine = build_engine(config_of(row, model=TWO_LAYERS, batch={"global_batch_size": copies}))
     batch = MicroBatch.from_rows(sample_tokens(0, 1), 0)
     engine.train_step(iter([batch] * (copies // row.dp)), copies, RATE)
@@ -75,11 +76,12 @@ def norm_of_copies_of_one_sample(row, copies):
 @pytest.mark.parametrize("precision", ["bf16", "fp16"])
 @pytest.mark.parametrize("row", [Row(), Row(pp=2), Row(pp=2, zero=1), Row(dp=2, zero=1)], ids=str)
 def test_many_micro_batches_add_up_in_fp32(row, precision):
-    # Dividing the loss by a power of two is exact in every format: only the sum could lose digits.
+    # Dividing the loss by a power of two is exact in every format, so only the sum could lose digits.
     row = replace(row, precision=precision)
     expected = run_world(1, norm_of_copies_of_one_sample, replace(row, pp=1, dp=1, zero=0), 1)[0]
     for norm in run_world(row.world_size, norm_of_copies_of_one_sample, row, 128):
-        # A tied embedding's two gradients are added in 16 bits on one stage, in fp32 over two.
+        # A tied embedding's two gradients are added in 16 bits if both are on one stage, and in fp32 over two
+        # stages.
         assert norm == pytest.approx(expected, rel=1e-6 if row.pp == 1 else 1e-3)
 
 
@@ -94,7 +96,8 @@ def initial_weights_and_first_norm(row):
 
 
 def plain_norm(weights):
-    """The first step's norm in fp64: plain autograd over the full model, in which each parameter is one."""
+    """Returns the first step's norm in fp64, by plain autograd over the full model, which counts each
+    parameter once."""
     weights = {name: weight.double().requires_grad_() for name, weight in weights.items()}
     tokens, labels = global_batch(0)
     logits = plain_gpt_logits(weights, tokens, layers=4, heads=4, vocab=VOCAB)
@@ -124,7 +127,7 @@ COUNTED_ONCE = [
 def test_the_norm_counts_tied_and_replicated_parameters_once(row):
     ranks = run_world(row.world_size, initial_weights_and_first_norm, row)
     expected = plain_norm(full_weights([weights for weights, _ in ranks]))
-    # A tied weight counted twice makes 1 part in 10; 16-bit rounding makes a few in 1000 with bf16.
+    # A tied weight that is counted twice changes the norm by one tenth, bf16 rounding by a few thousandths.
     bound = 1e-6 if row.precision == "fp32" else 5e-3
     assert [norm for _, norm in ranks] == [pytest.approx(expected, rel=bound)] * row.world_size
 
@@ -141,21 +144,22 @@ def weights_before_and_after_a_clipped_step(row, clip):
 @pytest.mark.parametrize("precision", ["fp32", "fp16"])
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_a_clipped_step_is_as_long_as_the_flag_says(layout, precision):
-    """A first step of SGD moves the weights by the learning rate times the clipped gradient."""
+    """The first step of SGD moves the weights by the learning rate times the clipped gradient, so its length
+    shows the norm to which the gradient was clipped."""
     row, clip = replace(LAYOUTS[layout], precision=precision), 0.25
     ranks = run_world(row.world_size, weights_before_and_after_a_clipped_step, row, clip)
     before, after = (full_weights([rank[i] for rank in ranks]) for i in (0, 1))
     assert all(norm > 2 * clip for _, _, norm in ranks)
     squares = [(after[name].double() - before[name].double()).square().sum().item() for name in before]
     length = math.sqrt(sum(squares))
-    # fp16 weights are rounded after the step, by about as much as the step is long.
+    # fp16 weights are rounded after the step. The rounding is about as large as the step.
     assert length == pytest.approx(RATE * clip, rel=1e-4 if precision == "fp32" else 0.5)
 
 
 @pytest.mark.full
 @pytest.mark.parametrize("layout", list(LAYOUTS)[1:])
 def test_clipped_sgd_has_the_same_losses_on_every_layout(layout):
-    """Adam forgives a wrong factor on all gradients, SGD does not."""
+    """A wrong factor on all gradients changes the losses of SGD. Adam would hide the factor."""
     sgd = {"optimizer": {"optimizer": "sgd", "clip_grad": 0.3}, "schedule": {"lr": 1.0}}
     assert_same_numbers(LAYOUTS[layout], 5, sgd)
 
@@ -183,7 +187,7 @@ def test_the_norm_of_a_tensor_with_a_bad_element_is_not_finite(bad):
 
 
 def steps_with_loss_scale(row, precision, steps):
-    """Returns per step: (overflow, norm is finite, scale after the step, weights are unchanged)."""
+    """Returns for each step (overflow, norm is finite, scale after the step, weights are unchanged)."""
     engine = build_engine(config_of(row, model=TWO_LAYERS, precision=precision))
     records = []
     for step in range(steps):
@@ -216,7 +220,7 @@ def test_an_fp16_overflow_skips_the_step_on_all_ranks_and_lowers_the_scale(row):
     assert skipped >= 3, "the first scales were meant to overflow"
     scale = 2.0**40
     for step, (overflow, finite, after, same) in enumerate(records[:skipped]):
-        scale = scale / 2 if step >= 1 else scale  # the first overflow is forgiven: hysteresis 2
+        scale = scale / 2 if step >= 1 else scale  # hysteresis 2 ignores the first overflow
         assert (overflow, finite, after, same) == (True, False, scale, True)
     assert records[skipped] == (False, True, scale, False)
     assert records[skipped + 1] == (False, True, 2 * scale, False), "doubled after two good steps"
@@ -239,7 +243,8 @@ def test_skipped_steps_are_counted_and_reported_by_the_loop():
 
 
 def loop_over_overflows():
-    """Skipped steps so far in the training state after each step, and what was logged of each."""
+    """Returns the number of skipped steps in the training state after each step, and what was logged for each
+    step."""
     precision = {"initial_loss_scale": 2.0**24, "hysteresis": 1}
     config = config_of(Row(precision="fp16", micro_batch=4), model=TWO_LAYERS, precision=precision)
     trainer = make_trainer(config, steps=20)
@@ -271,7 +276,7 @@ def error_of_step(engine, step):
 
 
 def step_with_a_bad_gradient(row, bad_rank, name, settings):
-    """The second step, in which one rank's gradient of one parameter becomes NaN."""
+    """Takes two steps. In the second step one rank's gradient of one parameter becomes NaN."""
     engine = build_engine(config_of(row, model=TWO_LAYERS, precision=settings))
     train(engine, [0])
     if engine.mesh.rank == bad_rank:
@@ -279,7 +284,7 @@ def step_with_a_bad_gradient(row, bad_rank, name, settings):
     return error_of_step(engine, 1)
 
 
-# (layout, the rank, its parameter, precision, (stage, TP rank, DP rank))
+# Name -> (layout, the rank, its parameter, precision, (stage, TP rank, DP rank)).
 BAD_GRADIENTS = {
     "one process": (Row(), 0, "3.mlp.dense_h_to_4h.bias", {}, (0, 0, 0)),
     **{
@@ -302,7 +307,7 @@ def test_every_rank_names_the_bad_gradient_and_nothing_has_moved(case):
     assert len(set(answers)) == 1, "all ranks say the same"
     message, unchanged = answers[0]
     assert unchanged
-    # Stages before it received a gradient that is still good, or none at all.
+    # Earlier stages have received a gradient that is still finite, or none.
     place = f"(stage {stage}, TP rank {tp_rank}, DP rank {dp_rank})"
     assert f"rank {bad_rank} {place}: {name}" in message
 
@@ -342,14 +347,14 @@ def sizes_of_state(row):
 def test_zero_1_shares_the_moments_out_over_the_replicas(dp, precision):
     row = Row(dp=dp, zero=1, micro_batch=2, precision=precision)
     for held, parameters, groups in run_world(dp, sizes_of_state, row):
-        # Each group is padded to a multiple of the alignment times the number of parts.
+        # Each group is padded to a multiple of the alignment times the number of partitions.
         assert parameters / dp <= held <= parameters / dp + ALIGNMENT * groups
     for held, parameters, _ in run_world(dp, sizes_of_state, replace(row, zero=0)):
         assert held == pytest.approx(parameters, abs=2 * ALIGNMENT)
 
 
 def bytes_of_saved_state(row):
-    """Returns the bytes of the optimizer state that torch.save writes: each storage once."""
+    """Returns the bytes of the optimizer state that torch.save writes. It writes each storage once."""
     masters = [flat["fp32"] for flat, _ in build_engine(config_of(row)).optimizer.packed_groups()]
     storages = {master.untyped_storage().data_ptr(): master.untyped_storage().nbytes() for master in masters}
     return sum(storages.values()), sum(master.nbytes for master in masters)
@@ -362,7 +367,7 @@ def test_a_rank_saves_its_own_partition_of_the_master_weights(precision):
 
 
 def reduce_scatters():
-    """A context in which ZeRO's gradients are reduce-scattered, as they are with NCCL."""
+    """Returns a context in which ZeRO's gradients are reduce-scattered, as with NCCL."""
     return mock.patch.object(flat_group, "prefers_all_reduce", lambda group: False)
 
 
@@ -371,7 +376,7 @@ def train_a_little(row, options):
         return train_layout(row, 5, model={"num_layers": 4}, parallel=options)
 
 
-BUCKETS = {"ddp_bucket_size": 1}  # of one layer each
+BUCKETS = {"ddp_bucket_size": 1}  # one layer in each bucket
 OVERLAP = {
     "none": {},
     "buckets": BUCKETS,
@@ -381,8 +386,8 @@ OVERLAP = {
 
 
 def check_same_steps(expected, found):
-    """The histories of all ranks have the same losses; with ZeRO the grad norm is summed from parts of
-    parameters."""
+    """Asserts that all ranks have the expected losses. With ZeRO the grad norm, which is summed from parts of
+    parameters, may differ by rounding."""
     for one, other in zip(expected, found, strict=True):
         assert [loss for loss, _ in one] == [loss for loss, _ in other]
         assert [norm for _, norm in one] == pytest.approx([norm for _, norm in other], rel=1e-7)
@@ -399,7 +404,8 @@ def test_both_zero_stages_take_the_same_steps(precision, overlap):
 
 
 def gathers_and_layers(row):
-    """In which order buckets are gathered ('gather 3') and layers run ('3') in a step and after it."""
+    """Returns the order in which buckets are gathered ('gather 3') and layers run ('3') in a step and after
+    it."""
     engine = build_engine(config_of(row, model={"num_layers": 4}, parallel=BUCKETS))
     train(engine, [0])
     seen = []
@@ -418,7 +424,7 @@ def gathers_and_layers(row):
 
 
 def test_with_one_hardware_queue_each_bucket_starts_the_all_gather_of_the_next_one():
-    """All all-gathers at once would delay the first layer."""
+    """If all all-gathers were launched at once, they would delay the first layer."""
     row, layers = Row(dp=2, zero=1, micro_batch=2, precision="bf16"), ["3", "4", "5", "6"]
     gathers = [f"gather {layer}" for layer in layers]
     assert run_world(2, gathers_and_layers, row) == [[*layers, *layers, *gathers]] * 2

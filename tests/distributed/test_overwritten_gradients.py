@@ -1,4 +1,4 @@
-"""The first micro-batch of a step overwrites the sums of gradients: no value of an earlier step is read."""
+"""The first micro-batch of a step overwrites the gradient sums, so no value of an earlier step is read."""
 
 from unittest import mock
 
@@ -37,7 +37,9 @@ ROWS = {
 
 
 def trained(row, changes, overwrites):
-    """History and weights of a run with products that add, in which forgotten gradients are NaN."""
+    """Trains with gradient accumulation in the GEMM. Gradients of an earlier step are set to NaN, so that
+    reading one is seen in the losses. Returns (losses and grad norms, weights, number of flat groups that
+    this step has written)."""
     forget = FlatGroup.forget_gradients
 
     def forget_and_poison(flat):

@@ -1,4 +1,5 @@
-"""Activations sent in parts by the tensor-parallel ranks: the same numbers as whole ones, to the last bit."""
+"""With --partition-activations the tensor-parallel ranks send parts of the activations. Losses equal
+unpartitioned messages to the last bit."""
 
 from __future__ import annotations
 
@@ -26,7 +27,8 @@ STEPS = 2
 
 
 def outcome(row, parallel, sends_parts):
-    """Losses and norms of the steps, sums of the last gradients, and the elements of all messages."""
+    """Returns (losses and norms of the steps, sums of the last gradients, number of elements of all
+    messages)."""
     elements = []
 
     def exchange(messages):

@@ -1,5 +1,5 @@
-"""Universal checkpoints of a plain DeepSpeed engine: no pipeline, no arguments of Megatron, no patterns.
-DeepSpeed itself trains, saves and converts (--inject_missing_state)."""
+"""Runs load universal checkpoints of a plain DeepSpeed engine, which have no pipeline, no arguments of
+Megatron, and no patterns. DeepSpeed trains, saves and converts (--inject_missing_state)."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ def states_of(engine: Any) -> dict[str, dict[str, Tensor]]:
 def train_and_save(
     folder: Path, zero: int, replicas: int
 ) -> tuple[dict[str, dict[str, Tensor]], list[float]]:
-    """Returns the states that were saved, and the losses of the next steps."""
+    """Returns (the saved states, the losses of the next steps)."""
     config = config_of(Row())
     model, wholes = GPTModel(config, VOCAB, EOD), random_wholes(config)
     with torch.no_grad():
@@ -104,7 +104,7 @@ def train_and_save(
 
 
 def convert_as_deepspeed(folder: Path) -> None:
-    """Runs DeepSpeed's converter on `mine`."""
+    """Runs DeepSpeed's converter on the checkpoint `mine`."""
     workers = {"num_extract_workers": 1, "num_merge_workers": 1}
     flags = {"keep_temp_folder": False, "strict": True, "inject_missing_state": True}
     source, target = folder / "mine", folder / "mine_universal"
@@ -131,7 +131,7 @@ def resume(row: Row, folder: Path) -> tuple[TrainingState, list[float]]:
     return checkpoint.state, losses
 
 
-@pytest.mark.gate(rows=1)  # with ZeRO-1 test_shards_of_tensor_parallel_ranks_are_merged
+@pytest.mark.gate(rows=1)  # tested with ZeRO-1 by test_shards_of_tensor_parallel_ranks_are_merged
 @pytest.mark.parametrize("zero", [3, 2, 1], ids=str)
 def test_the_next_losses_are_those_of_the_engine(zero: int, tmp_path: Path) -> None:
     (states, expected), _ = run_world(2, train_and_save, tmp_path, zero, 2)
@@ -148,7 +148,7 @@ def test_the_next_losses_are_those_of_the_engine(zero: int, tmp_path: Path) -> N
 
 
 class TwoTensorRanks:
-    """What DeepSpeed asks a Megatron program about its process groups, for TP 2."""
+    """The `mpu` that a Megatron program with TP 2 passes to DeepSpeed: it describes the process groups."""
 
     def __init__(self) -> None:
         self.own = [dist.new_group([rank]) for rank in range(2)][dist.get_rank()]
@@ -173,7 +173,8 @@ class TwoTensorRanks:
 
 
 def save_shards(folder: Path, megatron_names: bool) -> dict[str, dict[str, Tensor]]:
-    """Trains and saves the shards of two tensor-parallel ranks, each as the sum of its squares."""
+    """Trains the shards of two tensor-parallel ranks with the sum of their squares as loss, and saves
+    them."""
     config = config_of(Row(), model=SWIGLU)
     group = Axis("tp", dist.get_rank(), 2)
     wholes, specs = random_wholes(config), model_specs(config, VOCAB, EOD)
@@ -204,8 +205,8 @@ def save_shards(folder: Path, megatron_names: bool) -> dict[str, dict[str, Tenso
 @pytest.mark.gate(rows=1)
 @pytest.mark.parametrize("megatron_names", [True, False])
 def test_shards_of_tensor_parallel_ranks_are_merged(megatron_names: bool, tmp_path: Path) -> None:
-    """DeepSpeed's converter had no patterns: it put the shards below each other, replicas included. The model
-    has a gated MLP, whose arguments do not say so."""
+    """Without patterns, DeepSpeed's converter concatenates all shards, replicas included. The reader must
+    find the parameters in them. The model has a gated MLP, which the saved arguments do not mention."""
     ranks = run_world(2, save_shards, tmp_path, megatron_names)
     convert_as_deepspeed(tmp_path)
     config = config_for(Row(), tmp_path, **SWIGLU)

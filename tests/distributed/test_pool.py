@@ -17,7 +17,8 @@ def ranks_and_sum():
 
 
 def train_a_pipeline(stages):
-    """Loss of two steps of a DeepSpeed pipeline, which leaves state behind in many of DeepSpeed's modules."""
+    """Returns the losses of two steps of a DeepSpeed pipeline, which leaves state in many of
+    DeepSpeed's modules."""
     import deepspeed
     import torch
     from deepspeed.pipe import PipelineModule
@@ -31,7 +32,8 @@ def train_a_pipeline(stages):
     engine, *_ = deepspeed.initialize(
         model=module,
         optimizer=torch.optim.SGD(module.parameters(), lr=0.1),
-        # Clipping is on unless it is set to 0, and it does not count alike on every layout.
+        # 0 turns clipping off. DeepSpeed's default clips, and computes the norm differently on different
+        # layouts.
         config={"train_batch_size": 4, "train_micro_batch_size_per_gpu": 1, "gradient_clipping": 0.0},
     )
     data = iter([(torch.full((1, 4), 0.5), torch.ones(1, 4))] * 8)
@@ -86,8 +88,8 @@ def test_an_exception_names_its_rank_and_keeps_its_type_and_traceback():
 
 
 def test_a_hang_names_the_ranks_and_where_they_are():
-    run_world(2, ranks_and_sum)  # the start of the workers is not part of the time
-    for timeout in (1.0, 30.0):  # in the first one a slow machine may not have begun
+    run_world(2, ranks_and_sum)  # starts the workers before the time is measured
+    for timeout in (1.0, 30.0):  # a slow machine may not have begun after the first timeout
         with pytest.raises(
             WorldError, match=rf"ranks \[0, 1\] have not answered within {timeout} s"
         ) as error:

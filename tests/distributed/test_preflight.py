@@ -1,4 +1,4 @@
-"""Preflight in real processes: the file of --network-figures."""
+"""Real processes run the preflight and write the file of --network-figures."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from tests.support.pool import run_world
 
 
 def start(path: str, nodes: tuple[str, ...]) -> Any:
-    """The notes of preflight on this rank. nodes: the node of each rank."""
+    """Returns the notes of preflight on this rank. nodes: the node of each rank."""
     config = config_of(Row(dp=len(nodes)), parallel={"network_figures": path}, data={"data_path": ()})
     os.environ["SLURMD_NODENAME"] = nodes[dist.get_rank()]
     return preflight(config, {})

@@ -1,4 +1,4 @@
-"""QK-clip: weights against a plain scaling after each step, and every layout against one process."""
+"""QK-clip: the weights after each step equal a plain scaling, and every layout trains as one process."""
 
 import pytest
 import torch
@@ -36,7 +36,7 @@ def clipped(threshold, optimizer=MUON):
 
 
 def largest_logits(weights, tokens, model):
-    """[heads] of each layer, computed by the GPT in plain PyTorch."""
+    """Returns the largest logits [heads] of each layer, computed by the GPT in plain PyTorch."""
     found, latent = [], model.get("multi_latent_attention")
     sizes = {**SIZES, "value": model["v_head_dim"], "largest": found} if latent else None
     has_gate, heads = "attention_output_gate" in model, model.get("window_num_attention_heads")
@@ -55,7 +55,7 @@ def largest_logits(weights, tokens, model):
 
 
 def scale_plainly(weights, index, largest, threshold, model):
-    """Scales the weights of a layer, in place, head by head. Returns the number of heads."""
+    """Scales the weights of a layer in place, head by head. Returns the number of scaled heads."""
     name, count = f"{index}.self_attention", 0
     eta = [min(1.0, threshold / logit) if logit > 0 else 1.0 for logit in largest.tolist()]
     if model.get("multi_latent_attention"):
@@ -82,8 +82,11 @@ def scale_plainly(weights, index, largest, threshold, model):
 
 
 def weights_of_both(model, optimizer, threshold, steps):
-    """Trains with --qk-clip, and without it but with the plain scaling after each step. Returns both weights,
-    the number of scaled heads, and the largest logged logit with the plain one."""
+    """Trains with --qk-clip, and trains without it but with the plain scaling after each step.
+
+    Returns (the weights of both runs, the number of scaled heads, the largest logit of each step: logged and
+    plain).
+    """
     ours = build_engine(config_of(Row(micro_batch=2), model=model, optimizer=clipped(threshold, optimizer)))
     plain = build_engine(config_of(Row(micro_batch=2), model=model, optimizer=optimizer))
     parameters = {name: parameter.data for name, parameter in plain.module.named_parameters()}
@@ -119,7 +122,7 @@ def test_one_process_scales_what_a_plain_scaling_does(name):
     model, optimizer, threshold = MODELS[name]
     steps = 5
     ((found, expected, count, logged),) = run_world(1, weights_of_both, model, optimizer, threshold, steps)
-    heads = 4 * 2 + model.get("window_num_attention_heads", 4) * 2  # of the 4 layers
+    heads = 4 * 2 + model.get("window_num_attention_heads", 4) * 2  # of 4 layers, 2 with a window
     assert steps * 2 < count < steps * heads - 4
     for ours, plain in logged:
         assert ours == pytest.approx(plain, rel=1e-5)

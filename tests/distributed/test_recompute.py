@@ -1,4 +1,4 @@
-"""--checkpoint-activations recomputes each transformer layer, for any groups of layers and any partition."""
+"""--checkpoint-activations recomputes each transformer layer, with groups of any size and any partition."""
 
 from unittest import mock
 
@@ -22,7 +22,8 @@ from tests.support.pool import run_world
 
 
 def forwards_per_layer(row, together):
-    """How often this rank's transformer layers ran forward in one step of one micro-batch, and the losses."""
+    """Returns how often each transformer layer of this rank ran forward in a step of one micro-batch, and the
+    losses."""
     engine = build_engine(config_of(row, training={"checkpoint_num_layers": together}))
     functions = engine.module.forward_funcs
     layers = [layer for layer in functions if isinstance(layer, ParallelTransformerLayerPipe)]
@@ -56,7 +57,7 @@ STEPS = 6
 
 
 def kept_scores_and_history(row, changes):
-    """How many matrices of scores autograd keeps in a step, and the numbers of 6 steps."""
+    """Returns (number of score matrices that autograd keeps in a step, losses and grad norms of 6 steps)."""
     engine = build_engine(config_of(row, model=DROPOUT, **changes))
     kept = []
 
@@ -84,7 +85,8 @@ def test_selective_recomputation_keeps_no_scores_and_changes_no_number(row):
 
 
 def history_and_parts(row, changes):
-    """6 steps, and the sizes of what DeepSpeed kept of the layers' inputs in the first of them."""
+    """Returns (losses and grad norms of 6 steps, sizes of the layer inputs that DeepSpeed kept in the first
+    step)."""
     engine = build_engine(config_of(row, **changes))
     sizes, keep = set(), deepspeed_checkpointing.extract_tensors
 
@@ -118,13 +120,14 @@ def history_and_parts(row, changes):
     ids=str,
 )
 def test_parts_and_copies_of_the_inputs_give_the_same_numbers(row, flags, changes):
-    """DeepSpeed keeps the TP rank's shard, and recomputes the layers from the gathered tensor."""
+    """DeepSpeed keeps the TP rank's shard of each input, and recomputes the layers from the gathered
+    tensor."""
     training = changes.get("training", {}) | dict.fromkeys(flags, True)
     numbers = {"model": DROPOUT, "data": changes.get("data", {})}
     reference = one_process(row, STEPS, **numbers)
     results = run_world(row.world_size, history_and_parts, row, {**numbers, **changes, "training": training})
     part = row.micro_batch * SEQ * 32 // row.tp
     for sizes, history in results:
-        # Without a part to take, the inputs stay as they are: they are in the CPU's memory.
+        # With one TP rank the inputs are not partitioned, and on a CPU there is no copy.
         assert sizes == ({part} if row.tp > 1 else set())
         assert max(relative_errors(history, reference)) < FP32_BOUND

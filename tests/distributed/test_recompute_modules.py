@@ -21,7 +21,7 @@ POST_NORM_RESIDUAL = {"apply_residual_connection_post_layernorm": True}
 EP_2 = {"parallel": {"expert_model_parallel_size": 2}}
 STEPS = 3
 
-# Row, changes of its configuration, modules. The order matters to the gate, which takes evenly spaced rows.
+# Name -> (row, changes of its configuration, modules). The order matters: the gate runs evenly spaced rows.
 ROWS = {
     "gpt, dropout": (Row(micro_batch=2), {"model": DROPOUT}, ("core_attn", *DENSE)),
     "norms only, bf16": (Row(micro_batch=2, precision="bf16"), {}, ("layernorm",)),
@@ -76,14 +76,14 @@ def test_no_bit_changes(name):
 
 
 def kept_bytes(row, changes):
-    """Returns the bytes that a layer of this rank keeps for its backward pass, and those afterwards."""
+    """Returns (bytes that a layer of this rank keeps for its backward pass, bytes that remain after it)."""
     _, module = build_model(config_of(row, **changes))
     layer = next(iter(module.transformer_layers().values()))
     sharded = row.tp if module.context.sequence_parallel else 1
     dtype = torch.bfloat16 if row.precision == "bf16" else torch.float32
     x = torch.randn(SEQ // sharded, 2, 32, dtype=dtype, requires_grad=True)
     with module.dropout_rng.use_samples(range(2)):
-        layer(x).sum().backward()  # makes tables, and the gradients
+        layer(x).sum().backward()  # makes tables and gradients
         with TrackedMemory() as memory:
             output = layer(x)
             kept = settled(memory)
@@ -93,7 +93,7 @@ def kept_bytes(row, changes):
 
 
 def settled(memory):
-    """Returns the bytes that are left when Gloo's threads have freed the tensors of finished collectives."""
+    """Returns the bytes that remain when Gloo's threads have freed the tensors of finished collectives."""
     left = memory.live
     for _ in range(5):
         time.sleep(0.05)
@@ -115,7 +115,7 @@ KEPT = {
     "experts": (Row(), {"model": MIXTRAL}, ("moe_act",), 4 * 2 * TOKENS * 24),
     "experts, bf16": (
         Row(precision="bf16"),
-        # On CPUs the RMS norm of a 16-bit input keeps an fp32 copy, not its input.
+        # On CPUs the RMS norm of a 16-bit input keeps an fp32 copy instead of its input.
         {"model": {**MIXTRAL, "normalization": "LayerNorm"}},
         ("layernorm", "moe_act"),
         2 * (2 * NORM + 2 * TOKENS * 24),
@@ -142,7 +142,7 @@ def test_a_layer_keeps_fewer_bytes(name):
 
 
 def read_three_times(y, w):
-    """Three products keep `y` or views of it: [3, 4], [4, 3] and the rows [1:]."""
+    """Computes three products that keep `y` or views of it: [3, 4], [4, 3] and the rows [1:]."""
     return y @ w + (y.view(4, 3) @ w[:3, :3]).view(3, 4) + (y[1:] * w[0]).sum()
 
 

@@ -1,4 +1,4 @@
-"""A checkpoint of one layout opens on every other, with the same numbers."""
+"""A checkpoint of one layout opens on every layout, with equal losses."""
 
 import pytest
 
@@ -15,7 +15,8 @@ from tests.support.pool import run_world
     ids=["two others", *SHAPES],
 )
 def test_a_checkpoint_opens_on_every_layout(saver, resumers, tmp_path):
-    """The vocabulary of 101 is padded to 104, 112 and 128 rows on 1, 2 and 4 TP ranks."""
+    """The vocabulary of 101 tokens is padded to 104, 112 and 128 rows on 1, 2 and 4 TP ranks, so the padding
+    changes, too."""
     changes = {
         "model": {"hidden_dropout": 0.1, "glu_activation": "swiglu", "make_vocab_size_divisible_by": 8}
     }
@@ -47,7 +48,8 @@ def test_interleaved_stages_open_on_other_layouts_and_open_theirs(other, back, t
 @pytest.mark.full
 @pytest.mark.parametrize("pipeline", [1, 2, 4, 8])
 def test_the_first_loss_after_a_resume_does_not_depend_on_the_number_of_stages(pipeline, tmp_path):
-    """BigScience saw losses of 1.9439 on 12 stages and 2.0429 on 72 stages for one checkpoint."""
+    """BigScience saw losses of 1.9439 on 12 stages and 2.0429 on 72 stages after resumes from one
+    checkpoint."""
     changes = {"model": {"num_layers": 8}}
     run_world(2, save_before, Row(tp=2), tmp_path, changes)
     row = Row(pp=pipeline)

@@ -1,4 +1,4 @@
-"""A resumed run equals the uninterrupted one; incompatible checkpoints are refused by name."""
+"""A resumed run equals the uninterrupted run. Incompatible checkpoints are rejected by name."""
 
 import errno
 import json
@@ -44,7 +44,7 @@ LAYOUTS = {
     "DP 2": Row(dp=2, micro_batch=4),
     "TP 2 x PP 2": Row(tp=2, pp=2, micro_batch=4),
 }
-# Small, with dropout, whose masks must be the same; the loss scale overflows at first and grows soon.
+# A small model with dropout, whose masks must repeat. The loss scale overflows at first, and grows soon.
 CHANGES = {
     "model": {"num_layers": 2, "hidden_dropout": 0.1, "attention_dropout": 0.1},
     "precision": {"initial_loss_scale": 2.0**24, "hysteresis": 1, "loss_scale_window": 2},
@@ -56,7 +56,7 @@ def config_for(row, optimizer):
 
 
 def outcome(engine, steps):
-    """Losses and norms of the steps, then everything that the run's future depends on."""
+    """Returns losses and norms of the steps, then everything on which the rest of the run depends."""
     history = train(engine, steps)
     scaler = engine.optimizer.scaler.state_dict()
     moments = [
@@ -76,7 +76,7 @@ def save_and_continue(row, optimizer, folder):
 
 def resume_and_continue(row, optimizer, folder):
     engine = build_engine(config_for(row, optimizer))
-    train(engine, [9])  # other weights, moments and scale than a fresh engine's: all must be replaced
+    train(engine, [9])  # differs from a fresh engine: the load must replace all
     checkpoint = find_latest(folder)
     load_checkpoint(engine, checkpoint, FINGERPRINT)
     return checkpoint.state, outcome(engine, range(3, 6))
@@ -99,7 +99,8 @@ def test_a_resumed_run_equals_the_uninterrupted_one_to_the_last_bit(
 
 
 def assert_equal_to_the_last_bit(resumed, uninterrupted):
-    """Training state, losses, norms, loss scale, moments, master weights and weights of every rank."""
+    """Compares training state, losses, norms, loss scale, moments, master weights and weights of all
+    ranks."""
     for (state, after), expected in zip(resumed, uninterrupted, strict=True):
         assert state == state_after(3)
         assert after[:2] == expected[:2], "losses, norms or the loss scale differ"
@@ -138,7 +139,7 @@ def test_with_zero_1_and_bf16_a_resume_needs_no_mp_rank_file(tmp_path):
         assert all(torch.equal(a, b) for a, b in zip(after[2], expected[2], strict=True))
 
 
-# --- other stages ---
+# --- a different number of stages ---
 
 EVEN = {"partition_method": "type:transformer"}
 OTHER_STAGES = {
@@ -177,7 +178,7 @@ def test_a_resume_may_use_another_partition(stages, zero, precision, back, tmp_p
     expected = run_world(row.world_size, save_after, row, before, tmp_path)[0]
     for history in run_world(row.world_size, resume_with, row, after, tmp_path):
         loss_error, norm_error = relative_errors(history, expected)
-        # What a stage receives is rounded at the stage boundary; fp32 rounds as it always does.
+        # Activations are rounded at a stage boundary in 16-bit runs. In fp32 a boundary changes nothing.
         assert loss_error <= (FP32_BOUND if precision == "fp32" else 2e-4)
         assert norm_error <= (FP32_BOUND if precision == "fp32" else 1e-2)
 
@@ -192,7 +193,7 @@ def test_run_json_records_the_stages(tmp_path):
     }
 
 
-# --- what is refused ---
+# --- rejected checkpoints ---
 
 
 def save_untrained(row, folder):
@@ -210,7 +211,7 @@ def untrained(tmp_path_factory):
 
 @pytest.fixture
 def saved(untrained, tmp_path):
-    """A folder with a checkpoint of the single-process model."""
+    """Returns a folder with a checkpoint of the single-process model."""
     return shutil.copytree(untrained, tmp_path, dirs_exist_ok=True)
 
 
@@ -278,7 +279,7 @@ def test_other_data_is_refused_by_name_and_moved_data_is_not(saved):
 
 
 def test_another_number_of_epochs_is_not_called_other_data(saved):
-    """A larger batch, or a longer run, reads the same data more often."""
+    """A larger batch or more steps read the checkpoint's data more often, but the data are equal."""
     longer = {**FINGERPRINT, "epochs": [2], "last_epoch_apart": [True]}
     with pytest.raises(UserError) as caught:
         find(saved, fingerprint=longer, training={"train_iters": 1000})
@@ -290,7 +291,8 @@ def test_another_number_of_epochs_is_not_called_other_data(saved):
 
 
 def test_a_checkpoint_that_has_consumed_nothing_starts_on_any_data(saved):
-    """The weights came from elsewhere, so the run may choose its own training settings."""
+    """The checkpoint's weights are from another program or run, so the new run may choose its own
+    training settings."""
     nothing = {"state": asdict(TrainingState()), "data": {}}
     change_run(saved / "global_step1", lambda run: run.update(nothing))
     assert find(saved, data={"reset_attention_mask": True}).state == TrainingState()
@@ -316,11 +318,11 @@ def test_a_universal_checkpoint_is_opened_without_its_flag_only_if_there_is_no_n
         assert find(folder).format == "universal"
 
 
-# --- complete or invisible ---
+# --- incomplete checkpoints are not found ---
 
 
 def save_twice(row, folder, keep_last=None):
-    """Checkpoints of steps 1 and 2."""
+    """Saves checkpoints of steps 1 and 2."""
     engine = build_engine(config_of(row, checkpoint={"keep_last": keep_last}))
     manager = make_manager(engine, folder)
     for step in (0, 1):
@@ -330,7 +332,7 @@ def save_twice(row, folder, keep_last=None):
 
 def select(row, folder):
     config = config_of(row, checkpoint={"load": str(folder)})
-    # Rank 0 alone searches.
+    # Only rank 0 searches for a checkpoint.
     checkpoint = find_checkpoint(unconnected_run(config)) if dist.get_rank() == 0 else None
     try:
         selectd = select_valid_checkpoint(checkpoint, unconnected_run(config))
@@ -379,8 +381,7 @@ def resume_and_save(row, folder, steps, keep_last):
 
 
 def test_only_checkpoints_of_the_lineage_are_deleted(tmp_path):
-    """--keep-last deletes neither the branch that was abandoned when `latest` was set back, nor a link's
-    target."""
+    """--keep-last deletes neither a branch abandoned by setting `latest` back, nor the target of a link."""
     run_world(1, resume_and_save, Row(), tmp_path, (1, 2, 3, 4), None)
     (tmp_path / "latest").write_text("global_step1")
     elsewhere = tmp_path / "archive"
@@ -395,7 +396,7 @@ def test_only_checkpoints_of_the_lineage_are_deleted(tmp_path):
 
 
 def sentence_of_a_full_disk(folder, num_bytes):
-    """The error of a save to a disk with so much space."""
+    """Returns the error of a save to a disk with `num_bytes` of free space."""
     engine = build_engine(config_of(Row()))
     manager, write, left = make_manager(engine, folder), os.write, [num_bytes]
 

@@ -1,5 +1,5 @@
-"""Checkpoints of 8-bit Adam: fp32 in the files, so any layout, either format and plain Adam open them, and
-a resume on the layout that saved is equal to the last bit."""
+"""Checkpoints of 8-bit Adam have fp32 moments, so that any layout, both formats and plain Adam open them. A
+resume on the layout that saved is equal to the last bit."""
 
 import json
 from dataclasses import dataclass
@@ -22,7 +22,7 @@ from tests.support.conversion import to_universal
 from tests.support.layouts import Row, build_engine, config_of, train, unconnected_run
 from tests.support.pool import run_world
 
-# Shards of the MLP's matrices are no whole number of blocks on 2 and 4 TP ranks.
+# On 2 and 4 TP ranks the shards of the MLP's matrices end in the middle of a block.
 MODEL = {"hidden_size": 64, "kv_channels": 16, "ffn_hidden_size": 100}
 BITS = {"8": {"use_bnb_optimizer": True}, "32": {}}
 BEFORE, AFTER = 3, 3
@@ -40,7 +40,8 @@ def config_for(row, bits, **checkpoint):
 
 @dataclass(frozen=True)
 class Piece:
-    """What a rank owns of a parameter: elements from `first` of its TP shard, fp32 and moments."""
+    """The part of a parameter that a rank owns: fp32 values and moments of the elements from `first` on in
+    its TP shard."""
 
     spec: ParameterSpec
     stage: int
@@ -50,7 +51,7 @@ class Piece:
 
 
 def pieces_of(engine):
-    """Returns the state by parameter name: 'fp32' and the moments, dequantized."""
+    """Returns the state by parameter name: 'fp32' and the dequantized moments."""
     optimizer, mesh, pieces = engine.optimizer, engine.mesh, {}
     for flat in optimizer.flat:
         for parameter, start, length in flat.fragments():
@@ -64,12 +65,13 @@ def pieces_of(engine):
 
 
 def wholes(ranks):
-    """(name, kind) -> global tensors, from every rank's pieces; of a tied weight those of the first stage."""
+    """Returns (name, kind) -> unsharded tensor from every rank's pieces. A tied weight is taken from its
+    first stage."""
     result = {}
     for name in {name for pieces in ranks for name in pieces}:
         pieces = [rank[name] for rank in ranks if name in rank]
         stage = min(piece.stage for piece in pieces)
-        # All replicas have the same key.
+        # All replicas have equal keys.
         by_place = {(piece.tp_rank, piece.first): piece for piece in pieces if piece.stage == stage}
         spec, size = pieces[0].spec, 1 + max(tp_rank for tp_rank, _ in by_place)
         for kind in pieces[0].values:
@@ -85,7 +87,7 @@ def wholes(ranks):
 
 
 def codes_of(engine):
-    """(codes, scales) of every fragment with 8 bits, by name and moment."""
+    """Returns (codes, scales) of every fragment with 8 bits, by name and moment."""
     optimizer = engine.optimizer
     return {
         (optimizer.names[parameter], key): tuple(part.clone() for part in moment.part(start, length))
@@ -105,7 +107,7 @@ def load_and_continue(row, bits, folder, universal=False):
     config = config_for(row, bits, load=str(folder), universal_checkpoint=universal)
     checkpoint = find_checkpoint(unconnected_run(config))
     engine = build_engine(config)
-    train(engine, [9])  # other weights and moments: all must be replaced
+    train(engine, [9])  # other weights and moments: the load must replace all
     assert checkpoint.state == state_after(BEFORE)
     load_checkpoint(engine, checkpoint, FINGERPRINT)
     return pieces_of(engine), codes_of(engine), train(engine, range(BEFORE, BEFORE + AFTER))
@@ -113,7 +115,8 @@ def load_and_continue(row, bits, folder, universal=False):
 
 @pytest.fixture(scope="module")
 def saved(tmp_path_factory):
-    """(layout, bits) -> (folder with the checkpoint, native and universal, what `save_and_continue` gave)."""
+    """Returns a function: (layout, bits) -> (folder with the native and the universal checkpoint, the results
+    of `save_and_continue`)."""
 
     @cache
     def save(saver: str, bits: str) -> tuple[Path, list]:
@@ -127,14 +130,15 @@ def saved(tmp_path_factory):
 
 
 def half_a_step(kind, expected):
-    """The largest error of quantising the moment: half of the widest gap between codes, of the largest scale
-    that a block can have."""
+    """Returns the largest error of quantizing the moment: half of the widest gap between codes, times the
+    largest scale that a block can have."""
     values = code_values(kind, torch.device("cpu"))
     return values.diff().max().item() / 2 * expected.abs().max().item() * (1 + 1e-5)
 
 
 def check_opened(row, bits, folder, universal, saved_ranks):
-    """Loads and continues: first the values of every parameter, then the losses."""
+    """Loads a saved checkpoint on a layout and continues. Compares the values of every parameter, then
+    the losses."""
     expected, losses = wholes([pieces for pieces, _, _ in saved_ranks]), saved_ranks[0][2]
     found = run_world(row.world_size, load_and_continue, row, bits, folder, universal)
     specs = {name: piece.spec for pieces, _, _ in found for name, piece in pieces.items()}
@@ -147,12 +151,13 @@ def check_opened(row, bits, folder, universal, saved_ranks):
         else:
             assert torch.equal(value, expected[name, kind]), (name, kind)
     for _, _, history in found:
-        # The first loss is that of the saved weights, whatever becomes of the moments.
+        # The first loss follows from the saved weights, and does not depend on the moments.
         assert history[0][0] == pytest.approx(losses[0][0], rel=1e-6)
         assert [loss for loss, _ in history] == pytest.approx([loss for loss, _ in losses], rel=5e-3)
 
 
-# Each layout that saved is opened on every other one, each time in another of these ways.
+# (bits, universal) of a load. Each layout opens the checkpoints of all other layouts, and takes the ways
+# in turn.
 WAYS = [("8", False), ("32", True), ("8", True), ("32", False)]
 
 
@@ -190,7 +195,8 @@ def test_the_layout_that_saved_resumes_to_the_last_bit(saver, universal, saved):
 
 
 def test_other_replicas_and_stages_have_the_same_codes(saved):
-    """Blocks begin with each parameter's TP shard, so only tensor parallelism moves them."""
+    """Each parameter's TP shard begins with a new block. So only tensor parallelism changes which elements
+    share a block, and data or pipeline parallelism keeps all codes."""
     folder, ranks = saved("1 process", "8")
     expected = wholes([ranks[0][0]])
     row = OPENERS["pp2 dp2"]

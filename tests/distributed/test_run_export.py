@@ -1,4 +1,4 @@
-"""The Hugging Face folder of a running job equals the folder that is made from its checkpoint."""
+"""The Hugging Face folder that a running job exports equals the folder converted from its checkpoint."""
 
 from __future__ import annotations
 
@@ -47,7 +47,8 @@ ROWS = {
 
 
 def export_twice(row: Row, changes: Changes, folder: Path) -> Any:
-    """Saves a checkpoint in 'saved' and writes the model to 'model', where another model is."""
+    """Saves a checkpoint in 'saved', and exports the model to 'model', which already contains an older
+    model."""
     from megatron.checkpoint.huggingface.run_export import export_model
 
     engine = build_engine(config_of(row, **changes))
@@ -82,7 +83,7 @@ def test_the_model_of_a_run_equals_the_model_of_its_checkpoint(name: str, tmp_pa
         assert (tmp_path / "model" / file).read_text() == (tmp_path / "later" / file).read_text()
     check_digests(tmp_path / "model")
     assert sorted(path.name for path in tmp_path.iterdir()) == ["later", "model", "saved"]
-    # The replicas and the stages have written files of their own.
+    # Each replica and each stage has written files of its own.
     files = list((tmp_path / "model").glob("*.safetensors"))
     if "experts" not in name:  # the tensor-parallel ranks are replicas of experts
         assert len(files) == row.pp * row.dp

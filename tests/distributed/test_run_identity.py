@@ -1,4 +1,5 @@
-"""Run identity on all ranks: one checkpoint for all, no write into a folder of another owner."""
+"""Run identity on all ranks: all ranks resume from one checkpoint, and no rank writes into a folder of
+another owner."""
 
 import json
 import os
@@ -23,7 +24,7 @@ from tests.unit.checkpoint.saved_runs import Run, steps_in
 
 
 def save(manager, step):
-    """Returns why the checkpoint was not saved; None if it was saved."""
+    """Returns why the checkpoint was not saved, or None if it was saved."""
     try:
         manager.save(state_after(step))
     except (FolderTakenError, SaveError) as error:
@@ -35,7 +36,8 @@ def save(manager, step):
 
 
 def share(folder, failures, local_rank=0):
-    """Rank 1 cannot open the checkpoint at the first `failures` attempts; the delays between them."""
+    """Lets rank 1 fail to open the checkpoint at the first `failures` attempts. Returns the checkpoint's name
+    or the error, and the delays between the attempts."""
     rank, slept = int(os.environ["RANK"]), []
     opened = start.open_checkpoint
 
@@ -75,11 +77,12 @@ def test_without_a_checkpoint_all_ranks_initialize_from_scratch(tmp_path):
     assert run_world(2, share, tmp_path, 0) == [(None, []), (None, [])]
 
 
-# --- who may write ---
+# --- which run may write into a folder ---
 
 
 def save_and_lose_the_folder(folder):
-    """Saves as the owner; the folder is taken over before the second save, and during the third."""
+    """Saves four times: as the owner of the folder, after a second owner took the folder, while a second
+    owner takes it, and without one of the layout's files. Returns the outcomes."""
     engine = build_engine(config_of(Row(dp=2, zero=1)))
     rank_0 = engine.global_rank == 0
     outcomes, verified, save_file = [], manager.make_integrity_record, DirectFiles.write
@@ -115,7 +118,7 @@ def take_over(folder):
 
 
 def test_a_job_that_lost_its_folder_stops_on_all_ranks_and_writes_nothing(tmp_path):
-    """Also, a save that lacks a file of the layout fails."""
+    """A save in which a file of the layout is missing also fails on all ranks."""
     outcomes = run_world(2, save_and_lose_the_folder, tmp_path)
     for saved, before, during, lacking in outcomes:
         assert saved is None
@@ -126,7 +129,7 @@ def test_a_job_that_lost_its_folder_stops_on_all_ranks_and_writes_nothing(tmp_pa
 
 
 def save_in_turn(folder):
-    """Two runs save into one folder, without knowing of each other."""
+    """Lets two runs save into one folder without knowing of each other."""
     first, second = (make_manager(build_engine(config_of(Row())), folder) for _ in range(2))
     return [save(first, 2), save(second, 2), save(second, 3), save(first, 3)]
 
@@ -137,11 +140,12 @@ def test_two_jobs_do_not_overwrite_each_others_checkpoints(tmp_path):
     assert "global_step2 belongs to another run" in taken and "global_step3 belongs" in taken_too
 
 
-# --- --keep-last with copies that differ ---
+# --- --keep-last with replicas that differ ---
 
 
 def save_good_then_unequal(folder):
-    """Copies are equal in the first two checkpoints, and differ from then on."""
+    """Saves four checkpoints, and makes the replicas differ before the third. Then rolls back, and saves a
+    fifth."""
     options = {"keep_last": 1, "save": str(folder), "load": str(folder)}
     engine = build_engine(config_of(Row(tp=2), checkpoint=options))
     checkpoints = make_manager(engine, folder)
@@ -152,14 +156,14 @@ def save_good_then_unequal(folder):
             make_copies_unequal(engine)
         assert save(checkpoints, step) is None
     back = checkpoints.rollback()
-    # The next checkpoint descends from the good one.
+    # The fifth checkpoint descends from the second.
     return back.folder.name, save(checkpoints, 5)
 
 
 @pytest.mark.full
 def test_keep_last_keeps_the_newest_checkpoint_with_equal_replicas(tmp_path):
-    """Checkpoint 4 replaced 3. Checkpoint 2, the last with equal replicas, stayed, and a rollback loads
-    it."""
+    """Checkpoint 4 replaced 3. Checkpoint 2, the last one with equal replicas, was kept, and the rollback
+    loaded it."""
     assert run_world(2, save_good_then_unequal, tmp_path) == [("global_step2", None)] * 2
     run = json.loads((tmp_path / "global_step5" / "run.json").read_text())
     assert [entry["name"] for entry in run["lineage"]] == ["global_step1", "global_step2"]

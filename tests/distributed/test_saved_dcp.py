@@ -1,4 +1,5 @@
-"""--save-format dcp: the content is a native save's, PyTorch opens it alone, and a run resumes from it."""
+"""--save-format dcp: the content equals a native save, PyTorch reads it without this program, and a run
+resumes from it."""
 
 from __future__ import annotations
 
@@ -30,7 +31,7 @@ from tests.support.pool import run_world
 NAME = f"global_step{STEPS_BEFORE}"
 SGD: Changes = {"optimizer": {"optimizer": "sgd", "sgd_momentum": 0.9}}
 OFFLOAD: Changes = {"parallel": {"cpu_offload": True}}
-# A gated MLP, whose shards are two slices; sizes that make partitions end inside rows.
+# A gated MLP has shards of two slices. With these sizes partitions end inside rows.
 GATED: Changes = {"model": {**LLAMA, "ffn_hidden_size": 44}}
 ROWS: dict[str, tuple[Row, Changes]] = {
     "TP 2 x PP 2 x DP 2, ZeRO-1": (Row(tp=2, pp=2, dp=2, zero=1), GATED),
@@ -45,15 +46,15 @@ ROWS: dict[str, tuple[Row, Changes]] = {
 
 
 def save_in_all_ways(row: Row, folder: Path, changes: Changes) -> list[str]:
-    """Saves one state in the native format, as DCP, and as DCP in the background with a step before the save
-    is complete. Returns this rank's parameters."""
+    """Saves one state in the native format, as DCP, and as DCP in the background, where training takes a step
+    before the save is complete. Returns the names of this rank's parameters."""
     engine = build_engine(config_of(row, **changes))
     train(engine, range(STEPS_BEFORE))
     make_manager(engine, folder / "native").save(state_after(STEPS_BEFORE))
     options = {"save": str(folder), "save_format": "dcp"}
     engine.run = replace(engine.run, config=config_of(row, **{**changes, "checkpoint": options}))
     make_manager(engine, folder / "dcp").save(state_after(STEPS_BEFORE))
-    # A ring of a part of the state.
+    # The ring buffer holds only a part of the state.
     options["async_save_memory_gb"] = 2e-5
     engine.run = replace(
         engine.run, config=config_of(row, **{**changes, "checkpoint": {**options, "async_save": True}})
@@ -108,7 +109,7 @@ def test_a_run_saves_what_a_conversion_of_its_native_checkpoint_writes(name: str
     assert_equal(states_of(direct), states_of(native))
     assert open_reader(direct).loss_scaler == open_reader(native).loss_scaler is not None
     assert direct.run["certificate"] == native.run["certificate"]
-    # The same bytes in the background, the same tensors as after a conversion.
+    # The background save has equal bytes, the conversion has equal tensors.
     runs = [without_identity(checkpoint.run) for checkpoint in (direct, background)]
     files = [run.pop("files") for run in runs]
     assert runs[0] == runs[1] and files[0] == files[1]
@@ -119,7 +120,7 @@ def test_a_run_saves_what_a_conversion_of_its_native_checkpoint_writes(name: str
     )
     ours, theirs = DcpFolder(direct.folder), DcpFolder(tmp_path / "converted")
     assert_equal(*({key: part.read(key) for key in part.tensors} for part in (ours, theirs)))
-    # Nothing is written twice, and several ranks write the chunks.
+    # No element is written twice, and several ranks write the chunks.
     numel = Counter[str]()
     for key, tensor in ours.tensors.items():
         for chunk in tensor.chunks:
@@ -133,7 +134,7 @@ def test_a_run_saves_what_a_conversion_of_its_native_checkpoint_writes(name: str
 
 
 def assert_torch_reads(folder: Path, expected: dict[str, torch.Tensor], file: Path) -> None:
-    """Both of torch's ways on one process: into a dict of tensors, and into a file of torch.save."""
+    """Reads in both of torch's ways on one process: into a dict of tensors, and into a file of torch.save."""
     state = {key: torch.full_like(value, -1.0) for key, value in expected.items()}
     torch_dcp.load(state, checkpoint_id=folder, no_dist=True)
     assert_equal(state, expected)
@@ -163,7 +164,8 @@ def save_as_dcp(row: Row, folder: Path, changes: Changes) -> None:
 def test_a_run_resumes_from_its_dcp_checkpoint_on_another_layout(
     save: Row, load: Row, tmp_path: Path
 ) -> None:
-    """Each load compares the digests of all weights and moments, and the canary loss."""
+    """Each load compares the digests of all weights and moments, and the canary loss (the loss of one fixed
+    random sequence)."""
     run_world(save.world_size, save_as_dcp, save, tmp_path, GATED)
     for state, history in run_world(load.world_size, resume_midway, load, tmp_path / NAME, GATED):
         assert state == state_after(STEPS_BEFORE)
@@ -172,7 +174,7 @@ def test_a_run_resumes_from_its_dcp_checkpoint_on_another_layout(
 
 
 def change_the_format(folder: Path, formats: list[str]) -> list[str]:
-    """Saves once in each format, with --keep-last 2. Returns the checkpoints that are left."""
+    """Saves once in each format with --keep-last 2. Returns the remaining checkpoints."""
     row = Row(dp=2, zero=1)
     engine = build_engine(config_of(row))
     identity = None
@@ -194,7 +196,8 @@ def damage_found(folder: Path) -> str | None:
 
 
 def test_formats_mix_in_one_folder_and_a_damaged_file_is_named(tmp_path: Path) -> None:
-    """Keep-last, `latest`, discovery and the tools; the newest is damaged, then incomplete."""
+    """Covers --keep-last, `latest`, the search for checkpoints, and the tools. The newest checkpoint is first
+    damaged, then incomplete."""
     kept = ["global_step3", "global_step4", "global_step4"]
     assert run_world(2, change_the_format, tmp_path, ["native", "dcp", "native", "dcp"]) == [kept, kept]
     newest = find_latest(tmp_path)

@@ -1,4 +1,4 @@
-"""--sequence-parallel changes where activations lie and nothing else."""
+"""--sequence-parallel changes only where activations are stored, and no loss."""
 
 import pytest
 import torch
@@ -28,7 +28,7 @@ ROWS = [
 TP2_PP2 = Row(tp=2, pp=2, micro_batch=2)
 BF16 = Row(tp=2, pp=2, micro_batch=2, precision="bf16")
 FP32_RESIDUAL = {"precision": {"fp32_residual_connection": True}}
-# Name -> the layout, what one process changes too, and what only the layout changes.
+# Name -> (the layout, changes of both runs, changes of only the layout's run).
 CASES = {
     **{str(row): (row, {}, {}) for row in ROWS},
     **{f"{row}-dropout": (row, {"model": DROPOUT}, {}) for row in ROWS},
@@ -64,11 +64,12 @@ def test_between_layers_a_rank_holds_its_part():
         assert set(seen) == {(SEQ // 4, 2, 32)} and len(seen) == 4 * 4
 
 
-# --- the parts, against their single-process references ---
+# --- layers, compared with their single-process references ---
 
 
 def linear_pair(rank_inputs):
-    """Outputs and gradients of column, then row-parallel layers on a sharded sequence, gathered."""
+    """Returns outputs and gradients of a column-parallel, then a row-parallel layer on a sharded sequence,
+    gathered."""
     tensor = world_tp_group()
     is_sharded = tensor.size > 1
     column = ColumnParallelLinear(6, 8, tensor, init_std=0.5, sequence_parallel=is_sharded)
@@ -95,8 +96,8 @@ def test_a_column_and_a_row_parallel_layer_on_a_sharded_sequence_equal_plain_one
 
 
 def embedding_pair():
-    """Outputs and gradients of the embedding sharded along the sequence, and this rank's part of those of the
-    replicated one."""
+    """Returns outputs and gradients of the embedding that is sharded along the sequence, and this rank's part
+    of the replicated embedding's outputs and gradients."""
     tp_group = world_tp_group()
     ranks, rank = tp_group.size, tp_group.rank
     tokens = torch.randint(0, 60, (3, 8), generator=torch.Generator().manual_seed(0))

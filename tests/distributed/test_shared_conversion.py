@@ -1,4 +1,5 @@
-"""Conversions to universal checkpoints by several tasks that are killed, start late, or differ in number."""
+"""Several tasks share a conversion to a universal checkpoint. They are killed, start late, or change
+in number."""
 
 import json
 import random
@@ -18,7 +19,9 @@ TASKS = ROOT / "tests" / "distributed" / "conversion_tasks.py"
 
 
 def convert_in_tasks(flags, num_tasks, victims=None, ends_others=True, late=False):
-    """Returns the exit codes of the ranks, the output and the errors."""
+    """Runs a conversion in `num_tasks` tasks. Returns (exit codes by rank, output, errors). victims: rank ->
+    number of the block of parameters at which the task is killed. ends_others: whether the end of a task with
+    an error kills the other tasks. late: whether the last task starts after the others have ended."""
     variables = {name: value for name, value in environment().items() if not name.startswith("SLURM")}
     plan = json.dumps([num_tasks, victims or {}, ends_others, int(late)])
     run = run_script(TASKS, [*flags, plan], variables, 0)
@@ -27,7 +30,7 @@ def convert_in_tasks(flags, num_tasks, victims=None, ends_others=True, late=Fals
 
 
 def results_in(output):
-    """The lines without the note of a rank 0 that started after the others were done."""
+    """Returns the lines without the note of a rank 0 that started after the other ranks were done."""
     return [line for line in output.splitlines() if "an earlier command has converted" not in line]
 
 
@@ -39,17 +42,18 @@ def test_killed_tasks_continue_in_any_number_and_write_the_bytes_of_one_process(
     source, target = saved(tmp_path, Row(tp=2, zero=1), {}), tmp_path / "universal"
     converted(source, tmp_path / "at once")
     flags = ["--input_folder", str(source), "--output_folder", str(target), "--num_extract_workers", "2"]
-    # Both names of the command continue what the other began.
+    # Each of the command's two names continues a conversion that the other name began.
     other = ["--from", str(source), "--to", str(target), "--format", "universal", "--workers", "2"]
     choose = random.Random(28)
-    # With two workers, a parameter of three blocks is complete before the tenth block of all is read.
+    # With two workers, a parameter of three blocks is complete before the tenth block of all parameters is
+    # read.
     assert convert_in_tasks(flags, 1, {0: 10})[0] == {"0": -9}
     for num_tasks in (3, 2, 4):
-        # All tasks are victims, with fewer blocks than the checkpoint has: none can finish the conversion.
+        # Each task is killed after fewer blocks than the checkpoint has, so none can finish the conversion.
         victims = {rank: choose.randrange(1, 8) for rank in range(num_tasks)}
         codes, output, _ = convert_in_tasks(other if num_tasks == 2 else flags, num_tasks, victims)
         assert set(codes.values()) == {-9} and not target.exists() and output == ""
-    # Two tasks of three die, unless the third was much faster; the third takes their parameters over.
+    # Two of three tasks die, unless the third was much faster. The third task takes over their parameters.
     codes, output, errors = convert_in_tasks(flags, 3, {0: 2, 2: 3}, ends_others=False)
     assert codes["1"] == 0 and set(codes.values()) <= {0, -9} and errors == ""
     (line,) = results_in(output)

@@ -1,4 +1,4 @@
-"""tests/support/shared_gpu.py: collectives through host memory give the results of the collectives.
+"""tests/support/shared_gpu.py: collectives through host memory have the results of gloo's collectives.
 
 tests/unit/test_gpu_script.py compares whole runs.
 """
@@ -19,7 +19,8 @@ RANKS = 2
 
 
 def arguments(name: str, views: bool) -> tuple[list[Tensor], list[object]]:
-    """Returns the tensors that a collective writes, and its arguments. views: they have other strides."""
+    """Returns the tensors that a collective writes, and its arguments. views: whether they are strided
+    views."""
 
     def layout(x: Tensor) -> Tensor:
         return x.t().contiguous().t() if views else x
@@ -48,7 +49,7 @@ def compare_collectives() -> list[str]:
                 found, words = arguments(name, views=True)
                 work = wrapper(getattr(dist, name))(*words, async_op=asynchronous)
                 assert not asynchronous or work.wait() and work.is_completed()
-                # reduce leaves other ranks' tensors undefined.
+                # After `reduce` only rank 0 has a defined result.
                 if name != "reduce" or dist.get_rank() == 0:
                     assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True)), name
             compared.append(name)
@@ -56,7 +57,7 @@ def compare_collectives() -> list[str]:
 
 
 def exchange() -> tuple[float, float]:
-    """Returns what a rank got by send and recv, and by messages in a batch."""
+    """Returns what a rank received by send and recv, and by batched messages."""
     rank, other = dist.get_rank(), 1 - dist.get_rank()
     send, receive = shared_gpu.sending(dist.send), shared_gpu.in_place(dist.recv)
     single = torch.full((2, 3), float(rank)).t()

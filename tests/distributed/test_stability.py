@@ -1,4 +1,4 @@
-"""Bad data, spikes and non-finite values: the same decision on every rank and layout."""
+"""Bad data, spikes and non-finite values: every rank and every layout takes equal decisions."""
 
 import math
 
@@ -28,7 +28,7 @@ def train(row, stability, bad=(), folder=None, parallel=None):
 
 
 def on(row, stability, bad=(), folder=None, parallel=None):
-    """Returns the outcome, after checking that it is equal on all ranks."""
+    """Trains on all ranks, and asserts that their outcomes are equal. Returns the outcome."""
     first, *others = run_world(row.world_size, train, row, stability, bad, folder, parallel)
     for other in others:
         assert other == first
@@ -61,7 +61,7 @@ def test_ranges_are_skipped_with_their_data(row):
 
 
 def left_out(iterations):
-    """The steps of an engine that never gets the data of some iterations."""
+    """Returns the steps of an engine that never gets the data of some iterations."""
     from tests.support.layouts import build_engine
     from tests.support.layouts import train as train_engine
 
@@ -89,7 +89,8 @@ def test_a_warning_changes_nothing():
     steps, lines, _ = on(row, {"spike_policy": "warn", **SPIKE}, (BAD,), parallel=parallel)
     assert [line[: len("iteration 7: spike, ")] for line in lines] == [f"iteration {BAD}: spike, "]
     assert (steps, []) == on(row, {}, (BAD,), parallel=parallel)[:2]
-    # The loss that is looked at, here on the rank of both ends of the pipeline, is the one of any layout.
+    # With DualPipeV the rank of the first and the last stage checks the loss. It must see the loss of one
+    # process.
     by_loss = {"spike_policy": "warn", "spike_window": 4, "spike_loss_factor": 1.0001}
     one, v_shaped = on(Row(), by_loss, (BAD,)), on(row, by_loss, (BAD,), parallel=parallel)
     assert one[1] == v_shaped[1] != [] and one[2].recent_losses == pytest.approx(v_shaped[2].recent_losses)
@@ -124,14 +125,14 @@ def test_rollbacks_are_counted_and_one_without_a_checkpoint_drops_the_update(tmp
     policy |= {"spike_grad_norm_factor": 2.0}
     steps, lines, end = on(Row(micro_batch=4), policy, (3, 5, 8), tmp_path)
     assert lines[0].startswith("iteration 3: spike")
-    assert lines[0].endswith("update skipped; there is no checkpoint to roll back to")
+    assert lines[0].endswith("update skipped; no checkpoint exists to roll back to")
     assert "global_step3; the data of iterations 4 to 5 are skipped" in lines[1]
     assert end.startswith("iteration 8: spike")
     assert end.endswith("reached --max-rollbacks 1")
     assert len(lines) == 2 and steps[8][2]
 
 
-# --- not finite ---
+# --- gradients that are not finite ---
 
 
 def with_nan(row, stability, bad_iterations, precision):
@@ -161,7 +162,8 @@ def test_steps_that_are_not_finite_are_skipped_up_to_k_in_a_row(precision):
         reported = [
             line for line in lines if "4.mlp.dense_h_to_4h.bias" in line and "rank 3 (stage 1" in line
         ]
-        # While the loss scale can be lowered, that is no news: the second of two overflows halves it.
+        # With fp16 an overflow is reported only if the loss scale cannot be lowered. The second of two
+        # overflows halves it.
         assert [line.split(":")[0] for line in reported] == [f"iteration {i}" for i in (2, 3, 5)][
             2 if "fp16" in precision else 0 :
         ]
@@ -183,7 +185,8 @@ def test_the_kth_in_a_row_stops_the_run():
 
 
 def mismatched_and_stepped(row, stability):
-    """Before and after a step, on this rank: a norm's weight, whose replica on TP rank 1 differs."""
+    """Returns a norm's weight on this rank before and after a step. Its replica on TP rank 1 differs at
+    first."""
     trainer = make_trainer(config_of(row, stability), steps=2)
     engine = trainer.engine
     state = trainer.step(TrainingState())
@@ -209,7 +212,8 @@ def test_copies_on_tensor_ranks_are_averaged_after_each_step(zero):
         assert torch.equal(after, ranks[0][1])
         assert not torch.equal(after, before)
     assert not torch.equal(ranks[0][0], ranks[1][0])
-    # Half of the difference is on both ranks now, give or take two steps of Adam.
+    # The average of the replicas moved rank 0's value by half of the difference of 0.5. The two Adam steps
+    # change it by less than 0.02.
     assert torch.allclose(ranks[0][1] - ranks[0][0], torch.tensor(0.25), atol=0.02)
     apart = run_world(4, mismatched_and_stepped, row, {})
     assert not torch.equal(apart[0][1], apart[1][1])

@@ -1,4 +1,5 @@
-"""Stages of any content, and several per rank, train, evaluate and resume with the numbers of one process."""
+"""Stages with any layers, and several stages per rank, train, evaluate and resume with the losses of one
+process."""
 
 from functools import cache
 from itertools import pairwise
@@ -25,7 +26,7 @@ from tests.support.layouts import (
 from tests.support.pool import run_world
 
 STEPS = 5
-# Partition methods for four transformer layers, by what is special about their stages.
+# Partition methods for four transformer layers, by the special property of their stages.
 STAGES = {
     "embedding alone, head alone": (4, "weighted_type:embed:2|transformer:1"),
     "final norm and head, one layer each": (6, "stages:E,1,1,1,1,L"),
@@ -51,7 +52,7 @@ ZERO_BUBBLE = ("an empty stage in the middle", "embedding alone, head alone", "e
 
 
 def parallel_settings(schedule, method):
-    """The flags of a schedule."""
+    """Returns the flags of a schedule."""
     settings = {"pipeline_schedule": schedule, "partition_method": method}
     if schedule == "interleaved":
         per_rank = 3 if method == "layout:E|t|t|t|t|L" else 2
@@ -59,7 +60,7 @@ def parallel_settings(schedule, method):
     return settings
 
 
-# Schedule and name -> ranks and flags. The order matters to the gate, which takes evenly spaced rows.
+# (Schedule, name of the stages) -> (ranks, flags). The order matters: the gate runs evenly spaced rows.
 CASES = {
     f"{schedule}: {name}": (ranks, parallel_settings(schedule, method))
     for schedule, table in {
@@ -73,7 +74,8 @@ CASES = {
 
 
 def evaluation(engine, num_micro_batches):
-    """Mean loss on micro-batches of one sample, a number of them that no training step has."""
+    """Returns the mean loss of `num_micro_batches` micro-batches of one sample. No training step has this
+    number of micro-batches."""
     data, rank = engine.mesh.dp_size, engine.mesh.dp.rank
     tokens = sample_tokens(9000, num_micro_batches)
 
@@ -117,13 +119,14 @@ def check(row, parallel, clip=1.0, dropout=0.0):
 @pytest.mark.parametrize("case", CASES)
 def test_stages_of_any_content_train_as_one_process_does(case, zero):
     ranks, parallel = CASES[case]
-    # DualPipeV on 4 ranks needs 8 micro-batches, all of a batch.
+    # DualPipeV on 4 ranks needs 8 micro-batches, which are the whole batch.
     replicas = 1 if ranks > 4 or case == "dualpipev: four ranks" else 2
     check(Row(pp=ranks, dp=replicas, zero=zero), parallel, dropout=0.1)
 
 
 def mixtures():
-    """Schedules and stages with all that goes with a pipeline: (row, flags, clipping)."""
+    """Returns (row, flags, clipping) for schedules and stages together with every feature that affects a
+    pipeline."""
     for name in ("embedding alone, head alone", "empty stages beside the ends"):
         for precision in ("fp32", "fp16"):
             pipeline, method = STAGES[name]
@@ -165,20 +168,21 @@ def times_and_bounds(row, parallel, changes):
 @pytest.mark.gate(rows=1)
 @pytest.mark.parametrize("schedule", ["1f1b", "dualpipev"])
 def test_all_ranks_partition_by_the_same_measured_times(schedule):
-    """With what travels beside the hidden states, recomputation and attention spelt out."""
+    """Covers document ids, which are sent along with the hidden states, recomputation, and unfused
+    attention."""
     changes = {"data": {"reset_attention_mask": True}, "model": {"attention_dropout": 0.1}}
     row = Row(tp=2, pp=2, dp=2, recompute=True, precision="bf16")
     found = run_world(row.world_size, times_and_bounds, row, {"pipeline_schedule": schedule}, changes)
     assert all(rank == found[0] for rank in found)
     times, bounds = found[0]
     assert set(times) >= {"EmbeddingPipe@first", "EmbeddingPipe@last", "ParallelTransformerLayerPipe"}
-    # The fused loss leaves float16_to_fp32 nothing to do.
+    # The fused loss leaves no work to the layer float16_to_fp32.
     assert all(value > 0 for kind, value in times.items() if kind != "float16_to_fp32")
     assert all(first < last for first, last in pairwise(bounds))
 
 
 def stages_by_memory(parallel, problem):
-    """Returns (calls of the planner on this rank, its stages or the error)."""
+    """Returns (number of the planner's calls on this rank, this rank's stages or the error)."""
     from megatron.cluster.exit_codes import SharedUserError
     from megatron.data.vocabulary import Vocabulary
     from megatron.planner.layer_memory import memory_costs

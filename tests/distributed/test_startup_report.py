@@ -1,4 +1,4 @@
-"""The table of each stage's memory: printed once, a row per pipeline rank."""
+"""The table of each stage's memory is printed once, with a row per pipeline rank."""
 
 import re
 from types import SimpleNamespace

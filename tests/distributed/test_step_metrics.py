@@ -1,4 +1,4 @@
-"""Metrics that parts of the model record by name, in the log line of the first rank."""
+"""Metrics that parts of the model record by name appear in the log line of the first rank."""
 
 import pytest
 import torch
@@ -13,7 +13,8 @@ from tests.support.trainers import make_trainer
 
 
 def reduced_values():
-    """Two log intervals: of the second one only rank 1 has values, of one name."""
+    """Returns the metrics of two log intervals. In the second interval only rank 1 records values, under one
+    name."""
     metrics, rank = StepMetrics(), dist.get_rank()
     metrics.record("outside of a step", 1.0)
     found = []
@@ -63,7 +64,7 @@ def test_a_name_that_comes_late_is_an_error():
 
 
 def trained(config):
-    """The values of a metric of all transformer layers, by step."""
+    """Returns the values of a metric of all transformer layers, by step."""
     trainer = make_trainer(config, steps=4)
     metrics = trainer.engine.module.metrics
 

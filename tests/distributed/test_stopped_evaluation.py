@@ -1,4 +1,5 @@
-"""An evaluation of several data sets that is stopped in the middle: only the rest is repeated."""
+"""If an evaluation of several data sets is stopped in the middle, only the remaining data sets are evaluated
+after the resume."""
 
 from __future__ import annotations
 
@@ -22,8 +23,8 @@ NAMES = ("a", "b", "c")
 
 
 def train(state: TrainingState, stop_at: int | None) -> tuple[list[str], TrainingState]:
-    """Trains to iteration 3, with an evaluation at 2. stop_at: the number of the data set at which a signal
-    arrives. Returns the data sets that were evaluated, and the state reached."""
+    """Trains to iteration 3, with an evaluation at iteration 2. stop_at: the number of the data set at which
+    a signal arrives. Returns (the evaluated data sets, the last state)."""
     trainer = make_trainer(config_of(Row(), training={"eval_iters": 1, "eval_interval": 2}), steps=3)
     trainer.data.valid = {name: name for name in NAMES}
     trainer.metrics.log_validation = lambda *_: None

@@ -1,5 +1,5 @@
-"""Replicas of a parameter (tied, on DP ranks, on TP ranks) stay equal to the last bit, however many there
-are and in whatever order each process group sums."""
+"""Replicas of a parameter (tied, on DP ranks, on TP ranks) stay equal to the last bit, for any number of
+replicas and any order in which a process group sums."""
 
 import random
 from contextlib import nullcontext
@@ -20,7 +20,7 @@ from tests.distributed.parity import EIGHT_BIT, SEQUENCE_PARALLEL
 from tests.support.layouts import RATE, Row, build_engine, config_of, sample_tokens
 from tests.support.pool import run_world
 
-# More than half of a stage is the embedding: 4096 rows of 32, beside at most three layers of 12 * 32 * 32.
+# The embedding is more than half of a stage: 4096 rows of 32, beside at most three layers of 12 * 32 * 32.
 LARGE_VOCABULARY = {"make_vocab_size_divisible_by": 4096}
 UNEQUAL = {"num_layers": 3}
 CLIPPED = {"clip_grad": 0.01}
@@ -45,7 +45,8 @@ def shuffled_sum(tensor, group):
 
 
 def sums_in_another_order():
-    """A backend with the least guarantee: all members of a group receive the same bits of an all-reduce."""
+    """Patches all-reduce with the weakest guarantee of a backend: all members of a group receive the same
+    bits."""
     all_reduce = dist.all_reduce
 
     def any_all_reduce(tensor, op=dist.ReduceOp.SUM, group=None, async_op=False):
@@ -59,8 +60,8 @@ def sums_in_another_order():
 
 
 def copies_after(row, changes, steps, other_order):
-    """What `find_invariant_violation` finds after some steps: digests of all copies of weights, fp32 and
-    moments."""
+    """Returns the violation that `find_invariant_violation` finds after some steps, or None. It compares
+    digests of all replicas of weights, fp32 values and moments."""
     batch_size = 2 * row.dp * row.micro_batch
     model = {"num_layers": 2, **LARGE_VOCABULARY, **changes.get("model", {})}
     batch = {"global_batch_size": batch_size}
@@ -79,7 +80,7 @@ def copies_after(row, changes, steps, other_order):
 
 
 BUCKETS = {"parallel": {"ddp_bucket_size": 1}, "model": {"num_layers": 4}}
-# (layout, changes of its config, whether the back-end's order of summation is another one)
+# Name -> (layout, changes of its configuration, whether the backend sums in a shuffled order).
 REPRESENTATIVE = {
     "three replicas, partitions of odd lengths": (Row(pp=2, dp=3, zero=1), {"model": UNEQUAL}, False),
     "four replicas, any order": (Row(pp=2, dp=4), {}, True),
@@ -131,7 +132,8 @@ def test_tied_copies_and_replicas_stay_equal_on_every_layout(case):
 
 
 def gradients_after_reduction(values):
-    """Of a parameter that both TP ranks replicate, and of one that they shard."""
+    """Returns the reduced gradients of a parameter that both TP ranks replicate, and of a parameter that they
+    shard."""
     rank = dist.get_rank()
     tp_group = Axis("tp", rank, 2, dist.group.WORLD)
     replicated = new_parameter(ParameterSpec((2,)), tp_group)
@@ -171,7 +173,8 @@ def test_a_weight_on_three_stages_is_refused():
 
 @pytest.mark.parametrize("kind", ["adam", "sgd"])
 def test_an_optimizer_step_does_not_depend_on_the_place_in_the_buffer(kind):
-    """PyTorch's fused kernels compute the end of a buffer otherwise than the rest: partitions have none."""
+    """PyTorch's fused kernels compute the last elements of a buffer differently from the rest. Padding at the
+    end of each partition keeps parameters away from it."""
     generator = torch.Generator().manual_seed(1)
     values, factors = torch.randn(101, generator=generator), torch.randn(10, 101, generator=generator)
 

@@ -1,5 +1,5 @@
-"""A run continues from a checkpoint of Megatron-Core with Megatron-Core's losses, on every layout. The assets
-are what megatron-core has written with TP 2 and PP 2 (`tests/reference/write_torch_dist.py`)."""
+"""A run continues from a checkpoint of Megatron-Core with Megatron-Core's losses, on every layout.
+megatron-core itself wrote the assets with TP 2 and PP 2 (`tests/reference/write_torch_dist.py`)."""
 
 import json
 import pickle
@@ -33,7 +33,8 @@ from tests.support.pool import run_world
 
 VOCAB, BATCH, SEQ = 64, 4, 32
 MODEL = {**LLAMA, "num_layers": 2, "hidden_size": 32, "ffn_hidden_size": 64}
-# Checkpoints of bf16 models with DP 2: of the mixed-precision optimizer, and of the distributed optimizer.
+# Checkpoints of bf16 models with DP 2: of the mixed-precision optimizer (first) and of the distributed
+# optimizer.
 SMALL = ("torch_dist_float16", "torch_dist_reshardable", "torch_dist_model_space")
 SMALL_MODEL = {"hidden_size": 16, "ffn_hidden_size": 32, "kv_channels": 4}
 EXPERTS = {
@@ -48,7 +49,7 @@ MIXED = {
     **{"moe_shared_expert_intermediate_size": 24, "moe_shared_expert_gate": True},
 }
 MTP = {**SMALL_MODEL, "mtp_num_layers": 2, "mtp_loss_scaling_factor": 0.3}
-# Of a HybridModel, with and without experts. Version 0.19 wrote the second, without common.pt.
+# Checkpoints of a HybridModel, without and with experts. Version 0.19 wrote the second, without common.pt.
 HYBRID = ("torch_dist_hybrid", "torch_dist_hybrid_experts")
 LATENT = {
     **{"group_query_attention": False, "num_query_groups": 1, "multi_latent_attention": True},
@@ -84,7 +85,7 @@ def config_for(row: Row, folder: Path, ep: int = 1, **model: object) -> Config:
 def resume(
     row: Row, core: Path, folder: Path | None = None, ep: int = 1, **model: Any
 ) -> tuple[TrainingState, list[float]]:
-    """Loads a checkpoint, that of Megatron-Core if none is given, and takes the next steps on its batches."""
+    """Loads a checkpoint (default: Megatron-Core's) and takes the next steps on its batches."""
     config = config_for(row, folder or core, ep, **MODELS[core.name] | model)
     expected = json.loads((core / "expected.json").read_text())
     checkpoint = find_checkpoint(unconnected_run(config, VOCAB))
@@ -136,8 +137,8 @@ def test_the_next_losses_are_those_of_megatron_core(name: str, row: Row, tmp_pat
     ids=str,
 )
 def test_the_next_losses_follow_from_the_main_parameters(row: Row, name: str, tmp_path: Path) -> None:
-    """Those of the bf16 weights differ by 2e-4. The state of the distributed optimizer is flattened in one of
-    the checkpoints."""
+    """Fails if training starts from the bf16 weights: their losses differ by 2e-4. In one of the checkpoints
+    the distributed optimizer's state is flattened."""
     core = unpack(name, tmp_path)
     content = json.loads((core / "expected.json").read_text())
     expected = content["losses"][content["steps"] :]
@@ -167,8 +168,8 @@ def test_the_next_losses_follow_from_the_main_parameters(row: Row, name: str, tm
 def test_the_next_losses_of_experts_are_those_of_megatron_core(
     name: str, row: Row, ep: int, tmp_path: Path
 ) -> None:
-    """Read from its files, and after a conversion to DCP. The losses depend on the router, the bias of
-    experts, and the gradients of balance loss and z-loss."""
+    """The checkpoint is read directly, and after a conversion to DCP. The losses depend on the router, the
+    experts' bias, and the gradients of balance loss and z-loss."""
     core, folder = unpack(name, tmp_path), tmp_path / "dcp" / "global_step3"
     convert_checkpoint.run(["--from", str(core), "--to", str(folder), "--format", "dcp"])
     content = json.loads((core / "expected.json").read_text())
@@ -185,7 +186,7 @@ def test_the_next_losses_of_experts_are_those_of_megatron_core(
 def test_the_next_losses_of_multi_token_prediction_are_those_of_megatron_core(
     row: Row, tmp_path: Path
 ) -> None:
-    """The losses of the main model and of each layer."""
+    """Compares the losses of the main model and of each prediction depth."""
     core = unpack("torch_dist_mtp", tmp_path)
     content = json.loads((core / "expected.json").read_text())
     both = zip(content["losses"], content["mtp_losses"], strict=True)
@@ -196,7 +197,8 @@ def test_the_next_losses_of_multi_token_prediction_are_those_of_megatron_core(
 
 @pytest.mark.parametrize("kind", ["native", "dcp"])
 def test_a_run_continues_with_the_balance_loss_of_the_converted_arguments(kind: str, tmp_path: Path) -> None:
-    """Megatron-Core saves no tokens per expert of the previous step: global_aux_loss begins balanced."""
+    """Megatron-Core does not save the tokens per expert of the previous step, so global_aux_loss begins with
+    a balanced load."""
     core, folder = unpack("torch_dist_experts_mixed", tmp_path), tmp_path / "converted" / "global_step3"
     common = torch.load(core / "common.pt", weights_only=False)
     common["args"].moe_router_load_balancing_type = "global_aux_loss"
@@ -210,7 +212,8 @@ def test_a_run_continues_with_the_balance_loss_of_the_converted_arguments(kind: 
 
 
 def test_a_conversion_needs_no_run(core: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Megatron-Core -> native -> Hugging Face, with the model that Megatron-Core's arguments describe."""
+    """Converts Megatron-Core -> native -> Hugging Face, for the model that Megatron-Core's arguments
+    describe."""
     native = tmp_path / "native" / "global_step3"
     convert_checkpoint.run(["--from", str(core), "--to", str(native)])
     expected = json.loads((core / "expected.json").read_text())
@@ -250,9 +253,9 @@ def test_arguments_that_do_not_describe_the_tensors_stop_a_conversion(
 
 @pytest.mark.parametrize("name", MODELS)
 def test_what_is_written_is_what_megatron_core_wrote(name: str, tmp_path: Path) -> None:
-    """Megatron-Core -> native -> Megatron-Core: names, shapes, bits of weights, main parameters and moments,
-    objects, and the entries of common.pt. It has the states of the native checkpoint when it is read. The
-    distributed optimizer finds its names in every checkpoint."""
+    """Converts Megatron-Core -> native -> Megatron-Core. Names, shapes, bits of weights, main parameters and
+    moments, objects, and the entries of common.pt are equal. The written checkpoint also has the states of
+    the native one, and the names that the distributed optimizer expects."""
     core = unpack(name, tmp_path)
     native, folder = tmp_path / "global_step3", tmp_path / "torch_dist"
     convert_checkpoint.run(["--from", str(core), "--to", str(native)])
@@ -267,7 +270,7 @@ def test_what_is_written_is_what_megatron_core_wrote(name: str, tmp_path: Path) 
     }
     assert distributed <= ours.tensors.keys() and {*names.values()} <= ours.tensors.keys()
     for key, stored in theirs.tensors.items():
-        if ours.tensor(names[key]).shape == stored.shape:  # flattened tensors are compared by the test above
+        if ours.tensor(names[key]).shape == stored.shape:  # the test above compares flattened tensors
             assert torch.equal(ours.read(names[key]), theirs.read(key)), key
     for key in distributed:
         weight = ours.read(key.removeprefix("optimizer.state.param."))
@@ -279,14 +282,14 @@ def test_what_is_written_is_what_megatron_core_wrote(name: str, tmp_path: Path) 
             assert torch.equal(back.read(parameter, state), kept.read(parameter, state)), (parameter, state)
     assert objects_of(theirs) <= objects_of(ours) | {"common_state/shard_0_1"}
     one, other = map(read_common, (folder, core))
-    # Entries of `fully_sharded_model_space`, which is not written.
+    # Entries of `fully_sharded_model_space`, a format that is not written.
     old = {"param_state", "param_state_sharding_type"} if name == "torch_dist_model_space" else set()
     assert lacking(one["optimizer"], other["optimizer"]) <= old
     metadata = {"distrib_optim_sharding_type": "fully_reshardable", "chained_optim_avoid_prefix": True}
     assert one["content_metadata"] == metadata
     assert (one["iteration"], vars(one["args"])["padded_vocab_size"]) == (3, VOCAB)
     assert one["args"].consumed_train_samples == one["opt_param_scheduler"]["num_steps"] == 3 * BATCH
-    # Also the names and values that Megatron-LM takes with --use-checkpoint-args: its own.
+    # The arguments also have the names and values that Megatron-LM reads with --use-checkpoint-args.
     assert lacking(vars(one["args"]), vars(other["args"])) <= {
         "tensor_model_parallel_size",
         "pipeline_model_parallel_size",
@@ -296,13 +299,13 @@ def test_what_is_written_is_what_megatron_core_wrote(name: str, tmp_path: Path) 
 
 
 def objects_of(folder: DcpFolder) -> set[str]:
-    """Returns the names of objects, without those of the distributed optimizer of version 0.13."""
+    """Returns the names of objects, except for objects of the distributed optimizer of version 0.13."""
     return {name for name in folder.objects if not name.startswith("optimizer.")}
 
 
 def name_in_default_version(key: str, name: str) -> str:
-    """Returns the name of a tensor with Transformer Engine and the newest Megatron-LM: the norm before
-    experts is not one of the first matrix, and no optimizer has a number."""
+    """Returns the name that Transformer Engine and the newest Megatron-LM give a tensor: the norm before
+    experts is not part of the first matrix, and optimizers have no numbers."""
     if name == "torch_dist_experts":
         key = key.replace("mlp.linear_fc1.layer_norm_", "pre_mlp_layernorm.")
     if name == "torch_dist_latent":
@@ -314,7 +317,8 @@ def name_in_default_version(key: str, name: str) -> str:
 @pytest.mark.parametrize("way", [(), ("dcp",)])
 @pytest.mark.parametrize("name", ["torch_dist_llama", "torch_dist_reshardable"])
 def test_the_schedule_travels_to_native_and_back(name: str, way: tuple[str, ...], tmp_path: Path) -> None:
-    """Learning rates of the groups, and the state of the scheduler. The native checkpoint has its flags."""
+    """The learning rates of the groups and the scheduler's state survive the conversion. The native
+    checkpoint's flags contain them."""
     core = unpack(name, tmp_path)
     common = torch.load(core / "common.pt", weights_only=False)
     rates = {"max_lr": 3e-3, "min_lr": 3e-4}
@@ -342,9 +346,9 @@ def groups_of(common: dict[str, Any]) -> list[dict[str, Any]]:
 
 
 def lacking(ours: Any, theirs: Any) -> set[str]:
-    """Returns the keys of nested entries that are missing or different."""
+    """Returns the keys of nested entries that are missing or different in `ours`."""
     if not isinstance(theirs, dict):
-        # Megatron-Core has no group for the biases of experts without biases.
+        # Megatron-Core has no group for the biases of experts if experts have no biases.
         assert len(ours) >= len(theirs) and all(one["is_expert_parallel"] for one in ours[len(theirs) :])
         pairs = zip(ours, theirs, strict=False)
         return set().union(*(lacking(one, other) for one, other in pairs))
@@ -358,7 +362,7 @@ def lacking(ours: Any, theirs: Any) -> set[str]:
 
 
 def test_moments_by_bucket_are_refused(core: Path) -> None:
-    """Without the names of their parameters the moments would start fresh."""
+    """Without the names of their parameters the moments could only start fresh."""
     path = core / ".metadata"
     metadata = pickle.loads(path.read_bytes())
     bucket = (

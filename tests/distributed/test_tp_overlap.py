@@ -1,4 +1,4 @@
-"""--tp-comm-overlap: products in chunks that overlap with their collectives have the same results."""
+"""--tp-comm-overlap: products in chunks that overlap with their collectives have unchanged results."""
 
 import pytest
 import torch
@@ -16,7 +16,7 @@ BATCH, WIDE, NARROW = 3, 24, 16
 
 
 def through_layers(ranks, length, dtype, overlap):
-    """Output and gradients of a column-parallel and a row-parallel layer, of this rank's shard."""
+    """Returns output and gradients of a column-parallel and a row-parallel layer for this rank's shard."""
     tp_group = Axis("tp", torch.distributed.get_rank(), ranks, torch.distributed.group.WORLD)
     settings = {"init_std": 0.1, "sequence_parallel": True, "overlap_chunks": 4 if overlap else 1}
     column = ColumnParallelLinear(NARROW, WIDE, tp_group, **settings)
@@ -50,7 +50,8 @@ def test_chunks_change_results_by_rounding_only(ranks, length, dtype):
 
 
 def sum_in_order(length):
-    """The chunked sum over ranks of small integers, which no order of summation rounds, and the plain one."""
+    """Returns the chunked sum over ranks and the plain sum of small integers, which are exact in every order
+    of summation."""
     size = torch.distributed.get_world_size()
     tp_group = Axis("tp", torch.distributed.get_rank(), size, torch.distributed.group.WORLD)
     generator = torch.Generator().manual_seed(tp_group.rank)

@@ -1,4 +1,5 @@
-"""The bytes that a rank sends in a step, counted at torch.distributed, are those of docs/questions.md."""
+"""The bytes that a rank sends in a step, counted at torch.distributed, equal the numbers in
+docs/questions.md."""
 
 from __future__ import annotations
 
@@ -28,12 +29,13 @@ from tests.support.pool import run_world
 HIDDEN = 32
 LAYER_PARAMETERS = 12 * HIDDEN**2 + 13 * HIDDEN
 ACTIVATION_BYTES = 2 * SEQ * HIDDEN
-"""Of one layer's output for a micro-batch of one sample, in bf16."""
+"""Bytes of one layer's output for a micro-batch of one sample, in bf16."""
 
 
 @contextmanager
 def counted_bytes() -> Iterator[dict[str, float]]:
-    """Bytes that this rank sends with ring collectives, by collective; 'send' for point-to-point messages."""
+    """Counts the bytes that this rank sends with ring collectives, by collective. Point-to-point messages
+    count as 'send'."""
     sent: dict[str, float] = {}
     kept: dict[str, Callable[..., Any]] = {}
 
@@ -79,7 +81,7 @@ def sent_in_a_step(row: Row, num_layers: int) -> dict[str, float]:
 
 
 def sent_per_layer(row: Row) -> float:
-    """What one more layer adds, on rank 0."""
+    """Returns the bytes that each additional layer adds on rank 0."""
     few, many = (run_world(row.world_size, sent_in_a_step, row, layers)[0] for layers in (2, 4))
     return (sum(many.values()) - sum(few.values())) / 2
 
@@ -119,15 +121,15 @@ def sends_in(is_default: bool) -> None:
 
 
 def test_the_layout_tests_find_a_message_in_the_default_group() -> None:
-    """`train_layout`, which trains in all tests of layouts, allows no such message."""
+    """`train_layout`, which all tests of layouts use, raises an error for such a message."""
     run_world(2, sends_in, False)
     with pytest.raises(Exception, match="in the default group"):
         run_world(2, sends_in, True)
 
 
 def wrong_inputs(row: Row, changes: dict[str, dict[str, Any]]) -> list[str]:
-    """Runs a micro-batch through all layers. Returns the layers after the embedding, up to the head, whose
-    input is not as described."""
+    """Runs a micro-batch through all layers. Returns the layers between embedding and head (included) whose
+    input does not match its description."""
     config = config_of(row, **changes)
     _, module = build_model(config)
     layer_io, wrong = sample_tokens(0, 2)[:, :SEQ], []
@@ -159,5 +161,5 @@ AFTER_NORM = {"model": {"apply_residual_connection_post_layernorm": True}}
     ],
 )
 def test_inputs_of_layers_have_the_described_shapes(row: Row, changes: dict[str, dict[str, Any]]) -> None:
-    """A stage allocates its input from the description, without a message."""
+    """A stage allocates its input from this description, without a message from the previous stage."""
     assert run_world(row.world_size, wrong_inputs, row, changes) == [[]] * row.world_size

@@ -1,8 +1,9 @@
-"""A weight that is sharded over two axes: one description, from its initial values to its export.
+"""A weight that is sharded over two axes has one description, which is used from its initial values to its
+export.
 
-The MLP's first matrix has its rows on the tensor-parallel ranks, as always, and its columns on the
-context-parallel ranks, which all-gather them. It starts from the values of the usual matrix, so one process
-with the usual model is the reference. No file of the program knows this weight.
+The rows of the MLP's first matrix are on the tensor-parallel ranks, as always. Its columns are on the
+context-parallel ranks, which all-gather them. The weight starts from the values of the usual matrix, so the
+reference is one process with the usual model. No file of the program knows this weight.
 """
 
 from __future__ import annotations
@@ -102,8 +103,8 @@ def with_two_axes(function: Callable[..., Any], *args: Any) -> Any:
 
 
 def save_and_export(row: Row, folder: Path) -> Any:
-    """Trains, saves and exports; returns the history, and how many elements of the weight this rank
-    updates."""
+    """Trains, saves and exports. Returns (losses and grad norms, number of elements of the weight that this
+    rank updates)."""
     options = {"checkpoint": {"save": str(folder), "save_format": "dcp"}}
     engine = build_engine(config_of(row, **GATED, **options))
     check_sharding(engine)
@@ -135,7 +136,7 @@ def test_a_weight_on_two_axes_trains_saves_reshards_and_exports(name: str, tmp_p
         assert not inspect_folder(folder).problems
         assert reader.verify()[1] == []
         weight = reader.read(NAME, VALUES)
-    # Each element is on one rank with ZeRO, and on one rank of each replica without it.
+    # Each element is on one rank with ZeRO, and on one rank per replica without ZeRO.
     assert sum(held for _, held in saved) == weight.numel() * (1 if row.zero else row.dp)
     stored: dict[str, Tensor] = {}
     for path in (tmp_path / "exported").glob("*.safetensors"):

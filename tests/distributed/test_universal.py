@@ -1,4 +1,4 @@
-"""Universal checkpoints: written like DeepSpeed's, and read from every framework."""
+"""Universal checkpoints are written as DeepSpeed writes them, and are read from every framework."""
 
 import argparse
 import json
@@ -45,18 +45,19 @@ from tests.unit.checkpoint.test_torch_files import harm
 
 WORDS = "tied_modules.embed.word_embeddings.weight"
 GATED = {"model": {"glu_activation": "swiglu"}}
-# As BLOOM: no table of positions, a norm after the word embedding.
+# As BLOOM: ALiBi instead of a table of positions, and a norm after the word embedding.
 BLOOM = {"model": {"embed_layernorm": True, "position_embedding_type": "alibi"}}
 UNIVERSAL = {"checkpoint": {"universal_checkpoint": True}}
 THEIR_ROWS = 128
-"""Of BLOOM's word embedding, padding included."""
+"""Number of rows of BLOOM's word embedding, padding included."""
 
 
 _written = {}
 
 
 def saved(folder, row, changes):
-    """The native checkpoint of step 5 that a layout writes. Each is written once, and copied."""
+    """Returns the native checkpoint of step 5 that a layout saves. Each checkpoint is written once and copied
+    for each test."""
     key = f"{row} {changes}"
     if key not in _written:
         _written[key] = TemporaryDirectory()
@@ -83,8 +84,8 @@ def with_optimizer(name):
     return "tp2 pp2 dp2", {**GATED, "optimizer": {"optimizer": name, "clip_grad": 1.0}}
 
 
-# The layout that saves, and the model. The Llama has more ranks than query groups, and an untied head; the
-# OLMo 2 has norms of queries and keys, and after attention and MLP.
+# Name -> (the layout that saves, the model). The Llama has more TP ranks than query groups, and an untied
+# head. The OLMo 2 has norms of queries and keys, and norms after attention and MLP.
 SAVED = {name: with_optimizer(name) for name in ("adam", "sgd", "lion", "muon")}
 SAVED |= {"llama": ("tp4 dp2", {"model": LLAMA}), "olmo 2": ("tp2 pp2 dp2", {"model": OLMO2_WINDOW})}
 SHAPES_IN_FILES = {
@@ -137,7 +138,8 @@ def start_with_new_moments(row, folder, trained_before):
 @pytest.mark.gate(rows=1)
 @pytest.mark.parametrize("row", [Row(), Row(dp=2, zero=1, precision="bf16")])
 def test_without_moments_the_optimizer_starts_with_new_ones(row, tmp_path):
-    """Its step too: after training on something else, the losses are those of a new optimizer."""
+    """The optimizer's step also starts at 0. An engine that trained on other data before the load has the
+    losses of a new engine."""
     target = tmp_path / "global_step5_universal"
     converted(saved(tmp_path / "native", Row(), {}), target)
     for pattern in ("exp_avg.pt", "exp_avg_sq.pt", "step.pt"):
@@ -211,7 +213,7 @@ def test_the_files_are_those_that_deepspeeds_converter_makes(changes, tmp_path):
 
 
 def load_as_deepspeed(folder, tp_rank):
-    """Names of the parameters that DeepSpeed's loader reads differently, on one of two ranks."""
+    """Returns the names of the parameters that DeepSpeed's loader reads differently, on one of two ranks."""
     from deepspeed.checkpoint.universal_checkpoint import enable_universal_checkpoint
 
     parameters, wrong = UniversalReader(find_universal(folder)), []
@@ -244,7 +246,7 @@ def test_deepspeeds_own_loader_reads_it(tmp_path):
 
 @pytest.mark.full
 def test_a_native_checkpoint_of_another_program_is_converted(tmp_path):
-    """One that Megatron-DeepSpeed writes has no run.json, and patterns without anchors."""
+    """A checkpoint of Megatron-DeepSpeed has no run.json, and its patterns have no anchors."""
     source = saved(tmp_path, Row(tp=2, pp=2, zero=1), GATED)
     converted(source, tmp_path / "ours")
     (source / "run.json").unlink()
@@ -267,8 +269,8 @@ def test_a_native_checkpoint_of_another_program_is_converted(tmp_path):
 
 
 def write_as_bloom(folder, source, positions):
-    """Writes what BigScience's converter made in 2022, as BLOOM's public files are, of the values and moments
-    in `source`, a universal checkpoint; `latest_universal` names it."""
+    """Writes what BigScience's converter wrote in 2022, as in BLOOM's public files. source: a universal
+    checkpoint with the values and moments. `latest_universal` names the written checkpoint."""
     path = folder / "global_step5_universal"
     for parameter in (folder_ for folder_ in (source / "zero").iterdir() if folder_.is_dir()):
         (path / "zero" / parameter.name).mkdir(parents=True)
@@ -324,7 +326,7 @@ def write_as_bloom(folder, source, positions):
 
 @pytest.fixture(scope="module")
 def own_of_bloom(tmp_path_factory):
-    """A folder with a native checkpoint of BLOOM's model and its universal form."""
+    """Returns a folder with a native checkpoint of BLOOM's model and its universal form."""
     folder = tmp_path_factory.mktemp("bloom")
     converted(saved(folder / "native", Row(zero=1), BLOOM), folder / "own")
     return folder
@@ -332,7 +334,7 @@ def own_of_bloom(tmp_path_factory):
 
 @pytest.fixture
 def blooms(own_of_bloom, tmp_path, their_positions):
-    """A folder with a universal checkpoint as BLOOM's."""
+    """Returns a folder with a universal checkpoint like BLOOM's."""
     shutil.copytree(own_of_bloom, tmp_path, dirs_exist_ok=True)
     write_as_bloom(tmp_path, tmp_path / "own", their_positions)
     return tmp_path
@@ -344,7 +346,7 @@ def find(folder, vocab=VOCAB, **changes):
 
 
 def select(folder):
-    """Returns why no checkpoint is selected on two ranks."""
+    """Returns the error with which a rank rejects the folder's checkpoints."""
     options = {**BLOOM, "checkpoint": {"load": str(folder), **UNIVERSAL["checkpoint"]}}
     try:
         select_valid_checkpoint(find(folder), unconnected_run(config_of(Row(), **options)))
@@ -402,7 +404,8 @@ def test_a_smaller_vocabulary_is_refused_even_if_the_rows_suffice(blooms, monkey
 
 
 def start_and_save(row, load, save, step):
-    """Starts from a universal checkpoint, or from what was saved since; saves once."""
+    """Starts from a universal checkpoint, or from the run's newer checkpoint, and saves once. Returns the
+    iteration of the start."""
     options = {"load": str(load), "save": str(save), "universal_checkpoint": True}
     config = config_of(row, checkpoint=options)
     engine = build_engine(config)
@@ -418,7 +421,7 @@ def test_the_same_command_resumes_from_the_checkpoints_of_the_run(tmp_path):
     converted(saved(tmp_path / "native", Row(), {}), load / "universal")
     assert run_world(1, start_and_save, Row(), load, save, 7) == [5]
     assert run_world(1, start_and_save, Row(), load, save, 8) == [7]
-    # Another run's checkpoints are not taken for its own, and not replaced.
+    # A run neither loads nor replaces the checkpoints of another run in its --save folder.
     with pytest.raises(WorldError, match="holds checkpoints of another run \\(global_step5\\)"):
         run_world(1, start_and_save, Row(), load, tmp_path / "native", 6)
 
@@ -434,7 +437,7 @@ def test_tensors_of_other_shapes_are_refused_by_name(blooms):
 
 
 def reseal(folder, run, *changed):
-    """Updates the record of files after files were changed."""
+    """Updates the record of files in run.json after files were changed."""
     for path in changed:
         run["files"][path.name] = describe_file(path)
     (folder / "run.json").write_text(json.dumps(add_checksum(run)))

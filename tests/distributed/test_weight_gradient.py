@@ -1,5 +1,5 @@
-"""Weight gradients that the matrix product adds to the fp32 sums. CPUs have no such product. A product in
-fp32 replaces it: a tensor core's product equals it up to the order of summation."""
+"""The GEMM accumulates weight gradients into the fp32 sums. CPUs have no such GEMM, so an fp32 product
+replaces it in these tests. Its results differ from a tensor core's only by the order of summation."""
 
 from contextlib import contextmanager
 from functools import partial
@@ -15,9 +15,10 @@ from tests.support.pool import run_world
 
 STEPS = 5
 CHUNKS = {"parallel": {"sequence_parallel": True, "tp_comm_overlap": True}}
-# Of the LM head on a rank, by tensor-parallel ranks: 101 tokens and padding. No layer's matrix has as many.
+# Number of TP ranks -> rows of the LM head on a rank: 101 tokens and padding. No layer's matrix has as many
+# rows.
 HEAD_ROWS = {1: 104, 2: 56}
-# Layout, other flags, transformer layers per rank.
+# (Layout, further flags, transformer layers per rank.)
 ROWS = [
     (Row(dp=2, zero=1, precision="bf16"), {"parallel": {"ddp_bucket_size": 1}}, 4),
     (Row(tp=2, pp=2, micro_batch=2, recompute=True, precision="bf16", positions="alibi"), {}, 2),
@@ -34,7 +35,8 @@ ROWS = [
 
 @contextmanager
 def products_that_add():
-    """The shapes of the sums to which products add in the context."""
+    """Returns a context in which GEMMs accumulate weight gradients. It yields the list of the accumulated
+    gradients' shapes."""
     shapes = []
 
     def add(total, a, b, factor=1.0, beta=1.0):
@@ -50,8 +52,8 @@ def products_that_add():
 
 
 def train_adding(row, changes):
-    """The history, how many gradients of layers products added, and how many of the LM head, whose matrix is
-    not one of a layer."""
+    """Returns (losses and grad norms, number of layer-weight gradients that the GEMM accumulated in place,
+    the number for the LM head)."""
     with products_that_add() as shapes:
         history = train_layout(row, STEPS, **changes)
     of_head = [rows == HEAD_ROWS[row.tp] for rows, _ in shapes]
@@ -72,8 +74,8 @@ def test_training_follows_the_fp32_loss(row, changes, layers):
 
 
 def weights_added_when_compiled(row, changes):
-    """The shapes of the weights whose gradients a compiled layer adds by products, in a step. dynamo decides
-    what is compiled, not its backend: that of inductor takes long."""
+    """Returns the shapes of the weights whose gradients a compiled layer accumulates in the GEMM in a step.
+    dynamo decides what is compiled; the inductor backend would only take longer."""
     torch._dynamo.reset()
     original = torch.compile
     with products_that_add() as shapes, pytest.MonkeyPatch.context() as patch:
@@ -86,7 +88,7 @@ def weights_added_when_compiled(row, changes):
 @pytest.mark.parametrize(
     "row, parallel",
     [
-        # Column-parallel layers over several ranks, and chunks, are not compiled.
+        # Column-parallel layers over several ranks, and products in chunks, are not compiled.
         (Row(tp=2, micro_batch=8, precision="bf16"), {}),
         (Row(micro_batch=8, precision="bf16"), {}),
         (Row(tp=2, micro_batch=8, precision="bf16"), CHUNKS["parallel"]),
@@ -103,7 +105,8 @@ def test_products_of_compiled_layers_add(row, parallel):
 
 
 def test_recomputation_ends_before_the_last_product(monkeypatch):
-    """Nothing after the last product's input is saved, so only the first product is recomputed."""
+    """Nothing after the last product's input is saved for the backward pass, so only the first product is
+    recomputed."""
     monkeypatch.setattr(layers, "fuses_accumulation", lambda weight: True)
     first, second = (torch.nn.Parameter(torch.randn(8, 8)) for _ in range(2))
     x, products = torch.randn(5, 8, requires_grad=True), []

@@ -1,4 +1,4 @@
-"""The workarounds of `megatron/engine/workarounds.py` that no other test would miss."""
+"""Tests the workarounds in `megatron/engine/workarounds.py` that no other test covers."""
 
 import inspect
 import os
@@ -40,7 +40,8 @@ destroy_distributed()
 
 @pytest.mark.full
 def test_the_process_group_compiles_nothing_its_store_waits_and_products_are_ieee(tmp_path):
-    """Entry 8: DeepSpeed would build its shared-memory operator in this folder, for half a minute."""
+    """Entry 8: without the workaround DeepSpeed builds its shared-memory operator in this folder for half a
+    minute."""
     found = subprocess.run(
         [sys.executable, "-c", JOIN],
         cwd=ROOT,
@@ -51,12 +52,13 @@ def test_the_process_group_compiles_nothing_its_store_waits_and_products_are_iee
         text=True,
     )
     assert list(tmp_path.rglob("*")) == []
-    # NCCL fetches its ids from the store: the store must wait as long as the process groups.
+    # NCCL fetches its ids from the store, so the store must wait as long as the process groups.
     assert found.stdout.splitlines()[-1] == "highest 2:00:00"
 
 
 def test_deepspeed_neither_probes_nor_builds_its_operators(monkeypatch):
-    """Entry 8: the probe runs compilers at every start."""
+    """Entry 8: without the workaround DeepSpeed runs compilers at every start to find which operators it
+    could build."""
     monkeypatch.setitem(vars(deepspeed.ops), "__compatible_ops__", {})  # restored afterwards
     del vars(deepspeed.ops)["__compatible_ops__"]
     monkeypatch.setattr(deepspeed.ops, "_probe_compatible_ops", lambda: pytest.fail("a probe"))
@@ -69,7 +71,7 @@ def test_deepspeed_neither_probes_nor_builds_its_operators(monkeypatch):
     [schedule.ForwardPass, schedule.BackwardPass, schedule.ReduceGrads, schedule.ReduceTiedGrads],
 )
 def test_the_schedule_runs_our_code_for_an_instruction(instruction):
-    """Entry 6: the table must hold what the engine's method of that name is, not DeepSpeed's."""
+    """Entry 6: the table must contain the engine's own method of that name, not DeepSpeed's."""
     method = GPTEngine._INSTRUCTION_MAP[instruction]
     assert method.__wrapped__ is getattr(GPTEngine, method.__name__)
     assert method.__module__.startswith("megatron.")
@@ -85,7 +87,7 @@ def gradients_share_memory(steps):
 
 @pytest.mark.parametrize("steps", [0, 2])
 def test_an_fp32_gradient_stays_a_view_of_the_flat_buffer(steps):
-    """Entry 7: otherwise the gradients of the next step would not reach the optimizer."""
+    """Entry 7: if `.grad` were deleted, the gradients of the next step would not reach the optimizer."""
     assert run_world(1, gradients_share_memory, steps) == [True]
 
 
@@ -96,7 +98,7 @@ def kept_timings():
 
 
 def test_no_timing_of_a_step_is_kept():
-    """Entry 20: on a GPU two events per step, for months."""
+    """Entry 20: without the workaround a GPU run keeps two events per step until it ends."""
     (kept,) = run_world(1, kept_timings)
     assert kept and not any(kept)
 
@@ -123,7 +125,7 @@ USES_OF_THE_MODEL = {
 
 @pytest.mark.parametrize("use", USES_OF_THE_MODEL)
 def test_whatever_uses_the_model_initializes_vector_math_before_anything_computes(use, monkeypatch):
-    """Entry 14."""
+    """Entry 14: training, tools and the measurement of layer times all initialize MKL's vector math."""
 
     class InitializedError(Exception):
         pass
@@ -132,13 +134,13 @@ def test_whatever_uses_the_model_initializes_vector_math_before_anything_compute
         raise InitializedError
 
     monkeypatch.setattr(gpt_model, "initialize_vector_math", initialize)
-    monkeypatch.setattr(torch, "empty", None)  # no parameter is made before
+    monkeypatch.setattr(torch, "empty", None)  # an allocated parameter would fail
     with pytest.raises(InitializedError):
         USES_OF_THE_MODEL[use](config_of(Row()))
 
 
 def test_vector_math_is_initialized_on_the_cpu_by_one_element(monkeypatch):
-    """Entry 14: also where tensors are made on another device by default."""
+    """Entry 14: the initialization uses the CPU even if tensors are made on a different device by default."""
     seen = []
     monkeypatch.setattr(torch, "exp", lambda x: seen.append((x.device.type, x.numel())))
     with torch.device("meta"):
@@ -160,7 +162,7 @@ assert torch.equal(first, torch.exp(x)), (first / torch.exp(x) - 1).abs().max()
 
 @pytest.mark.full
 def test_in_100_processes_the_first_parallel_exp_is_that_of_one_thread():
-    """Entry 14: without it this has been seen to fail in 2 to 4 of 100 processes."""
+    """Entry 14: without the workaround the first results of 2 to 4 of 100 processes were wrong."""
     script = FIRST_EXP.format(function=inspect.getsource(initialize_vector_math))
     env = {key: value for key, value in os.environ.items() if key != "OMP_NUM_THREADS"}
     for _ in range(100):
@@ -179,6 +181,6 @@ def timeouts_of_new_groups():
 
 
 def test_groups_of_deepspeed_have_the_timeout_of_the_run():
-    """Entry 15."""
+    """Entry 15: DeepSpeed's groups would otherwise end the process after 600 s."""
     for found in run_world(2, timeouts_of_new_groups):
         assert found == (4321.0, 4321.0)

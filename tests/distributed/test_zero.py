@@ -1,4 +1,4 @@
-"""ZeRO 2 and 3, and --cpu-offload: the numbers of one process, the same checkpoints, less memory."""
+"""ZeRO-2, ZeRO-3 and --cpu-offload have the losses and checkpoints of one process, and need less memory."""
 
 import gc
 import json
@@ -39,7 +39,7 @@ from tests.support.layouts import (
 from tests.support.pool import run_world
 
 OFFLOAD = {"parallel": {"cpu_offload": True}}
-# Each is run with stages 2 and 3.
+# Each layout is run with stages 2 and 3.
 LAYOUTS = {
     "DP 2": (Row(dp=2, micro_batch=2), {}),
     "DP 4, recomputed": (Row(dp=4, micro_batch=2, recompute=True, positions="alibi"), {}),
@@ -54,7 +54,7 @@ LAYOUTS = {
 
 
 def train_offloaded(row, steps, **changes):
-    """Separates device memory from host memory, which are one on a CPU."""
+    """Trains with separate device memory and host memory, which are one on a CPU."""
     with mock.patch.object(mixed_precision, "is_host_memory", lambda device: False):
         return train_layout(row, steps, **changes)
 
@@ -64,7 +64,7 @@ def train_offloaded(row, steps, **changes):
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_each_stage_has_the_loss_and_the_grad_norm_of_one_process(layout, zero):
     row, changes = LAYOUTS[layout]
-    # The messages of 4 processes wait for a core each.
+    # 4 processes run fewer steps: on a busy machine their messages are slow.
     assert_same_numbers(replace(row, zero=zero), STEPS if row.world_size == 2 else SHORT, layout=changes)
 
 
@@ -82,11 +82,11 @@ def test_8_bit_moments_train_as_with_zero_1(zero):
     row = Row(tp=2, dp=2, micro_batch=4)
     expected = run_world(4, train_layout, replace(row, zero=1), 5, **EIGHT_BIT)[0]
     for history in run_world(4, train_layout, replace(row, zero=zero), 5, **EIGHT_BIT):
-        # Gradients are summed in another order, which may turn a code into its neighbour.
+        # Gradients are summed in a different order, which may round a moment to the neighboring code.
         assert max(relative_errors(history, expected)) < 2e-3
 
 
-# --- the host's memory ---
+# --- host memory ---
 
 
 @pytest.mark.gate(rows=1)
@@ -114,11 +114,12 @@ def test_8_bit_moments_can_be_on_the_host():
     assert run_world(2, train_offloaded, row, 3, **changes) == on_device
 
 
-# --- memory ---
+# --- device memory ---
 
 
 def whole_layers(engine):
-    """Bytes that are allocated now, of each layer's unsharded weights and gradients."""
+    """Returns (layer, allocated bytes of its unsharded weights, allocated bytes of its unsharded gradients)
+    of each layer."""
     units = [flat for flat in engine.optimizer.flat if flat.unit is not None]
     sizes = [(flat.weights.untyped_storage(), flat.gradients.untyped_storage()) for flat in units]
     return [
@@ -128,8 +129,8 @@ def whole_layers(engine):
 
 
 def what_is_there(row, changes):
-    """Which layers have full (weights, gradients): between steps; by the layer at work in each forward pass;
-    by the layer whose backward pass is about to end, for each micro-batch."""
+    """Returns which layers have full (weights, gradients) before, between and after steps; when each layer's
+    forward pass runs; when each layer's backward pass is about to end, for each micro-batch; then sizes."""
     engine = build_engine(config_of(row, **changes))
     layers = engine.module.transformer_layers()
     forward, backward = {}, {}
@@ -145,9 +146,10 @@ def what_is_there(row, changes):
         return hook
 
     for name, layer in layers.items():
-        # Before it: recomputation ends within it, at the last tensor that the backward pass needs.
+        # The hook is before the MLP: recomputation ends inside the MLP, at the last tensor that the backward
+        # pass needs.
         layer.mlp.register_forward_pre_hook(note(forward, name))
-        # Its gradient is among the last of a layer's, so the buffer is still there.
+        # This gradient is among the last of a layer, so the layer's buffer is still allocated.
         layer.input_layernorm.weight.register_hook(note(backward, name))
     before = present()
     train(engine, [0])
@@ -175,8 +177,8 @@ def test_a_layer_is_unsharded_only_while_it_computes(zero, recompute):
             now = names if zero == 2 else [name]
             assert all(found == (now, []) for found in forward[name])
             assert all(found == (now, [name]) for found in backward[name])
-        # Partitions of two groups of four layers are padded to the alignment, and 7 vectors of each layer by
-        # half of a parameter's alignment.
+        # Partitions of two groups of four layers are padded to the alignment, and each of the 7 vectors of a
+        # layer by half of a parameter's alignment.
         assert parameters / 4 <= held <= parameters / 4 + 8 * ALIGNMENT + 4 * 7 * PARAMETER_ALIGNMENT / 2 / 4
 
 
@@ -184,7 +186,7 @@ def test_a_layer_is_unsharded_only_while_it_computes(zero, recompute):
 @pytest.mark.parametrize("recompute", [False, True])
 @pytest.mark.parametrize("zero", [3, 2])
 def test_one_layer_is_prefetched_while_the_previous_one_is_reduced(zero, recompute):
-    """Of the second micro-batch: the first one shows the order."""
+    """Checks the second micro-batch: the order of the layers is known only after the first."""
     row = Row(dp=4, zero=zero, micro_batch=1, recompute=recompute)
     names = ["3", "4", "5", "6"]
     always = names if zero == 2 else []
@@ -200,7 +202,8 @@ def test_one_layer_is_prefetched_while_the_previous_one_is_reduced(zero, recompu
 
 
 def train_and_evaluate(row, changes):
-    """Losses and grad norms of three steps, with an evaluation after the first, and the weights."""
+    """Returns losses and grad norms of three steps, with an evaluation after the first step, and the
+    weights."""
     engine = build_engine(config_of(row, **changes))
     history = train(engine, [0])
     history.append((evaluate(engine, micro_batches(engine, 0), 2).item(), 0.0))
@@ -227,8 +230,8 @@ def test_overlap_changes_no_digit(row, layers_per_checkpoint):
 
 
 def step_with_a_prefetched_layer(row):
-    """Layers that have full weights before a step that follows half a forward pass, and after it; whether the
-    weights that are gathered then are those of the step."""
+    """Returns (layers with full weights before a step that follows half a forward pass, layers with full
+    weights after it, whether weights that are gathered later are the step's result)."""
     engine = build_engine(config_of(row))
     optimizer = engine.optimizer
     train(engine, [0])
@@ -267,7 +270,8 @@ def test_hooks_do_not_keep_the_optimizer_alive():
 
 
 def start(row):
-    """How many of the layers' weights have memory when the model is made, and the weights of the engine."""
+    """Returns how many of the layers' weights have memory when the model is made, and the weights of the
+    engine."""
     config = config_of(row)
     run, model = build_model(config)
     layers = [p for layer in model.transformer_layers().values() for p in layer.parameters()]
@@ -302,7 +306,7 @@ def save_and_train_on(row, folder, changes):
 
 
 def open_midway(row, folder, changes):
-    """Returns the integrity record of the loaded state, and the steps that follow."""
+    """Returns (integrity record of the loaded state, losses and norms of the following steps)."""
     from megatron.checkpoint.integrity import make_integrity_record
 
     engine = build_engine(config_of(row, **changes))

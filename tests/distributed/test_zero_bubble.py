@@ -10,7 +10,7 @@ from tests.support.pool import run_world
 
 STEPS = 3
 ONE_BUCKET_PER_LAYER = {"ddp_bucket_size": 1}
-# Row, changes of its configuration. The order matters to the gate, which takes evenly spaced rows.
+# Name -> (row, changes of its configuration). The order matters: the gate runs evenly spaced rows.
 ROWS = {
     "two stages": (Row(pp=2), {}),
     "four stages, dropout": (

@@ -13,19 +13,19 @@ from tests.support import HANG_TIMEOUT_S
 
 
 def commands_in(page: str) -> list[str]:
-    """The commands of all bash blocks of a page; lines that end with a backslash are joined."""
+    """Returns the commands of all bash blocks of a page. Lines that end with a backslash are joined."""
     blocks = re.findall(r"^```bash\n(.*?)^```", (ROOT / page).read_text(), re.DOTALL | re.MULTILINE)
     joined = "".join(blocks).replace("\\\n", " ")
     return [line for line in joined.splitlines() if line.strip()]
 
 
 def make_clone(folder: Path, corpus: Path) -> Path:
-    """Makes the clone in a folder, with a user's my_text.jsonl in it; returns the folder."""
+    """Makes a clone in the folder, with a user's my_text.jsonl in it. Returns the folder."""
     for part in ("benchmarks", "examples", "megatron", "pretrain_gpt.py", "tools"):
         (folder / part).symlink_to(ROOT / part)
     (folder / ".venv" / "bin").mkdir(parents=True)
     for name in ("python", "python3"):
-        # A link would be taken for an interpreter without this environment's packages.
+        # Through a link Python would not find this environment's packages.
         script = folder / ".venv" / "bin" / name
         script.write_text(f'#!/bin/sh\nexec "{sys.executable}" "$@"\n')
         script.chmod(0o755)
@@ -34,7 +34,7 @@ def make_clone(folder: Path, corpus: Path) -> Path:
 
 
 def run(command: str, clone: Path, **env: str) -> str:
-    """Runs a command in the clone and returns what it printed; the test fails if the command does."""
+    """Runs a command in the clone. Returns what it printed. Fails the test if the command fails."""
     inherited = environment()
     path = f"{clone / '.venv' / 'bin'}{os.pathsep}{inherited['PATH']}"
     finished = subprocess.run(

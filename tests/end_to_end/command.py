@@ -1,4 +1,4 @@
-"""Runs `pretrain_gpt.py`, as a user types it or forked from a process that has done the imports."""
+"""Runs `pretrain_gpt.py`, either as a user types it, or forked from a process that has done the imports."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ from tests.support.forked import ENVIRONMENT, run_script
 ROOT = Path(__file__).resolve().parents[2]
 STEP_BY_STEP = "tests/end_to_end/step_by_step.py"
 
-# Speeds in a line differ from run to run; nothing else may differ.
+# Speeds in a line differ from run to run. All other values must be equal.
 SPEEDS = ("seconds_per_iteration", "samples_per_second", "tflops_per_device")
 
 
 @dataclass(frozen=True)
 class Run:
-    """A finished run. rank_exit_codes: of the ranks that ended by themselves; once one has failed, the others
-    get SIGTERM."""
+    """A finished run. rank_exit_codes: exit codes of the ranks that ended on their own. After a rank has
+    failed, the other ranks get SIGTERM."""
 
     exit_code: int
     stdout: str
@@ -55,13 +55,14 @@ class Run:
 
     @property
     def errors(self) -> list[str]:
-        """The program's own error lines on stderr."""
+        """Returns the program's own error lines on stderr."""
         return [line for line in self.stderr.splitlines() if re.match(r"(rank \d+ on \S+: )?error: ", line)]
 
 
 @dataclass(frozen=True)
 class TypedRun(Run):
-    """A run whose command was started. cpu_s, peak_bytes: of this process, without those that it launched."""
+    """A run whose command was started. cpu_s, peak_bytes: resources of the started process, without its child
+    processes."""
 
     cpu_s: float
     peak_bytes: int
@@ -76,8 +77,8 @@ def pretrain(
 ) -> Run:
     """Runs the program in forked processes, with the variables of a launcher unless `processes` is 0.
 
-    on_line: called with each line of stdout and the process ids by rank; after a training line the run waits
-    until it has returned.
+    on_line: called with each line of stdout and the process ids by rank. After a training line the run waits
+    until `on_line` has returned.
     """
 
     def answer(line: str, pids: list[int]) -> bytes:
@@ -101,13 +102,15 @@ def pretrain_typed(
     on_line: Callable[[str, subprocess.Popen[str]], None] | None = None,
     script: str = "pretrain_gpt.py",
 ) -> TypedRun:
-    """Runs the command; processes: 0 for plain python, else through torch.distributed.run or .launch.
+    """Runs the command. processes: 0 for plain python; otherwise torch.distributed.run or .launch starts this
+    many.
 
-    on_line: called with each line of stdout; after a training line the run waits until it has returned.
+    on_line: called with each line of stdout. After a training line the run waits until `on_line` has
+    returned.
     """
     command = [sys.executable, "-u"]
     if processes:
-        # The launcher itself finds a port that is free, and keeps it.
+        # The launcher itself finds a free port, and keeps it.
         command += ["-m", f"torch.distributed.{launcher}", "--standalone"]
         command += ["--nproc_per_node", str(processes)]
     script = script if on_line is None else STEP_BY_STEP
@@ -115,7 +118,7 @@ def pretrain_typed(
 
 
 def scalars(folder: Path) -> dict[str, list[tuple[int, float]]]:
-    """(step, value) of all points in the TensorBoard files of a folder, by tag."""
+    """Returns tag -> (step, value) of all points in the TensorBoard files of a folder."""
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
     events = EventAccumulator(str(folder), size_guidance={"scalars": 0}).Reload()
@@ -149,14 +152,14 @@ def _run(command: list[str], on_line: Callable[[str, subprocess.Popen[str]], Non
         deadline.cancel()
         errors.seek(0)
         stderr = errors.read()
-    # Those of the ranks are in the launcher's report.
+    # The launcher's report contains the exit codes of the ranks.
     codes = {int(code) for code in re.findall(r"exitcode\s*:\s*(-?\d+)", stderr)} - {-signal.SIGTERM}
     cpu_s, peak_bytes = usage.ru_utime + usage.ru_stime, usage.ru_maxrss * 1024
     return TypedRun(process.returncode, "".join(lines), stderr, codes, cpu_s, peak_bytes)
 
 
 def _go_on(process: subprocess.Popen[str]) -> None:
-    """Answers `step_by_step`, unless it has been killed."""
+    """Answers `step_by_step`, unless the run has been killed."""
     try:
         os.write(process.stdin.fileno(), b"\n")
     except BrokenPipeError:

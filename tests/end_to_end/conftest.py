@@ -15,7 +15,7 @@ from tests.end_to_end.trained import VARIANTS, Trained, train_variant
 def train(
     corpus: Path, data: list[str], tmp_path_factory: pytest.TempPathFactory
 ) -> Callable[[str], Trained]:
-    """Trains a variant; each only once."""
+    """Returns a function that trains a variant, each variant only once."""
     return cache(lambda name: train_variant(name, tmp_path_factory.mktemp("trained"), corpus, data))
 
 
@@ -27,7 +27,8 @@ def trained(train: Callable[[str], Trained]) -> Trained:
 
 @pytest.fixture
 def mistake(capsys: pytest.CaptureFixture[str]) -> Callable[..., str]:
-    """Runs a tool's main with flags that it rejects; returns its only output, one sentence on stderr."""
+    """Returns a function that runs a tool's main with flags that it rejects, and returns its only output: one
+    sentence on stderr."""
 
     def sentence(main: Callable[[list[str]], None], *flags: str) -> str:
         with pytest.raises(SystemExit) as caught:

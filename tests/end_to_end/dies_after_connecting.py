@@ -1,4 +1,4 @@
-"""pretrain_gpt.py that is killed when all processes have connected, before the process group exists."""
+"""pretrain_gpt.py that is killed after all processes have connected, and before the process group exists."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""tools/evaluate.py on a host with fewer devices than ranks: rank 1 has none."""
+"""tools/evaluate.py on a host with fewer devices than ranks: rank 1 has no device."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """pretrain_gpt.py whose processes see one device each, as with srun --gpus-per-task=1.
 
-Any other index is an error, like CUDA's "invalid device ordinal".
+A device index above 0 is an error, like CUDA's "invalid device ordinal".
 """
 
 from __future__ import annotations

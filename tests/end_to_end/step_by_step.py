@@ -1,4 +1,4 @@
-"""pretrain_gpt.py that waits after each training line until the test answers it, a line on stdin.
+"""pretrain_gpt.py that waits after each training line until the test answers with a line on stdin.
 
 A test that kills or signals a run at a step needs a run that is still at that step.
 """

@@ -1,4 +1,5 @@
-"""A run whose blend is a file: --data-args-path, limits of epochs, and data sets too small for a split."""
+"""Runs read a blend from a file (--data-args-path), limit the epochs of data sets, and have data sets that
+are too small for a split."""
 
 from __future__ import annotations
 
@@ -21,7 +22,8 @@ def write(folder: Path, name: str, documents: int, tokens: int) -> str:
 
 
 def test_a_blend_file_is_limited_noted_recorded_and_compared(tmp_path: Path) -> None:
-    """20 samples of 32 tokens, of which small has 3 in two epochs, although its weight asks for 15."""
+    """The run reads 20 samples of 32 tokens. The data set `small` has 3 samples in two epochs, but its weight
+    asks for 15."""
     small, large = write(tmp_path, "small", 6, 11), write(tmp_path, "large", 90, 40)
     tiny = write(tmp_path, "tiny", 1, 9)
     blend = tmp_path / "blend.txt"

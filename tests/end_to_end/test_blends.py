@@ -1,4 +1,4 @@
-"""Blends of token files and weighted groups: command line, losses and logs of a run."""
+"""Trains on blends of token files and weighted groups. Checks command line, losses and logs."""
 
 from __future__ import annotations
 
@@ -15,7 +15,8 @@ FLAGS = [*MODEL, *ABSOLUTE, *RAMPED]
 
 @pytest.fixture(scope="module")
 def weighted(data: list[str], tmp_path_factory: pytest.TempPathFactory) -> list[str]:
-    """Two copies of the corpus: the first half of one is read, and the second half of the other."""
+    """Returns flags for two copies of the corpus. The run reads the first half of one, and the second half of
+    the other."""
     folder = tmp_path_factory.mktemp("blend")
     for name in "ab":
         for ending in (".bin", ".idx"):

@@ -1,4 +1,4 @@
-"""Decay branches: --load A --save B --branch-at N."""
+"""Trains decay branches with --load A --save B --branch-at N."""
 
 from __future__ import annotations
 
@@ -17,7 +17,8 @@ from tests.end_to_end.flags import ABSOLUTE, MODEL
 
 COMMON = "--micro-batch-size 1 --lr 1e-3 --eval-iters 1 --eval-interval 6 --log-interval 1".split()
 CONSTANT = "--lr-decay-style constant".split()
-# Unit of the schedule -> flags of all runs, length of the base run, and decay of the branch.
+# Unit of the schedule -> (flags of all runs, length of the base run, decay of the branch, length of the run
+# whose decay is planned from the start).
 UNITS = {
     "iterations": (
         "--global-batch-size 4 --lr-warmup-iters 3".split(),
@@ -25,7 +26,7 @@ UNITS = {
         "--lr-wsd-decay-iters 4",
         "--train-iters 12",
     ),
-    # Batches of 2, 4, 6 and 8 samples; 8 iterations have consumed 28.
+    # The batches have 2, 4, 6 and 8 samples. 8 iterations consume 28 samples.
     "samples": (
         "--global-batch-size 8 --rampup-batch-size 2 2 24 --lr-warmup-samples 10".split(),
         "--train-samples 200",
@@ -52,7 +53,7 @@ def contents(folder: Path) -> dict[str, tuple[int, int]]:
 
 
 class Trunk:
-    """A run at a constant learning rate that has been stopped after the branch point, and its branches."""
+    """A run at a constant learning rate that was stopped after the branch point, and its branches."""
 
     def __init__(
         self, folder: Path, data: list[str], unit: str, style: list[str], processes: int = 0
@@ -66,7 +67,7 @@ class Trunk:
         self.before = contents(folder)
 
     def planned(self, *flags: str) -> Run:
-        """A run whose decay is planned from the start."""
+        """Returns a run whose decay is planned from the start."""
         plan = ["--lr-decay-style", "WSD", *self.planned_length.split(), *self.decay.split()]
         command = [*self.shared, *MODEL, *ABSOLUTE, *plan, *flags]
         return finished(pretrain(command, processes=self.processes))
@@ -84,7 +85,7 @@ class Trunk:
 
 
 def test_a_branch_continues_as_a_run_that_was_planned_so(data: list[str], tmp_path: Path) -> None:
-    """To the last digit of each line, and to the last bit of weights and moments."""
+    """All digits of each line and all bits of weights and moments are equal."""
     trunk = Trunk(tmp_path / "a", data, "iterations", CONSTANT)
     style = ["--lr-wsd-decay-style", "minus_sqrt", "--min-lr", "1e-4"]
     planned = trunk.planned(*style, "--save", str(tmp_path / "planned"))
@@ -107,7 +108,7 @@ def test_a_branch_continues_as_a_run_that_was_planned_so(data: list[str], tmp_pa
 
 @pytest.fixture(scope="module")
 def trunk(data: list[str], tmp_path_factory: pytest.TempPathFactory) -> Trunk:
-    """Counted in samples, with a ramp-up of the batch size, on two processes."""
+    """Returns a run on two processes that is counted in samples, with a ramp-up of the batch size."""
     style = "--lr-decay-style WSD --lr-wsd-decay-samples 20 --min-lr 1e-4".split()
     return Trunk(tmp_path_factory.mktemp("trunk") / "a", data, "samples", style, processes=2)
 
@@ -117,14 +118,15 @@ LAYOUTS = ["--tensor-model-parallel-size 2", "--pipeline-model-parallel-size 2 -
 
 @pytest.mark.full
 def test_an_interrupted_branch_is_the_planned_run_through_every_phase(trunk: Trunk, tmp_path: Path) -> None:
-    """The run is stopped before, at and after the start of the decay, which ends at the base run's min_lr."""
+    """The branch is stopped before, at and after the start of the decay, which ends at the base run's
+    min_lr."""
     planned = trunk.planned("--min-lr", "1e-4")
     parts = [trunk.branch(tmp_path / "b", "--exit-interval", str(step)) for step in (9, 10)]
     parts.append(trunk.branch(tmp_path / "b"))
     assert [step for part in parts for step in part.steps] == planned.steps[BRANCH_AT:]
     assert parts[-1].evaluations[-2:] == planned.evaluations[-2:]
     assert "since it started from" in parts[1].stdout
-    # Interrupted without a branch, in the warm-up, in the stable phase, and in the decay.
+    # A run without a branch is interrupted in the warm-up, in the stable phase, and in the decay.
     own = tmp_path / "own"
     folders = ["--min-lr", "1e-4", "--save", str(own), "--load", str(own)]
     pieces = [trunk.planned(*folders, "--exit-interval", str(step)) for step in (2, 7, 11)]
@@ -174,7 +176,8 @@ def test_two_branches_of_one_trunk_at_the_same_time(trunk: Trunk, tmp_path: Path
 def test_a_branch_reads_other_data_from_their_first_sample(
     trunk: Trunk, corpus: Path, tmp_path: Path
 ) -> None:
-    """And resumes them where it stopped; without --override-data other data are refused."""
+    """A resume of the branch continues in these data where the branch stopped. Without --override-data the
+    data are rejected."""
     other = ["--split", "500,400,100"]
     refused = pretrain(trunk.branch_command(tmp_path / "b", *other), processes=2)
     assert "was trained on other data" in refused.stderr and refused.exit_code != 0

@@ -1,5 +1,5 @@
-"""Torch's launcher in a container (a process-id namespace that ends with its first process, a shell script),
-and ranks whose launcher was killed."""
+"""Torch's launcher runs in a container (a process-id namespace that ends with its first process, a shell
+script), and ranks end after their launcher was killed."""
 
 from __future__ import annotations
 
@@ -29,8 +29,8 @@ set -e
 {sys.executable} -m torch.distributed.run --standalone --nproc_per_node 2 "$@"
 echo done
 """
-# It ends as the argument of its rank says, when both ranks have a report: the launcher ends a rank that still
-# starts, which then cannot name the cause.
+# A rank ends as its argument says, after both ranks have a report. Otherwise the launcher could end a rank
+# during its start, and that rank could not name the cause.
 BOTH_READY = """
 import time
 from pathlib import Path
@@ -96,7 +96,7 @@ def test_ranks_end_after_their_launcher_was_killed(wrapper: list[str], tmp_path:
     assert launcher.stdout is not None
     assert [launcher.stdout.readline() for _ in range(2)] == ["ready\n", "ready\n"]
     launcher.kill()
-    _, stderr = launcher.communicate(timeout=HANG_TIMEOUT_S)  # until the ranks have closed it
+    _, stderr = launcher.communicate(timeout=HANG_TIMEOUT_S)  # returns after the ranks have closed stderr
     (line,) = [line for line in stderr.splitlines() if line.startswith("error: ")]
     assert f"torch's launcher (process {launcher.pid}) was killed" in line
     assert not list(tmp_path.glob("megatron-*/*"))
@@ -107,10 +107,11 @@ def test_ranks_end_after_their_launcher_was_killed(wrapper: list[str], tmp_path:
 def test_a_run_whose_launcher_was_killed_ends_and_its_folder_is_free(
     flags: list[str], data: list[str], tmp_path: Path
 ) -> None:
-    """The launcher hosts the store, which a save in the background needs."""
+    """The launcher hosts the store, which a save in the background needs. Fails if the ranks continue to
+    train after the launcher was killed."""
     save = ["--save", str(tmp_path), "--load", str(tmp_path), "--save-interval", "1", *flags]
     command = [*MODEL, *ABSOLUTE, *SHORT, *data, "--pipeline-model-parallel-size", "2", *save]
-    command[command.index("--train-iters") + 1] = "100000"  # the ranks train on until they notice the kill
+    command[command.index("--train-iters") + 1] = "100000"  # the ranks train until they notice the kill
     run = pretrain_typed(command, processes=2, on_line=at_step(3, lambda process: process.kill()))
     assert run.exit_code == -signal.SIGKILL and len(run.errors) == 1
     assert re.search("torch's launcher .* was killed|the store of the processes .* is lost", run.errors[0])
@@ -151,7 +152,7 @@ def test_pods_of_the_kubernetes_example_save_after_sigterm_and_resume(
     pods = [start_pod(index, port, flags, tmp_path) for index in range(2)]
     for line in pods[0].stdout or ():
         if (parse_log_line(line.rstrip("\n")) or {}).get("iteration", 0) >= 2:
-            # The signal reaches one pod, and all save.
+            # Only one pod gets the signal, and all pods save.
             os.kill(children(pods[1].pid)[0], signal.SIGTERM)
             break
     pods[0].stdout.read()
@@ -173,7 +174,7 @@ def test_the_kubernetes_example_has_the_fields_that_its_pods_rely_on() -> None:
     spec, pod = job["spec"], job["spec"]["template"]["spec"]
     (container,) = pod["containers"]
     env = {entry["name"]: entry["value"] for entry in container["env"]}
-    # The pods find the first one: <job>-0.<subdomain>, and the Service selects them.
+    # The pods find the first pod under <job>-0.<subdomain>, and the Service selects the pods.
     name = job["metadata"]["name"]
     assert (
         env["MASTER_ADDR"] == f"{name}-0.{pod['subdomain']}"

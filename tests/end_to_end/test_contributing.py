@@ -16,7 +16,7 @@ from tests.end_to_end.command import ROOT, environment
 from tests.end_to_end.flags import ABSOLUTE, MODEL, NO_DROPOUT
 from tests.support import HANG_TIMEOUT_S
 
-# "In `path`, `NAME` ...:" and the block that follows.
+# "In `path`, `NAME` ...:" and the following block.
 EXAMPLE = re.compile(
     r"[Ii]n `(megatron/[^`]+)`(?:, `(\w+)`)?[^`\n]*?(?:\([^)\n]*\))?:\n\n```(\w+)\n(.*?)```", re.DOTALL
 )
@@ -27,7 +27,8 @@ SGD = ("--optimizer", "sgd", "--sgd-nesterov")
 
 
 def apply(folder: Path, path: str, name: str, language: str, block: str) -> None:
-    """A diff replaces its line; a block with a name goes into that registry or class, others to the end."""
+    """Applies a block to a file. A diff replaces its removed lines with its added lines. A block with a name
+    is inserted into that registry or class, a block without a name at the end of the file."""
     file = folder / path
     text = file.read_text() if file.exists() else ""
     if language == "diff":
@@ -36,7 +37,7 @@ def apply(folder: Path, path: str, name: str, language: str, block: str) -> None
         assert text.count(old) == 1
         text = text.replace(old, new)
     elif name:
-        # A registry's first entry, or the first field of a class.
+        # The block becomes a registry's first entry, or the first field of a class.
         head = rf"{name} = Registry\([^{{]*{{" if block[0] == '"' else rf'class {name}\(.*?"""\n\n'
         text, count = re.subn(head, lambda found: found[0] + block, text, count=1, flags=re.DOTALL)
         assert count == 1
@@ -47,7 +48,7 @@ def apply(folder: Path, path: str, name: str, language: str, block: str) -> None
 
 @pytest.fixture(scope="module")
 def copy(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The package with all examples."""
+    """Returns a copy of the package with all examples."""
     folder = tmp_path_factory.mktemp("package")
     for name in ("megatron", "tests", "tools", "docs", "benchmarks", "examples"):
         shutil.copytree(ROOT / name, folder / name, ignore=shutil.ignore_patterns("__pycache__"))
@@ -60,7 +61,7 @@ def copy(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def run_in(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
-    """Runs Python with the copy of the package; the test fails if the process does."""
+    """Runs Python with the copy of the package. Fails the test if the process fails."""
     finished = subprocess.run(
         [sys.executable, *arguments],
         cwd=folder,
@@ -80,7 +81,7 @@ def test_every_example_changes_at_most_three_files(copy: Path) -> None:
 
 
 def run_copy(copy: Path, data: list[str], *others: str, sgd: bool = True) -> str:
-    """Returns what a training of 4 iterations prints. sgd: with the optimizer of `SGD`."""
+    """Returns what a training of 4 iterations prints. sgd: whether it uses the optimizer of `SGD`."""
     schedule = "--lr 0.1 --min-lr 0.02 --micro-batch-size 2 --global-batch-size 2 --train-iters 4".split()
     logging = "--eval-iters 0 --log-interval 1".split()
     flags = [
@@ -97,7 +98,7 @@ def run_copy(copy: Path, data: list[str], *others: str, sgd: bool = True) -> str
     return run_in(copy, "pretrain_gpt.py", *flags).stdout
 
 
-# Run in the copy, whose registries know what the checkpoint was trained with.
+# Runs in the copy, whose registries contain what the checkpoint was trained with.
 WRITE_SINGLE_FILE = """
 import sys
 from pathlib import Path
@@ -119,7 +120,7 @@ write_json(target / "run.json", add_checksum({**run, "files": {}}))
 """
 
 
-# Tests that read registries, fields of the config, the model's file and the documentation.
+# Tests that read registries, fields of the configuration, the model's file and the documentation.
 AFFECTED = (
     "tests/unit/config",
     "tests/unit/data/test_statistics.py",

@@ -1,4 +1,5 @@
-"""tools/convert_huggingface.py and tools/inspect_checkpoint.py on checkpoints that pretrain_gpt.py wrote."""
+"""Runs tools/convert_huggingface.py and tools/inspect_checkpoint.py on checkpoints that
+pretrain_gpt.py wrote."""
 
 from __future__ import annotations
 
@@ -70,13 +71,13 @@ def test_an_exported_model_has_the_same_logits_and_is_described(
     assert "tied_modules.embed.word_embeddings.weight" in [row[0] for row in rows if row]
 
 
-# --- the way back ---
+# --- from Hugging Face to training ---
 
 LENGTH = 32
 
 
 def printed_flags(output: str) -> list[str]:
-    """The flags that the conversion to a universal checkpoint printed."""
+    """Returns the flags that the conversion to a universal checkpoint printed."""
     (line,) = (line for line in output.splitlines() if line.startswith("start from it with: "))
     return shlex.split(line.removeprefix("start from it with: "))
 
@@ -105,8 +106,8 @@ def test_training_starts_from_a_model_of_hugging_face_on_any_layout(
     tmp_path: Path,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    """With a tokenizer in the model's folder, as on the hub, and 40 rows more than it has tokens,
-    which --vocab-size confirms."""
+    """The model's folder contains a tokenizer, as on the hub. The model has 40 rows more than the tokenizer
+    has tokens, which --vocab-size confirms."""
     from transformers import GPT2TokenizerFast
 
     hf_folder, start = tmp_path / "hf", tmp_path / "start"
@@ -118,7 +119,7 @@ def test_training_starts_from_a_model_of_hugging_face_on_any_layout(
     printed = capsys.readouterr()
     assert "40 of 640 rows of the word embeddings" in printed.err
     corpus_flags = data[: data.index("--tokenizer-type")]
-    # BLOOM reads any length: its config.json does not say one.
+    # BLOOM reads sequences of any length, so its config.json contains no length.
     flags = [*printed_flags(printed.out), "--seq-length", str(LENGTH), *NO_DROPOUT, *SHORT, *corpus_flags]
     run = pretrain([*flags, f"--{axis}-model-parallel-size", str(processes)], processes=processes)
     assert run.exit_code == 0, run.stderr
@@ -193,16 +194,16 @@ def test_the_command_of_the_page_for_olmo_3_converts_a_model_with_windows_in_som
     monkeypatch.chdir(tmp_path)
     convert_huggingface.main(words)
     printed = capsys.readouterr().out
-    assert "wrote native/global_step0_universal: Olmo3ForCausalLM of HF_OLMO3" in printed
+    assert "wrote olmo3_start/global_step0_universal: Olmo3ForCausalLM of HF_OLMO3" in printed
     flags = [*printed_flags(printed), "--dry-run", "--lr", "1", "--train-iters", "1"]
     model = parse_args([*flags, "--micro-batch-size", "1", "--global-batch-size", "1"], {}).model
     assert (model.window_size, model.window_pattern) == (5, ("W", "W", "W", "F"))
-    convert_checkpoint.main(["--from", "HF_OLMO3", "--to", "again/"])  # the other tool, and without the flag
+    convert_checkpoint.main(["--from", "HF_OLMO3", "--to", "again/"])  # the other tool, without the flag
     assert sorted(os.listdir("again")) == ["global_step0_universal", "latest_universal"]
     batch = ["--micro-batch-size", "1", "--global-batch-size", "1", "--lr", "1", "--train-iters", "1"]
     assert parse_args(["--load", "again/", "--use-checkpoint-args", "--dry-run", *batch], {}).model == model
     assert (model.window_rotary_base, model.rope_scaling_type) == (None, "yarn")
-    converted = read_checkpoint(tmp_path / "native", universal=True)
+    converted = read_checkpoint(tmp_path / "olmo3_start", universal=True)
     expected = hf_logits(tmp_path / "HF_OLMO3")
     assert expected.std() > 0.1
     torch.testing.assert_close(megatron_logits(converted), expected, rtol=1e-5, atol=1e-5)

@@ -1,4 +1,4 @@
-"""Plans of very large runs, made on a machine that could not run them."""
+"""Plans very large runs on a machine that could not train them."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def plan(flags: list[str], world_size: int) -> Run:
 
 
 def stages(run: Run) -> list[tuple[int, int, int, int]]:
-    """Returns (stage, first layer, last layer, parameters per rank) per line of the stage map."""
+    """Returns (stage, first layer, last layer, parameters per rank) for each line of the stage map."""
     rows = re.findall(r"^ *(\d+) +(\d+)-(\d+) +[\d.,]+ +[\d.]+ +([\d,]+) ", run.stdout, re.MULTILINE)
     return [(int(stage), int(a), int(b), int(count.replace(",", ""))) for stage, a, b, count in rows]
 
@@ -39,7 +39,7 @@ def test_a_plan_for_176b_parameters_has_blooms_numbers() -> None:
     assert f"128/(128+12-1) = {128 / 139:.3f}" in run.stdout
     assert "from 192 by 16 over the first 9,765,625 samples" in run.stdout
 
-    # 'type:transformer|embedding' shares out 72 layers, 6 to each of the 12 stages.
+    # 'type:transformer|embedding' partitions 72 layers into 6 for each of the 12 stages.
     per_rank = 12 * hidden**2 // tensor + 7 * hidden // tensor + 6 * hidden
     embedding = vocab * hidden // tensor
     rows = stages(run)
@@ -47,7 +47,7 @@ def test_a_plan_for_176b_parameters_has_blooms_numbers() -> None:
     assert rows[0][3] == embedding + 2 * hidden + 5 * per_rank
     assert [row[3] for row in rows[1:11]] == [6 * per_rank] * 10
     assert rows[11][3] == embedding + 5 * per_rank + 2 * hidden  # the final norm, not the embedding's
-    assert rows[0][1] == 0 and rows[-1][2] == 70 + 6  # the fixed list, to float16_to_fp32
+    assert rows[0][1] == 0 and rows[-1][2] == 70 + 6  # all layers, the last is float16_to_fp32
     assert all(row[1] == before[2] + 1 for before, row in zip(rows, rows[1:], strict=False))
 
 
@@ -57,7 +57,7 @@ def test_a_plan_for_104b_parameters_without_its_tokenizer_files() -> None:
     hidden, padded = 11600, 50688  # 50257 up to a multiple of 128 x 4
     layers = 64 * (12 * hidden**2 + 13 * hidden)
     assert f"padded to {padded:,}" in run.stdout
-    norms = 4 * hidden  # of the embedding, and the final one
+    norms = 4 * hidden  # the embedding's norm and the final norm
     assert f"parameters {padded * hidden + 2048 * hidden + layers + norms:,}\n" in run.stdout
     rows = stages(run)
     assert len(rows) == 32
@@ -80,7 +80,7 @@ def test_a_plan_reports_the_data_if_it_is_there(data: list[str]) -> None:
 
 @pytest.mark.full
 def test_a_vocabulary_of_250k_words_gets_stages_of_its_own() -> None:
-    """The embedding alone, 30 stages of two layers, the head alone with norm and cast."""
+    """The stages are: only the embedding, 30 stages of two layers, only the head with norm and cast."""
     sizes = "--num-layers 60 --hidden-size 4096 --num-attention-heads 32 --seq-length 2048 --bf16".split()
     sizes += "--max-position-embeddings 2048 --pad-vocab-size-to 250880 --lr 1e-4 --train-iters 10".split()
     layout = "--tensor-model-parallel-size 4 --pipeline-model-parallel-size 32".split()

@@ -1,4 +1,4 @@
-"""Runs that are killed, interrupted or out of memory: one line of the log names the cause."""
+"""If a run is killed, interrupted or out of memory, one line of the log names the cause."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ FLAGS = [*MODEL, *ABSOLUTE, *SHORT, "--pipeline-model-parallel-size", "2"]
 
 
 def children(pid: int) -> list[int]:
-    """The processes that `pid` has started."""
+    """Returns the processes that `pid` has started."""
     found = subprocess.run(["ps", "-o", "pid=", "--ppid", str(pid)], capture_output=True, text=True)
     return [int(word) for word in found.stdout.split()]
 
@@ -28,7 +28,7 @@ def last_line(run: Run) -> str:
 
 
 def at_step(number: int, action):
-    """Calls action(process) while the run waits after a step."""
+    """Returns a callback that calls action(process) while the run waits after step `number`."""
 
     def on_line(line: str, process: subprocess.Popen[str]) -> None:
         if (parse_log_line(line) or {}).get("iteration") == number:
@@ -42,7 +42,7 @@ def kill_the_last_rank(process: subprocess.Popen[str]) -> None:
 
 
 def interrupt(process: subprocess.Popen[str]) -> None:
-    """The launcher forwards the signal to its processes."""
+    """Sends SIGINT to the launcher, which forwards the signal to its processes."""
     process.send_signal(signal.SIGINT)
 
 

@@ -1,5 +1,5 @@
-"""tools/evaluate.py --tasks: local tasks, and log-likelihoods of the exported Hugging Face model, on one
-process and on several."""
+"""tools/evaluate.py --tasks runs local tasks, and has the log-likelihoods of the exported Hugging Face model,
+on one process and on several."""
 
 from __future__ import annotations
 
@@ -56,7 +56,8 @@ ROLLING = [Instance("loglikelihood_rolling", {}, ("import os, sys\n" * 5,), 0)]
 
 
 def add_bos(folder):
-    """The tokenizer of a folder begins texts with another token than the last of a document, as Llama's."""
+    """Gives the folder's tokenizer a token that begins texts. It differs from the end-of-document token, as
+    in Llama's tokenizer."""
     tokenizer = AutoTokenizer.from_pretrained(folder)
     tokenizer.add_special_tokens({"bos_token": "<s>"})
     tokenizer.backend_tokenizer.post_processor = TemplateProcessing(
@@ -68,8 +69,8 @@ def add_bos(folder):
 
 @pytest.fixture
 def folders(tmp_path, request):
-    """A checkpoint, and the Hugging Face model that it was made from; with a parameter "bos" its tokenizer
-    adds that token."""
+    """Returns the folders of a checkpoint, and of the Hugging Face model from which it was converted. With
+    the parameter "bos" its tokenizer begins texts with a BOS token."""
     hf_folder = tmp_path / "hf"
     hf_folder.mkdir()
     vocab_size = save_tokenizer(hf_folder)
@@ -87,15 +88,15 @@ def requests():
 
 
 def harness_model_of(folder):
-    """The harness's own model of a Hugging Face folder. Its cache takes requests of the same tokens, divided
-    into context and continuation elsewhere, for the same request."""
+    """Returns the harness's own model of a Hugging Face folder, without its cache. The cache confuses
+    requests that have equal tokens but a different boundary between context and continuation."""
     return HFLM(
         str(folder), device="cpu", dtype="float32", batch_size=2, max_length=LENGTH, logits_cache=False
     )
 
 
 def on_ranks(folder, tp_size, pp_size):
-    """Returns, on rank 0, the log-likelihoods of `requests` and of whole texts."""
+    """Returns on rank 0 the log-likelihoods of `requests` and of whole texts."""
     checkpoint = read_checkpoint(folder)
     world_size, rank = torch.distributed.get_world_size(), torch.distributed.get_rank()
     planned = run_of_layout(
@@ -140,7 +141,7 @@ def test_log_likelihoods_are_those_of_the_exported_model(folders):
     assert model.loglikelihood_rolling(ROLLING) == pytest.approx(
         reference.loglikelihood_rolling(ROLLING), rel=1e-4
     )
-    # The second context loses its beginning: 12 tokens less 5 are left.
+    # The second context loses its beginning: 7 of the model's 12 tokens remain, 5 are for the output.
     settings = {"until": ["zz"], "max_gen_toks": 5, "do_sample": False, "temperature": 1.0}
     generated = [Instance("generate_until", {}, (text, settings), 0) for text in ("import", "x = 1\n" * 9)]
     assert model.generate_until(generated) == reference.generate_until(generated, disable_tqdm=True)
@@ -150,7 +151,7 @@ def test_log_likelihoods_are_those_of_the_exported_model(folders):
 
 @pytest.fixture
 def local_tasks(tmp_path):
-    """A folder with the tasks `local` and `answers`, and the group `mine` of one task."""
+    """Returns a folder with the tasks `local` and `answers`, and the group `mine` with one task."""
     data = tmp_path / "local.jsonl"
     data.write_text("".join(json.dumps(document) + "\n" for document in DOCUMENTS))
     folder = tmp_path / "tasks"
@@ -177,7 +178,8 @@ def test_a_task_whose_answers_are_too_long_is_refused_before_the_weights_are_rea
 
 @pytest.mark.full  # the harness reads all of its tasks
 def test_the_harness_s_own_tasks_are_known_to_a_group_only(local_tasks):
-    """A group may have members that are the harness's own."""
+    """The harness's own tasks, which take long to read, are read only for a group, since they may be its
+    members."""
     for name, expected in (("local", False), ("mine", True)):
         manager, loaded = _load([name], [str(local_tasks)])
         assert ("hellaswag" in manager.all_tasks) is expected
@@ -203,7 +205,7 @@ def test_an_unknown_task_is_refused(folders, capsys):
 @pytest.mark.full
 @pytest.mark.parametrize("launcher", [[], ["-m", "torch.distributed.launch", "--nproc_per_node", "2"]])
 def test_the_typed_command_prints_the_results_of_one_process(folders, launcher, capsys):
-    """Without a launcher the tool starts its ranks."""
+    """One case has no launcher: then the tool itself starts its ranks."""
     saved, _ = folders
     flags = ["--load", str(saved), "--tasks", "toy"]
     evaluate.main(flags)
@@ -216,7 +218,7 @@ def test_the_typed_command_prints_the_results_of_one_process(folders, launcher, 
 
 @pytest.mark.full
 def test_training_runs_tasks_and_its_losses_stay_the_same(data, tmp_path):
-    """TP 2 x PP 2, with dropout. The tasks' values are logged and written to TensorBoard."""
+    """Trains with TP 2 x PP 2 and dropout. The tasks' values are logged and written to TensorBoard."""
     flags = [*MODEL, *SHORT, *ABSOLUTE, *data, "--seed", "7"]
     flags += ["--tensor-model-parallel-size", "2", "--pipeline-model-parallel-size", "2"]
     plain = pretrain(flags, processes=4).ok()

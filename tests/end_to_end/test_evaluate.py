@@ -1,9 +1,10 @@
-"""tools/evaluate.py, compared with the evaluation at the end of the training run."""
+"""Compares tools/evaluate.py with the evaluation at the end of the training run."""
 
 from __future__ import annotations
 
 import re
 import signal
+from argparse import Namespace
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -11,27 +12,32 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from megatron.arguments import parse_args
+from megatron.checkpoint.record import Checkpoint, TrainingState
 from megatron.commands import ds_to_universal, evaluate
+from megatron.commands.evaluate import with_separate_documents
 from megatron.data.dataset_builder import IndexedDatasetBuilder
 from megatron.data.indexed_dataset import IndexedDataset
+from megatron.errors import UserError
 from tests.end_to_end.command import ROOT, environment
+from tests.end_to_end.flags import MODEL, SHORT
 from tests.end_to_end.trained import SEQ, VARIANTS, Trained
 from tests.support.forked import run_script
 
-FIRST_BATCH = ["--samples", "4"]  # as many as --eval-iters 1 and --global-batch-size 4 read
-# fp32 differs in the order of sums only; in 16 bits the fused head of training rounds differently.
+FIRST_BATCH = ["--samples", "4"]  # the samples of --eval-iters 1 and --global-batch-size 4
+# In fp32 only the order of sums differs. In 16 bits the fused head of training rounds differently.
 TOLERANCES = {"fp32": 1e-5, "bf16": 1e-3, "fp16": 1e-3}
 
 
 def losses(capsys: pytest.CaptureFixture[str], trained: Trained, *flags: str) -> list[float]:
-    """The losses that the tool prints, one per data set."""
+    """Returns the losses that the tool prints, one per data set."""
     evaluate.main(["--load", str(trained.folder), *flags])
     return [float(loss) for loss in re.findall(r"lm loss: (\S+)", capsys.readouterr().out)]
 
 
 @pytest.mark.gate(rows=1)
 @pytest.mark.parametrize("name", VARIANTS)
-@pytest.mark.parametrize("micro_batch_size", ["3", "1"])  # 3: the last one is smaller
+@pytest.mark.parametrize("micro_batch_size", ["3", "1"])  # with 3 the last micro-batch is smaller
 def test_the_loss_is_that_of_training_on_the_same_samples(
     micro_batch_size: str,
     name: str,
@@ -54,7 +60,7 @@ def test_a_universal_checkpoint_and_several_data_sets_give_the_same_losses(
     native = trained.folder / "global_step5"
     ds_to_universal.main(["--input_folder", str(native), "--output_folder", str(universal)])
     capsys.readouterr()
-    # A data set of its own: the validation documents of the corpus, found without the code under test.
+    # A separate data set contains the validation documents of the corpus, found without the code under test.
     corpus = IndexedDataset(data[1])
     count = len(corpus)
     bounds = np.cumsum([round(share * count / 1000) for share in (900, 50, 50)])
@@ -64,7 +70,7 @@ def test_a_universal_checkpoint_and_several_data_sets_give_the_same_losses(
         builder.finalize()
     first, second = losses(capsys, trained, "--data-path", data[1], data[1], *FIRST_BATCH)
     assert first == second
-    # The same documents in the same order, shuffled with the same seed.
+    # The run reads equal documents in equal order, shuffled with an equal seed.
     flags = ["--data-path", str(tmp_path / "valid"), "--subset", "all", *FIRST_BATCH]
     assert losses(capsys, trained, *flags) == [first]
     evaluate.main(["--load", str(universal), "--data-path", data[1], *FIRST_BATCH])
@@ -136,7 +142,7 @@ def test_a_launcher_may_start_the_ranks_and_replicas_share_the_samples(
     flags = ["--data-path", data[1], "--samples", "5", "--micro-batch-size", "1"]
     (expected,) = losses(capsys, trained, *flags)
     flags += ["--load", str(trained.folder), "--pipeline-model-parallel-size", "2"]
-    flags += ["--local-rank=0"]  # torch.distributed.launch adds it; LOCAL_RANK says the same
+    flags += ["--local-rank=0"]  # torch.distributed.launch adds it; LOCAL_RANK is equal
     ended = run_script(ROOT / "tools/evaluate.py", flags, environment(), 4)
     assert ended.exit_codes == [0, 0, 0, 0], ended.stderr
     (loss,) = re.findall(r"lm loss: (\S+)", ended.stdout)
@@ -151,7 +157,7 @@ def test_a_rank_without_a_device_is_named_once(processes: int, trained: Trained,
     flags += ["--tensor-model-parallel-size", "2"]
     script = ROOT / "tests/end_to_end/no_device.py"
     ended = run_script(script, flags, environment(), processes)
-    # Under a launcher rank 0 ends the others.
+    # Under a launcher, rank 0 ends the other ranks.
     assert ended.exit_codes[0] == 2 and {*ended.exit_codes} <= {2, -signal.SIGTERM}
     (error,) = (line for line in ended.stderr.splitlines() if line.startswith("error: "))
     assert "LOCAL_RANK 2 has no device: 2 devices are visible" in error
@@ -168,9 +174,26 @@ def test_mistakes_of_a_layout_end_before_the_ranks_start(
     assert without in mistake(*on_data, "--expert-model-parallel-size", "2")
     monkeypatch.setattr(evaluate, "find_spec", lambda name: None)
     assert "pip install lm_eval" in mistake("--tasks", "toy", "--tensor-model-parallel-size", "2")
-    # The ranks of a launcher: rank 0 alone prints.
+    # With the ranks of a launcher, only rank 0 prints.
     flags = ["--load", str(trained.folder), *on_data, "--samples", "0"]
     ended = run_script(ROOT / "tools/evaluate.py", flags, environment(), 2)
-    # The rank that ends first ends the others, as under a launcher.
+    # As under a launcher, the rank that ends first ends the other ranks.
     assert 2 in ended.exit_codes and {*ended.exit_codes} <= {2, -signal.SIGTERM}
     assert ended.stderr.count("--samples is 0") == 1
+
+
+def test_documents_are_separated_as_the_flags_of_training_allow() -> None:
+    flags = Namespace(reset_attention_mask=True, reset_position_ids=True)
+    words = [*MODEL, *SHORT, "--mock-data", "--vocab-size", "9", "--position-embedding-type"]
+    rotary, alibi = (
+        Checkpoint(Path(), TrainingState(), {"config": parse_args([*words, positions], {}).to_dict()})
+        for positions in ("rotary", "alibi")
+    )
+    data = with_separate_documents(rotary, flags).config.data
+    assert data.reset_attention_mask and data.reset_position_ids
+    unset = Namespace(reset_attention_mask=False, reset_position_ids=False)
+    assert with_separate_documents(alibi, unset) is alibi
+    with pytest.raises(
+        UserError, match="--reset-position-ids with --position-embedding-type alibi: .* remove"
+    ):
+        with_separate_documents(alibi, flags)

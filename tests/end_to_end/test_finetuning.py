@@ -1,4 +1,4 @@
-"""The commands of docs/finetuning.md, in order, on a tiny BLOOM; and interrupted fine-tuning."""
+"""Runs the commands of docs/finetuning.md in order on a tiny BLOOM, and interrupts a fine-tuning."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from tests.end_to_end.flags import ABSOLUTE, MODEL, NO_DROPOUT
 from tests.support.chat_tokenizer import random_chats, write_rows
 from tests.unit.checkpoint.hugging_face_folder import save_hf
 
-# What is smaller than on the page.
+# Values of the page -> smaller values.
 SMALL = {
     "--seq-length 1024": "--seq-length 32",
     "--train-iters 2000": "--train-iters 4",
@@ -27,7 +27,7 @@ SMALL = {
 
 
 def commands() -> list[str]:
-    """The commands of the page's bash blocks, with smaller numbers."""
+    """Returns the commands of the page's bash blocks, with smaller values."""
     text = "\n".join(commands_in("docs/finetuning.md"))
     for given, small in SMALL.items():
         assert given in text
@@ -37,7 +37,7 @@ def commands() -> list[str]:
 
 @pytest.fixture
 def clone(tmp_path: Path, corpus: Path) -> Path:
-    """A clone of the repository with a model in it."""
+    """Returns a clone of the repository with a model in it."""
     from transformers import GPT2TokenizerFast
 
     model = make_clone(tmp_path, corpus) / "bloom-560m"

@@ -19,7 +19,7 @@ FLAGS = (
 
 @pytest.fixture
 def run(data: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    """Runs the program with a number of bytes free."""
+    """Returns a function that runs the program with a given number of bytes free."""
 
     def with_space(free: float, *flags: str, processes: int = 0) -> Run:
         monkeypatch.setenv("FREE_BYTES", str(round(free)))
@@ -30,7 +30,7 @@ def run(data: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
 
 
 def planned_bytes(run: Run) -> float:
-    """Returns the size of a checkpoint in the error of a run without space."""
+    """Returns the planned size of a checkpoint, read from the error of a run without space."""
     assert run.exit_code == 2 and run.steps == []
     (error,) = run.errors
     found = re.search(r"0\.0 MB are free, and a checkpoint takes about ([\d,.]+) MB .*Free space", error)
@@ -77,7 +77,7 @@ def test_free_space_for_fewer_checkpoints_than_the_run_keeps_is_a_warning(run, t
     (leftover / "layer").write_bytes(bytes(round(1.5 * size)))
     run(0, *load, "--train-iters", "9").ok()
     assert not leftover.exists()
-    # An evaluation and a run that is complete save nothing.
+    # An evaluation and a run that is already complete save nothing.
     run(0, *load, "--eval-iters", "1", "--eval-only").ok()
     run(0, *load, "--train-iters", "9").ok()
     run(0, *load, "--train-iters", "10", "--no-preflight").ok()

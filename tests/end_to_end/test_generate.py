@@ -1,4 +1,4 @@
-"""tools/generate.py on checkpoints of several layouts and models, against a GPT in plain PyTorch."""
+"""Compares tools/generate.py with a GPT in plain PyTorch, on checkpoints of several layouts and models."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ def test_a_sample_is_the_same_for_the_same_seed_and_another_for_another(
 def test_several_prompts_do_not_influence_each_other(
     trained: Trained, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
-    """The texts of a batch are printed in the order of the prompts, whichever is complete first."""
+    """The texts of a batch are printed in the order of the prompts, whichever text is complete first."""
     flags = ["--load", str(trained.folder), "--max-new-tokens", "10", "--top-k", "20", "--stop", "e"]
     prompts = ["class A", "import os", "x = 1\u2028y"]
     alone = [output(capsys, *flags, "--prompt", prompt) for prompt in prompts]

@@ -1,4 +1,4 @@
-"""A wheel of the package, installed outside of the checkout: its files, its commands, and a run."""
+"""Installs a wheel of the package outside of the checkout. Checks its files and commands, and trains."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ COMMANDS = ["megatron-pretrain-gpt", *(f"megatron-{name.replace('_', '-')}" for 
 
 
 def execute(*words: object, cwd: Path) -> str:
-    """Runs a program and returns what it printed; the test fails if the program does."""
+    """Runs a program. Returns what it printed. Fails the test if the program fails."""
     ended = subprocess.run(
         [str(word) for word in words],
         **{"cwd": cwd, "env": environment(), "capture_output": True, "text": True, "timeout": HANG_TIMEOUT_S},
@@ -33,27 +33,33 @@ def execute(*words: object, cwd: Path) -> str:
 
 @pytest.fixture(scope="module")
 def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The wheel, built from a copy: setuptools writes beside the sources, and reads an older build."""
+    """Builds the wheel as `make dist` does; returns its path.
+
+    It is built in a copy, because setuptools writes beside the sources and reads an older build.
+    """
     folder = tmp_path_factory.mktemp("wheel")
     for name in SOURCES:
         if (ROOT / name).is_dir():
             shutil.copytree(ROOT / name, folder / name, ignore=shutil.ignore_patterns("__pycache__"))
         else:
             shutil.copy(ROOT / name, folder)
-    pip = [sys.executable, "-m", "pip", "wheel", "--no-deps", "--no-build-isolation"]
-    execute(*pip, "--wheel-dir", folder / "wheels", ".", cwd=folder)
-    (path,) = (folder / "wheels").iterdir()
+    recipe = (ROOT / "Makefile").read_text().partition("\ndist: setup\n")[2].partition("\n\n")[0]
+    execute("bash", "-ec", recipe.replace("$(VENV)/bin/python", sys.executable), cwd=folder)
+    (path,) = (folder / "dist").glob("*.whl")
+    assert (folder / "dist" / f"paritron-{__version__}.tar.gz").is_file()
     return path
 
 
 @pytest.fixture(scope="module")
 def programs(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The programs of an environment with the wheel. It sees this one's packages, but not the checkout."""
+    """Returns the programs of an environment with the wheel, which sees this environment's packages but not
+    the checkout."""
     folder = tmp_path_factory.mktemp("environment")
     execute(sys.executable, "-m", "venv", "--without-pip", folder, cwd=folder)
     python = folder / "bin" / "python"
     own = execute(python, "-c", "import sysconfig; print(sysconfig.get_path('purelib'))", cwd=folder)
-    # A .pth file that is found through another one, as the one of an editable installation, is not read.
+    # Python does not read a .pth file that it finds through a second .pth file, such as an editable
+    # installation's.
     (Path(own.strip()) / "packages.pth").write_text(sysconfig.get_path("purelib") + "\n")
     execute(
         *(sys.executable, "-m", "pip", "--python", python, "install"),
@@ -64,7 +70,7 @@ def programs(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_the_wheel_has_all_files_of_the_package_and_no_others(wheel: Path) -> None:
-    assert wheel.name.startswith(f"megatron_gpt_pretraining-{__version__}-")
+    assert wheel.name.startswith(f"paritron-{__version__}-")
     packed = [name for name in zipfile.ZipFile(wheel).namelist() if ".dist-info/" not in name]
     files = [path for path in (ROOT / "megatron").rglob("*") if path.is_file()]
     tracked = [str(path.relative_to(ROOT)) for path in files if path.suffix != ".pyc"]
@@ -74,11 +80,11 @@ def test_the_wheel_has_all_files_of_the_package_and_no_others(wheel: Path) -> No
 def test_every_command_is_installed_and_prints_its_help(programs: Path, tmp_path: Path) -> None:
     load = (
         "import sys; from importlib.metadata import distribution\n"
-        "for command in distribution('megatron-gpt-pretraining').entry_points:\n"
+        "for command in distribution('paritron').entry_points:\n"
         "    sys.argv = [command.name, '--help']\n"
         "    try: command.load()()\n"
         "    except SystemExit as end: assert not end.code, command\n"
-        # It would double the time of every start.
+        # Importing dynamo would double the time of every start.
         "assert 'torch._dynamo' not in sys.modules\n"
     )
     printed = execute(programs / "python", "-c", load, cwd=tmp_path)

@@ -1,4 +1,4 @@
-"""The same command on other layouts, through either launcher, prints the same run."""
+"""One command prints equal runs on all layouts, through either launcher."""
 
 from __future__ import annotations
 
@@ -14,19 +14,20 @@ from tests.end_to_end.flags import ABSOLUTE, MODEL, RAMPED, RAMPED_STEPS, SHORT
 
 FLAGS = [*MODEL, *ABSOLUTE, *RAMPED]
 FOUR = ["--tensor-model-parallel-size", "2", "--pipeline-model-parallel-size", "2", *FLAGS]
-# Losses are printed with 7 digits, and the last may round the other way; grad norms with three decimals.
+# Losses are printed with 7 digits, and the last digit may be rounded differently. Grad norms have three
+# decimals.
 TOLERANCE = {"lm_loss": 1e-5, "lm_loss_ppl": 1e-4, "grad_norm": 2e-3}
 
 
 @pytest.fixture(scope="module")
 def single(data: list[str]) -> Run:
-    """One process, plain python, with what libraries print when they are imported."""
+    """Returns the run of one process under plain python, with the output of libraries during their import."""
     return pretrain_typed([*FLAGS, *data])
 
 
 @pytest.fixture(scope="module")
 def four(data: list[str]) -> Run:
-    """Two TP ranks times two stages."""
+    """Returns the run of two TP ranks times two stages."""
     return pretrain([*FOUR, *data], processes=4)
 
 
@@ -44,7 +45,7 @@ def assert_same_run(run: Run, other: Run) -> None:
 def test_a_run_prints_every_step_in_megatrons_format(single: Run) -> None:
     assert single.exit_code == 0, single.stderr
     assert [step["iteration"] for step in single.steps] == list(range(1, RAMPED_STEPS + 1))
-    # 2, 4, 6 and 8 samples per step, each grown to at the thirds of the first 24 samples.
+    # 2, 4, 6 and 8 samples per step. The size grows at each third of the first 24 samples.
     sizes = [2] * 4 + [4] * 2 + [6] * 2 + [8] * 12
     assert [step["global_batch_size"] for step in single.steps] == sizes
     assert [step["consumed_samples"] for step in single.steps] == [sum(sizes[: i + 1]) for i in range(20)]

@@ -1,4 +1,4 @@
-"""examples/llama.sh, as it is typed, with a smaller model."""
+"""Runs examples/llama.sh as a user types it, with a smaller model."""
 
 from __future__ import annotations
 
@@ -36,7 +36,8 @@ def test_the_example_trains_exports_and_samples_with_transformers(tmp_path: Path
     )
     assert run.returncode == 0, run.stderr
     assert "LlamaForCausalLM in fp32, iteration 4" in run.stdout
-    # Embedding and head; per layer query, key, value, output, gate, up, down and two norms; the final norm.
+    # Parameters of embedding and head; per layer of query, key, value, output, gate, up, down and two norms;
+    # of the final norm.
     layer = 32 * (32 + 2 * 8) + 32 * 32 + 3 * 32 * 48 + 2 * 32
     assert f"LlamaForCausalLM, {2 * 512 * 32 + 2 * layer + 32:,} parameters" in run.stdout
     assert "def read(self, size=-1):" in run.stdout.split("parameters\n")[1]

@@ -1,4 +1,4 @@
-"""Local checkpoints through the command line. What they do on several nodes is in `tests/distributed`."""
+"""Saves local checkpoints through the command line. `tests/distributed` tests them on several nodes."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def flags_of(folder: Path, data: list[str]) -> list[str]:
 def test_a_run_that_resumes_from_a_local_checkpoint_at_its_end_still_saves(
     data: list[str], tmp_path: Path
 ) -> None:
-    """As after a crash between the last local save and the save to --save."""
+    """The run has crashed between its last local save and its save to --save."""
     flags, save = flags_of(tmp_path, data), tmp_path / "save"
     first = pretrain(flags, processes=2).ok()
     assert "global_step5 on the nodes' disks, " in first.stdout

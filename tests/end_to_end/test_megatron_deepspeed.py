@@ -20,8 +20,9 @@ FLAGS = """
 """.split()
 
 
+@pytest.mark.full  # test_tutorials.py resumes such a checkpoint, and the distributed test has its next losses
 def test_the_first_loss_is_that_of_the_weights_in_plain_pytorch(tmp_path: Path) -> None:
-    """All samples of these data are equal, since their period is the sequence length."""
+    """The period of the data is the sequence length, so all samples are equal."""
     unpack(tmp_path)
     period = np.random.RandomState(0).randint(1, ASSET_VOCAB, SEQ)
     with IndexedDatasetBuilder(tmp_path / "tokens", np.uint16) as builder:

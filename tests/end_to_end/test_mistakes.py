@@ -1,4 +1,4 @@
-"""A user's mistake ends every rank with exit code 2 and one sentence, printed once."""
+"""A user's mistake ends every rank with exit code 2, and is reported once, in one sentence."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def assert_reported_once(run: Run, *parts: str) -> None:
     assert run.stderr.splitlines()[-1] == error
     for part in parts:
         assert part in error
-    # The launcher's SIGTERM may reach a rank that has not come as far as its own mistake.
+    # The launcher's SIGTERM may reach a rank before the rank has found the mistake.
     assert 2 in run.rank_exit_codes and run.rank_exit_codes <= {1, 2, 128 + signal.SIGTERM}
 
 
@@ -58,7 +58,7 @@ def truncated(data: list[str], folder: Path) -> tuple[list[str], tuple[str, ...]
 
 
 def corrupted(data: list[str], folder: Path) -> tuple[list[str], tuple[str, ...]]:
-    """A wrong offset in the middle of the .idx file, which one process per node checks for."""
+    """Writes a wrong offset into the middle of the .idx file. One process per node checks the offsets."""
     for ending in (".bin", ".idx"):
         shutil.copy(f"{data[1]}{ending}", folder / f"text{ending}")
     documents = len(IndexedDataset(folder / "text"))
@@ -72,7 +72,7 @@ def corrupted(data: list[str], folder: Path) -> tuple[list[str], tuple[str, ...]
 
 
 def absent(data: list[str], folder: Path) -> tuple[list[str], tuple[str, ...]]:
-    return ["--data-path", str(folder / "none")], ("--data-path", "there is no file", "none.bin")
+    return ["--data-path", str(folder / "none")], ("--data-path", "none.bin does not exist")
 
 
 def indivisible(data: list[str], folder: Path) -> tuple[list[str], tuple[str, ...]]:
@@ -95,7 +95,7 @@ def unwritable_checkpoints(data: list[str], folder: Path) -> tuple[list[str], tu
 
 
 def absent_checkpoints(data: list[str], folder: Path) -> tuple[list[str], tuple[str, ...]]:
-    """Only rank 0 looks for this mistake."""
+    """Returns a mistake that only rank 0 looks for."""
     return ["--load", str(folder / "none"), "--eval-only"], ("--load", "does not exist: --eval-only needs")
 
 
@@ -114,12 +114,12 @@ def test_a_mistake_is_reported_once_before_the_processes_connect(
     flags, parts = mistake(data, tmp_path)
     run = pretrain([*FLAGS, *data, *flags], processes=2)
     assert_reported_once(run, *parts)
-    assert run.stdout == ""  # the first line comes when the processes have met
+    assert run.stdout == ""  # the first line comes after the processes connect
 
 
 @pytest.mark.full
 def test_a_mistake_that_only_rank_0_finds_is_reported_once(data: list[str], tmp_path: Path) -> None:
-    """A folder is in the way of an index file, which rank 0 makes for all while the others wait."""
+    """A folder is in the way of an index file, which rank 0 writes for all ranks while they wait."""
     for ending in (".bin", ".idx"):
         shutil.copy(f"{data[1]}{ending}", tmp_path / f"text{ending}")
     # 5 steps of 4 samples, sequences of 32 tokens, the default seed.
@@ -143,7 +143,7 @@ def test_processes_that_were_started_with_different_flags_end_with_one_sentence(
             env={
                 **os.environ,
                 **{"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": "2", "DS_ACCELERATOR": "cpu"},
-                # The store of a launcher: a port that was free once may be taken by now.
+                # The store of a launcher. A port that was free before may be taken by now.
                 **{"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(store.port)},
                 "TORCHELASTIC_USE_AGENT_STORE": "True",
             },
@@ -153,7 +153,7 @@ def test_processes_that_were_started_with_different_flags_end_with_one_sentence(
         for rank, rate in rates.items()
     ]
     errors = [processes[0].communicate(timeout=HANG_TIMEOUT_S)[1]]
-    processes[1].terminate()  # as a launcher does; until then the ranks that are silent wait
+    processes[1].terminate()  # as a launcher does; until then silent ranks wait
     errors.append(processes[1].communicate(timeout=HANG_TIMEOUT_S)[1])
     assert processes[0].returncode == 2 and processes[1].returncode in (2, -signal.SIGTERM)
     (error,) = "".join(errors).splitlines()

@@ -1,4 +1,4 @@
-"""--mock-data trains without files, with equal numbers on every layout, and resumes."""
+"""--mock-data trains without files, with equal losses on every layout, and resumes."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import pytest
 from tests.end_to_end.command import pretrain
 from tests.end_to_end.flags import MODEL, NO_DROPOUT
 
-# Without --global-batch-size, --max-position-embeddings and --save.
+# The flags lack --global-batch-size, --max-position-embeddings and --save.
 MOCK = [
     *MODEL,
     *NO_DROPOUT,

@@ -1,4 +1,4 @@
-"""A gradient that is not finite stops all ranks before the weights move, and nothing is saved after it."""
+"""A gradient that is not finite stops all ranks before the weights change, and nothing is saved after it."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from tests.end_to_end.flags import ABSOLUTE, MODEL, NO_DROPOUT, SHORT
 def test_a_gradient_that_is_not_finite_stops_every_rank_and_is_not_saved(
     data: list[str], tmp_path: Path
 ) -> None:
-    # A learning rate that throws the weights to 1e30: the next forward pass overflows.
+    # This learning rate moves the weights to 1e30, and the next forward pass overflows.
     explosion = "--lr 1e30 --clip-grad 0 --optimizer sgd --lr-decay-style constant".split()
     flags = [*MODEL, *ABSOLUTE, *SHORT, *NO_DROPOUT, *data, "--pipeline-model-parallel-size", "2"]
     run = pretrain([*flags, *explosion, "--save", str(tmp_path), "--save-interval", "1"], processes=2)

@@ -1,4 +1,4 @@
-"""Checkpoints in an object store through the command line, against a local server with S3's protocol."""
+"""Commands save to and load from an object store, which is a local server with S3's protocol."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ FLAGS = [*MODEL, *ABSOLUTE, *SHORT, "--zero-stage", "1"]
 
 @pytest.fixture
 def caches(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """The folder of the caches of this test's runs."""
+    """Returns the folder of the caches of this test's runs."""
     folder = tmp_path / "caches"
     folder.mkdir()
     monkeypatch.setenv("SLURM_TMPDIR", str(folder))
@@ -43,7 +43,8 @@ def flags_of(bucket: Bucket, data: list[str]) -> list[str]:
 
 
 def checkpoints_in(bucket: Bucket) -> dict[int, str]:
-    """Iteration -> folder of each checkpoint that has a `run.json`. Fails if one lacks a byte."""
+    """Returns iteration -> folder of each checkpoint that has a `run.json`. Fails if a checkpoint lacks a
+    byte."""
     store = ObjectStore(bucket.url)
     listed, found = store.list(), {}
     for key in listed:
@@ -57,7 +58,8 @@ def checkpoints_in(bucket: Bucket) -> dict[int, str]:
 
 
 def assert_nothing_is_left(bucket: Bucket, caches: Path) -> None:
-    """Fails if anything but complete checkpoints and `latest` is in the bucket, or a cache on the disk."""
+    """Fails if the bucket contains more than complete checkpoints and `latest`, or if a cache is on the
+    disk."""
     complete = {*checkpoints_in(bucket).values(), "latest", "latest.json"}
     assert {key.partition("/")[0] for key in ObjectStore(bucket.url).list()} == complete
     assert list(caches.iterdir()) == []
@@ -72,7 +74,7 @@ def assert_same_losses(run: Run, uninterrupted: Run) -> None:
 def test_a_run_resumes_from_a_bucket_on_another_layout_with_the_losses_of_an_uninterrupted_run(
     bucket: Bucket, data: list[str], caches: Path, uninterrupted: Run
 ) -> None:
-    """While it saves, requests fail in each of the ways that are retried."""
+    """While the run saves, requests fail in each of the ways that are retried."""
     bucket.fault("PUT", answer(503, "SlowDown"), key="optim_states")
     bucket.fault("PUT", refuse, key="layer_05")
     bucket.fault("PUT", lose_answer, key="run.json")
@@ -90,7 +92,7 @@ def test_a_run_resumes_from_a_bucket_on_another_layout_with_the_losses_of_an_uni
         uninterrupted.evaluations[0]["lm_loss"], rel=1e-5
     )
     assert_nothing_is_left(bucket, caches)
-    # One listing, and each object once.
+    # The start lists the bucket once, and reads each object once.
     assert [request.key for request in requests if request.kind == "LIST"].count("run/") == 1
     read = [request.key for request in requests if request.kind == "GET"]
     files = json.loads(ObjectStore(bucket.url).read(f"{checkpoints_in(bucket)[3]}/run.json"))["files"]
@@ -102,7 +104,7 @@ def test_a_run_resumes_from_a_bucket_on_another_layout_with_the_losses_of_an_uni
 def test_two_nodes_have_caches_of_their_own(
     bucket: Bucket, data: list[str], caches: Path, uninterrupted: Run
 ) -> None:
-    """Each rank has the cache of its node."""
+    """Each rank uses the cache of its node."""
     flags = flags_of(bucket, data)
     for extra, line in (
         [["--exit-interval", "3"], ""],
@@ -118,7 +120,7 @@ def test_two_nodes_have_caches_of_their_own(
     assert_nothing_is_left(bucket, caches)
 
 
-# (kind, key, number of the request, whether the request is done) of the request after which a rank is killed
+# (kind, key, number of the request, whether the request is done) of the request after which a rank is killed.
 KILLS = {
     "announcement": ("PUT", "saving-global_step3", 1, True),
     "first file": ("PUT", "global_step3.*optim_states", 1, False),
@@ -170,7 +172,8 @@ def test_a_start_after_a_kill_resumes_from_the_last_complete_checkpoint(
 def test_a_save_that_fails_leaves_the_checkpoint_before(
     extra: list[str], bucket: Bucket, data: list[str], caches: Path, uninterrupted: Run
 ) -> None:
-    """A permission that is lost is not retried. Training goes on only if the save is in the background."""
+    """A lost permission is not retried. After the failure training continues only if the save was in the
+    background."""
     bucket.fault("PUT", answer(403, "AccessDenied"), key="global_step3.*layer_05")
     flags = [*flags_of(bucket, data), *extra, "--save-interval", "1"]
     run = pretrain(flags, processes=2)
@@ -234,7 +237,7 @@ def no_bucket(bucket: Bucket, monkeypatch: pytest.MonkeyPatch) -> None:
     object.__setattr__(bucket, "url", "s3://no-such-bucket/run")
 
 
-# What is wrong: flags beside --save and --load, what is done before the run, the begin of the sentence.
+# Name -> (flags beside --save and --load, what is done before the run, the beginning of the error).
 MISTAKES: dict[str, tuple[list[str], Callable[..., None] | None, str]] = {
     "no bucket": ([], no_bucket, "--save s3://no-such-bucket/run cannot be read (LIST: "),
     "no access": ([], no_access, "--save {url} cannot be read (LIST: "),
@@ -284,7 +287,7 @@ def test_a_mistake_is_one_sentence(
 
 @pytest.mark.full
 def test_two_jobs_in_one_folder_of_a_bucket(bucket: Bucket, data: list[str], caches: Path) -> None:
-    """The second stops at its start, and the first goes on."""
+    """The second job stops at its start, and the first continues."""
     second: list[Run] = []
 
     def start_another(line: str, pids: list[int]) -> None:
@@ -300,15 +303,15 @@ def test_two_jobs_in_one_folder_of_a_bucket(bucket: Bucket, data: list[str], cac
 
 @pytest.mark.full
 def test_other_ways_to_use_a_bucket(bucket: Bucket, data: list[str], caches: Path, tmp_path: Path) -> None:
-    """A run begins in a file system and continues in a bucket; another starts from one of its checkpoints; an
-    evaluation reads the bucket."""
+    """A run begins in a file system and continues in a bucket. A second run starts from one of its
+    checkpoints. An evaluation reads the bucket."""
     local, flags = str(tmp_path / "local"), [*FLAGS, *data, "--save-interval", "1"]
     pretrain([*flags, "--exit-interval", "2", "--save", local, "--load", local], processes=2).ok()
     to_bucket = [*flags, "--load", local, "--save", bucket.url, "--save-interval", "1"]
     moved = pretrain(to_bucket, processes=2).ok()
     assert f"starting from {local}/global_step2, iteration 2\n" in moved.stdout
     assert sorted(checkpoints_in(bucket)) == [3, 4, 5]
-    shutil.rmtree(local)  # the command can be repeated without the folder that it began with
+    shutil.rmtree(local)  # the command can be repeated without this folder
     repeated = pretrain(to_bucket, processes=2).ok()
     assert f"starting from {bucket.url}/global_step5, iteration 5" in repeated.stdout, repeated.stdout
     for name in ("global_step4", checkpoints_in(bucket)[4]):
@@ -335,7 +338,7 @@ def test_a_damaged_object_is_not_used_and_latest_can_be_set_by_hand(
     run = pretrain([*flags, "--train-iters", "5"], processes=2).ok()
     assert f"starting from {bucket.url}/global_step4, iteration 4 (" in run.stdout
     assert "is damaged: its digest differs" in run.stdout
-    time.sleep(1.1)  # the times of objects have no fractions of a second
+    time.sleep(1.1)  # objects' times have no fractions of a second
     store.put("latest", b"global_step2\n")
     run = pretrain(flags, processes=2).ok()
     assert f"starting from {bucket.url}/global_step2, iteration 2 (latest was set by hand" in run.stdout

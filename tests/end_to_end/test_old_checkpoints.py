@@ -1,7 +1,8 @@
-"""Checkpoints that earlier versions wrote still open, and training continues with the losses of that version.
+"""Checkpoints that earlier versions wrote still open, and training continues with the earlier version's
+losses.
 
-The asset was written at commit f43906c by 4 processes (TP 2 x DP 2, ZeRO-1) after 3 of 6 steps, and converted
-to a universal checkpoint by the same version; the losses below are those of its steps 4 to 6.
+Commit f43906c wrote the asset with 4 processes (TP 2 x DP 2, ZeRO-1) after 3 of 6 steps, and converted it to
+a universal checkpoint. The losses below are the losses of its steps 4 to 6.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ LOSSES = [4.599300, 4.609995, 4.603704]
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
-    """With the checkpoints and the token files that the run read."""
+    """Returns a folder with the checkpoints and the token files that the run read."""
     unpack("checkpoints_2026_11_21", tmp_path)
     with IndexedDatasetBuilder(tmp_path / "tokens", np.uint16) as builder:
         builder.add_documents(np.random.RandomState(0).randint(1, 100, 4000), [100] * 40)

@@ -1,4 +1,4 @@
-"""Precisions, variants of the model, and modes that end a run differently."""
+"""Trains with each precision, with variants of the model, and in modes that end a run differently."""
 
 from __future__ import annotations
 
@@ -84,7 +84,8 @@ def test_tokens_end_a_run_and_no_train_evaluates_what_it_saved(data: list[str], 
         *checkpoints,
     ]
     trained = pretrain(flags).ok()
-    # 700 tokens are reached by the 6th step of 4 x 32; the line every second step is a mean over two.
+    # The 6th step of 4 x 32 tokens reaches 700 tokens. Each line is printed every second step, and is a mean
+    # over two.
     assert [step["iteration"] for step in trained.steps] == [2, 4, 6]
     assert trained.steps[-1]["total_iterations"] == 6 and trained.steps[-1]["consumed_tokens"] == 768
     rates = [1e-4 + 9e-4 * (1 - min(1, tokens / 600)) for tokens in (256, 512, 768)]
@@ -97,7 +98,8 @@ def test_tokens_end_a_run_and_no_train_evaluates_what_it_saved(data: list[str], 
 
 @pytest.mark.full
 def test_8_bit_adam_lists_its_8_bit_moments_and_resumes(data: list[str], tmp_path: Path) -> None:
-    """Over a pipeline whose second stage has the final norm and the head, and with plain Adam afterwards."""
+    """The run has a pipeline whose second stage has the final norm and the head. A second run resumes with
+    plain Adam."""
     flags = [*MODEL, *ABSOLUTE, *SHORT, *NO_DROPOUT, "--ffn-hidden-size", "256", "--save", str(tmp_path)]
     eight_bit = [*flags, *data, "--use_bnb_optimizer", "--zero-stage", "1"]
     run = pretrain([*eight_bit, *PIPELINE, "--exit-interval", "2"], processes=2).ok()
@@ -113,7 +115,7 @@ def test_8_bit_adam_lists_its_8_bit_moments_and_resumes(data: list[str], tmp_pat
 def test_zero_3_with_offload_has_the_losses_of_one_process_and_opens_elsewhere(
     data: list[str], fp32: Run, tmp_path: Path
 ) -> None:
-    """On a CPU the log says that the flag has no effect."""
+    """On a CPU the log says that --cpu-offload has no effect."""
     shared = [*FLAGS, *data, "--zero-stage", "3", "--cpu-offload", "--checkpoint-activations"]
     run = pretrain([*shared, "--save", str(tmp_path), "--exit-interval", "3"], processes=2).ok()
     assert "ZeRO stage 3" in run.stdout and "--cpu-offload has no effect" in run.stdout

@@ -1,4 +1,4 @@
-"""tools/plan.py as typed: a script, a search, mistakes."""
+"""Runs tools/plan.py as users type it: for a script, as a search, and with mistakes."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def plan(*words: str, folder: Path) -> subprocess.CompletedProcess[str]:
 
 
 def test_a_script_as_text_data_and_plot(tmp_path: Path) -> None:
-    """Of a small model: test_readme.py plans one of 176 B parameters."""
+    """The model is small: test_readme.py plans a model with 176 B parameters."""
     script = ROOT / "examples" / "slurm" / "smoke.slurm"
     words = ["--script", str(script), "--gpu", "a100-80gb", "--bf16"]
     run = plan(*words, "--json", "plan.json", "--plot", "plan.png", "--html", "plan.html", folder=tmp_path)

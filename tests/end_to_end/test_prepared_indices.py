@@ -1,4 +1,4 @@
-"""A run whose index files tools/prepare_indices.py has prepared."""
+"""A run uses the index files that tools/prepare_indices.py has prepared."""
 
 from __future__ import annotations
 

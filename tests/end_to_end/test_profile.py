@@ -1,4 +1,5 @@
-"""--profile --use-pytorch-profiler: traces of the chosen ranks and iterations, and a table in the log."""
+"""--profile --use-pytorch-profiler writes traces of the chosen ranks and iterations, and a table in
+the log."""
 
 from __future__ import annotations
 
@@ -31,7 +32,7 @@ def test_two_ranks_write_traces_of_two_iterations(data: list[str], tmp_path: Pat
         f"rank_{rank}_iterations_3_to_4.pt.trace.json" for rank in (0, 1)
     ]
     assert list(map(iterations_of, traces)) == [2, 2]
-    # Above the table are the lines of iterations 1 to 3 or 4, below it the last ones.
+    # The table is printed after the line of iteration 3 or 4, and before the last lines.
     lines = run.stdout.splitlines()
     (start,) = (i for i, line in enumerate(lines) if line.startswith("profile of iterations 3 to 4: "))
     assert lines[start].endswith(str(traces[0])) and lines[start + 1].split() == [

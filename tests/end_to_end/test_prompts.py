@@ -1,4 +1,4 @@
-"""Chats from jsonl to the losses of a run, compared with transformers' loss with labels of -100."""
+"""Trains on chats from jsonl. The losses equal transformers' loss with labels of -100."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import torch
 
-from megatron.commands import merge_datasets, preprocess_data, verify_dataset
+from megatron.commands import convert_huggingface, evaluate, merge_datasets, preprocess_data, verify_dataset
 from megatron.data.gpt_dataset import build_gpt_datasets, one_epoch
 from megatron.data.indexed_dataset import IndexedDataset
 from megatron.data.sample import SampleDataset
@@ -34,7 +34,7 @@ LAYOUTS = {
 
 @pytest.fixture(scope="session")
 def prepared(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with a tiny Llama, its chat tokenizer, and token files of chats."""
+    """Returns a folder with a tiny Llama, its chat tokenizer, and token files of chats."""
     from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
     folder = tmp_path_factory.mktemp("chats")
@@ -68,7 +68,8 @@ def tune(folder: Path, processes: int, flags: str, *more: str, separate: bool = 
 
 
 def expected_losses(folder: Path) -> list[float]:
-    """Trains transformers' model in the order of the run, each document on its own, with AdamW."""
+    """Trains transformers' model with AdamW in the order of the run, with each document as its own sequence.
+    Returns the losses."""
     from transformers import AutoModelForCausalLM
 
     model = AutoModelForCausalLM.from_pretrained(folder / "llama", dtype=torch.float32)
@@ -89,7 +90,7 @@ def expected_losses(folder: Path) -> list[float]:
 
 
 def masked_mean(model: Any, parts: list[tuple[torch.Tensor, torch.Tensor]]) -> torch.Tensor:
-    """Returns transformers' loss over all labels of the documents, each of which is a sequence of its own."""
+    """Returns transformers' loss over all labels of the documents. Each document is its own sequence."""
     count = sum((labels[1:] != -100).sum().item() for _, labels in parts)
     losses = [
         model(input_ids=ids[None], labels=labels[None], num_items_in_batch=count).loss
@@ -171,9 +172,8 @@ def test_a_resumed_run_on_another_layout_has_the_same_lines(prepared: Path, tmp_
 @pytest.mark.gate(rows=1)
 @pytest.mark.parametrize("layout", ["--pipeline-model-parallel-size 2", ""])
 def test_the_tool_evaluates_documents_apart(prepared: Path, tmp_path: Path, layout: str) -> None:
-    """The documents have the end-of-document token within them, too."""
-    from transformers import AutoModelForCausalLM
-
+    """The documents contain the end-of-document token in their middle, too, so the token alone does not
+    separate them."""
     chat, flags = str(prepared / "chat"), ["--save", str(tmp_path), "--save-interval", "1", "--lr", "1e-30"]
     tune(prepared, 0, LAYOUTS["1 process"][1], *flags, "--exit-interval", "1").ok()
     run = pretrain(
@@ -181,7 +181,34 @@ def test_the_tool_evaluates_documents_apart(prepared: Path, tmp_path: Path, layo
         script="tools/evaluate.py",
     ).ok()
     (loss,) = re.findall(r"lm loss: (\S+)", run.stdout)
-    data = one_epoch(IndexedDataset(chat), "all", range(120), SEQ, SEED)
+    assert float(loss) == pytest.approx(loss_of_transformers(prepared), rel=1e-5)
+
+
+def loss_of_transformers(prepared: Path) -> float:
+    """Returns the loss of the model in the folder on the first eight samples, each document on its own."""
+    from transformers import AutoModelForCausalLM
+
+    data = one_epoch(IndexedDataset(str(prepared / "chat")), "all", range(120), SEQ, SEED)
     model = AutoModelForCausalLM.from_pretrained(prepared / "llama", dtype=torch.float32)
-    expected = masked_mean(model, [part for i in range(8) for part in documents(data, i)])
-    assert float(loss) == pytest.approx(expected.item(), rel=1e-5)
+    return masked_mean(model, [part for i in range(8) for part in documents(data, i)]).item()
+
+
+def test_the_tool_evaluates_documents_apart_before_the_fine_tuning(
+    prepared: Path, tmp_path: Path, capsys
+) -> None:
+    """A converted model does not record that documents are separated: flags do it, and a note names them."""
+    converted = str(tmp_path / "global_step0_universal")
+    convert_huggingface.main(["--from-hugging-face", str(prepared / "llama"), "--output", converted])
+    flags = ["--load", converted, "--data-path", str(prepared / "chat"), "--samples", "8"]
+    flags += ["--seq-length", str(SEQ)]
+    losses = []
+    for more in ([], SEPARATE):
+        capsys.readouterr()
+        evaluate.main([*flags, *more])
+        printed = capsys.readouterr()
+        assert ("its documents attend to each other: set --reset-attention-mask" in printed.err) is (
+            more == []
+        )
+        losses.append(float(re.findall(r"lm loss: (\S+)", printed.out)[0]))
+    expected = loss_of_transformers(prepared)
+    assert losses[1] == pytest.approx(expected, rel=1e-5) and abs(losses[0] - expected) > 1e-4 * expected

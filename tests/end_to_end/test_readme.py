@@ -1,8 +1,8 @@
-"""Every command in the bash blocks of README.md and of the pages in docs/, in a copy of the repository.
+"""Every command in the bash blocks of README.md and of the pages in docs/ runs in a copy of the repository.
 
-They run as they stand, with these differences: `make train` becomes the script that it runs, made small by
-the variables at its top; `make test` is only looked up in the Makefile; the cluster has one node. The `sh`
-block, which installs for GPUs, is not run.
+The commands run unchanged, with these exceptions: `make train` becomes the script that it runs, with smaller
+values in the variables at the script's top; `make test` is only looked up in the Makefile; the cluster has
+one node. The `sh` block, which installs for GPUs, is not run.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from pathlib import Path
 import pytest
 
 from megatron.arguments import parse_args
+from megatron.checkpoint.huggingface.family import FAMILIES
 from tests.end_to_end.clone import commands_in, make_clone, run
 from tests.end_to_end.command import ROOT
 from tests.end_to_end.flags import ABSOLUTE, MODEL, SHORT
@@ -51,10 +52,11 @@ EXPECTED = [
     "make test",
     "tools/train_tokenizer.py",
     "tools/preprocess_data.py",
+    "pretrain_gpt.py",
     "distributed.run pretrain_gpt.py",
     "pretrain_gpt.py --dry-run",
-    "distributed.run --nnodes pretrain_gpt.py",
     "tools/inspect_checkpoint.py",
+    "distributed.run --nnodes pretrain_gpt.py",
 ]
 
 
@@ -85,7 +87,7 @@ def command_with(words: str) -> str:
 
 @pytest.fixture(scope="module")
 def quickstart(copy: Path) -> str:
-    """Returns the output of the small quickstart; its files are in runs/quickstart of the copy."""
+    """Returns the output of the small quickstart. Its files are in runs/quickstart of the copy."""
     return run(QUICKSTART, copy, **SMALL_QUICKSTART)
 
 
@@ -132,12 +134,12 @@ def test_the_suggested_training_makes_nothing_twice_and_resumes(quickstart: str,
     assert [file.stat().st_mtime_ns for file in files] == before
 
 
-@pytest.mark.full  # the quickstart has run the tool with another prompt
+@pytest.mark.full  # the quickstart has run the tool with a different prompt
 def test_a_text_is_continued(quickstart: str, copy: Path) -> None:
     assert run(command_with("tools/generate.py"), copy).startswith("class Queue:")
 
 
-@pytest.mark.full  # test_inspect.py runs the tool, and test_documented_commands.py parses the command
+@pytest.mark.full  # test_inspect.py runs the tool, test_documented_commands.py parses the command
 def test_the_quickstarts_checkpoint_is_inspected(quickstart: str, copy: Path) -> None:
     printed = run(command_with("tools/inspect_checkpoint.py"), copy)
     newest = (copy / "runs" / "quickstart" / "checkpoints" / "latest").read_text()
@@ -146,7 +148,7 @@ def test_the_quickstarts_checkpoint_is_inspected(quickstart: str, copy: Path) ->
 
 @pytest.mark.full
 def test_four_processes_train(quickstart: str, copy: Path) -> None:
-    # The launcher finds a port that is free and keeps it.
+    # The launcher finds a free port and keeps it.
     command = command_with("distributed.run pretrain_gpt.py").replace(
         "--nproc_per_node 4", "--nproc_per_node 4 --standalone"
     )
@@ -166,6 +168,9 @@ def test_a_176b_run_is_planned(copy: Path) -> None:
     printed = run(command_with("pretrain_gpt.py --dry-run"), copy)
     assert "parameters 176,247,271,424" in printed
     assert "384 processes = TP 4 x PP 12 x DP 8" in printed
+    # The picture shows lines of this output.
+    shown = (ROOT / "docs" / "figures" / "console.txt").read_text().partition("\n$ ")[0].splitlines()[1:]
+    assert {line for line in shown if line.strip() != "..."} <= set(printed.splitlines())
 
 
 @pytest.mark.full
@@ -184,11 +189,31 @@ def test_a_cluster_of_one_node_trains(corpus: Path, data: list[str], copy: Path)
     assert "iteration        5/       5" in printed
 
 
-def test_own_text_becomes_token_files(copy: Path) -> None:
+def test_a_model_trains_on_own_text(copy: Path) -> None:
+    """The three commands run as they stand, but the model is made tiny by flags after the command."""
     run(command_with("tools/train_tokenizer.py"), copy)
     run(command_with("tools/preprocess_data.py"), copy)
     assert (copy / "my_text_text_document.bin").stat().st_size > 0
     assert (copy / "my_text_text_document.idx").is_file()
+    tiny = (
+        "--num-layers 2 --hidden-size 32 --num-attention-heads 2 --seq-length 32 --micro-batch-size 1 "
+        "--global-batch-size 2 --train-iters 2 --lr-warmup-iters 1 --eval-iters 1 --log-interval 1"
+    )
+    printed = run(f"{command_with('pretrain_gpt.py')} {tiny}", copy)
+    assert "iteration        2/       2" in printed
+    assert (copy / "runs" / "my_text" / "latest").read_text() == "global_step2"
+
+
+def test_the_figures_of_the_readme_are_those_of_the_page_of_measurements() -> None:
+    table = (ROOT / "README.md").read_text().partition("\n| measured")[2].partition("\n\n")[0]
+    figures = re.findall(r"\d[\d.]*e-\d|[\d.]+ %", table)
+    assert len(figures) == 5
+    page = (ROOT / "docs" / "measured.md").read_text()
+    assert all(figure in page for figure in figures)
+
+
+def test_the_readme_counts_the_model_types() -> None:
+    assert f"{len(FAMILIES)} [model types of Hugging Face]" in (ROOT / "README.md").read_text()
 
 
 @pytest.mark.full
@@ -206,6 +231,8 @@ def test_the_commands_of_the_data_page_run(quickstart: str, copy: Path) -> None:
     assert "tokens/my_text_text_document: " in run(sharded, copy)
     for ending in (".bin", ".idx", ".tokenizer.json"):
         shutil.copy(copy / f"my_text_text_document{ending}", copy / f"more_text_text_document{ending}")
+    (verify,) = commands_in("docs/data_reference.md")
+    assert run(verify, copy).startswith("my_text_text_document: intact")
     printed = [run(command, copy) for command in others]
     assert "intact" in printed[1] and "data.html" in printed[2]
     assert printed[3].startswith("sample 1,000 of train is sample 700 of more_text_text_document, in epoch ")
@@ -215,7 +242,7 @@ def test_the_commands_of_the_data_page_run(quickstart: str, copy: Path) -> None:
 
 @pytest.mark.full
 def test_the_commands_of_the_inference_page_run(quickstart: str, copy: Path) -> None:
-    # test_evaluate.py runs the tool under a launcher, test_eval_harness.py the tasks.
+    # test_evaluate.py runs the tool under a launcher, test_eval_harness.py runs the tasks.
     commands = [
         command
         for command in commands_in("docs/inference.md")
@@ -232,11 +259,13 @@ def test_the_commands_of_the_inference_page_run(quickstart: str, copy: Path) -> 
 
 # --- the commands of the pages in docs/ ---
 
-# Pages whose commands are run by other tests -> by which.
+# Page -> the test that runs the commands of the page.
 RUN_ELSEWHERE = {
     "cluster.md": "tests/slurm",
     "conversion.md": "tests/unit/checkpoint/test_conversion.py",
     "data.md": "test_the_commands_of_the_data_page_run",
+    "data_reference.md": "test_the_commands_of_the_data_page_run",
+    "external_checkpoints.md": "tests/unit/checkpoint/test_conversion.py",
     "inference.md": "test_the_commands_of_the_inference_page_run",
     "finetuning.md": "tests/end_to_end/test_finetuning.py",
     "huggingface.md": "tests/end_to_end/test_convert_and_inspect.py",
@@ -298,7 +327,7 @@ def test_a_command_of_a_page_runs(
     commands = commands_in(f"docs/{page}")
     command = commands[number]
     flags = [*DOCS_FLAGS, *(("--vocab-size", "1000") if "--dry-run" in command else data)]
-    if "--fp8-recipe" in command:  # sizes that blocks of 128 elements divide, and a layer in FP8
+    if "--fp8-recipe" in command:  # FP8 needs multiples of 128, and a layer in FP8
         flags += ["--hidden-size", "256", "--num-attention-heads", "2", "--num-layers", "3"]
         flags += ["--fp8-min-size", "0"]
     if "another.log" in command:
@@ -315,7 +344,7 @@ def test_a_command_of_a_page_runs(
         run(commands[number - 1], copy, FLAGS=" ".join(flags))
     printed = run(command, copy, FLAGS=" ".join(flags))
     assert next(text for words, text in PRINTED.items() if words in command) in printed
-    # The figures of the text are rounded to hundreds. It has none of the tests' model.
+    # The text's figures are rounded to hundreds. The text does not contain figures of the tests' model.
     if "--recipe" in command or ("--search" in command and "$FLAGS" not in command):
         figures = re.findall(r"^step .* ([\d,]+) tokens/s", printed, re.MULTILINE)
         figure = max(int(figure.replace(",", "")) for figure in figures)
@@ -330,8 +359,9 @@ def test_the_figures_of_the_questions_are_those_of_their_formulas() -> None:
     tensor = 8 * activations * 40 * 64 * 7 / 8 / 1e9
     pipeline = 2 * activations * 64 / 1e9
     words = " ".join(text.split())
-    assert f"ZeRO-3 (m = 8) sends {zero_3:.0f} GB per step" in words
-    assert f"TP 8 (m = 64) {tensor:.0f} GB, PP 8 (m = 64) {pipeline:.1f} GB" in words
+    assert f"with ZeRO-3 on 8 ranks: {zero_3:.0f} GB (8 micro-batches per GPU)" in words
+    assert f"with TP 8: {tensor:.0f} GB (64 micro-batches)" in words
+    assert f"with PP 8: {pipeline:.1f} GB (64 micro-batches)" in words
 
 
 def test_the_readme_is_short() -> None:
@@ -342,5 +372,6 @@ def test_the_readme_is_short() -> None:
 
 def test_the_index_lists_every_page() -> None:
     index = (ROOT / "docs" / "README.md").read_text()
-    for page in (ROOT / "docs").glob("*.md"):
-        assert page.name == "README.md" or f"]({page.name})" in index, f"docs/README.md lacks {page.name}"
+    for page in [*(ROOT / "docs").glob("*.md"), *(ROOT / "docs" / "tutorials").glob("*.md")]:
+        name = page.relative_to(ROOT / "docs").as_posix()
+        assert name == "README.md" or f"]({name})" in index, f"docs/README.md lacks {name}"

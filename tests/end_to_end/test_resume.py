@@ -24,8 +24,8 @@ FLAGS = [*MODEL, *ABSOLUTE, *RAMPED, "--pipeline-model-parallel-size", "2", "--z
 
 @pytest.fixture(scope="module")
 def interrupted(data: list[str], tmp_path_factory: pytest.TempPathFactory) -> tuple[list[Run], Path]:
-    """Five starts of one run: it stops at an interval, is killed, stops by the kill switch, stops when one
-    of its processes gets a signal, and ends."""
+    """Returns five starts of one run, and its checkpoints. The starts: stopped at an interval, killed,
+    stopped by the kill switch, stopped by a signal to one of its processes, and complete."""
     folder = tmp_path_factory.mktemp("interrupted")
     checkpoints, switch = folder / "checkpoints", folder / "stop"
     flags = [*FLAGS, *data, "--save", str(checkpoints), "--load", str(checkpoints)]
@@ -45,7 +45,7 @@ def interrupted(data: list[str], tmp_path_factory: pytest.TempPathFactory) -> tu
 
     stopped = pretrain([*flags, "--exit-interval", "3"], processes=2)
     killed = pretrain([*flags, "--save-interval", "2"], processes=2, on_line=kill_after_step_8)
-    # What a kill in the middle of a save leaves behind: files without run.json, and `latest` as it was.
+    # A kill in the middle of a save leaves files without run.json, and an unchanged `latest`.
     newest = checkpoints / (checkpoints / "latest").read_text()
     shutil.copytree(newest, checkpoints / "global_step19", ignore=shutil.ignore_patterns("run.json"))
     in_background = ["--save-interval", "1", "--async-save"]
@@ -76,7 +76,7 @@ def test_an_interrupted_run_prints_the_lines_of_an_uninterrupted_one(
 def test_saves_in_the_background_are_logged_when_they_are_complete(
     interrupted: tuple[list[Run], Path],
 ) -> None:
-    """The kill switch stops the run after step 10: its last checkpoint is complete when the run ends."""
+    """The kill switch stops the run after step 10. Its last checkpoint is complete when the run ends."""
     lines = interrupted[0][2].stdout.splitlines()
     events = [line for line in lines if line.startswith(("saving iteration", "saved "))]
     begun = [int(line.split()[2]) for line in events if "in the background: training waited" in line]
@@ -95,7 +95,7 @@ def test_each_start_resumes_and_names_the_newest_complete_checkpoint(
     assert nothing_there in stopped.stdout
     assert [step["iteration"] for step in stopped.steps] == [1, 2, 3]
     assert f"saved {checkpoints / 'global_step3'}" in stopped.stdout
-    assert stopped.evaluations == []  # the run is not over: its end says what the end's losses are
+    assert stopped.evaluations == []  # an incomplete run does not evaluate at its end
     assert stopped.exit_code == 0 and "exiting program at iteration 3" in stopped.stdout
 
     assert f"starting from {checkpoints / 'global_step3'}, iteration 3" in killed.stdout
@@ -111,6 +111,9 @@ def test_each_start_resumes_and_names_the_newest_complete_checkpoint(
     assert signalled.exit_code == 75
     assert f"exiting program at iteration {last}: SIGUSR2 (--exit-signal)" in signalled.stdout
     assert f"starting from {checkpoints / f'global_step{last}'}," in finished.stdout
+    # The README's picture shows these lines for a larger model.
+    table = (ROOT / "docs" / "figures" / "console.txt").read_text().partition("verification:\n")[2]
+    assert re.sub(r"\d+(\.\d+)?", "N", table) in re.sub(r"\d+(\.\d+)?", "N", finished.stdout)
     assert finished.exit_code == 0 and (checkpoints / "latest").read_text() == f"global_step{RAMPED_STEPS}"
 
 
@@ -128,7 +131,7 @@ def test_a_run_that_must_stop_saves_and_exits_with_75(data: list[str], tmp_path:
 
 @pytest.mark.full
 def test_a_closed_terminal_ends_a_run_that_has_saved(data: list[str], tmp_path: Path) -> None:
-    """The reader of its output is gone before the signal arrives."""
+    """The terminal that reads the run's output is gone before the signal arrives. The run must still save."""
     checkpoints, log = tmp_path / "checkpoints", tmp_path / "log"
     folders = ["--save", str(checkpoints), "--load", str(checkpoints), "--log-path", str(log)]
     endless = ["--train-samples", "1000000", "--lr-decay-samples", "1000000"]
@@ -150,7 +153,8 @@ def test_a_closed_terminal_ends_a_run_that_has_saved(data: list[str], tmp_path: 
 
 @pytest.mark.full
 def test_a_checkpoint_opens_on_another_layout(interrupted: tuple[list[Run], Path], data: list[str]) -> None:
-    """Saved by PP 2 with ZeRO-1; two TP ranks without ZeRO see the same losses."""
+    """The checkpoint was saved by PP 2 with ZeRO-1. Two TP ranks without ZeRO must continue with equal
+    losses."""
     runs, checkpoints = interrupted
     flags = [*MODEL, *ABSOLUTE, *RAMPED, *data, "--load", str(checkpoints), "--no-train"]
     run = pretrain([*flags, "--tensor-model-parallel-size", "2"], processes=2)
@@ -164,7 +168,7 @@ def test_a_checkpoint_opens_on_another_layout(interrupted: tuple[list[Run], Path
 def test_a_resumed_run_needs_no_layout_for_the_batches_that_are_past(
     interrupted: tuple[list[Run], Path], data: list[str], tmp_path: Path
 ) -> None:
-    """The ramp-up began with batches of 2, 4 and 6 samples; micro-batches of 8 fit only the last size."""
+    """The ramp-up began with batches of 2, 4 and 6 samples. Micro-batches of 8 fit only the last size."""
     runs, checkpoints = interrupted
     step = runs[3].steps[-1]["iteration"]
     shutil.copytree(checkpoints / f"global_step{step}", tmp_path / f"global_step{step}")
@@ -196,7 +200,8 @@ def test_a_truncated_file_is_named_and_the_checkpoint_before_taken(
 def test_kills_at_random_instants_of_saving_lose_nothing_that_was_complete(
     data: list[str], tmp_path: Path
 ) -> None:
-    """Each start saves after every step and is killed in or beside a save; the last one runs to the end."""
+    """Each start saves after every step, and is killed in a save or beside it. The last start runs to the
+    end."""
     flags = [*MODEL, *ABSOLUTE, *RAMPED, *data]
     uninterrupted = pretrain(flags)
     checkpoints = tmp_path / "checkpoints"
@@ -214,7 +219,7 @@ def test_kills_at_random_instants_of_saving_lose_nothing_that_was_complete(
             if iteration == step:
                 threading.Timer(after, process.kill).start()
             elif iteration > step:
-                # However slow the timer is, the run is killed before it ends. Its status is read later.
+                # Even if the timer is slow, the run is killed before it ends. Its status is read later.
                 os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOWAIT)
 
         run = pretrain_typed(flags, on_line=kill)

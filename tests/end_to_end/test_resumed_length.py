@@ -1,4 +1,4 @@
-"""A run that resumes with another batch, sequence length or data ends where its flags say, for what its
+"""A run that resumes with a different batch, sequence length or data ends where its flags say, given what its
 checkpoint has consumed."""
 
 from __future__ import annotations
@@ -37,7 +37,8 @@ def tokens(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 @pytest.fixture(scope="module")
 def begun(tokens: str, tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
-    """Returns the folder of the checkpoint of a run that has stopped after some iterations."""
+    """Returns a function that starts a run, stops it after some iterations, and returns the folder of its
+    checkpoint."""
     folders: dict[str, Path] = {}
 
     def begin(flags: str) -> Path:
@@ -114,7 +115,8 @@ def test_resumed_length(
 def test_resumed_length_after_several_changes_and_an_interruption(
     begun: Callable[[str], Path], tokens: str, tmp_path: Path
 ) -> None:
-    """The second launch has larger batches, and ends as planned if it is interrupted, on another layout."""
+    """The second launch has larger batches. If it is interrupted and resumed on a different layout, it ends
+    as planned."""
     start = begun("--global-batch-size 4 --train-samples 160 --exit-interval 10")
     flags = [*BASE, "--train-samples", "160", "--data-path", tokens, *BATCH_8]
     whole = pretrain([*flags, "--load", str(start)]).ok()
@@ -135,7 +137,7 @@ def test_resumed_length_after_several_changes_and_an_interruption(
 def test_resumed_length_of_an_older_checkpoint(
     begun: Callable[[str], Path], tokens: str, tmp_path: Path
 ) -> None:
-    """The newest checkpoint is damaged, which the ranks find when they have connected."""
+    """The newest checkpoint is damaged. The ranks find this after they have connected."""
     started = begun("--global-batch-size 4 --train-samples 160 --exit-interval 10 --save-interval 5")
     folder = shutil.copytree(started, tmp_path / "copy")
     file = max((folder / "global_step10").glob("*.pt"), key=lambda path: path.stat().st_size)
@@ -151,7 +153,7 @@ def test_resumed_length_of_an_older_checkpoint(
 def test_resumed_length_of_the_tools(
     begun: Callable[[str], Path], tokens: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """The indices and samples are those of 16 steps of 8 samples and 4 of 4."""
+    """The indices and samples are for 16 steps of 8 samples and 4 steps of 4 samples."""
     start = begun("--global-batch-size 8 --train-iters 20 --exit-interval 16")
     flags = [*BASE, *BATCH_4, "--train-iters", "20", "--data-path", tokens, "--load", str(start)]
     flags += ["--data-cache-path", str(tmp_path)]
@@ -168,7 +170,8 @@ def test_resumed_length_of_the_tools(
 
 
 def test_resumed_length_that_is_reached_trains_nothing(begun: Callable[[str], Path], tokens: str) -> None:
-    """The next batch would be too large. Without it, the run would have fewer epochs, and another order."""
+    """One more batch would exceed the length. Without this batch the run has fewer epochs, and would read the
+    data in a different order."""
     start = begun("--global-batch-size 8 --train-samples 160 --exit-interval 10")
     flags = [*BASE, "--train-samples", "160", "--global-batch-size", "96", "--data-path", tokens]
     refused = pretrain([*flags, "--load", str(start)])
@@ -182,7 +185,7 @@ def test_resumed_length_that_is_reached_trains_nothing(begun: Callable[[str], Pa
 
 
 def test_resumed_length_of_a_constant_learning_rate(begun: Callable[[str], Path], tokens: str) -> None:
-    """It has no decay whose length could differ."""
+    """A constant learning rate has no decay whose length could differ."""
     constant = "--lr-decay-style constant --global-batch-size 4"
     start = begun(f"{constant} --train-iters 3")
     flags = [*BASE, *constant.split(), "--train-iters", "5", "--load", str(start), "--data-path", tokens]

@@ -1,4 +1,5 @@
-"""A run with a curriculum and a range of iterations to skip, in one go and interrupted on another layout."""
+"""A run with a curriculum and a range of iterations to skip has the losses of the uninterrupted run after it
+was interrupted on a different layout."""
 
 from __future__ import annotations
 
@@ -63,7 +64,7 @@ def test_a_run_interrupted_and_resumed_on_another_layout_skips_and_warns_as_an_u
         assert step["learning_rate"] == expected["learning_rate"]
     losses = [line["lm_loss"] for line in [*first.evaluations, *second.evaluations]]
     assert losses == pytest.approx([line["lm_loss"] for line in uninterrupted.evaluations], rel=1e-5)
-    # The window is in the checkpoint: both halves warn of what the uninterrupted run does.
+    # The checkpoint contains the window, so the two halves print the warnings of the uninterrupted run.
     spikes = re.compile(r"^iteration (\d+): spike, grad norm", re.M)
     found = spikes.findall(uninterrupted.stdout)
     assert found == [*spikes.findall(first.stdout), *spikes.findall(second.stdout)]
@@ -92,7 +93,8 @@ INTERVALS = (
 def test_events_inside_a_skipped_range_happen_once_at_its_end(
     ranges: list[str], events: list[int], data: list[str], tmp_path: Path
 ) -> None:
-    """Saves, evaluations and replica checks; an exit in the middle of the range, and the resumed run."""
+    """Events are saves, evaluations and replica checks. A run that exits inside the range and resumes has
+    them once as well."""
     flags = [*MODEL, *ABSOLUTE, *data, *INTERVALS, *ranges, "--save", str(tmp_path), "--load", str(tmp_path)]
     whole = pretrain(flags).ok()
     at = [line["iteration"] for line in whole.evaluations if str(line["at"]).startswith("iteration")]

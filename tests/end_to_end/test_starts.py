@@ -1,5 +1,5 @@
-"""Processes that are started by hand: one that prepares for longer than --start-timeout, one that dies before
-the process group exists, another program at MASTER_PORT; and processes that see one device each."""
+"""Starts processes by hand: one prepares for longer than --start-timeout, one dies before the process group
+exists, another program uses MASTER_PORT, and processes see one device each."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ TIMEOUT_S = 4.0
 def start(
     rank: int, port: int, flags: list[str], script: str = "pretrain_gpt.py", **env: str
 ) -> subprocess.Popen:
-    # As on two nodes: the first process of each prints that it waits.
+    # As on two nodes, the first process of each prints that it waits.
     own = {"RANK": str(rank), "LOCAL_RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1"}
     own |= {"MASTER_PORT": str(port), **env}
     return subprocess.Popen(
@@ -68,7 +68,8 @@ def test_a_rank_that_prepares_does_not_use_up_the_time_of_the_others(data: list[
 
 
 def test_a_rank_that_dies_after_it_connected_ends_the_others(data: list[str], tmp_path: Path) -> None:
-    """Without a launcher nobody else does. Each node has its own folder of reports, as with two nodes."""
+    """There is no launcher that would end the other ranks. Each rank has its own folder of reports, as on two
+    nodes."""
     port, flags = free_ports(1)[0], [*data, "--hang-timeout", "2"]
     first = start(0, port, flags, RANK_REPORTS=str(tmp_path / "0"))
     second = start(1, port, flags, script="tests/end_to_end/dies_after_connecting.py")
@@ -98,7 +99,7 @@ def test_each_rank_names_another_program_at_its_port(data: list[str]) -> None:
 
 @pytest.mark.parametrize("launcher", ["run", pytest.param("launch", marks=pytest.mark.full)])
 def test_the_launchers_own_error_for_a_port_in_use_is_in_the_docs(launcher: str) -> None:
-    """The launcher binds the port before this program starts, so this program cannot improve its message."""
+    """The launcher binds the port before this program starts, so this program cannot improve the message."""
     with socket.create_server(("", 0)) as program:
         port = str(program.getsockname()[1])
         command = [sys.executable, "-m", f"torch.distributed.{launcher}", "--nproc_per_node", "2"]

@@ -1,4 +1,5 @@
-"""tools/sweep.py run: two values, two processes; and a sweep with repeats that is killed and continued."""
+"""tools/sweep.py run measures two values on two processes, and continues a sweep with repeats that
+was killed."""
 
 from __future__ import annotations
 
@@ -25,7 +26,7 @@ def environment(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def words(folder: Path, data: list[str], repeats: int, lr: str = "1e-3") -> list[str]:
-    """The command line after tools/sweep.py."""
+    """Returns the command line after tools/sweep.py."""
     base = [*MODEL, *ABSOLUTE, *NO_DROPOUT, *data, "--pipeline-model-parallel-size", "2"]
     base += ["--global-batch-size", "4", "--train-iters", "100", "--lr", lr]
     axis = ["--vary", "--micro-batch-size", "1", "2"]
@@ -33,14 +34,14 @@ def words(folder: Path, data: list[str], repeats: int, lr: str = "1e-3") -> list
 
 
 def check_report(folder: Path, repeats: int) -> None:
-    """All runs are measured and agree."""
+    """Asserts that all runs are measured and have equal losses."""
     report = json.loads((folder / "report.json").read_text())
     assert [row["status"] for row in report["rows"]] == ["ok", "ok"]
     for row in report["rows"]:
         measured, predicted = row["measured"], row["predicted"]
         assert row["processes"] == 2 and measured["repeats"] == repeats and measured["step_s"] > 0
         assert 0 < measured["bubble"] < 1 and 0 < predicted["bubble"] < 1
-        # A process has more than its tensors; both are known for both stages.
+        # A process uses more memory than its tensors. Both sizes are known for both stages.
         assert all(
             of_process > planned > 0
             for of_process, planned in zip(measured["memory_bytes"], predicted["memory_bytes"], strict=True)

@@ -1,4 +1,4 @@
-"""Two jobs that are started into one --save folder: one trains, the other stops and names the first."""
+"""If two jobs start into one --save folder, one trains, and the other stops and names the first."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from pathlib import Path
 from tests.end_to_end.command import Run, pretrain
 from tests.end_to_end.flags import ABSOLUTE, MODEL
 
-# Ended by the kill switch: no duration decides.
+# --kill-switch-path ends the run, so the test does not depend on the speed of a step.
 ENDLESS = "--micro-batch-size 1 --global-batch-size 4 --lr 1e-3 --train-iters 100000 --log-interval 1".split()
 
 
@@ -31,7 +31,7 @@ def test_two_jobs_at_once_after_a_killed_one(data: list[str], tmp_path: Path) ->
 
     def start() -> None:
         runs.append(pretrain([*flags, "--load", str(checkpoints)]))
-        switch.touch()  # the first to end is the one that was refused
+        switch.touch()  # the first job to end is the rejected one
 
     threads = [threading.Thread(target=start) for _ in range(2)]
     for thread in threads:
@@ -46,7 +46,7 @@ def test_two_jobs_at_once_after_a_killed_one(data: list[str], tmp_path: Path) ->
     assert f"starting from {checkpoints / 'global_step2'}, iteration 2" in trained.stdout
     assert not list(checkpoints.glob("owner-*")) and not list(checkpoints.glob("saving-*"))
 
-    # A run that forgets --load leaves existing checkpoints unchanged.
+    # A run without --load leaves existing checkpoints unchanged.
     latest = (checkpoints / "latest").read_text()
     before = {path: path.stat().st_mtime_ns for path in checkpoints.rglob("*")}
     forgotten = pretrain(flags)

@@ -14,8 +14,8 @@ from tests.end_to_end.flags import ABSOLUTE, MODEL, NO_DROPOUT, SHORT
 from tests.reference.plain_gpt import plain_gpt_logits
 
 LAYERS, HEADS, SEQ = 4, 4, 32  # as in MODEL
-NEW_TOKENS = 40  # more than the sequence holds: the window slides
-# Weights that are sharded along their columns over tensor ranks, and those that are replicated.
+NEW_TOKENS = 40  # more than the sequence length: the window slides
+# Weights that are sharded along their columns over TP ranks, and weights that are replicated.
 SHARDED_BY_COLUMN = ("dense.weight", "dense_4h_to_h.weight")
 REPLICATED = ("norm", "position_embeddings", "dense.bias", "dense_4h_to_h.bias", f"{LAYERS + 4}.")
 
@@ -56,7 +56,7 @@ class Trained:
     plain: dict[str, object]
     tokenizer: GPT2BPETokenizer
     losses: dict[str, float]
-    """By 'validation' and 'test', on the first global batch of the split."""
+    """'validation' or 'test' -> loss on the first global batch of the split."""
 
     def weights(self) -> dict[str, torch.Tensor]:
         """Returns full fp32 weights, assembled from DeepSpeed's files without code of the package."""
@@ -79,7 +79,7 @@ class Trained:
         return torch.cat(parts)
 
     def greedy_tokens(self, prompt: str) -> list[int]:
-        """Generates the plain GPT's most likely tokens, one at a time."""
+        """Generates the plain GPT's most likely tokens, one at a time. Returns them."""
         weights, size = self.weights(), self.tokenizer.vocab_size
         tokens = self.tokenizer.tokenize(prompt)
         start = len(tokens)

@@ -1,4 +1,4 @@
-"""Kernels run on CPU tensors, in triton's interpreter."""
+"""The kernels run on CPU tensors in Triton's interpreter."""
 
 from __future__ import annotations
 
@@ -11,7 +11,8 @@ import torch
 
 @pytest.fixture(autouse=True)
 def _bf16_products_are_of_values(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The interpreter of triton 3.7.1 multiplies matrices of bf16 as if their bits were integers."""
+    """Corrects the interpreter of triton 3.7.1, which multiplies matrices of bf16 as if their bits were
+    integers."""
     interpreter = pytest.importorskip("triton.runtime.interpreter")
     tl = pytest.importorskip("triton.language")
 
@@ -26,8 +27,8 @@ def _bf16_products_are_of_values(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture(autouse=True)
 def _is_rounded_to_nearest(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The interpreter of triton 3.7.1 truncates fp32 to bf16, and rounds ties to FP8 up. A GPU rounds to the
-    nearest, ties to even."""
+    """Corrects the interpreter of triton 3.7.1, which truncates fp32 to bf16, and rounds ties to FP8 up. A
+    GPU rounds to the nearest value, ties to even."""
     interpreter = pytest.importorskip("triton.runtime.interpreter")
     tl = pytest.importorskip("triton.language")
 

@@ -1,5 +1,5 @@
-"""The kernels of activations and of the gradient of the bias before them, in triton's interpreter; and whole
-layers with fused kernels against layers without."""
+"""Compares the kernels of activations, and of the gradient of the bias before them, with PyTorch in Triton's
+interpreter; and whole layers with fused kernels with layers without."""
 
 from __future__ import annotations
 
@@ -44,7 +44,8 @@ def test_output_and_gradients_are_those_of_the_reference(activation, dtype, shap
 
 
 def test_another_number_of_rows_is_not_another_launch():
-    """Experts have another number of rows in each step."""
+    """Experts have a different number of rows in each step. Fails if each number of rows makes a new
+    launch."""
     launches = (activation._launch, activation._gated_launch)
     for each in launches:
         each.cache_clear()
@@ -72,7 +73,7 @@ LAYERS = {
 @pytest.mark.parametrize("dropout", [0.0, 0.2])
 @pytest.mark.parametrize("layer", LAYERS)
 def test_a_layer_with_kernels_has_the_gradients_of_a_layer_without(layer, dropout, monkeypatch):
-    """In fp32, for each arrangement."""
+    """The layers compute in fp32, with each value of --layer-arrangement."""
     config = parse_args(f"{FLAGS} --hidden-dropout {dropout} {LAYERS[layer]}".split(), {})
     torch.manual_seed(2)
     x, upstream = torch.randn(2, 5, 2, 24)

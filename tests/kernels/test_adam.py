@@ -1,4 +1,4 @@
-"""The AdamW kernel in triton's interpreter, against torch's fused AdamW."""
+"""Compares the AdamW kernel in Triton's interpreter with torch's fused AdamW."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ FACTOR = 1.0 / (1024 * 8)
 
 
 def gradients(steps, length=LENGTH):
-    """Of very different sizes, some zero: the moments of an embedding's rare tokens."""
+    """Yields gradients of very different sizes, some zero, as for an embedding's rare tokens."""
     generator = torch.Generator().manual_seed(1)
     sizes = 10.0 ** (torch.arange(length) % 9 - 6) * (torch.arange(length) % 5 > 0)
     return [torch.randn(length, generator=generator) * sizes / FACTOR for _ in range(steps)]
@@ -37,7 +37,7 @@ def update(optimizer, parameter, gradient, rounded, in_kernel):
 
 
 def trained(in_kernels, dtype=torch.bfloat16, **settings):
-    """Weights, moments, step and rounded weights after steps that the kernel does or torch."""
+    """Returns weights, moments, step and rounded weights after steps that the kernel or torch takes."""
     parameter = weights()
     rounded = None if dtype is None else torch.full((LENGTH,), torch.nan, dtype=dtype)
     optimizer = AdamW([parameter], lr=1e-2, fused=True, **{**SETTINGS, **settings})
@@ -50,7 +50,8 @@ def trained(in_kernels, dtype=torch.bfloat16, **settings):
 
 
 def assert_equal_to_rounding(found, expected):
-    """A sum of gradients that cancel is rounded relative to the gradients."""
+    """Compares to rounding. A sum of gradients that cancel each other is rounded relative to the
+    gradients."""
     largest = FACTOR * torch.stack(gradients(6)).abs().amax(0)
     for own, torchs, scale in zip(found[:3], expected[:3], (1.0, largest, 0.0), strict=True):
         assert ((own - torchs).abs() <= 2e-6 * torchs.abs() + 2e-7 * scale).all()
@@ -72,7 +73,8 @@ def test_a_step_is_that_of_torch_to_the_rounding_of_fp32(monkeypatch, dtype, set
 
 
 def test_a_run_may_change_between_kernel_and_torch(monkeypatch):
-    """A checkpoint of one is resumed with the other."""
+    """A run with torch's AdamW resumes from a checkpoint of a run with the kernel, and a run with the kernel
+    from a checkpoint of torch's AdamW."""
     monkeypatch.setattr(adam, "uses_kernels", lambda _: True)
     expected = trained([False] * 6)
     for order in ([True, True, False, False, True, False], [False, True, True, True, False, True]):
@@ -80,7 +82,8 @@ def test_a_run_may_change_between_kernel_and_torch(monkeypatch):
 
 
 def test_an_element_does_not_depend_on_its_place(monkeypatch):
-    """Replicas of a tied weight lie at different offsets of their buffers."""
+    """Replicas of a tied weight are at different offsets of their buffers, and must stay equal to the last
+    bit."""
     monkeypatch.setattr(adam, "uses_kernels", lambda _: True)
     values, steps = weights().detach(), gradients(4)
 

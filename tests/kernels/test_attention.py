@@ -1,4 +1,4 @@
-"""Flash attention against dense attention in PyTorch, in triton's interpreter."""
+"""Compares flash attention in Triton's interpreter with dense attention in PyTorch."""
 
 from __future__ import annotations
 
@@ -16,10 +16,11 @@ from megatron.mpu.random import DropoutMask, DropoutRNG, keep_mask
 
 SALT, P = "4.self_attention.attention_dropout", 0.3
 EOD = 0
-# Errors of the kernel's results relative to the largest value: sums in a different order, and in 16 bits the
-# rounding of weights and of gradients of scores.
+# Largest errors of the kernel's results, relative to the largest value. Sums have a different order; in 16
+# bits the weights and the gradients of scores are rounded.
 TOLERANCE = {torch.float32: 2e-6, torch.bfloat16: 8e-3, torch.float16: 1e-3}
-# seq, batch, heads, groups of heads that share keys and values, head_dim: ragged, padded and full tiles.
+# Name -> (seq, batch, heads, groups of heads that share keys and values, head_dim): ragged, padded and full
+# tiles.
 SHAPES = {
     "one token": (1, 1, 1, 1, 16),
     "ragged": (37, 2, 2, 2, 24),
@@ -37,7 +38,7 @@ def some(shape, seed):
 
 
 def documents_of(batch, seq):
-    """Document ids with documents of one token, and one that ends with a block."""
+    """Returns document ids. Some documents have one token, and one document ends with a block."""
     tokens = torch.ones(batch, seq, dtype=torch.int64)
     tokens[:, 0] = EOD
     tokens[-1, seq // 3 :: 7] = EOD
@@ -95,8 +96,8 @@ def assert_close(found, expected, dtype):
     names = ("output", "query", "key", "value", "sinks")[: len(found)]
     for name, a, b in zip(names, found, expected, strict=True):
         assert a.dtype == dtype and a.shape == b.shape
-        # A gradient that should be 0, as a single token's query has, is the difference of two sums of
-        # products. Their roundings depend on the instructions of the CPU: 2.5e-8 with AVX-512.
+        # A gradient that should be 0, such as for a single token's query, is the difference of two sums of
+        # products. Its rounding depends on the instructions of the CPU: 2.5e-8 with AVX-512.
         floor = 0.1 if dtype == torch.float32 else 1.0
         error = (a.double() - b.double()).abs().max() / b.double().abs().max().clamp_min(floor)
         assert error <= TOLERANCE[dtype], f"{name}: {error:.1e}"
@@ -105,7 +106,8 @@ def assert_close(found, expected, dtype):
 def compare(
     shape, dtype, slopes, documents, dropout, rank=0, size=1, rows=None, has_sinks=False, softcapping=None
 ):
-    """rows: positions of the queries, with the keys up to the last of them; None: all queries."""
+    """Compares the kernel with dense attention. rows: positions of the queries (None: all), with the keys up
+    to the last position."""
     seq, batch, heads, groups, head_dim = SHAPES[shape]
     scale = 1.0 / math.sqrt(head_dim)
     inputs = [
@@ -136,7 +138,7 @@ def compare(
 @pytest.mark.gate(rows=4)
 @pytest.mark.parametrize("shape,kind", itertools.product(SHAPES, KINDS))
 def test_fp32_is_that_of_dense_attention(shape, kind):
-    """kind: whether ALiBi, document boundaries and dropout are used."""
+    """Compares output and gradients. kind: the features of the mask: ALiBi, document boundaries, dropout."""
     compare(shape, torch.float32, *kind)
 
 
@@ -157,7 +159,7 @@ def test_16_bit_is_that_of_dense_attention_to_its_rounding(dtype, shape, kind):
     ),
 )
 def test_sinks_and_capped_scores_are_those_of_dense_attention(dtype, shape, variant):
-    """variant: whether there are sinks, and the cap, which the scores reach."""
+    """Compares output and gradients; scores reach the cap. variant: (whether there are sinks, the cap)."""
     has_sinks, softcapping = variant
     for kind in ((False, False, False), (not softcapping, True, True)):
         compare(shape, dtype, *kind, has_sinks=has_sinks, softcapping=softcapping)
@@ -195,7 +197,8 @@ def test_the_queries_of_a_context_parallel_rank_are_a_chunk_of_the_sequence(shap
 
 
 def test_the_dropout_mask_is_that_of_the_reference_bit_for_bit():
-    """With equal scores and one-hot values the outputs are the weights: zero where they are dropped."""
+    """With equal scores and one-hot values the outputs are the attention weights. A dropped weight is
+    zero."""
     seq, mask = 48, None
     mask, _, rng = mask_of(seq, 1, False, False, True)
     values = torch.eye(seq).view(seq, 1, 1, seq)
@@ -209,7 +212,7 @@ def test_the_dropout_mask_is_that_of_the_reference_bit_for_bit():
 
 
 def test_parts_of_a_fused_projection_are_read_in_place_and_the_layout_changes_nothing():
-    """Views with strides, as the layer passes them, and copies give the same bits."""
+    """Views with strides, as the layer passes them, and copies give equal bits."""
     fused = some((20, 2, 3, 3, 16), 1)
     mask, _, _ = mask_of(20, 2, True, True, True, heads=3)
     grad = some((20, 2, 3, 16), 2)
@@ -240,7 +243,7 @@ def test_a_sample_does_not_depend_on_the_others_in_its_micro_batch():
 def test_only_blocks_with_a_pair_are_computed_and_only_blocks_with_a_forbidden_pair_are_masked(
     kind, monkeypatch
 ):
-    """Counts products and selections of the interpreter, and compares them with the blocks of the mask."""
+    """Counts the interpreter's products and selections, and compares them with the blocks of the mask."""
     interpreter = pytest.importorskip("triton.runtime.interpreter")
     calls = Counter()
 
@@ -271,7 +274,8 @@ def test_only_blocks_with_a_pair_are_computed_and_only_blocks_with_a_forbidden_p
         allowed = allowed & (ids[:, None, :] == ids[:, :, None])
 
     def blocks(kernel):
-        """Blocks with an allowed pair, and how many of them also have a forbidden one."""
+        """Returns the number of blocks with an allowed pair, and how many of these also have a forbidden
+        pair."""
         sizes = tiles(kernel, torch.float32, head_dim, 80)
         tiled = [
             tile
@@ -303,7 +307,8 @@ def test_only_inputs_output_and_one_number_per_row_are_kept():
 
 
 def test_rows_far_apart_in_memory_are_found():
-    """The last row of a block begins more than 2^31 elements after the first one."""
+    """The last row of a block begins more than 2^31 elements after the first row. Fails if an offset
+    overflows 32 bits."""
     seq, dtype, stride = 128, torch.bfloat16, 2**31 // 127 + 8
     dense = [some((seq, 1, 1, 16), seed).to(dtype) for seed in range(3)]
     # Only the pages of the rows get memory.

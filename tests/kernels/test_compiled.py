@@ -69,7 +69,8 @@ print(len(calls), kinds[::2] == kinds[1::2])
 
 
 def run_python(*arguments: str) -> str:
-    """Runs in a separate process: kernels that were defined for the interpreter cannot be compiled."""
+    """Runs Python in a separate process, since kernels that were defined for the interpreter cannot be
+    compiled."""
     environment = {key: value for key, value in os.environ.items() if key != "TRITON_INTERPRET"}
     environment["DS_ACCELERATOR"] = "cpu"  # DeepSpeed may write to stdout when it selects one
     return subprocess.run(
@@ -77,7 +78,7 @@ def run_python(*arguments: str) -> str:
     ).stdout
 
 
-# Code for sm_80 also runs on consumer GPUs, whose blocks have 99 KiB; an H100's have 227 KiB.
+# Code for sm_80 also runs on consumer GPUs, whose blocks have 99 KiB. Blocks of an H100 have 227 KiB.
 SHARED_BYTES = {80: 99 * 1024, 90: 227 * 1024}
 KERNELS = {
     "dropout": 26,
@@ -100,17 +101,17 @@ NEEDS_90 = ("fp8",)
 
 
 def compiled(only: str, architecture: int) -> list[list[str]]:
-    """Compiles the kernels whose names begin with `only`; returns the rows of the table, as words."""
+    """Compiles the kernels whose names begin with `only`. Returns the rows of the table as lists of words."""
     arguments = ("--only", only, "--architectures", str(architecture))
     lines = run_python("benchmarks/kernels.py", *arguments).splitlines()
-    # DeepSpeed writes a warning to stdout where it finds no GPU.
+    # DeepSpeed writes a warning to stdout if it finds no GPU.
     heading, *rows = (line.split() for line in lines if "[WARNING]" not in line)
     assert heading[2:] == ["wasted", "narrowest", "registers", "shared", "bytes", "stack", "spills"]
     return rows
 
 
 def test_triton_translates_every_variant() -> None:
-    """The interpreter accepts Python that Triton does not, such as a function that returns a tuple with a
+    """The interpreter accepts Python code that Triton rejects, such as a function that returns a tuple with a
     None."""
     lines = run_python("-W", "ignore", "-c", TRANSLATED).splitlines()
     found = [line for line in lines if line and "[WARNING]" not in line]
@@ -135,7 +136,8 @@ def test_no_kernel_spills(kernel: str, architecture: int) -> None:
         assert_no_product_is_repeated([row for row in rows if row[1] != "fp32"], architecture)
 
 
-# An sm_90 product with fewer columns reads shared memory longer than it computes; one on sm_80 always has 8.
+# Smallest number of columns of a product. On sm_90 a narrower product reads shared memory longer than it
+# computes. On sm_80 a product always has 8 columns.
 NARROWEST = {80: 8, 90: 64}
 
 
@@ -154,7 +156,7 @@ def test_attention_repeats_no_product_on_hopper() -> None:
 
 @pytest.mark.full
 def test_spills_are_found() -> None:
-    """With few registers the same kernel spills, and the numbers show it."""
+    """With few registers one kernel spills, and the reported numbers show it."""
     free, registers, limited = map(int, run_python("-c", SPILLING).split())
     assert free == 0
     assert registers <= 24
@@ -169,6 +171,7 @@ def test_every_variant_is_in_a_row() -> None:
 
 
 def test_a_variant_gets_the_arguments_that_triton_passes_it() -> None:
-    """Triton makes the first launch of each variant, and the second one is direct."""
+    """Triton makes the first launch of each variant. The program makes the second launch without Triton's
+    launcher, and must pass equal arguments."""
     *_, found = run_python("-W", "ignore", "-c", LAUNCHES).splitlines()
     assert found == f"{2 * sum(KERNELS.values())} True"

@@ -1,4 +1,4 @@
-"""The cross entropy of a chunk of logits against PyTorch, in triton's interpreter."""
+"""Compares the cross entropy of a chunk of logits in Triton's interpreter with PyTorch."""
 
 from __future__ import annotations
 
@@ -16,7 +16,8 @@ from megatron.mpu.cross_entropy import vocab_parallel_linear_cross_entropy
 from megatron.mpu.mesh import Axis
 
 TOLERANCE = {torch.float32: 1e-6, torch.bfloat16: 5e-3, torch.float16: 6e-4}
-# Columns, and valid columns: less than a block, ragged blocks, full blocks, padding of more than a block.
+# Name -> (columns, valid columns): less than a block, ragged blocks, full blocks, padding of more than a
+# block.
 SIZES = {
     "small": (96, 70),
     "ragged": (BLOCK + 5, BLOCK + 5),
@@ -32,7 +33,7 @@ def logits_of(dtype, size, rows=5):
     generator = torch.Generator().manual_seed(columns)
     logits = (3 * torch.randn(rows, columns, generator=generator)).to(dtype)
     logits[1] += 40.0
-    logits[2, -1] = 60.0  # perhaps padding
+    logits[2, -1] = 60.0  # padding in some cases
     targets = torch.randint(0, num_valid_columns, (rows,), generator=generator)
     targets[3] = -1
     return logits, targets, num_valid_columns
@@ -94,7 +95,7 @@ def test_a_logit_that_is_not_finite_makes_its_row_nan(bad):
 @pytest.mark.parametrize("dtype", TOLERANCE)
 @pytest.mark.parametrize("options", [{}, {"z_loss_weight": 0.01, "softcapping": 2.0}])
 def test_the_fused_loss_with_kernels_is_that_without(dtype, options, monkeypatch):
-    """Chunks, and padding of the vocabulary."""
+    """The logits have several chunks, and the vocabulary is padded."""
     monkeypatch.setattr(logit_chunks, "CPU_CHUNK_TOKENS", {2: 11, 4: 11})
     torch.manual_seed(1)
     hidden, weight = torch.randn(25, 24).to(dtype), torch.randn(96, 24).mul(0.5).to(dtype)

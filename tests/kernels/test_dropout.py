@@ -1,5 +1,5 @@
-"""The dropout kernels against their PyTorch reference, in triton's interpreter: bitwise equal, except for the
-gradient of the bias, a sum in another order."""
+"""The dropout kernels in Triton's interpreter are bitwise equal to their PyTorch reference, except for the
+gradient of the bias, which is a sum in a different order."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ from megatron.mpu.random import DropoutMask, DropoutRNG, Part, dropout, keep_mas
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 SAMPLES = (7, 2**33 + 5, 123_456)
-# Shape and batch_dim: [seq, batch, hidden], [batch, seq, hidden] and [batch, heads, seq, seq]; ragged sizes,
-# and tiles that are exactly full.
+# Name -> (shape, batch_dim) of [seq, batch, hidden], [batch, seq, hidden] and [batch, heads, seq, seq]:
+# ragged sizes, and tiles that are exactly full.
 SHAPES = {
     "hidden": ((3, 3, 515), 1),
     "full tiles": ((4, 1, 512), 1),
@@ -31,7 +31,8 @@ SHAPES = {
 
 
 def run_both(x, bias, residual, p, batch_dim, shard_dim=None, tp_group=None):
-    """Returns results of reference and kernel: [output, gradient of x, of bias, of residual]."""
+    """Returns the results of the reference and of the kernel: [output, gradient of x, of bias, of
+    residual]."""
     tp_group = tp_group or Axis("tp")
     dropout_rng = DropoutRNG(11, SAMPLES[: x.shape[batch_dim]])
     keys = torch.tensor(dropout_rng.sample_keys("4.mlp"))
@@ -73,7 +74,7 @@ class Additions(TorchFunctionMode):
 @pytest.mark.parametrize("drops", [True, False])
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_bias_and_residual_are_added_in_the_same_launch(monkeypatch, dtype, drops):
-    """`mpu.random.dropout_add` with the kernel, and its launches, against a call without the kernel."""
+    """Compares `mpu.random.dropout_add` with the kernel and without it: its results and its additions."""
     x, residual = torch.randn(2, 3, 2, 33).to(dtype)
     bias, gradient = torch.randn(33).to(dtype), torch.randn(3, 2, 33).to(dtype)
     results = []
@@ -92,7 +93,7 @@ def test_bias_and_residual_are_added_in_the_same_launch(monkeypatch, dtype, drop
 @pytest.mark.parametrize("kernels", [False, True])
 @pytest.mark.parametrize("part", [None, Part(0, (range(3), range(15, 18)), 18)], ids=["whole", "part"])
 def test_a_compiled_layer_has_the_bits_of_an_eager_one(monkeypatch, part, kernels):
-    """The operator in a graph, whose only inputs are tensors: one graph serves all layers."""
+    """The operator is part of a graph whose only inputs are tensors, so one graph serves all layers."""
     monkeypatch.setattr(random, "uses_kernels", lambda _: kernels)
     torch._dynamo.reset()
     torch._dynamo.utils.counters.clear()
@@ -121,7 +122,8 @@ def test_a_compiled_layer_has_the_bits_of_an_eager_one(monkeypatch, part, kernel
 
 
 def assert_equal(results, of_bias=2):
-    """of_bias: index of the gradient of the bias."""
+    """Compares the results of two runs bitwise. of_bias: index of the gradient of the bias, which is compared
+    to rounding."""
     for index, (expected, found) in enumerate(zip(*results, strict=True)):
         assert (expected is None) == (found is None)
         if expected is not None:
@@ -155,7 +157,8 @@ def test_with_an_fp32_residual_the_sum_is_fp32_and_the_product_16_bit():
     "shape,batch_dim,shard_dim", [((4, 2, 65), 1, 0), ((2, 4, 3, 9), 0, 1), ((3, 2, 64), 1, -1)]
 )
 def test_shards_have_their_part_of_the_full_mask(shape, batch_dim, shard_dim):
-    """Sequence parallel, attention heads, and the last dimension, on 2 TP ranks."""
+    """The cases shard the sequence (sequence parallelism), the attention heads, and the last dimension over 2
+    TP ranks."""
     ones, shard_dim = torch.ones(shape), shard_dim % len(shape)
     dropout_rng = DropoutRNG(11, SAMPLES[: shape[batch_dim]])
     keys = torch.tensor(dropout_rng.sample_keys("a"))

@@ -1,4 +1,4 @@
-"""The embedding's gradient against its PyTorch reference, in triton's interpreter: bitwise equal."""
+"""The embedding's gradient in Triton's interpreter is bitwise equal to its PyTorch reference."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def test_the_sum_is_that_of_the_reference(dtype, width, ids):
 
 
 def test_rows_of_equal_ids_are_summed_in_order():
-    """Sums of these values in another order differ."""
+    """Sums of these values in a different order would differ."""
     rows = torch.tensor([[1e8], [1.0], [-1e8], [1.0]])
     total = torch.zeros(2, 1)
     fused_add_rows(total, torch.tensor([1, 1, 1, 1]), rows)

@@ -1,4 +1,4 @@
-"""FP8 matrices and their products against plain PyTorch; kernels run in triton's interpreter."""
+"""Compares FP8 matrices and their products with plain PyTorch. Kernels run in Triton's interpreter."""
 
 from __future__ import annotations
 
@@ -35,13 +35,13 @@ ROUNDING = {E4M3: 2**-4, E5M2: 2**-3}
 
 @pytest.fixture(params=["reference", "triton"])
 def computes(request, monkeypatch):
-    """Makes the reference or the kernels compute, and returns which."""
+    """Selects the reference or the kernels for the test, and returns which."""
     monkeypatch.setattr(fp8, "uses_kernels", lambda _: request.param == "triton")
     return request.param
 
 
 def tensor(*shape: int, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
-    """Values whose magnitudes differ by block, with a block of zeros and one of tiny values."""
+    """Returns values whose magnitudes differ by block, with a block of zeros and a block of tiny values."""
     torch.manual_seed(sum(shape))
     x = torch.randn(shape) * torch.logspace(-4, 3, math.prod(shape)).view(shape)
     x.view(-1, shape[-1])[:128, :128] = 0.0
@@ -50,7 +50,7 @@ def tensor(*shape: int, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
 
 
 def expected_values(x: torch.Tensor, dtype: torch.dtype, rows: int, whole: bool) -> torch.Tensor:
-    """Quantizes and dequantizes in the words of the definition. rows: of a block."""
+    """Quantizes and dequantizes literally by the definition. rows: number of rows of a block."""
     x = x.double()
     blocks = x.view(-1, rows, x.shape[-1] // 128, 128) if rows > 1 else x.view(-1, 1, x.shape[-1] // 128, 128)
     amax = blocks.abs().amax((1, 3), keepdim=True) if not whole else blocks.abs().amax()
@@ -63,7 +63,7 @@ def expected_values(x: torch.Tensor, dtype: torch.dtype, rows: int, whole: bool)
 @pytest.mark.parametrize("whole", [False, True], ids=["blockwise", "tensorwise"])
 @pytest.mark.parametrize("dtype", [E4M3, E5M2])
 def test_rows_and_matrices_are_quantized_by_their_definition(dtype, whole, computes):
-    """The second copy of a matrix has the transposed values; 130 rows are no whole tile."""
+    """The second copy of a matrix has the transposed values. 130 rows do not fill their last tile."""
     x, matrices = tensor(130, 384), tensor(2, 256, 384)
     amax = (lambda t: t.float().abs().amax().view(1)) if whole else (lambda t: None)
     rows = fp8.quantize_rows(x, dtype, amax(x))
@@ -71,7 +71,7 @@ def test_rows_and_matrices_are_quantized_by_their_definition(dtype, whole, compu
     assert torch.equal(found.double(), expected_values(x, dtype, 1, whole))
     if not whole:
         block = x.float().unflatten(1, (-1, 128))
-        floor = block.abs().amax(-1, keepdim=True) * 2**-14  # the spacing of subnormal codes, and more
+        floor = block.abs().amax(-1, keepdim=True) * 2**-14  # at least the spacing of subnormal codes
         assert ((found.view_as(block) - block).abs() <= ROUNDING[dtype] * block.abs() + floor).all()
     for memory in (matrices.shape, matrices[0].shape):
         into = fp8.empty_matrices(memory, dtype, whole)
@@ -119,7 +119,7 @@ def test_products_are_products_of_the_values(counts, whole, computes):
 
 
 def test_a_wrong_scaled_mm_is_not_used(monkeypatch, caplog):
-    """The probe multiplies blocks of different magnitudes, so that exchanged scales are found."""
+    """The check multiplies blocks of different magnitudes, so that exchanged scales are found."""
     right = fp8._multiply_reference
 
     def wrong(x, matrix, bias):
@@ -202,8 +202,8 @@ def test_a_shard_that_is_no_whole_number_of_blocks_is_rejected():
 
 
 def test_layers_and_matrices_in_bf16_have_plain_products():
-    """Layers are chosen by their number in the model, matrices by their global sizes: on each
-    layout 192 for [768, 256], 171 for [512, 256], and 128 for [256, 256]."""
+    """The limit is 170. A matrix counts by its global shape, on each layout: [768, 256] as 192 and [512, 256]
+    as 171, so both compute in FP8, and [256, 256] as 128. Layers are chosen by their number in the model."""
     found: dict[int, list[list[str]]] = {}
     sizes: dict[str, Any] = {"hidden_size": 256, "kv_channels": 64, "ffn_hidden_size": 512}
     for size in (1, 2):

@@ -1,4 +1,4 @@
-"""The kernels of a gated MLP's activation against PyTorch, in triton's interpreter."""
+"""Compares the kernels of a gated MLP's activation in Triton's interpreter with PyTorch."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from megatron.model import activations
 from megatron.model.activations import gated_by
 from megatron.mpu.recompute import recomputed
 
-# Sigmoids and exponentials in fp32, and rounding to 16 bits.
+# Errors of sigmoids and exponentials in fp32, and of rounding to 16 bits.
 TOLERANCE = {torch.float32: 4e-6, torch.bfloat16: 8e-3, torch.float16: 1e-3}
 
 
@@ -31,7 +31,7 @@ def test_output_and_gradient_are_those_of_the_reference(gate, dtype, width, monk
     wide[0, 1, 0], wide[0, 1, 1], wide[1, 1, -1] = 3.0, -3.0, 3.0  # the limit itself
     results = []
     for fused in (False, True):
-        # PyTorch's fp32 has no digit of 1 + tanh(x) far from 0, which the kernel has.
+        # In fp32 PyTorch's 1 + tanh(x) has no correct digit far from 0. The kernel's value is right.
         x = wide.clone() if fused else wide.double()
         monkeypatch.setattr(activations, "uses_kernels", lambda _, answer=fused: answer)
         y = gated_by(*gate)(x.requires_grad_())
@@ -43,7 +43,8 @@ def test_output_and_gradient_are_those_of_the_reference(gate, dtype, width, monk
 
 
 def passes_of(wide, run):
-    """Returns output and gradient of `wide`, which is the output of another operation, as in a layer."""
+    """Returns the output, and the gradient of `wide`. `wide` is the output of a preceding operation, as in a
+    layer."""
     leaf = wide.clone().requires_grad_()
     y = run(leaf * 1)
     y.backward(torch.ones_like(y))
@@ -51,7 +52,8 @@ def passes_of(wide, run):
 
 
 def test_an_output_that_is_recomputed_has_the_gradients_of_a_kept_one():
-    """The kernel's backward pass overwrites the input from which the output is recomputed before."""
+    """The kernel's backward pass overwrites its input. Fails if this happens before the output is recomputed
+    from the input."""
     wide, weight = torch.randn(3, 2, 10), torch.randn(4, 5)
     results = []
     for enabled in (False, True):

@@ -1,4 +1,4 @@
-"""The linear layer of experts against one F.linear per expert; kernels run in triton's interpreter."""
+"""Compares the linear layer of experts with one F.linear per expert. Kernels run in Triton's interpreter."""
 
 from __future__ import annotations
 
@@ -17,8 +17,9 @@ IMPLEMENTATIONS = {"mm": torch.float32, "grouped_mm": torch.bfloat16, "triton": 
 """Implementation -> a dtype that it computes with."""
 # Largest errors, relative to the largest value: sums in a different order, and rounding to 16 bits.
 TOLERANCE = {torch.float32: 2e-6, torch.bfloat16: 8e-3, torch.float16: 1e-3}
-# Rows of each expert, n_in, n_out: no rows at all; experts without rows; several tiles of rows, columns and
-# inner length; whole tiles; lengths that are no multiples of anything; more experts than a block has.
+# Name -> (rows of each expert, n_in, n_out): no rows at all; experts without rows; several tiles of rows,
+# columns and inner length; whole tiles; lengths that are not multiples of a tile; more experts than a
+# block has.
 CASES = {
     "no rows": ((0, 0, 0), 16, 24),
     "empty experts": ((0, 3, 0, 40, 0), 16, 24),
@@ -72,9 +73,9 @@ def expected_of(case, leaves, upstreams):
 def test_outputs_and_gradients_are_those_of_one_linear_layer_per_expert(
     implementation, dtype, case, with_bias, monkeypatch
 ):
-    """Sums over two backward passes, the first with an expanded gradient. The weight's gradient is computed
-    at once or deferred. Only kernels add it to `main_grad`, and only if the optimizer has set it. The first
-    deferred gradient overwrites NaN."""
+    """Gradients are summed over two backward passes, the first with an expanded gradient. The weight's
+    gradient is computed at once or deferred. Only kernels add it to `main_grad`, and only if the optimizer
+    has set `main_grad`. The first deferred gradient overwrites NaN."""
     choose(implementation, monkeypatch)
     groups = Groups(CASES[case][0])
     leaves = leaves_of(case, dtype, with_bias)
@@ -104,7 +105,7 @@ def test_outputs_and_gradients_are_those_of_one_linear_layer_per_expert(
                 value.double(), exact, rtol=0.0, atol=TOLERANCE[dtype] * float(largest)
             )
         without_rows = torch.tensor(groups.counts) == 0
-        assert not total[without_rows].any()  # the same bits in `main_grad`
+        assert not total[without_rows].any()  # `main_grad` keeps its bits
         if bias is not None:
             assert not bias.grad[without_rows].any()
 
@@ -141,7 +142,8 @@ def test_unaligned_addresses_and_widths_use_the_loop(monkeypatch):
 
 @pytest.mark.parametrize("transposed", [False, True])
 def test_experts_far_apart_in_memory_are_found(transposed, monkeypatch):
-    """The last expert's matrix begins more than 2^31 elements after the first one."""
+    """The last expert's matrix begins more than 2^31 elements after the first expert's. Fails if an offset
+    overflows 32 bits."""
     choose("triton", monkeypatch)
     groups = Groups((*[0] * 2**16, 3))
     x, matrix = torch.randn(3, 256).bfloat16(), torch.randn(128, 256).bfloat16()

@@ -1,4 +1,4 @@
-"""The kernels of norms after residual additions against PyTorch, in triton's interpreter."""
+"""Compares the kernels of norms after residual additions in Triton's interpreter with PyTorch."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from megatron.mpu import random
 from megatron.mpu.mesh import Axis
 from megatron.mpu.random import DropoutMask, DropoutRNG
 
-# Sums over rows in fp32, and rounding to 16 bits.
+# Errors of sums over rows in fp32, and of rounding to 16 bits.
 TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 1.6e-2, torch.float16: 2e-3}
 NORMS = {name: NORMALIZATIONS.load(name) for name in NORMALIZATIONS}
 
@@ -45,7 +45,7 @@ def passes(norm, inputs, mask, monkeypatch, fused, upstream):
 
 
 CASES = {
-    # dtypes of x, bias and residual, and the dropout.
+    # Name -> (dtypes of x, bias and residual, dropout probability).
     "norm": (None, None, 0, 0.0),
     "sum": (0, None, 0, 0.0),
     "bias": (0, 0, 0, 0.0),
@@ -59,7 +59,7 @@ CASES = {
 @pytest.mark.parametrize("dtype", TOLERANCE)
 @pytest.mark.parametrize("kind,zero_centered,case", itertools.product(NORMS, (False, True), CASES))
 def test_a_fused_norm_has_the_gradients_of_the_reference(kind, zero_centered, case, dtype, monkeypatch):
-    """Over two blocks of rows, with a padded width."""
+    """The input has two blocks of rows and a padded width."""
     torch.manual_seed(3)
     shape = (5, 2, 45)
     *dtypes, p = CASES[case]
@@ -94,7 +94,7 @@ def test_the_dropout_of_a_wide_norm_has_its_own_kernel_in_the_backward_pass(monk
 
 
 def test_the_sum_alone_or_the_norm_alone_has_its_gradient(monkeypatch):
-    """With --apply-residual-connection-post-layernorm nothing else uses the sum."""
+    """With --apply-residual-connection-post-layernorm only the norm uses the sum."""
     monkeypatch.setattr(norms, "uses_kernels", lambda _: True)
     x, residual = torch.randn(2, 3, 7, requires_grad=True).unbind()
     norm = new_norm("LayerNorm", 7, False, torch.float32)

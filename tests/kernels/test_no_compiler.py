@@ -1,4 +1,4 @@
-"""Triton without a C compiler: one sentence instead of a traceback at the first kernel."""
+"""Without a C compiler for Triton, the first kernel causes one sentence instead of a traceback."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ from megatron.cluster.preflight import check_kernels
 from tests.support import HANG_TIMEOUT_S
 from tests.support.pool import run_world
 
-# The simulated device is a CPU with NVIDIA's driver of triton, which compiles its library before it looks for
-# a GPU. The test answers only the search for CUDA's library.
+# The simulated device is a CPU with Triton's driver for NVIDIA, which compiles its library before it looks
+# for a GPU. The test answers only the search for CUDA's library.
 LAUNCH = """
 from triton.backends import backends
 from triton.runtime import driver
@@ -35,7 +35,7 @@ print(_launch_failure("cpu"))
 
 
 def test_no_compiler_is_named_with_what_to_install(tmp_path):
-    """A real launch, up to the compilation of triton's library."""
+    """The launch is real up to the compilation of Triton's library."""
     pytest.importorskip("triton")
     env = {name: value for name, value in os.environ.items() if name not in ("CC", "TRITON_INTERPRET")}
     env |= {"PATH": "", "TRITON_CACHE_DIR": str(tmp_path), "TRITON_LIBCUDA_PATH": str(tmp_path)}
@@ -50,8 +50,8 @@ def test_no_compiler_is_named_with_what_to_install(tmp_path):
 
 
 def outcome(failing_rank, required, fp8=False):
-    """The sentence or the error of `check_kernels`, and whether kernels may still be used; on a device 'sim'
-    on which one rank cannot launch."""
+    """Returns the notes or the error of `check_kernels`, and the variable that turns kernels off. Runs on a
+    device 'sim' on which one rank cannot launch kernels."""
 
     def reason(device_type):
         assert device_type == "sim"

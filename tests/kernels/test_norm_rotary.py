@@ -1,5 +1,5 @@
-"""The kernel that normalizes and rotates heads of queries and keys against PyTorch in fp64, in triton's
-interpreter."""
+"""Compares the kernel that normalizes and rotates heads of queries and keys in Triton's interpreter with
+PyTorch in fp64."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from megatron.mpu.mesh import ONE_RANK
 from megatron.mpu.random import DropoutRNG
 from tests.kernels.test_rotary import FLAGS, LAYERS
 
-# Of the largest element: one rounding.
+# Largest error relative to the largest element: one rounding.
 TOLERANCE = {torch.float32: 4e-6, torch.bfloat16: 4e-3}
 NORMS = {
     "RMSNorm": "--normalization RMSNorm",
@@ -29,7 +29,7 @@ NORMS = {
 @pytest.mark.parametrize("dtype", TOLERANCE)
 @pytest.mark.parametrize("layer,kind,documents", itertools.product(LAYERS, NORMS, (False, True)))
 def test_heads_and_gradients_are_those_of_the_reference(layer, kind, documents, dtype, monkeypatch):
-    """Over two blocks of tokens."""
+    """The input has two blocks of tokens."""
     flags = f"{FLAGS}{LAYERS[layer]} --qk-layernorm {NORMS[kind]}" + " --reset-position-ids" * documents
     attention = ParallelSelfAttention(LayerContext(parse_args(flags.split(), {}), ONE_RANK, DropoutRNG(1)), 3)
     torch.manual_seed(4)
@@ -48,7 +48,7 @@ def test_heads_and_gradients_are_those_of_the_reference(layer, kind, documents, 
         if not kernels:
             attention.double()
             x = x.double()
-        parts = [part for part in attention._split(x, ids) if part.numel()]  # the gate, with gates
+        parts = [part for part in attention._split(x, ids) if part.numel()]  # maybe with a gate
         assert ("SplitAndRotate" in parts[0].grad_fn.name()) == kernels
         upstream = upstream or [torch.randn(part.shape).to(dtype) for part in parts]
         gradients = torch.autograd.grad(

@@ -1,4 +1,4 @@
-"""The norm kernels against sums in fp64, in triton's interpreter."""
+"""Compares the norm kernels in Triton's interpreter with sums in fp64."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ def tensors(*sizes):
 
 
 def test_norms_of_ragged_tensors_are_exact_to_fp64_and_close_to_the_reference():
-    """Views of one flat buffer at odd offsets, as the optimizer's gradients."""
+    """The tensors are views of one flat buffer at odd offsets, like the optimizer's gradients."""
     sizes = (1, CHUNK - 1, CHUNK, 0, CHUNK + 1, 3 * CHUNK + 17)
     parts = torch.cat(tensors(*sizes)).split(list(sizes))
     norms = fused_norms(parts)

@@ -1,4 +1,4 @@
-"""Launches of compiled kernels, and the inputs that autograd functions keep."""
+"""Compiled kernels are launched with the right arguments, and autograd functions keep the right inputs."""
 
 from __future__ import annotations
 
@@ -19,7 +19,8 @@ NUMBERS = {"width": 3, "BLOCK": 64}
 
 
 class Recorded:
-    """Has the interface of a function of Triton. `calls`: (who launched, tensors, other arguments)."""
+    """An object with the interface of a function of Triton. `calls`: (who launched, tensors, further
+    arguments)."""
 
     arg_names = ("total", "rows", "width", "BLOCK")
 
@@ -35,7 +36,7 @@ class Recorded:
 
 
 class RecordedVariant:
-    """Has the interface of a compiled kernel."""
+    """An object with the interface of a compiled kernel."""
 
     def __init__(self, calls: list[tuple[str, tuple, Any]]) -> None:
         self.calls = calls
@@ -58,7 +59,7 @@ def test_the_variant_is_called_for_tensors_for_which_triton_has_chosen_it(record
     steps = (
         ("triton", (a, b)),
         ("variant", (b, a)),
-        ("triton", (a, half)),  # another dtype
+        ("triton", (a, half)),  # a different dtype
         ("triton", (a, None)),
         ("triton", (a, b[1:])),  # not a multiple of 16 bytes
         ("triton", (a, b[1:])),
@@ -102,7 +103,7 @@ def test_a_first_launch_for_another_than_the_current_device_is_an_error(
 
 
 def test_calls_with_other_numbers_and_grids_share_a_variant(recorded: Recorded) -> None:
-    """Triton passes a number of more than 31 bits with another type."""
+    """Numbers of more than 31 bits are the exception: Triton passes them with a different type."""
     launch, x = Launch("triton_kernels.add_rows_kernel", None, {}, BLOCK=64), torch.zeros(40)
     for rows, grid in ((3, (1, 1)), (5, (2, 1)), (2**31, (3, 1)), (7, (0, 1)), (7, (1, 1))):
         launch(x, x, rows, grid=grid)
@@ -117,7 +118,7 @@ def test_tensors_without_memory_are_not_launched(recorded: Recorded) -> None:
 
 
 def test_kernels_of_fp8_are_not_specialized_for_numbers_of_rows() -> None:
-    """Rows of experts change in each step."""
+    """The rows of experts change in each step, and each specialization would be compiled."""
     pytest.importorskip("triton")
     from megatron.kernels import fp8_triton
 
@@ -151,7 +152,7 @@ def test_a_kept_input_is_that_of_save_for_backward_but_hooks_get_it_at_once() ->
 
     def pack(x: torch.Tensor) -> torch.Tensor:
         events.append("pack")
-        return x + 1  # another tensor, to see that it is used
+        return x + 1  # a new tensor, to see that it is used
 
     x = torch.tensor([3.0, -2.0], requires_grad=True)
     with saved_tensors_hooks(pack, lambda packed: packed + 10):

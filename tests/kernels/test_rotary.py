@@ -1,5 +1,5 @@
-"""The kernel that splits a projection and rotates its heads, and its reference: bitwise equal, forward and
-backward, in triton's interpreter."""
+"""The kernel that splits a projection and rotates its heads, in Triton's interpreter, is bitwise equal to its
+reference, forward and backward."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ FLAGS = (
     "--global-batch-size 1 --seq-length 6 --train-iters 1 --max-position-embeddings 6 "
     "--position-embedding-type rotary "
 )
-# Heads of 16 and padded ones of 24; one group, several tiles of heads, and a head per group.
+# Heads of size 16, and padded heads of size 24: one group, several tiles of heads, and a group per head.
 LAYERS = {
     "grouped": "--hidden-size 64 --num-attention-heads 4 --group-query-attention --num-query-groups 2",
     "own keys": "--hidden-size 160 --num-attention-heads 10",
@@ -47,7 +47,7 @@ def test_query_key_and_value_and_the_gradient_are_those_of_the_reference(
     for kernels in (False, True):
         monkeypatch.setattr(position, "uses_kernels", lambda _, answer=kernels: answer)
         x = projected.clone().requires_grad_()
-        parts = [part for part in attention._split(x, ids) if part.numel()]  # the gate, with gates
+        parts = [part for part in attention._split(x, ids) if part.numel()]  # maybe with a gate
         upstream = upstream or [torch.randn(part.shape).to(dtype) for part in parts]
         results.append([*(part.detach() for part in parts), *torch.autograd.grad(parts, x, upstream)])
         assert not kernels or all(part.is_contiguous() for part in parts)

@@ -1,4 +1,4 @@
-"""A whole run with every kernel, on a CPU in triton's interpreter, is the run without them."""
+"""A whole run with every kernel, on a CPU in Triton's interpreter, equals the run without kernels."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from benchmarks.kernel_speed import Target, largest_error, try_row
 from benchmarks.machine import read_rows
 from tests.end_to_end.command import ROOT, environment, pretrain
 
-# Few operations: the interpreter needs seconds for each step.
+# The model has few operations, since the interpreter needs seconds for each step.
 FLAGS = (
     "--num-layers 1 --hidden-size 32 --num-attention-heads 2 --seq-length 16 --micro-batch-size 2 "
     "--global-batch-size 2 --lr 1e-2 --train-iters 2 --eval-iters 0 --log-interval 1 --log-level info "
@@ -24,7 +24,7 @@ FLAGS = (
 ).split()
 
 
-# Name -> processes and flags.
+# Name -> (processes, flags).
 LAYOUTS = {
     "one process": (1, ""),
     "CP 2": (2, "--context-parallel-size 2 --zero-stage 2"),
@@ -39,8 +39,8 @@ def test_a_run_with_kernels_prints_the_losses_of_the_run_without(
     layout: str, data: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """With context parallelism each rank has two chunks of queries, and sharded gradients. With tensor
-    parallelism the norms, activations and dropouts are of a rank's part of the sequence and of the columns.
-    """
+    parallelism the norms, activations and dropouts compute a rank's part of the sequence and of the
+    columns."""
     without = pretrain([*FLAGS, *data])
     monkeypatch.setenv("TRITON_INTERPRET", "1")
     monkeypatch.setenv("MEGATRON_KERNELS", "interpreter")
@@ -55,7 +55,7 @@ def test_a_run_with_kernels_prints_the_losses_of_the_run_without(
         assert step["grad_norm"] == pytest.approx(expected["grad_norm"], abs=0.0011)
 
 
-@pytest.mark.full
+@pytest.mark.gate(rows=1)
 @pytest.mark.parametrize(
     ("mode", "table"), [("check", "kernels"), ("time", "attention times"), ("tiles", "tiles")]
 )
@@ -96,7 +96,7 @@ def test_the_benchmark_compares_every_kernel_with_its_reference(
 
 
 def test_a_kernel_with_wrong_results_is_found() -> None:
-    """The largest error of an output counts; an output of NaN is wrong."""
+    """The largest error of an output counts, and an output of NaN is wrong."""
     exact = [torch.tensor([3.0, 4.0]), torch.zeros(2)]
     assert largest_error([torch.tensor([3.0, 4.5]), torch.zeros(2)], exact) == pytest.approx(0.1)
     assert largest_error([torch.tensor([3.0, 4.0]), torch.tensor([0.0, 0.2])], exact) == pytest.approx(0.2)
@@ -104,7 +104,8 @@ def test_a_kernel_with_wrong_results_is_found() -> None:
 
 
 def test_the_benchmark_continues_after_a_lost_device(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Triton raises a plain RuntimeError, and later operations fail too. The next process has the row."""
+    """After a lost device Triton raises a plain RuntimeError, and later operations fail, too. The next
+    process measures the row."""
     target, calls = Target(tmp_path, torch.device("cpu"), small=True), []
 
     def fail() -> dict[str, object]:

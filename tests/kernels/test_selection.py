@@ -1,4 +1,4 @@
-"""Device, dtype and installed packages decide between kernel and PyTorch; the reason is logged once."""
+"""Device, dtype and installed packages decide between kernel and PyTorch. The reason is logged once."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from megatron.kernels import selection
 
 @pytest.fixture
 def accelerator(monkeypatch):
-    """An accelerator that supports triton, and a logged decision that is forgotten after the test."""
+    """Returns an accelerator that supports Triton. The logged decision is forgotten after the test."""
     found = SimpleNamespace(is_triton_supported=lambda: True)
     monkeypatch.setattr(selection, "get_accelerator", lambda: found)
     selection.forget_decisions()

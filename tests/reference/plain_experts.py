@@ -5,10 +5,10 @@ import torch.nn.functional as F
 
 
 class PlainExperts:
-    """The expert layers of a model: their settings, and what they carry from step to step.
+    """The expert layers of a model: their settings, and their state from step to step.
 
-    bias and load: layer index -> fp32 [experts]. `losses` adds up the balance and z-losses of a global batch,
-    `counts` its tokens per expert.
+    bias and load: layer index -> fp32 [experts]. `losses` sums the balance losses and z-losses of a global
+    batch, `counts` its tokens per expert.
     """
 
     def __init__(
@@ -46,7 +46,7 @@ class PlainExperts:
         return self.bias.get(index, 0.0)
 
     def chosen(self, scores):
-        """The k best of scores [experts], of the best groups."""
+        """Returns the indices of the k best experts in the best groups. scores: [experts]."""
         scores = scores.tolist()
         allowed = range(len(scores))
         if self.groups:
@@ -60,8 +60,8 @@ class PlainExperts:
         return sorted(sorted(allowed, key=lambda e: (-scores[e], e))[: self.k])
 
     def layer(self, weights, index, x, feed):
-        """x [batch, seq, hidden] -> the same shape. feed: (prefix of names of an MLP, matrices of one expert,
-        token) -> output."""
+        """Computes a layer. x: [batch, seq, hidden]; the result has this shape, too. feed: function of
+        (prefix of names of an MLP, matrices of one expert, token) that returns the output."""
         logits = x @ weights[f"{index}.mlp.router.weight"].T + weights.get(f"{index}.mlp.router.bias", 0.0)
         scores = logits.softmax(-1) if self.score == "softmax" else logits.sigmoid()
         outputs, counts = [], torch.zeros(logits.shape[-1])
@@ -98,7 +98,7 @@ class PlainExperts:
 
 
 def expert_mlp(experts, weights, index, x, activation):
-    """The output of a layer with a router. activation: of the wide vector of an MLP."""
+    """Returns the output of a layer with a router. activation: function of the wide vector of an MLP."""
     name = f"{index}.mlp"
 
     def feed(vector, expert):

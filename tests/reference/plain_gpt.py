@@ -1,7 +1,7 @@
-"""A GPT in plain PyTorch, written the simplest way: the reference for every layout.
+"""A GPT in plain PyTorch, written in the simplest way: the reference for every layout.
 
-It shares no code with `megatron`: weights come in as a dict of full tensors under the names of the
-pipeline's layer list, attention is spelled out, the loss is `F.cross_entropy`.
+It shares no code with `megatron`. Weights are a dict of unsharded tensors with the names of the pipeline's
+layer list. Attention is computed from its definition, and the loss is `F.cross_entropy`.
 """
 
 import math
@@ -14,7 +14,7 @@ from tests.reference.plain_experts import expert_mlp
 from tests.reference.plain_latent import latent_attention
 
 GLU_LIMIT = 0.05
-"""The limit of the clamped gates and values with glu="quick_geglu", which many of them reach."""
+"""The limit of the clamped gates and values with glu="quick_geglu". Many of them reach it."""
 
 
 def plain_gpt_logits(
@@ -42,16 +42,16 @@ def plain_gpt_logits(
     latent=None,
     next_tokens=(),
 ):
-    """tokens [batch, seq] -> logits [batch, seq, vocab] of the true vocabulary. next_tokens: for each layer
-    of multi-token prediction the tokens [batch, seq] whose embeddings it reads; the logits are then a list,
-    the main model's first.
+    """Returns the logits [batch, seq, vocab] of the vocabulary without padding. tokens: [batch, seq].
 
-    groups: number of head groups that share keys and values. rotary: arguments of `rotate`. window: number of
-    tokens that a token attends to, in the layers that have a W in `pattern`; the others have an F, and the
-    arguments `full` of `rotate`. A norm without bias is an RMS norm. `weights` decides whether linear
-    layers have biases, attention has norms of queries and keys, and the head is untied. scale_embeddings:
-    by sqrt(hidden). zero_centered: norms multiply by 1 + weight. experts: `PlainExperts` of the layers that
-    have a router. no_rope: layers with an N in this pattern have no rotary embeddings. variant: the `Variant`
+    next_tokens: for each layer of multi-token prediction, the tokens [batch, seq] whose embeddings it reads.
+    With it the result is a list of logits, the main model's first. groups: number of head groups that share
+    keys and values. rotary: arguments of `rotate`. window: number of tokens that a token attends to, in
+    layers with a W in `pattern`. Layers with an F have no window; full: their arguments of `rotate`. A norm
+    without bias is an RMS norm. `weights` decides whether linear layers have biases, attention has norms of
+    queries and keys, and the head is untied. scale_embeddings: whether embeddings are multiplied by
+    sqrt(hidden). zero_centered: whether norms multiply by 1 + weight. experts: `PlainExperts` of the layers
+    with a router. no_rope: pattern whose layers with an N have no rotary embeddings. variant: the `Variant`
     of the attention. latent: arguments of `latent_attention`.
     """
     variant = variant or Variant()
@@ -115,11 +115,14 @@ def plain_gpt_logits(
 
 @dataclass(frozen=True)
 class Variant:
-    """sink: the additional score of off-by-one; a learnable sink is among the weights. has_gate: the rows of
-    the gates follow the queries of their group, an element for each head if `gates_heads`; softplus: their
-    activation. score_cap, logit_cap: bounds of X * tanh(x / X). largest: if given, gets the largest score of
-    each head [heads] of each layer. value_dim, value_scale: size of value heads, their multiplier. windows:
-    other heads, groups or dim of layers with a window."""
+    """A variant of attention.
+
+    sink: the additional score of off-by-one; a learnable sink is among the weights. has_gate: whether gates
+    follow the queries of their group in the rows, with one element per head if `gates_heads`. softplus:
+    whether softplus is the gates' activation. score_cap, logit_cap: bounds X of X * tanh(x / X). largest: a
+    list that gets the largest score of each head [heads] of each layer. value_dim, value_scale: size of value
+    heads, and their multiplier. windows: different heads, groups or dim of layers with a window.
+    """
 
     sink: float | None = None
     has_gate: bool = False
@@ -192,7 +195,8 @@ def attention(weights, index, x, sizes, positions, rotary, window=None, variant=
 
 
 def heads_norm(weights, name, x, copies=1):
-    """Returns x [batch, heads, seq, dim] with each head repeated `copies` times."""
+    """Returns x [batch, heads, seq, dim] with each head normalized by the norm `name`, if there is one, and
+    repeated `copies` times."""
     if f"{name}.weight" not in weights:
         return x
     if len(weights[f"{name}.weight"]) == x.shape[-1]:
@@ -203,8 +207,8 @@ def heads_norm(weights, name, x, copies=1):
 
 
 def rotate(x, base=10000.0, part=1.0, interleaved=False, factor=1.0):
-    """Complex multiplication of the pairs (x[i], x[i + dim / 2]), or of neighbors, of the first `part`; the
-    angles are divided by `factor`."""
+    """Rotates pairs by a complex multiplication. The pairs are (x[i], x[i + dim / 2]), with `interleaved`
+    neighbors, in the first `part` of the elements. The angles are divided by `factor`."""
     seq, dim = x.shape[-2], int(part * x.shape[-1])
     x, rest = x[..., :dim], x[..., dim:]
     frequency = base ** (-torch.arange(0, dim, 2) / dim) / factor
@@ -236,8 +240,8 @@ def mlp(weights, index, x, glu, exact_gelu=False, experts=None):
 def train_plain_gpt(
     weights, batches, *, lr, vocab, decay=0.01, clip=1.0, experts=None, mtp_layers=0, mtp_factor=0.1, **model
 ):
-    """Trains on `batches`, a list of (tokens, labels) global batches; returns [(loss, grad norm), ...], with
-    mtp_layers and each layer's loss of multi-token prediction."""
+    """Trains on `batches`, a list of (tokens, labels) of global batches. Returns (loss, grad norm) of each
+    step, with `mtp_layers` followed by the loss of each layer of multi-token prediction."""
     weights = {
         name: w.clone().requires_grad_() for name, w in weights.items() if ".router.expert" not in name
     }

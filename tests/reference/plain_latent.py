@@ -6,7 +6,7 @@ import torch
 
 
 def yarn_frequency(dim, base, factor, original, slow, fast):
-    """The frequencies of DeepSeek's `DeepseekV2YarnRotaryEmbedding`, by its formulas."""
+    """Returns the frequencies of DeepSeek's `DeepseekV2YarnRotaryEmbedding`, by its formulas."""
     frequency = base ** (-torch.arange(0, dim, 2) / dim)
 
     def place(rotations):
@@ -34,9 +34,9 @@ def latent_attention(
     window=None,
     largest=None,
 ):
-    """x [batch, seq, hidden] -> the same shape. norm: (weights, name, vector) -> vector. plain, rotated,
-    value: sizes of the parts of a head. yarn: further arguments of `yarn_frequency`. largest: as in
-    `Variant`."""
+    """Computes the attention. x: [batch, seq, hidden]; the result has this shape, too. norm: function of
+    (weights, name, vector). plain, rotated, value: sizes of the parts of a head. yarn: further arguments of
+    `yarn_frequency`. largest: as in `plain_gpt.Variant`."""
     name = f"{index}.self_attention"
     batch, seq, _ = x.shape
 

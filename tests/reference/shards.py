@@ -1,4 +1,5 @@
-"""A rank's shard of a full tensor, with torch's chunk and cat instead of the product's boxes."""
+"""A rank's shard of an unsharded tensor, computed with torch's chunk and cat instead of the program's
+code."""
 
 from collections.abc import Sequence
 
@@ -9,7 +10,7 @@ from megatron.mpu.parameter_spec import ParameterSpec
 
 
 def shard_of(spec: ParameterSpec, full: torch.Tensor, axes: Sequence[Axis]) -> torch.Tensor:
-    """The shard of `full` at the place `axes`. The result may share memory with it."""
+    """Returns the shard of `full` at the place `axes`. The result may share memory with `full`."""
     places = {axis.name: axis for axis in axes}
     for dim, name, parts in spec.sharding:
         axis = places.get(name, Axis(name))

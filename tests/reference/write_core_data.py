@@ -3,10 +3,10 @@
     pip install megatron-core==0.16.1
     python tests/reference/write_core_data.py core_data && tar -czf tests/assets/core_data.tar.gz core_data
 
-The folder has token files, the cache folder of a run with a blend, and `cases.json`: digests of the samples
-that Megatron-Core reads in 117 orders of one data set, in 20 blends, in blends without weights and in blends
-with a data set that is shorter than one sample; digests of longer tables of blends, and the samples that the
-run with the cache folder reads after a while.
+The folder has token files, the cache folder of a run with a blend, and `cases.json`. It contains digests of
+the samples that Megatron-Core reads in 117 orders of one data set, in 20 blends, in blends without weights,
+and in blends with a data set that is shorter than one sample. It also contains digests of longer tables of
+blends, and later samples of the run with the cache folder.
 """
 
 import hashlib
@@ -26,9 +26,10 @@ from megatron.core.datasets.utils import normalize
 
 SEQ = 16
 DOCUMENTS = {"a": 1003, "b": 737, "c": 551}
-SHORT = [2, 3, 1]  # tokens of the documents of data set d: fewer than one sample
+SHORT = [2, 3, 1]  # documents' tokens in data set d: fewer than one sample
 SPLITS = ("949,50,1", "969,30,1", "8,1,1")
-# About 300, 220 and 160 samples per epoch: one to eight epochs, last epochs used by 1 to 100 %.
+# An epoch has about 300, 220 or 160 samples. The numbers give one to eight epochs, and use 1 to 100 % of the
+# last epoch.
 SAMPLES = (1, 100, 150, 200, 260, 290, 330, 400, 444, 500, 640, 777, 1000)
 BLENDS = [
     [0.3, "a", 0.7, "b"],
@@ -51,7 +52,7 @@ CACHED = {"blend": BLENDS[4], "samples": 700, "seed": 4321, "split": "8,1,1", "f
 
 
 class Tokenizer:
-    """What the data sets of Megatron-Core ask of a tokenizer."""
+    """A tokenizer with only what the data sets of Megatron-Core need."""
 
     vocab_size = 60_000
     unique_identifiers = OrderedDict({"class": "Tokenizer"})
@@ -70,7 +71,7 @@ def write_tokens(folder: str) -> None:
     for name, documents in DOCUMENTS.items():
         builder = IndexedDatasetBuilder(f"{folder}/{name}.bin", dtype=np.uint16)
         sizes = generator.randint(0, 11, documents)
-        sizes[-1] = 60  # Megatron-Core does not return from a split without tokens
+        sizes[-1] = 60  # Megatron-Core hangs on a split without tokens
         for size in sizes:
             builder.add_document(np.arange(first, first + size), [size])
             first += size
@@ -83,7 +84,7 @@ def write_tokens(folder: str) -> None:
 
 
 def build(folder, seed, sizes, cache=None, **blend):
-    """Returns the datasets of train, valid and test."""
+    """Returns the data sets of train, valid and test."""
     config = GPTDatasetConfig(
         random_seed=seed, sequence_length=SEQ, tokenizer=Tokenizer(), reset_position_ids=False,
         reset_attention_mask=False, eod_mask_loss=False, path_to_cache=cache, **blend,
@@ -98,7 +99,7 @@ def sample(dataset, i):
 
 
 def digests(datasets, sizes):
-    """Returns the digests of the samples; of all that a data set has, if it is no blend."""
+    """Returns the digests of the samples. A data set that is not a blend contributes all its samples."""
     return [
         digest(*(sample(data, i) for i in range(size if isinstance(data, BlendedDataset) else len(data))))
         for data, size in zip(datasets, sizes, strict=True)
@@ -120,7 +121,7 @@ def prefixes_and_weights(folder, words):
 
 def sized_cases(folder):
     """Yields blends without weights, whose shares are the samples in one epoch of each data set. samples:
-    None if Megatron-Core stops, because its table needs more samples of a data set than there are."""
+    None if Megatron-Core stops because its table needs more samples of a data set than exist."""
     for names in SIZED:
         blend = [f"{folder}/{name}" for name in names], None
         for number, sizes in enumerate(SIZED_SAMPLES):

@@ -6,9 +6,9 @@
     python tests/reference/write_deepspeed_data.py core_data megatron-deepspeed=bigscience \
         megatron-deepspeed-microsoft=deepspeedai
 
-The modules of the two programs run as they are (commits 8387ae17 and 4efb479d), with stubs for what they
-import from outside `megatron/data`. The file has the digests of their samples in the cases of core_data, and
-null where an assertion of the program fails.
+The modules of the two programs run unchanged (commits 8387ae17 and 4efb479d), with stubs for their imports
+from outside `megatron/data`. The file has the digests of their samples in the cases of core_data, and null if
+an assertion of the program fails.
 """
 
 import hashlib
@@ -35,7 +35,7 @@ def stub(name, **attributes):
 
 
 def load_program(checkout):
-    """Makes `megatron.data` the modules of a checkout; returns its gpt_dataset."""
+    """Makes the modules of a checkout available as `megatron.data`. Returns its gpt_dataset."""
     for name in [name for name in sys.modules if name.split(".")[0] == "megatron"]:
         del sys.modules[name]
     of_one = lambda: None  # noqa: E731, the group of all processes
@@ -74,7 +74,8 @@ def load_program(checkout):
 
 
 def build(program, words, case, seq_length):
-    """Returns the datasets of train, valid and test; without a split, weighted groups of whole prefixes."""
+    """Returns the data sets of train, valid and test. Without a split they are weighted groups of whole
+    prefixes."""
     split, sizes, seed = case["split"], case["sizes"], case["seed"]
     common = ("mmap", split, sizes, seq_length, seed, True)
     if split:

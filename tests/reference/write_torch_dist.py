@@ -8,8 +8,8 @@
     latent             as llama, with latent attention and YaRN, with the names of --transformer-impl local,
                        and TP 1 (--nproc-per-node 2): with TP 2 and without sequence parallelism,
                        version 0.16.1 does not sum the gradients of the shared key over the ranks
-    mtp                as llama, with two layers for multi-token prediction, on one process, also with
-                       their losses (`mtp_losses`, --nproc-per-node 1)
+    mtp                as llama, with two layers of multi-token prediction and their losses
+                       (`mtp_losses`), on one process (--nproc-per-node 1)
     float16            bf16 weights, Float16OptimizerWithFloat16Params
     reshardable        bf16 weights, DistributedOptimizer, `fully_reshardable`
     model_space        bf16 weights, DistributedOptimizer, `fully_sharded_model_space`, which only
@@ -17,22 +17,22 @@
     experts            as reshardable, with experts in all layers, on EP 2 instead of TP 2
                        (--nproc-per-node 4), with the names of --transformer-impl local and of versions
                        that number the optimizers
-    experts_mixed      experts in every second layer, with the gated shared expert, groups and the bias
-                       of experts, with the names of Transformer Engine (--nproc-per-node 4)
+    experts_mixed      experts in every second layer, with the gated shared expert, groups and the
+                       experts' bias, with the names of Transformer Engine (--nproc-per-node 4)
     hybrid             as llama, a HybridModel with the pattern *-*- (--nproc-per-node 4)
     hybrid_experts     as reshardable, a HybridModel with the pattern *-*E*-*E, on EP 2 instead of TP 2
                        (--nproc-per-node 4)
 
 The folder is a checkpoint of the format `torch_dist`, as Megatron-LM saves it after three steps of Adam with
-TP 2, PP 2 and DP 2 (llama: DP 1). `expected.json` has the losses of these steps and of the next ones, which
-are computed twice without a load between them: in fp32, from the optimizer's main parameters and moments
-(`losses`), and in the precision of the weights (`own_losses`). With a second folder, the processes load it
-into the optimizer of the kind, and print the losses of the next steps beside `own_losses`:
+TP 2, PP 2 and DP 2 (llama: DP 1). `expected.json` has the losses of these steps and of the next steps. The
+next steps are computed twice without a load between them: in fp32, from the optimizer's main parameters and
+moments (`losses`), and in the precision of the weights (`own_losses`). If a second folder is given, the
+processes load it into the optimizer of the kind, and print the losses of the next steps beside `own_losses`:
 
     torchrun --nproc-per-node 8 tests/reference/write_torch_dist.py KIND torch_dist_KIND FOLDER
 
-The processes compute on CPUs: `OnCpu` answers where Megatron-Core asks for a GPU, stages send with
-torch.distributed, and dropout is off, so that no CUDA generator is needed.
+The processes compute on CPUs: `OnCpu` replaces a GPU for Megatron-Core, stages send with torch.distributed,
+and dropout is off, so that no CUDA generator is needed.
 """
 
 import contextlib
@@ -137,7 +137,7 @@ if PATTERN:  # Megatron-LM counts the layers of the pattern
 
 
 class OnCpu(TorchFunctionMode):
-    """Gives Megatron-Core tensors on the CPU where it asks for a GPU, and their types as on a GPU."""
+    """Makes Megatron-Core's tensors on the CPU where it requests a GPU. Their types are as on a GPU."""
 
     def __torch_function__(self, function, types, args=(), kwargs=None):
         kwargs = dict(kwargs or {})
@@ -152,7 +152,7 @@ class OnCpu(TorchFunctionMode):
 
 
 def experts_of(arguments: dict) -> dict:
-    """Returns the settings of experts, as Megatron-LM makes them of its arguments."""
+    """Returns the settings of experts, as Megatron-LM derives them from its arguments."""
     if not arguments.get("num_experts"):
         return {}
     settings = {name: arguments[name] for name in arguments if name.startswith("moe_")}
@@ -165,14 +165,14 @@ def experts_of(arguments: dict) -> dict:
 
 
 class PlainAttention(torch.nn.Module):
-    """Attention of heads whose values have another size: Megatron-Core has it only in Transformer Engine."""
+    """Attention with value heads of a different size. Only Transformer Engine has it in Megatron-Core."""
 
     def __init__(self, *_: Any, softmax_scale: float, **others: Any) -> None:
         super().__init__()
         self.scale = softmax_scale
 
     def forward(self, query, key, value, mask, **_):
-        """[seq, batch, heads, size] -> [seq, batch, heads x size of the values]."""
+        """Computes attention: [seq, batch, heads, size] -> [seq, batch, heads x size of the values]."""
         scores = torch.einsum("ibnd,jbnd->bnij", query, key) * self.scale
         weights = scores.masked_fill(mask, float("-inf")).softmax(-1)
         return torch.einsum("bnij,jbnd->ibnd", weights, value).flatten(2)
@@ -189,7 +189,7 @@ def layer_spec(config: TransformerConfig) -> Any:
     if config.num_moe_experts is None:
         return gpt_specs.get_gpt_layer_local_spec(normalization=config.normalization)
     specs = gpt_specs.get_gpt_decoder_block_spec(config, False, config.normalization)
-    if KIND == "experts_mixed":  # the name of this norm with Transformer Engine, if it lies before experts
+    if KIND == "experts_mixed":  # Transformer Engine's name of this norm, if it lies before experts
         for layer, has_experts in zip(specs.layer_specs, [0, 1], strict=True):  # the layers of a stage
             if has_experts:
                 del layer.submodules.sharded_state_dict_keys_map["pre_mlp_layernorm."]
@@ -197,7 +197,7 @@ def layer_spec(config: TransformerConfig) -> Any:
 
 
 def hybrid_spec(config: TransformerConfig) -> ModuleSpec:
-    """Returns `hybrid_stack_spec` without Transformer Engine: its modules are not on CPUs."""
+    """Returns `hybrid_stack_spec` without Transformer Engine, whose modules do not run on CPUs."""
     dense = gpt_specs.get_gpt_layer_local_spec(normalization=config.normalization)
     experts = gpt_specs.get_gpt_layer_local_spec(config.num_moe_experts, normalization=config.normalization)
 
@@ -265,7 +265,7 @@ def routers(model: torch.nn.Module) -> list[TopKRouter]:
 
 
 def update_bias(model: GPTModel) -> None:
-    """Changes the bias of experts as `finalize_model_grads` of Megatron-Core does."""
+    """Changes the experts' bias as `finalize_model_grads` of Megatron-Core does."""
     if MOE.get("moe_router_enable_expert_bias") and routers(model):
         _update_router_expert_bias([model], model.config)
         reset_model_temporary_tensors(model.config, [model])
@@ -320,9 +320,9 @@ class Training:
         self.model.load_state_dict(state["model"])
         self.optimizer.load_state_dict(state["optimizer"])
         for inner in getattr(self.optimizer, "chained_optimizers", [self.optimizer]):
-            for entries in inner.optimizer.state.values():  # one tensor, which Adam counts up for each
+            for entries in inner.optimizer.state.values():  # one tensor, which Adam increments for each
                 entries["step"] = entries["step"].clone()
-        if "opt_param_scheduler" in state:  # of this program's folders
+        if "opt_param_scheduler" in state:  # in folders that Paritron wrote
             rates = {"init_lr": 0.0, "max_lr": 1.0, "min_lr": 0.0, "lr_warmup_steps": 0, "lr_decay_steps": 1}
             decay = {"start_wd": 0.0, "end_wd": 0.0, "wd_incr_steps": 1, "wd_incr_style": "constant"}
             scheduler = OptimizerParamScheduler(
@@ -366,8 +366,8 @@ class Training:
 
 
 def set_states_without_step(self, model_param: torch.nn.Parameter, tensors: dict[str, torch.Tensor]) -> None:
-    """Replaces a method of Megatron-Core's distributed optimizer, which expects PyTorch's Adam to have
-    its step among the loaded tensors, where it stores none: fused Adam has its step in the groups."""
+    """Replaces a method of Megatron-Core's distributed optimizer. That method expects PyTorch's Adam to find
+    its step among the loaded tensors, but does not store it there: fused Adam has its step in the groups."""
     group, order = self.model_param_group_index_map[model_param]
     main = self.optimizer.param_groups[group]["params"][order]
     for name, values in {"param": main, **self.optimizer.state[main]}.items():
@@ -411,7 +411,7 @@ def loss_and_gradients(module: torch.nn.Module, model: GPTModel, tokens: torch.T
 
 
 def replicas_of(parameter: torch.nn.Parameter) -> dist.ProcessGroup:
-    """Returns the group whose ranks hold a parameter: fewer of them hold an expert."""
+    """Returns the group whose ranks hold replicas of a parameter. Fewer ranks hold an expert."""
     if getattr(parameter, "allreduce", True):
         return parallel_state.get_data_parallel_group()
     return parallel_state.get_expert_data_parallel_group()
@@ -440,10 +440,10 @@ def losses_in_fp32(training: Training, batches: torch.Tensor) -> list[float]:
 
 
 def main(folder: Path, loaded: Path | None) -> None:
-    """Trains, saves, and trains on; or loads and trains on."""
+    """Trains a new model, saves it and continues to train, or trains from a loaded checkpoint."""
     dist.init_process_group("gloo")
     parallel_state.initialize_model_parallel(TP, PP, expert_model_parallel_size=EP)
-    # Megatron-Core asks for the current GPU, waits for it, and draws dropout from its generator.
+    # Megatron-Core requests the current GPU, waits for it, and draws dropout from its generator.
     torch.cuda.current_device = lambda: "cpu"
     torch.cuda.synchronize = lambda: None
     torch.cuda.current_stream = lambda *_: None
@@ -464,7 +464,7 @@ def main(folder: Path, loaded: Path | None) -> None:
     if not IS_FP32:  # a batch that is learned: rounded weights change the losses by more than 1e-5
         tokens = tokens[:1].expand_as(tokens)
     if loaded is not None:
-        training.step(tokens[0])  # other weights and moments: all must be replaced
+        training.step(tokens[0])  # other weights and moments: the load must replace all
         training.load(loaded)
         losses = [training.step(batch) for batch in tokens[STEPS:]]
         if dist.get_rank() == 0:

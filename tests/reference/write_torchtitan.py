@@ -3,9 +3,9 @@
     pip install torchtitan==0.2.1
     torchrun --nproc-per-node 2 tests/reference/write_torchtitan.py torchtitan_llama
 
-The folder is what torchtitan's `CheckpointManager` saves after one step of AdamW with FSDP on two ranks: its
-names, the optimizer's state flattened, and the state of the training. `config.json` is of the Hugging Face
-model of the same shape, and `logits.pt` has tokens and torchtitan's logits.
+The folder is what torchtitan's `CheckpointManager` saves after one step of AdamW with FSDP on two ranks, with
+torchtitan's names, the optimizer's flattened state, and the state of the training. `config.json` describes
+the Hugging Face model of the same shape. `logits.pt` has tokens and torchtitan's logits.
 """
 
 import json

@@ -16,18 +16,19 @@ from megatron.run import Run
 from tests.support.simulation.record import Instruction, OpCounts, StepRecord
 
 STATE_TOLERANCE, PEAK_TOLERANCE, BYTES_TOLERANCE = 0.001, 0.01, 0.02
-# DeepSpeed and the engine copy messages and add losses.
+# DeepSpeed and the engine launch a few copies of messages and additions of losses.
 LAUNCHES_TOLERANCE = 6
 PASSES = {"forward": "ForwardPass", "backward": "BackwardPass", "weight": "WeightGradPass"}
-# Losses, norms, overflows and exit codes.
+# Collectives up to this size exchange losses, norms, overflows and exit codes.
 _LARGEST_SCALARS = 64
 
 Calls = Counter[tuple[Group, str, float]]
-"""(group, operation, bytes) -> calls."""
+"""(group, operation, bytes) -> number of calls."""
 
 
 def disagreements(config: Config, records: Sequence[StepRecord]) -> list[str]:
-    """Returns a sentence for each figure that differs from the simulation. records: by pipeline rank."""
+    """Returns a sentence for each figure that differs from the simulation. records: a record per pipeline
+    rank."""
     run = planned_run(config)
     plan, planned = run.stages, plan_of(run)
     found = []
@@ -49,7 +50,8 @@ def disagreements(config: Config, records: Sequence[StepRecord]) -> list[str]:
 def _messages(
     config: Config, rows: Iterable[CommunicationRow], record: StepRecord
 ) -> Iterator[tuple[str, float, float, float]]:
-    """The bytes that a rank sends and receives per micro-batch. Shapes and tables of parts are small."""
+    """Yields the bytes that a rank sends and receives per micro-batch: planned, simulated, and the tolerance,
+    which covers shapes and tables of parts."""
     for operation in ("send", "recv_"):
         planned = sum(
             row.bytes
@@ -71,7 +73,7 @@ def _of_passes(run: Run, record: StepRecord, stage: int, chunk: int) -> Iterator
     for name, actions in stage_costs(run, stage).passes.items():
         planned = list(actions)
         instruction = Instruction(PASSES[name], chunk)
-        # A step of one micro-batch has the first one only.
+        # A step of one micro-batch has only first occurrences.
         works = record.rest if instruction in record.rest else record.first
         simulated = works.get(instruction, OpCounts())
         kernels = [action for action in planned if isinstance(action, Kernel)]
@@ -111,7 +113,8 @@ def _of_step(run: Run, record: StepRecord) -> Iterator[str]:
 
 
 def _beyond(checks: Iterable[tuple[str, float, float, float]]) -> Iterator[str]:
-    """Returns the rows (what, planned, simulated, tolerance) that differ by more than the tolerance."""
+    """Yields a sentence for each row (what, planned, simulated, tolerance) that differs by more than the
+    tolerance."""
     for what, planned, simulated, tolerance in checks:
         if abs(planned - simulated) > tolerance * simulated:
             yield f"{what} {planned:,.0f}, simulated {simulated:,}"
@@ -124,7 +127,8 @@ def _other_calls(planned: Mapping, simulated: Mapping) -> Iterator[str]:
 
 
 def _planned_calls(actions: Iterable[Action], mesh: Mesh) -> Calls:
-    """With one replica the data-parallel group has the ranks of the context-parallel group."""
+    """Returns the planned calls. With one replica the data-parallel group equals the context-parallel group,
+    and gets its name."""
     alias = "context" if mesh.cp_size > mesh.dp_size == 1 else "data"
     return Counter(
         (alias if action.group == "data" else action.group, action.operation, action.bytes)
@@ -138,7 +142,7 @@ def _simulated_calls(calls: Iterable[CollectiveCall], mesh: Mesh) -> Calls:
 
 
 def _large(calls: Calls) -> Calls:
-    """Returns the calls of collectives that exchange more than some numbers."""
+    """Returns the calls of collectives that exchange more than `_LARGEST_SCALARS` bytes."""
     return Counter(
         {
             call: number

@@ -24,15 +24,15 @@ def simulated_device(patched: bool = True) -> Any:
 
 
 def operation_sums(simulated: StepDevice) -> tuple[int, ...]:
-    """(launches, FLOPs, bytes read, bytes written) of all operations so far."""
+    """Returns (launches, FLOPs, bytes read, bytes written) of all operations so far."""
     counts = simulated.trace.outside.operations.values()
     names = ("calls", "flops", "bytes_read", "bytes_written")
     return tuple(sum(getattr(count, name) for count in counts) for name in names)
 
 
 def run_all(functions: Sequence[Callable[[], Any]]) -> list[Any]:
-    """The results of functions without arguments, each from a process of its own. They are functions of a
-    module, or `functools.partial` objects of such functions."""
+    """Returns the results of functions without arguments. Each function runs in its own process. Each is a
+    function of a module, or a `functools.partial` object of one."""
     return run_in_processes(_call, [(function,) for function in functions])
 
 

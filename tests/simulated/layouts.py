@@ -1,4 +1,5 @@
-"""Layouts and flags that the simulation is tested with: each option that changes memory, work or messages."""
+"""Layouts and flags with which the simulation is tested. They cover each option that changes memory, work or
+messages."""
 
 from __future__ import annotations
 
@@ -38,7 +39,7 @@ EP_2, EP_4 = (f"--num-experts 8 --expert-model-parallel-size {size}" for size in
 MODULES = "--recompute-granularity selective --recompute-modules layernorm mlp_act"
 ZERO_BUBBLE, DUALPIPEV = (f"--pipeline-schedule {name}" for name in ("zero-bubble", "dualpipev"))
 
-# Name -> flags. The order matters to the gate, which takes evenly spaced rows.
+# Name -> flags. The order matters: the gate runs evenly spaced rows.
 LAYOUTS = {
     "alone-fp32": "",
     "alone-bf16-recompute": f"--bf16 {RECOMPUTE} {NO_DROPOUT}",
@@ -191,7 +192,7 @@ LAYOUTS = {
     "all-three-spikes": f"{WORLD_8} {TP_2} {PP_2} --fp16 --spike-policy skip --sync-tp-duplicated-parameters",
 }
 
-# What LAYOUTS do not combine; only the plan is compared.
+# Combinations that are not in LAYOUTS. Only their plan is compared.
 MORE = {
     "modules-fp16": f"--fp16 {MODULES} core_attn --position-embedding-type alibi",
     "modules-sequence": f"{WORLD_4} {TP_2} {PP_2} --bf16 {LLAMA} {SEQUENCE} {MODULES}",
@@ -229,5 +230,5 @@ MORE = {
 
 
 def config_of(flags: str) -> Config:
-    """The configuration of a small model with additional flags."""
+    """Returns the configuration of a small model with additional flags."""
     return parse_args([*_SMALL.split(), *flags.split()], {})

@@ -1,7 +1,8 @@
-"""The captured passes of --cuda-graph-impl local do not touch the host: a graph repeats what it has captured.
+"""The captured passes of --cuda-graph-impl local do not involve the host, since a graph repeats what it
+captured.
 
-So the host may not wait for the device, nor pass it the content of a host tensor, nor a number that depends
-on the micro-batch.
+So the host may not wait for the device. It may not pass the device the content of a host tensor, or a number
+that depends on the micro-batch.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ from megatron.planner.simulation import layer_costs
 from tests.simulated.layouts import LLAMA, config_of
 from tests.support.simulation.stages import run_in_processes
 
-# Name -> flags; the first one has every feature with a host value.
+# Name -> flags. The first row has every feature with a host value.
 RUNS = {
     "dropout": "--bf16 --world-size 4 --tensor-model-parallel-size 2 --zero-stage 1",
     "documents": "--fp16 --position-embedding-type alibi --reset-attention-mask --checkpoint-activations",
@@ -47,7 +48,7 @@ class Calls(TorchDispatchMode):
 
 
 def described(x: Any) -> Any:
-    """What a captured graph would keep of an argument."""
+    """Returns what a captured graph would keep of an argument."""
     if isinstance(x, FakeTensor):
         return tuple(x.shape), x.dtype
     if isinstance(x, Tensor):
@@ -56,7 +57,8 @@ def described(x: Any) -> Any:
 
 
 def capture_twice(config: Any, entries: int, vocab_size: int) -> tuple[list[str], list[list[Any]]]:
-    """Captures a pass twice, with different samples. Returns the host's waits, and the calls of each."""
+    """Captures a pass twice, with different samples. Returns (the host's waits, the calls of each
+    capture)."""
     syncs: list[str] = []
     found = []
 

@@ -1,4 +1,4 @@
-"""Activation memory per rank falls as 1 / CP, except the gathered keys and values."""
+"""Activation memory per rank falls as 1 / CP, except for the gathered keys and values."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from megatron.planner.memory import plan_memory
 from tests.simulated.layouts import GROUPS, LLAMA, config_of
 
 LONG = f"--bf16 --seq-length 131072 --max-position-embeddings 131072 {LLAMA} {GROUPS} --micro-batch-size 1"
-# Keys and values of a layer: 131072 tokens of 4 groups with heads of 32 elements, in 16 bits.
+# Bytes of keys and values of a layer: 131072 tokens of 4 groups with heads of 32 elements, in 16 bits.
 GATHERED_BYTES = 2 * 131072 * 4 * 32 * 2
 
 
@@ -21,9 +21,10 @@ def planned(config):
 @pytest.mark.parametrize(
     "flags,layers,tolerance",
     [
-        # The layer that is recomputed holds its gathered keys and values.
+        # Only the recomputed layer keeps its gathered keys and values.
         ("--checkpoint-activations", 1, 0.01),
-        # All four layers hold them. The temporaries of the loss do not depend on the number of tokens.
+        # All four layers keep their gathered keys and values. The temporary memory of the loss does not
+        # depend on the number of tokens.
         pytest.param("", 4, 0.12, marks=pytest.mark.full),
     ],
 )
@@ -35,7 +36,7 @@ def test_all_but_the_gathered_keys_and_values_is_divided_among_the_ranks(flags, 
     }
     gathered = layers * GATHERED_BYTES
     for size in sizes:
-        # A rank that gathers keys and values also has its own, while the layer runs.
+        # While the layer runs, a rank that gathers keys and values also has its own part.
         own = GATHERED_BYTES / size if size > 1 else 0
         expected = (found[1] - gathered) / size + gathered + own
         assert found[size] == pytest.approx(expected, rel=tolerance), size

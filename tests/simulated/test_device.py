@@ -1,4 +1,4 @@
-"""What the simulated device counts, and what it rejects."""
+"""The simulated device counts launches, bytes, FLOPs and host waits, and rejects what it cannot simulate."""
 
 from __future__ import annotations
 
@@ -14,7 +14,8 @@ from tests.simulated.in_simulator import operation_sums, run_all, simulated_devi
 
 
 def matrix_product(sim):
-    """(calls, FLOPs, bytes read, bytes written) of [8, 16] x [16, 32] in bf16: forward, and with backward."""
+    """Returns (calls, FLOPs, bytes read, bytes written) of [8, 16] x [16, 32] in bf16: forward, and with
+    backward."""
     a = torch.empty(8, 16, dtype=torch.bfloat16, device=sim.device, requires_grad=True)
     b = torch.empty(16, 32, dtype=torch.bfloat16, device=sim.device, requires_grad=True)
     c = a @ b
@@ -27,7 +28,7 @@ A, B, C, FLOPS = 8 * 16 * 2, 16 * 32 * 2, 8 * 32 * 2, 2 * 8 * 16 * 32
 
 
 def views_and_in_place(sim):
-    """Launches of views, and the counts of an in-place operation, which reads and writes."""
+    """Returns the launches of views, and the counts of an in-place operation, which reads and writes."""
     x = torch.empty(4, 256, device=sim.device)
     x.view(-1)[:512].t()
     launched = sim.trace.outside.launched
@@ -37,7 +38,7 @@ def views_and_in_place(sim):
 
 
 def lifetimes(sim):
-    """Allocated bytes while tensors are made, viewed, saved for the backward pass and freed."""
+    """Returns the allocated bytes while tensors are made, viewed, saved for the backward pass and freed."""
     seen = [sim.memory.total]
     x = torch.empty(1000, device=sim.device, requires_grad=True)
     seen.append(sim.memory.total)
@@ -75,7 +76,7 @@ def small_integers(sim):
 
 
 def large_host_tensors(sim):
-    """A module of 4 GB is made and moved without memory."""
+    """Makes and moves a module of 4 GB without memory."""
     module = nn.Linear(2**15, 2**15, bias=False, device="cpu")
     on_host = sim.host_memory.total
     module.to(sim.device)
@@ -88,7 +89,8 @@ GRADIENT_FLOPS, INPUTS, ELEMENTS = 2 * ROWS * N_OUT * N_IN, 2 * ROWS * (N_OUT + 
 
 
 def weight_gradient(sim, accumulate):
-    """A weight's gradient: accumulated in the GEMM, or rounded and added separately."""
+    """Computes a weight's gradient: accumulated in the GEMM, or rounded and added separately. Returns the
+    counts."""
     made = {"device": sim.device, "dtype": torch.bfloat16}
     grad, x = torch.empty(ROWS, N_OUT, **made), torch.empty(ROWS, N_IN, **made)
     accumulate(torch.empty(N_OUT, N_IN, device=sim.device), grad.t(), x)
@@ -105,7 +107,7 @@ CASES = {
         ((1, FLOPS, A + B, C), (3, 3 * FLOPS, 2 * (A + B + C), A + B + C)),
     ),
     "views": (views_and_in_place, (0, 1, 4096, 4096)),
-    # In the end there are x and its gradient.
+    # At the end x and its gradient remain.
     "lifetimes": (lifetimes, ([0, ROUNDED, 2 * ROUNDED, 2 * ROUNDED + 512, 2 * ROUNDED], True)),
     "two devices": (two_devices, True),
     "small integers": (small_integers, ([[0, 1, 2], [13, 14, 15]], [14, 15], False)),
@@ -143,7 +145,7 @@ WAITS = {
 
 
 def waits(sim):
-    """The causes of host synchronizations."""
+    """Returns the causes of host synchronizations."""
     x, host = torch.ones(8, device=sim.device), torch.ones(8)
     pinned, half = sim.pin(host), torch.ones(8, dtype=torch.bfloat16, device=sim.device)
     functions = {

@@ -1,4 +1,4 @@
-"""The kernels' launches and bytes on the simulated device, compared with the reference implementations."""
+"""Compares the kernels' launches and bytes on the simulated device with the reference implementations."""
 
 from __future__ import annotations
 
@@ -33,13 +33,13 @@ from megatron.optimizer.overlap import ZeroConfig
 from megatron.optimizer.parameter_groups import make_optimizer, parameter_groups
 from tests.simulated.in_simulator import operation_sums, run_all, simulated_device
 
-# Of the 13B model: [seq, batch, hidden], bf16.
+# The 13B model's hidden states: [seq, batch, hidden], bf16.
 SHAPE = (2048, 1, 5120)
 ELEMENTS = 2048 * 5120
 
 
 def counted(function):
-    """(launches, bytes) of a function on the simulated device."""
+    """Returns (launches, bytes) of a function on the simulated device."""
     with simulated_device() as sim:
         function(sim)
         launches, _, bytes_read, bytes_written = operation_sums(sim)
@@ -63,7 +63,7 @@ def kernel(sim, backward=False):
     output = fused_dropout_add(x, None, residual, KernelMask(keys, 0.1, offsets))
     assert sim.memory.total <= 3 * 2 * ELEMENTS + 1024  # inputs and output: no mask is kept
     if backward:
-        # Not `backward`, which would copy the gradient of the residual into `residual.grad`.
+        # `backward` would copy the gradient of the residual into `residual.grad`.
         gradients = torch.autograd.grad(output, (x, residual), torch.empty_like(output))
         assert [gradient.shape for gradient in gradients] == [x.shape, x.shape]
 
@@ -81,7 +81,7 @@ def norms_of_kernels(sim):
 
 
 def copied_gradient(sim):
-    """A gradient of ZeRO-2 on the way to the buffer of its layer."""
+    """Copies a gradient of ZeRO-2 as on the way to the buffer of its layer."""
     gradient = torch.empty(ELEMENTS, dtype=torch.bfloat16, device=sim.device)
     total = torch.empty_like(gradient, dtype=torch.float32)
     norm = torch.empty_like(total[0], dtype=torch.float64)
@@ -92,7 +92,8 @@ MOMENTS = ["exp_avg", "exp_avg_sq"]
 
 
 def optimizer_step(uses_kernels):
-    """(launches, bytes per parameter) of a step's part that changes master weights, moments and weights."""
+    """Returns (launches, bytes per parameter) of the part of a step that changes master weights, moments and
+    weights."""
     length = 2**20
     with simulated_device() as sim, patch.object(selection, "_device_uses_kernels", lambda _: uses_kernels):
         with torch.device(sim.device):
@@ -112,7 +113,8 @@ def optimizer_step(uses_kernels):
 
 
 def first_gradients(overwrites):
-    """Bytes per parameter of a step's start and its first micro-batch that fp32 sums of gradients cost."""
+    """Returns the bytes per parameter that fp32 sums of gradients cost at a step's start and in its first
+    micro-batch."""
     shape = (1024, 512)
     with simulated_device() as sim:
         with torch.device(sim.device):
@@ -128,7 +130,7 @@ def first_gradients(overwrites):
 
 
 def gated_kernel():
-    """The memory that the backward pass of a gated activation takes at its peak, relative to its input."""
+    """Returns the peak memory that the backward pass of a gated activation takes, relative to its input."""
     with simulated_device() as sim:
         wide = torch.empty(SHAPE, dtype=torch.bfloat16, device=sim.device, requires_grad=True)
         output = gated_activation(wide, "swiglu")
@@ -140,7 +142,7 @@ def gated_kernel():
 
 
 def experts_layer(uses_kernels, fused):
-    """(launches, FLOPs) of the passes of a linear layer of 8 experts."""
+    """Returns (launches, FLOPs) of the passes of a linear layer of 8 experts."""
     with simulated_device() as sim, patch.object(grouped, "uses_kernels", lambda _: uses_kernels):
         x = torch.empty(4096, 64, dtype=torch.bfloat16, device=sim.device, requires_grad=True)
         weight = torch.empty(8, 128, 64, dtype=torch.bfloat16, device=sim.device, requires_grad=True)
@@ -166,7 +168,7 @@ LLAMA_8B = (
 
 
 def llama_layer():
-    """(launches, bytes) of the forward pass of a layer, and its bytes relative to their minimum."""
+    """Returns (launches, bytes) of the forward pass of a layer, and its bytes relative to their minimum."""
     config = parse_args(LLAMA_8B.split(), {})
     with simulated_device() as sim, patch.object(selection, "_device_uses_kernels", lambda _: True):
         with torch.device(sim.device):
@@ -187,16 +189,16 @@ def test_a_llama_layer_reads_and_writes_everything_about_once():
 
 
 def test_a_step_of_adam_moves_30_bytes_per_parameter():
-    """Gradient 4, master weight 8, two moments 16, 16-bit weight 2. The norm of the gradients, 4 bytes, comes
-    before. PyTorch also scales the gradient, 8, reads the master weight again, 4, and by its schema writes
-    the gradient, 4."""
+    """The kernel moves: gradient 4 bytes, master weight 8, two moments 16, 16-bit weight 2. The norm of the
+    gradients, 4 bytes, is computed before. PyTorch moves more bytes: it scales the gradient (8), reads the
+    master weight again (4), and by its schema writes the gradient (4)."""
     kernel, pytorch = run_all([partial(optimizer_step, uses_kernels) for uses_kernels in (True, False)])
     assert kernel == (1, 30.0)
     assert pytorch == (4, pytest.approx(46.0, abs=0.1))
 
 
 def test_a_first_gradient_overwrites_its_sum():
-    """4 bytes per parameter instead of 12: zeros, a read and a write."""
+    """An overwrite moves 4 bytes per parameter. Setting zeros, reading and writing would move 12 bytes."""
     assert run_all([partial(first_gradients, overwrites) for overwrites in (True, False)]) == [4.0, 12.0]
 
 
@@ -205,7 +207,8 @@ def test_the_backward_pass_of_a_gated_activation_takes_no_memory():
 
 
 def test_a_linear_layer_of_experts_is_three_launches_of_kernels():
-    """The reference is a loop over the 8 experts, and one operation more for the zeros of its gradient."""
+    """The reference loops over the 8 experts, and launches one more operation for the zeros of its
+    gradient."""
     flops = 3 * 2 * 4096 * 128 * 64
     cases = [(True, True), (True, False), (False, False)]
     found = run_all([partial(experts_layer, *case) for case in cases])
@@ -213,8 +216,8 @@ def test_a_linear_layer_of_experts_is_three_launches_of_kernels():
 
 
 def test_a_fused_call_is_one_launch_with_its_bytes():
-    """Dropout of the 13B model: 2 + 2 + 2 bytes per element forward, 2 + 2 backward; norms: two launches; the
-    copy of a gradient: 2 + 4 bytes."""
+    """Dropout of the 13B model moves 2 + 2 + 2 bytes per element forward, and 2 + 2 backward. Norms are two
+    launches. The copy of a gradient moves 2 + 4 bytes."""
     dropouts = (reference, kernel, partial(kernel, backward=True))
     cases = (*dropouts, norms_of_reference, norms_of_kernels, copied_gradient)
     of_reference, forward, both, of_norms, of_fused, copied = run_all([partial(counted, c) for c in cases])

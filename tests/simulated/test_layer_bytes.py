@@ -1,4 +1,4 @@
-"""The bytes and the launches of layers of well-known models, from their real passes."""
+"""Real passes of well-known models' layers move the planned bytes with the planned number of launches."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from benchmarks.layer_bytes import COMMON, MODELS, MOST_BYTES, MOST_LAUNCHES, La
 from megatron.arguments import parse_args
 
 # Launches of a forward pass: a norm, four products, attention, an addition with norm, the activation, an
-# addition; the last two models also split and rotate.
+# addition. The last two models also split and rotate.
 LAUNCHES = {"GPT 1.3B, dropout 0.1": 9, "GPT 1.3B": 9, "Llama 8B": 10, "Qwen3 8B": 10}
 
 
@@ -29,14 +29,14 @@ SMALL = (
 
 @pytest.mark.parametrize(
     ("kernels", "expected"),
-    # PyTorch keeps of each of 256 keys: softmax in fp32, mask, dropped softmax in bf16; four heads share a
-    # causal mask. The kernel keeps one fp32 number.
+    # For each of 256 keys PyTorch keeps softmax in fp32, mask, and dropped softmax in bf16. Four heads share
+    # a causal mask. The kernel keeps one fp32 number.
     [("triton", 4), ("pytorch", 256 * (4 + 1 + 2) + 64)],
 )
 def test_attention_with_dropout_keeps_scores_only_without_the_kernel(
     kernels: str, expected: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Bytes per query. Without dropout PyTorch's fused attention keeps 4."""
+    """The expected values are bytes per query. Without dropout PyTorch's fused attention keeps 4."""
     monkeypatch.setenv("MEGATRON_KERNELS", kernels)
     dropped, plain = (
         LayerBytes.of(parse_args(f"{COMMON}{SMALL} --attention-dropout {rate}".split(), {}))

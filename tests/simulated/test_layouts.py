@@ -1,4 +1,4 @@
-"""The whole simulated step in every layout: it is as planned, the host does not wait, the calls match."""
+"""Simulates a whole step in every layout: the plan is right, the host does not wait, and the calls match."""
 
 from __future__ import annotations
 
@@ -37,15 +37,16 @@ def records_of(name):
 
 
 def is_allowed(name, place):
-    """The last lines of the log are written when the run has ended. DeepSpeed copies checkpointed activations
-    to host memory and back, and waits on a device without streams, as the simulated one is."""
+    """Returns whether the host may wait at a place. The last lines of the log are written after the run has
+    ended. DeepSpeed copies checkpointed activations to host memory and back, and waits on a device without
+    streams, such as the simulated device."""
     is_copy = "runtime/activation_checkpointing/" in place and "--checkpoint-in-cpu" in LAYOUTS[name]
     return is_copy or place.endswith(" flush")
 
 
 def allowed_per_step(name):
-    """Function -> synchronizations per step. The grad norm decides about clipping and skipping; it is read
-    together with the exit code."""
+    """Returns function -> allowed synchronizations per step. The grad norm decides about clipping and
+    skipping; it is read together with the exit code."""
     flags = LAYOUTS[name]
     allowed = {"_global_norm": 1}
     if "--spike-policy" in flags:
@@ -60,9 +61,9 @@ def allowed_per_step(name):
 @gate
 @pytest.mark.parametrize("name", LAYOUTS)
 def test_a_step_is_planned_and_its_host_and_ranks_do_not_wait(name):
-    """The plan is the step; the calls of all ranks match; the FLOPs that partitions balance, from formulas
-    that need no device, and the planned communicators are the step's; the start needs no more memory than a
-    step, so that the planned peak is the peak of the run."""
+    """The plan equals the simulated step. The calls of all ranks match. The FLOPs that partitions balance
+    come from formulas without a device, and equal the step's FLOPs. The planned communicators are the step's.
+    The start needs no more memory than a step, so the planned peak is the peak of the run."""
     config, records = config_of(LAYOUTS[name]), records_of(name)
     assert disagreements(config, records) == []
     assert find_deadlock(all_calls(config, records)) is None
@@ -90,14 +91,15 @@ def test_steps_of_more_layouts_are_planned(name):
 
 @pytest.mark.full
 def test_another_step_is_not_the_planned_one():
-    """The comparison finds the differences between two layouts, so its silence is a result."""
+    """The comparison must find the differences between two layouts. Otherwise its silence would prove
+    nothing."""
     found = disagreements(config_of(LAYOUTS["tensor-2"]), records_of("tensor-2-sequence"))
     for what in ("bytes", "peak memory", "allreduce_", "_reduce_scatter_base_", "launches"):
         assert any(what in text for text in found), what
 
 
 def test_each_fp8_weight_is_quantized_once_in_the_planned_step():
-    """It is read in bf16 and written twice. Layers in bf16 have no FP8 copies."""
+    """Each weight is read in bf16 and written twice. Layers in bf16 have no FP8 copies."""
     run = planned_run(config_of(LAYOUTS["fp8-first-last-uneven"]))
     found = [rank_update(run, rank) for rank in (0, 1)]
     kinds = [layer.kind for layer in run.stages.layers if layer.kind]
@@ -142,9 +144,9 @@ def test_a_curriculum_is_simulated_at_its_final_length():
 @pytest.mark.full
 @pytest.mark.parametrize("name", ["all-three", "all-three-sequence", "context-2-tensor-2-sequence"])
 def test_other_ranks_of_a_stage_make_the_same_calls(name):
-    """`all_calls` takes the calls of the first tensor, context and data rank for all: the last are simulated.
-    With ZeRO the owned parts of small parameters, which are reduced in fp32 after the backward passes, have
-    other lengths on other data ranks."""
+    """`all_calls` derives the calls of all ranks from the first tensor, context and data rank; this test
+    simulates the last. With ZeRO, the owned parts of small parameters, which are reduced in fp32 after the
+    backward passes, have different lengths on different data ranks."""
     config = config_of(LAYOUTS[name])
     per_stage = config.parallel.world_size // config.parallel.pipeline_model_parallel_size
     last = [rank for rank in range(config.parallel.world_size) if rank % per_stage == per_stage - 1]

@@ -1,4 +1,5 @@
-"""Collective calls of several ranks that match, and calls that do not match."""
+"""The comparison of several ranks' collective calls accepts calls that match, and names calls that do
+not match."""
 
 from __future__ import annotations
 
@@ -22,7 +23,7 @@ def receive(source, elements=4):
 
 
 A, B, C = collective([0, 1]), collective([0, 2]), collective([1, 2])
-# Calls of the ranks -> part of the sentence, None if they match.
+# Calls of the ranks -> part of the sentence, or None if the calls match.
 CASES = {
     "nothing": ([[], []], None),
     "one group": ([[A] * 3, [A] * 3], None),

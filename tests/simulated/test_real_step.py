@@ -1,4 +1,4 @@
-"""A simulated step, compared with a real step: calls in order, FLOPs and parameters on every rank."""
+"""A simulated step has the calls, in order, and the FLOPs and parameters of a real step on every rank."""
 
 from __future__ import annotations
 
@@ -48,7 +48,8 @@ class StepCounter(TorchDispatchMode):
 
 
 def settings(row: Row):
-    """Attention with dropout is the same matrix products on every device; fused kernels differ."""
+    """Returns settings with attention dropout. Its matrix products are equal on every device; fused attention
+    kernels differ."""
     return config_of(
         row,
         model={"vocab_size": VOCAB, "attention_dropout": 0.1, "hidden_dropout": 0.1},
@@ -57,7 +58,7 @@ def settings(row: Row):
 
 
 def real_step(row: Row):
-    """(calls, FLOPs, number of parameters) of this rank's second step."""
+    """Returns (calls, FLOPs, number of parameters) of this rank's second step."""
     torch.manual_seed(0)
     engine = build_engine(settings(row))
     train(engine, [0])

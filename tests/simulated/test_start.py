@@ -1,4 +1,4 @@
-"""The device memory at the start of a run with ZeRO-3: the rank's partition of the model, and one layer."""
+"""At the start of a run with ZeRO-3 the device holds the rank's partition of the model and one layer."""
 
 from __future__ import annotations
 
@@ -31,5 +31,5 @@ def test_zero_3_starts_with_its_shard_and_one_layer(flags):
     unsharded = others * (BF16 + FP32) + others // DATA * master
     start = record.start_peak
     assert start <= shards + unsharded + largest * (FP32 + BF16) + 40 * (len(layers) + 2) * ROUNDING
-    # A device of this size holds the run, and not the weights of the model.
+    # A device of this size can hold the run, but not the weights of the model.
     assert of_layers * BF16 > 1.2 * start

@@ -1,4 +1,4 @@
-"""The table of a step's work, from the real step of a small model."""
+"""Makes the table of a step's work from the real step of a small model."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ QUICK = (
 
 
 def table_of(*arguments: str) -> dict[str, tuple[str, str]]:
-    """First words of a row -> (value, verdict)."""
+    """Returns first words of a row -> (value, verdict)."""
     output = subprocess.run(
         [sys.executable, "benchmarks/step_cost.py", *arguments],
         cwd=ROOT,
@@ -49,5 +49,5 @@ def test_the_work_of_a_step() -> None:
     limits = {(line[0], line[1]): " ".join(line[6:]) for line in lines}
     assert limits["forward", "add_norm"] == "memory"
     assert limits["backward", "add_norm_backward"] == "memory"
-    # Weight gradients are added by their products.
+    # The products add weight gradients, so no separate addition does.
     assert ("backward", "addmm") in limits and "add_" not in {name for _, name in limits}

@@ -1,4 +1,4 @@
-"""Each patch of PyTorch that the simulation makes: what fails without it, and what it does."""
+"""Tests each patch of PyTorch that the simulation makes: what fails without it, and what it does."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def attention_kernels(device):
 
 
 def rms_norm_memory(device):
-    """Bytes that a norm of 16 rows of 1024 bytes keeps in addition to its input and weight."""
+    """Returns the bytes that a norm of 16 rows of 1024 bytes keeps in addition to its input and weight."""
     values = torch.empty(16, 512, dtype=torch.bfloat16, device=device.device, requires_grad=True)
     weight = torch.empty(512, dtype=torch.bfloat16, device=device.device, requires_grad=True)
     before = device.memory.total
@@ -96,7 +96,7 @@ CASES = {
 
 @pytest.fixture(scope="module")
 def outcomes():
-    """Returns the results with and without the patch, by case."""
+    """Returns case -> the results without and with the patch."""
     cases = [(name, patched) for name in CASES for patched in (True, False)]
     calls = [partial(outcome, CASES[name][0], patched) for name, patched in cases]
     return dict(zip(cases, run_all(calls), strict=True))

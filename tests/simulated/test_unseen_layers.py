@@ -1,7 +1,8 @@
-"""Arrangements, activations, norms and blocks that the program has never seen are planned exactly.
+"""Arrangements, activations, norms and blocks that no file of the program contains are planned exactly.
 
-The plan is made of what the layers do on the simulated device, so no file of the planner or of the simulation
-knows what a layer consists of. `unseen_layers` defines the parts, `comparison` says what "exactly" means.
+The plan is made from the operations of the layers on the simulated device, so no file of the planner or of
+the simulation knows what a layer consists of. `unseen_layers` defines the parts, and `comparison` defines
+what "exactly" means.
 """
 
 from __future__ import annotations
@@ -15,8 +16,8 @@ import pytest
 
 from tests.end_to_end.command import ROOT
 
-# Flags, operations of the simulated step that no layer of the program has, and by how many parameters of a
-# column of the hidden state each of the four layers grows on one process.
+# Name -> (flags, operations of the simulated step that no layer of the program has, number of parameters that
+# each of the four layers has more than the usual layer on one process).
 H, FFN = 256, 4 * 256
 MATRICES, PROJECTIONS = 2 * H * FFN, 4 * H * H
 PARTS = {
@@ -48,7 +49,7 @@ ROWS = [(part, layout) for layout in LAYOUTS for part in PARTS]
 
 
 def report(flags: str) -> dict[str, Any]:
-    """Runs the program `unseen_layers`; returns its report, see `_report` there."""
+    """Runs the program `unseen_layers`. Returns its report, which `unseen_layers._report` describes."""
     output = subprocess.run(
         [sys.executable, "-m", "tests.simulated.unseen_layers", "--bf16", *flags.split()],
         cwd=ROOT,

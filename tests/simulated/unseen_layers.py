@@ -2,8 +2,9 @@
 
     python -m tests.simulated.unseen_layers FLAGS
 
-registers the parts, plans a training step with these flags, simulates it, and prints the figures that differ.
-Python runs a program's statements in the processes that it starts, too: those that record and simulate.
+The command registers the parts, plans a training step with these flags, simulates the step, and prints the
+figures that differ. Python also executes a program's statements in the processes that it starts, which record
+and simulate.
 """
 
 from __future__ import annotations
@@ -36,19 +37,20 @@ from tests.support.simulation.stages import simulate_ranks
 
 
 def half_sandwich(layer: Any, x: Tensor, document_ids: Tensor | None) -> Tensor:
-    """A layer with three norms: before attention, before the MLP and after the MLP."""
+    """Computes a layer with three norms: before attention, before the MLP and after the MLP."""
     attended = layer.self_attention(layer.input_layernorm(x), document_ids)
     x = layer.dropout_add(attended, x, "self_attention")
     return layer.dropout_add(layer.post_mlp_layernorm(layer.mlp(layer.post_attention_layernorm(x))), x, "mlp")
 
 
 def mish(x: Tensor) -> Tensor:
-    """An activation of three kernels, which keep three tensors for the backward pass."""
+    """Computes an activation of three kernels, which keep three tensors for the backward pass."""
     return x * torch.tanh(F.softplus(x))
 
 
 class PeakNorm(nn.Module):
-    """Divides by the largest deviation from the mean, in fp32; a weight per column and one for all."""
+    """Divides by the largest deviation from the mean, in fp32. It has a weight per column and one weight for
+    all columns."""
 
     def __init__(self, hidden_size: int, epsilon: float, use_apex: bool = False) -> None:
         super().__init__()
@@ -58,14 +60,14 @@ class PeakNorm(nn.Module):
         self.scale = new_parameter(ParameterSpec((1,), **ones), Axis("tp"))
 
     def forward(self, hidden: Tensor) -> Tensor:
-        """[..., hidden] -> [..., hidden]."""
+        """Normalizes hidden: [..., hidden]. The result has this shape, too."""
         centered = hidden.float() - hidden.float().mean(-1, keepdim=True)
         peak = centered.abs().amax(-1, keepdim=True) + self.epsilon
         return (centered / peak).to(self.weight.dtype) * self.weight * self.scale
 
 
 class CausalMean(nn.Module):
-    """A mixer in place of attention: the gated mean of all values so far. Keeps [seq, batch, hidden]."""
+    """A mixer instead of attention: the gated mean of all values so far. Keeps [seq, batch, hidden]."""
 
     def __init__(self, context: LayerContext, layer_index: int) -> None:
         super().__init__()
@@ -87,7 +89,7 @@ class CausalMean(nn.Module):
 
 
 class TwoMLPs(nn.Module):
-    """A wide MLP beside one of low rank, with four matrices in total; it keeps [seq, batch, hidden]."""
+    """A wide MLP beside an MLP of low rank, with four matrices in total. It keeps [seq, batch, hidden]."""
 
     def __init__(self, context: LayerContext, size: int) -> None:
         super().__init__()
@@ -138,7 +140,8 @@ def _register() -> None:
 
 
 def _report(flags: str) -> dict[str, Any]:
-    """Returns the facts of a simulated step and its plan that the test needs."""
+    """Returns the disagreements of plan and simulation, the names of operations, and each
+    stage's parameters."""
     config = config_of(flags)
     parallel = config.parallel
     per_stage = parallel.world_size // parallel.pipeline_model_parallel_size

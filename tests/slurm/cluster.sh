@@ -98,7 +98,7 @@ END
     mv "$SLURM_CONF.tmp" "$SLURM_CONF"
 }
 
-start_daemon() { # start_daemon NAME COMMAND...: each goes to the background by itself and writes pid/NAME
+start_daemon() { # start_daemon NAME COMMAND...: the daemon puts itself into the background and writes pid/NAME
     local name=$1 log=$folder/log/$1
     shift
     if alive "$folder/pid/$name"; then return; fi
@@ -156,7 +156,7 @@ end_daemon() { # end_daemon PIDFILE
     if [ -d "/proc/$pid" ]; then kill -KILL "$pid" || true; fi
 }
 
-kill_leftovers() { # processes of jobs whose daemon died, known by the environment that Slurm gives them
+kill_leftovers() { # kills processes of jobs whose daemon died, found by the environment that Slurm gave them
     local process
     for process in /proc/[0-9]*; do
         tr '\0' '\n' 2>/dev/null <"$process/environ" | grep -qxF "SLURM_CONF=$SLURM_CONF" || continue

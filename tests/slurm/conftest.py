@@ -18,7 +18,7 @@ EXAMPLES = ROOT / "examples" / "slurm"
 
 @pytest.fixture(scope="session")
 def slurm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, str]]:
-    """Starts a cluster; returns the environment of a shell that uses it."""
+    """Starts a cluster. Returns the environment of a shell that uses it."""
     if shutil.which("slurmctld", path=shell_environment()["PATH"]) is None:
         reason = "Slurm is not installed: apt-get install munge slurmctld slurmd slurm-client"
         if os.environ.get("CI"):

@@ -1,4 +1,4 @@
-"""Every script of examples/slurm with real sbatch, on 2 nodes x 2 CPUs, with variables for a small run."""
+"""Every script of examples/slurm runs with real sbatch on 2 nodes x 2 CPUs, with a small model."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def steps(log: str) -> list[int]:
 
 @pytest.fixture(scope="module")
 def places(corpus: Path) -> dict[str, object]:
-    """The variables that name data and tokenizers."""
+    """Returns the variables that name data and tokenizers."""
     tokenizer = PreTrainedTokenizerFast(
         tokenizer_file=_tokenizer_file(corpus), eos_token="<|endoftext|>", clean_up_tokenization_spaces=False
     )
@@ -73,7 +73,7 @@ def _tokenizer_file(corpus: Path) -> str:
 def train_exit_and_resume(
     submit: Submit, script: str, options: tuple[str, ...] = ON_BOTH_NODES, **variables: object
 ) -> Job:
-    """Runs two jobs, one after the other; the first exits after 2 steps. Returns the first job."""
+    """Runs two jobs, one after the other. The first job exits after 2 steps. Returns the first job."""
     first = submit(script, "--exit-interval", "2", options=options, **variables)
     assert first.end() == 0, first.log()
     assert steps(first.log()) == [1, 2]
@@ -107,7 +107,7 @@ def test_the_smoke_job_trains_and_resumes(submit: Submit) -> None:
 
 @pytest.fixture
 def killed_conversion(tmp_path: Path) -> Path:
-    """A repository whose tools/ds_to_universal.py kills itself while it writes its third block."""
+    """Returns a repository whose tools/ds_to_universal.py kills itself while it writes its third block."""
     repo = tmp_path / "killed_conversion"
     (repo / "tools").mkdir(parents=True)
     (repo / "examples").symlink_to(ROOT / "examples")
@@ -136,7 +136,7 @@ def test_104b_resumes_after_failures(
     submit: Submit, places: dict[str, object], killed_conversion: Path, tmp_path: Path
 ) -> None:
     variables = {**TINY, **places, "TRAIN_SAMPLES": 60, "SAVE_INTERVAL": 5}
-    # As typed, without --nodes: the job begins on one node.
+    # Without --nodes, as typed, the job begins on one node.
     job = submit("tr8-104B.slurm", **variables)
     job.wait_for("/checkpoints/global_step5 in ")
     os.kill(job.rank(2), signal.SIGKILL)
@@ -165,7 +165,7 @@ def test_104b_resumes_after_failures(
     after = (*ON_BOTH_NODES, f"--dependency=afterok:{convert.number}")
     job = submit("resume-universal.slurm", options=after, **variables)
     assert job.end() == 0, job.log()
-    # A task that starts late finds that the others are done.
+    # A task that starts late finds that the other tasks are done.
     published = re.findall(r"global_step16_universal: \d+ parameters", convert.log())
     assert convert.end() == 0 and len(published) == 1, convert.log()
     assert "iteration 16" in re.search("starting from .*global_step16_universal.*", job.log())[0]
@@ -175,7 +175,7 @@ def test_104b_resumes_after_failures(
 
 
 def lose_node(slurm: dict[str, str], job: Job, node: str, disks: Path) -> None:
-    """Ends the daemon and the tasks of a node and wipes its disk. Slurm marks the node as down, and it comes
+    """Ends the daemon and the tasks of a node, and wipes its disk. Slurm marks the node as down, and it comes
     back empty."""
     pid_file = Path(slurm["SLURM_TEST_FOLDER"], "pid", f"slurmd-{node}")
     daemon = psutil.Process(int(pid_file.read_text()))
@@ -225,7 +225,7 @@ def losses(log: str) -> dict[int, str]:
 @pytest.mark.parametrize(
     ("script", "layers", "partition"),
     [
-        # Embedding and head weigh as much as the layers in between.
+        # Embedding and head weigh as much as the layers between them.
         ("tr8-104B-mt5-32.slurm", 2, "type:embed:2|transformer:1"),
         ("tr11-176B-ml.slurm", 2, "type:transformer|embedding"),
     ],
@@ -381,7 +381,7 @@ sys.exit(exit_code(report, ExitStatus.REQUEUE))
 
 @pytest.fixture
 def probe(tmp_path: Path) -> Path:
-    """A repository whose pretrain_gpt.py prints how the scripts treat its processes."""
+    """Returns a repository whose pretrain_gpt.py prints how the scripts treat its processes."""
     for folder in ("examples", "megatron"):
         (tmp_path / folder).symlink_to(ROOT / folder)
     (tmp_path / "pretrain_gpt.py").write_text(PROBE)
@@ -407,17 +407,18 @@ def test_a_requeued_job_starts_again(submit: Submit, probe: Path) -> None:
     assert job.end() != 0
 
 
+@pytest.mark.full
 def test_a_failure_that_comes_again_ends_the_job_with_its_cause_last(submit: Submit, probe: Path) -> None:
     job = submit("tr8-104B.slurm", "--fail", options=ON_BOTH_NODES, REPO=probe, MAX_RESTARTS=1, **TINY)
     assert job.end() == 1
     lines = job.log().splitlines()
     assert lines.count("restart 1 of 1, from the newest complete checkpoint") == 1
     assert re.search(r"^error: rank \d on n[12] \(pid \d+\), .*: ValueError: broken$", lines[-1])
-    assert job.log().count("ValueError: broken") == 4  # twice a traceback and a sentence
+    assert job.log().count("ValueError: broken") == 4  # a traceback and a sentence in each run
 
 
 TR8_LAYOUT = "512 processes = TP 4 x PP 32 x DP 4"
-# srun writes down the flags that it was to start pretrain_gpt.py with.
+# srun writes down the flags with which it would start pretrain_gpt.py.
 STUBS = {
     "scontrol": '[ "$2" = hostnames ] && echo localhost || true',
     "sinfo": "true",
@@ -425,7 +426,7 @@ STUBS = {
 }
 
 
-# The smoke job runs the same commands, and test_slurm_examples.py parses the flags of every script.
+# The smoke job runs these commands, and test_slurm_examples.py parses the flags of every script.
 @pytest.mark.full
 @pytest.mark.parametrize(
     ("script", "nodes", "words", "layout"),
@@ -440,7 +441,7 @@ STUBS = {
 def test_the_real_size_passes_a_dry_run(
     script: str, nodes: int, words: int, layout: str, tmp_path: Path
 ) -> None:
-    """Runs the unchanged script with stubs in place of Slurm."""
+    """Runs the unchanged script with stubs instead of Slurm."""
     for name, commands in STUBS.items():
         (tmp_path / name).write_text(f"#!/usr/bin/env bash\n{commands}\n")
         (tmp_path / name).chmod(0o755)
@@ -514,6 +515,7 @@ def test_an_array_prepares_the_indices_of_a_run(
     assert steps(run.log()) == [1] and "rank 0 builds" not in run.log()
 
 
+@pytest.mark.full
 def test_an_array_tokenizes_the_files_and_a_job_that_waits_for_it_merges_them(
     submit: Submit, places: dict[str, object], corpus: Path, tmp_path: Path
 ) -> None:
@@ -524,7 +526,7 @@ def test_an_array_tokenizes_the_files_and_a_job_that_waits_for_it_merges_them(
     variables = {"INPUT": tmp_path / "part*.jsonl", "TOKENIZER": corpus / "tokenizer", "WORKERS": 1}
     job = submit("preprocess.slurm", options=("--array=1-2", "--cpus-per-task=1"), **variables)
     assert job.end() == 0, job.log()
-    # The log of the merge may be there already.
+    # The log of the merge may already be there.
     assert len(re.findall(r"^tokens/part\d_text_document: ", job.log(), re.MULTILINE)) == 4
     merged = tmp_path / "tokens" / "all_text_document"
     deadline = time.monotonic() + HANG_TIMEOUT_S

@@ -19,11 +19,11 @@ def run_in_bucket(
     saves: Mapping[int, str],
     **settings: Any,
 ) -> tuple[int, str, list[tuple[float, float]]]:
-    """Trains to the step `last`. Returns the step of the start, its line in the log, and (loss, grad norm) of
-    each step.
+    """Trains to the step `last`. Returns (step of the start, log line of the start, (loss, grad norm) of each
+    step).
 
-    nodes: the name of each rank's node; each node has a cache, in SLURM_TMPDIR. saves: 'direct',
-    'background' or 'rollback', by step.
+    nodes: the name of each rank's node. Each node has a cache in SLURM_TMPDIR. saves: step -> 'direct',
+    'background' or 'rollback'.
     """
     import os
     from pathlib import Path
@@ -61,7 +61,7 @@ def run_in_bucket(
                 history += train(manager.engine, range(before.state.iteration, step + 1))
         manager.finish_save()
         assert all(not end.problem for end in manager.background.take_outcomes())
-        # Nothing but small files stays on a disk.
+        # Only small files remain on a disk.
         dist.barrier()
         names = {path.name for path in Path(os.environ["SLURM_TMPDIR"]).rglob("*") if path.is_file()}
         assert names <= {"lock", "latest", "latest.json", "run.json"}

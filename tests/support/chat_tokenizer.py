@@ -1,4 +1,4 @@
-"""A small Hugging Face tokenizer with a chat template, and chats."""
+"""A small Hugging Face tokenizer with a chat template, and random chats."""
 
 import json
 import random
@@ -19,7 +19,7 @@ MARKED = (
 
 
 def save_chat_tokenizer(folder: Path, template: str | None = CHATML) -> Path:
-    """Trains a tokenizer, whose end-of-document token is the end of a turn as in Qwen's, and saves it."""
+    """Trains a tokenizer and saves it. Its end-of-document token ends a turn, as in Qwen's tokenizer."""
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
     from transformers import PreTrainedTokenizerFast
 
@@ -56,6 +56,6 @@ def random_chats(number: int, seed: int = 0) -> list[dict]:
 
 
 def write_rows(path: Path, rows: list[dict]) -> Path:
-    """Writes rows as jsonl."""
+    """Writes the rows as jsonl. Returns the path."""
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
     return path

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 
 def state_after(steps: int) -> TrainingState:
-    """The training state of a run after `steps` steps."""
+    """Returns the training state of a run after `steps` steps."""
     return TrainingState(steps, steps * GLOBAL_BATCH, steps * GLOBAL_BATCH * SEQ)
 
 
@@ -43,7 +43,7 @@ def make_manager(
 
 
 def save_midway(row: Row, folder: Path, steps: int, **changes: dict[str, Any]) -> GPTEngine:
-    """Trains the tiny model from step 0 and writes `global_step{steps}`; returns the engine."""
+    """Trains the tiny model from step 0 and writes `global_step{steps}`. Returns the engine."""
     engine = build_engine(config_of(row, **changes))
     train(engine, range(steps))
     make_manager(engine, folder).save(state_after(steps))
@@ -52,7 +52,8 @@ def save_midway(row: Row, folder: Path, steps: int, **changes: dict[str, Any]) -
 
 @contextmanager
 def all_tensors_staged(piece_bytes: int) -> Iterator[None]:
-    """Makes saves copy all tensors as they copy those of a device, through buffers of this size."""
+    """Makes saves copy all tensors as they copy tensors of a device, through buffers of `piece_bytes`
+    bytes."""
     from megatron.checkpoint.formats import archive_writer
     from megatron.checkpoint.saving import background
 

@@ -1,4 +1,4 @@
-"""Compiles the Triton kernels for GPUs on a machine without GPU, and reads their resources from the code."""
+"""Compiles the Triton kernels without a GPU, and reads their resources from the code."""
 
 from __future__ import annotations
 
@@ -48,25 +48,25 @@ SEQ, HIDDEN = 2048, 5120
 
 @dataclass(frozen=True)
 class Variant:
-    """A launch, and the dtypes of its tensors; None for a tensor that is left out. Numbers stay numbers."""
+    """A launch of a kernel and the dtypes of its tensors: None for an absent tensor. Numbers stay numbers."""
 
     name: str
     launch: Launch
     dtypes: tuple[torch.dtype | float | None, ...]
     grid: tuple[int, int] | None
-    """The grid of the call; None if the launch has one."""
+    """The grid of the call; None if the launch object contains the grid."""
 
     @property
     def least_architecture(self) -> int:
-        """The first architecture with instructions for the dtypes."""
+        """Returns the first architecture with instructions for the dtypes."""
         return 89 if {torch.float8_e4m3fn, torch.float8_e5m2} & {*self.dtypes} else 80
 
 
 @dataclass(frozen=True)
 class Resources:
-    """Of a thread: registers, and bytes of local memory for spilled registers (`spills`) and for the stack.
-    Of a block: bytes of shared memory, which the launch asks for, and matrix products: (rows, columns, inner
-    length) of an instruction -> how often warps execute it. The code has the body of a loop once."""
+    """Resources of a thread (registers, bytes of local memory for spilled registers and for the stack) and of
+    a block (bytes of shared memory). products: (rows, columns, inner length) of an instruction -> how often
+    the warps execute it. The code contains the body of a loop once."""
 
     registers: int
     spills: int
@@ -80,9 +80,9 @@ class Resources:
 
 
 def variants(architecture: int = 80) -> Iterator[Variant]:
-    """The launches of every kernel, as the operators make them on tensors of a run on this architecture: each
-    dtype, with and without the tensors that may be left out, aligned and unaligned lengths, padded and
-    unpadded heads, micro-batches of several samples and of one."""
+    """Yields the launches of every kernel for tensors of a run on this architecture: each dtype, calls with
+    and without optional tensors, aligned and unaligned lengths, padded and unpadded heads, micro-batches of
+    one and of several samples."""
     for label, work in (
         *_dropout_cases(),
         ("norms", lambda: fused_norms([torch.ones(5000), torch.ones(7)])),
@@ -106,8 +106,8 @@ def variants(architecture: int = 80) -> Iterator[Variant]:
 def launches_of(
     work: Callable[[], Any], architecture: int
 ) -> list[tuple[Launch, tuple[torch.dtype | float | None, ...], tuple[int, int] | None]]:
-    """Returns the launches of `work` on a GPU of this architecture, which are not carried out, with the
-    dtypes of their tensors, and the grids of calls that have one."""
+    """Returns the launches of `work` on a GPU of this architecture, without executing them: (launch, dtypes
+    of its tensors, grid of the call or None)."""
     launches = []
 
     def record(
@@ -204,7 +204,7 @@ def _cross_entropy_cases() -> Iterator[Case]:
                 logits, targets, 50257, 1e-3, 1e-4
             ),
         )
-        # Over several ranks the gradient is written later, when the numbers of all are known.
+        # Over several ranks the gradient is written later, when the sums of all ranks are known.
         yield (
             f"cross entropy {dtype}, a rank's",
             lambda logits=logits, targets=targets: logit_statistics_op(logits, targets, 50257),
@@ -282,8 +282,8 @@ def _activation_cases() -> Iterator[Case]:
 
 
 def _layer_norm_cases() -> Iterator[Case]:
-    """The widest norms, with all sums over rows, and those of smaller models."""
-    # width, dtype, dtype of the residual, and whether it is an RMS norm, 1 + weight, with x and with dropout.
+    """Yields the widest norms with all sums over rows, and the norms of smaller models."""
+    # (width, dtype, dtype of the residual, RMS norm, 1 + weight, adds x, drops with dropout)
     for width, dtype, residual_dtype, is_rms, zero_centered, adds, drops in (
         (8192, "bf16", "bf16", False, False, True, True),
         (8192, "bf16", "bf16", True, False, True, False),
@@ -329,8 +329,8 @@ def _layer_norm_cases() -> Iterator[Case]:
 
 
 def _grouped_cases() -> Iterator[Case]:
-    """The products of a linear layer of experts, and its bias's gradient."""
-    # dtype, experts, n_in, n_out: a layer of Qwen3-30B-A3B, and lengths that are no multiples of a tile.
+    """Yields the products of a linear layer of experts, and the gradient of its bias."""
+    # (dtype, experts, n_in, n_out): a layer of Qwen3-30B-A3B, then lengths that are not multiples of a tile.
     for dtype, experts, n_in, n_out in (("bf16", 128, 768, 2048), ("fp16", 8, 1000, 72), ("bf16", 1, 5, 1)):
         x, grad = _tensor(dtype, 4096, n_in), _tensor(dtype, 4096, n_out)
         weight, total = (_tensor(name, experts, n_out, n_in) for name in (dtype, "fp32"))
@@ -356,7 +356,7 @@ def _grouped_cases() -> Iterator[Case]:
 
 
 def _fp8_cases() -> Iterator[Case]:
-    """Quantization of activations and of matrices, and the products of linear layers and of experts."""
+    """Yields the quantization of activations and matrices, and products of linear layers and experts."""
     e4m3, e5m2 = torch.float8_e4m3fn, torch.float8_e5m2
     for label, dtype, whole in (("e4m3", e4m3, False), ("e5m2", e5m2, False), ("e5m2, tensors", e5m2, True)):
 
@@ -380,7 +380,7 @@ def _fp8_cases() -> Iterator[Case]:
 
 
 def _attention_cases() -> Iterator[Case]:
-    # dtype, size of a head (80 and 96 are padded to 128), tokens, samples, heads, groups, first head.
+    # (dtype, head size, tokens, samples, heads, groups, first head). Head sizes 80 and 96 are padded to 128.
     for dtype, head_dim, seq, batch, heads, groups, first_head in (
         ("bf16", 128, SEQ, 2, 8, 2, 0),
         ("bf16", 128, SEQ, 1, 8, 8, 8),
@@ -417,8 +417,8 @@ def attention_work(
     sizes: tuple[int, int, int, int] = (SEQ, 2, 8, 2),
     first_head: int = 0,
 ) -> Tensor:
-    """Runs attention on tensors without data. features: letters as in `FEATURES`, and a for ALiBi; ranges
-    of keys are those of documents or a window. sizes: tokens, samples, heads, groups."""
+    """Runs attention on tensors without data. features: letters as in `FEATURES`, and a for ALiBi. The ranges
+    of keys are documents or a window. sizes: (tokens, samples, heads, groups)."""
     seq, batch, heads, groups = sizes
     ranges = _integers(batch, seq, dtype=torch.int32) if "r" in features else None
     slopes = _tensor("fp32", heads).detach() if "a" in features else None
@@ -431,13 +431,13 @@ def attention_work(
     return flash_attention(query.flatten(2, 3), key.squeeze(3), value.squeeze(3), 0.1, mask, sinks)
 
 
-# Kernel of attention -> products of queries, keys and elements of a head.
+# Kernel of attention -> number of its matrix products, each with 2 * queries * keys * head size FLOPs.
 ATTENTION_PRODUCTS = {name.removeprefix("attention_"): n for name, n in attention.PRODUCTS.items()}
 
 
 def wasted_part(launch: Launch, found: Resources) -> float | None:
-    """Returns the part of the FLOPs in the code of an attention kernel that its tiles do not need; None for
-    other kernels, and for the three products that fp32 takes. Padding of the heads counts as needed."""
+    """Returns the part of an attention kernel's FLOPs that its tiles compute in vain. Returns None for other
+    kernels, and in fp32, which splits a product into three. Padding of the heads counts as needed."""
     kernel = launch.name.partition(".attention_")[2].removesuffix("_kernel")
     sizes = [launch.numbers.get(f"BLOCK_{name}") for name in ("QUERIES", "KEYS", "DIM")]
     if kernel not in ATTENTION_PRODUCTS or not found.flops or found.products.keys() & TF32_SHAPES:
@@ -449,20 +449,20 @@ TF32_SHAPES = {(16, 8, 8), (16, 8, 4)}
 
 
 def compile_variant(variant: Variant, architecture: int, **options: int) -> Resources:
-    """Compiles for compute capability `architecture`, 90 for sm_90, with the specializations that Triton
-    chooses for the launch. Fails in Triton's interpreter mode. options: further options of the compiler.
+    """Compiles a kernel with the specializations that Triton chooses for the launch. architecture: compute
+    capability, 90 for sm_90. options: of the compiler. Fails in Triton's interpreter mode.
 
-    Registers and stack are those in the machine code, as `cuobjdump --dump-resource-usage` of the triton
-    package prints them. Spills are its LOCAL bytes and, as the assembler may keep spilled registers on the
-    stack, 4 bytes for each local-memory instruction in the disassembly. Shared memory is not in the code: its
-    size is that of the compiler's metadata. A group of 4 warps executes an HGMMA instruction together, and a
-    warp an HMMA instruction, which has 8 columns.
+    Registers and stack are read from the machine code with `cuobjdump --dump-resource-usage` of the triton
+    package. Spills are its LOCAL bytes and 4 bytes for each local-memory instruction in the disassembly,
+    since the assembler may keep spilled registers on the stack. The size of shared memory comes from the
+    compiler's metadata. A group of 4 warps executes an HGMMA instruction together. A single warp executes an
+    HMMA instruction, which has 8 columns.
     """
     import triton
     from triton.backends.compiler import GPUTarget
     from triton.runtime.driver import driver
 
-    # Triton keeps what it knows of a device by the device's number.
+    # Triton caches what it knows of a device by the device's number.
     device = SimpleNamespace(
         get_current_device=lambda: architecture,
         get_current_stream=lambda _: 0,

@@ -15,14 +15,14 @@ from megatron.checkpoint.record import Checkpoint
 
 
 def to_universal(source: StateReader, target: Path, **options: Any) -> Iterator[str]:
-    """Converts without comparing digests, one parameter after the other; yields their names."""
+    """Converts parameter by parameter, without comparing digests. Yields the parameters' names."""
     return convert(source, UniversalWriter, target, **{"workers": 1, "verify": False, **options})
 
 
 def write_hugging_face(
     checkpoint: Checkpoint, target: Path, precision: str | None = None, verify: bool = True, **options: Any
 ) -> str:
-    """Writes a Hugging Face model. Returns what its weights are compared with."""
+    """Writes a Hugging Face model. Returns what the model's weights are compared with."""
     reader = open_reader(checkpoint)
     for _ in convert(reader, HuggingFaceWriter, target, verify=verify, precision=precision, **options):
         pass

@@ -1,4 +1,4 @@
-"""Counts the requests of a block of a test to the file system, by the interpreter: opens, lists, stats."""
+"""Counts the interpreter's requests to the file system during a block of a test: opens, lists, stats."""
 
 from __future__ import annotations
 
@@ -14,7 +14,8 @@ from unittest import mock
 
 @dataclass
 class Accesses:
-    """Accesses to a folder and to paths inside it. opened: how often each file was opened, by name."""
+    """Number of accesses to a folder and to paths inside it. opened: file name -> how often the file was
+    opened."""
 
     folder: str
     opened: Counter[str] = field(default_factory=Counter)
@@ -25,7 +26,7 @@ class Accesses:
         return isinstance(path, (str, os.PathLike)) and os.fspath(path).startswith(self.folder)
 
     def audit(self, event: str, arguments: tuple[object, ...]) -> None:
-        """Notes an event of the interpreter."""
+        """Counts an audit event of the interpreter."""
         if event == "open" and self._is_inside(arguments[0]):
             self.opened[os.path.basename(str(arguments[0]))] += 1
         elif event in ("os.listdir", "os.scandir") and self._is_inside(arguments[0]):
@@ -42,8 +43,8 @@ def _audit(event: str, arguments: tuple[object, ...]) -> None:
 
 @contextmanager
 def file_accesses(folder: Path) -> Iterator[Accesses]:
-    """Counts the accesses of the block to paths inside the folder."""
-    if not getattr(sys, "_counts_file_accesses", False):  # an audit hook cannot be removed
+    """Counts how often the block accesses the folder and paths inside it."""
+    if not getattr(sys, "_counts_file_accesses", False):  # audit hooks stay forever
         sys.addaudithook(_audit)
         sys._counts_file_accesses = True  # type: ignore[attr-defined]
     accesses = Accesses(str(folder))

@@ -1,7 +1,7 @@
 """Forks processes from a process that has imported torch, DeepSpeed and this package.
 
-A start of `python pretrain_gpt.py` takes seconds of processor time before its first own line, most of it for
-imports. The tests start it hundreds of times; those that are not about the start itself use `run_script`.
+A start of `python pretrain_gpt.py` takes seconds of processor time before its own first line, mostly for
+imports. The tests start it hundreds of times. Tests that are not about the start itself use `run_script`.
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ from megatron.cluster.launch import temporary_environment
 from tests.support import HANG_TIMEOUT_S
 from tests.support.ports import free_ports
 
-# Of the process that imports, and of those that are forked from it.
+# Environment of the process that imports, and of the processes that are forked from it.
 ENVIRONMENT = {"OMP_NUM_THREADS": "1", "DS_ACCELERATOR": "cpu", "TOKENIZERS_PARALLELISM": "false"}
-# What most tests and runs import.
+# The modules that most tests and runs import.
 _IMPORTED_ONCE = [
     "torch",
     "torch._dynamo",
@@ -49,18 +49,20 @@ _IMPORTED_ONCE = [
     "torch.utils.tensorboard",
     "transformers",
 ]
-# Seconds that the ranks have to end once one of them has failed and they got SIGTERM, as torch's launcher.
+# Seconds that the ranks have to end after one of them has failed and the others got SIGTERM, as under torch's
+# launcher.
 _GRACE_S = 30.0
-# Seconds between two looks at what the ranks have written, if a test follows it.
+# Seconds between two reads of the ranks' output, if a test follows it.
 _LOOK_S = 0.02
 
-# (line of stdout, process ids of the ranks) -> input of the ranks
+# (line of stdout, process ids of the ranks) -> input of the ranks.
 OnLine = Callable[[str, list[int]], bytes]
 
 
 @dataclass(frozen=True)
 class Ended:
-    """The ranks of a script that has ended. exit_codes: by rank, negative for a signal, as of subprocess."""
+    """The result of a script that has ended. exit_codes: exit code of each rank, negative for a signal, as in
+    subprocess."""
 
     exit_codes: list[int]
     stdout: str
@@ -68,7 +70,7 @@ class Ended:
 
 
 def start(function: Callable[..., None], *args: Any) -> BaseProcess:
-    """Starts a process that runs `function(*args)`; the function must be importable."""
+    """Starts a process that runs `function(*args)`. The function must be importable."""
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(_IMPORTED_ONCE)
     with temporary_environment(ENVIRONMENT):
@@ -78,9 +80,9 @@ def start(function: Callable[..., None], *args: Any) -> BaseProcess:
 
 
 def _call(function: Callable[..., None], *args: Any) -> None:
-    """Runs in the new process."""
-    # What was imported is never garbage. Without this, a collection looks at 200,000 objects for 0.25 s, and
-    # copies their memory pages, which the processes share.
+    """Runs the function in the new process."""
+    # Imported modules are never garbage. Without this call, a collection looks at 200,000 objects for 0.25 s,
+    # and copies their memory pages, which the processes share.
     gc.freeze()
     function(*args)
 
@@ -92,12 +94,12 @@ def run_script(
     processes: int,
     on_line: OnLine | None = None,
 ) -> Ended:
-    """Runs `python -u SCRIPT FLAGS` in the working directory as the ranks 0 .. processes - 1 of one launch,
-    or, if `processes` is 0, without a launcher's variables.
+    """Runs `python -u SCRIPT FLAGS` in the working directory as the ranks 0 .. processes - 1 of one launch.
+    With `processes` 0 it runs one process without a launcher's variables.
 
-    Once a rank has failed, the others are ended, as by torch's launcher and by srun. Ranks that hang are
-    killed. on_line: called with each line of stdout and the process ids by rank; what it returns is the
-    input of the ranks.
+    After a rank has failed, the other ranks are ended, as by torch's launcher and by srun. Ranks that hang
+    are killed. on_line: called with each line of stdout and the process ids by rank. Its result is the input
+    of the ranks.
     """
     (port,) = free_ports(1)
     ranks: list[BaseProcess] = []
@@ -122,7 +124,7 @@ def run_script(
 
 
 def launch_variables(rank: int, processes: int, port: int) -> dict[str, str]:
-    """The variables that a launcher sets for a rank of a world on this machine."""
+    """Returns the variables that a launcher sets for a rank of a world on this machine."""
     return {
         **{"RANK": str(rank), "LOCAL_RANK": str(rank)},
         **{"WORLD_SIZE": str(processes), "LOCAL_WORLD_SIZE": str(processes)},
@@ -131,7 +133,7 @@ def launch_variables(rank: int, processes: int, port: int) -> dict[str, str]:
 
 
 class _Lines:
-    """Reads the lines that the ranks write to a file, as they come."""
+    """Reads the lines that the ranks write to a file, while they are written."""
 
     def __init__(self, file: Path, ranks: Sequence[BaseProcess], on_line: OnLine, answers: BinaryIO) -> None:
         self._file, self._ranks, self._on_line, self._answers = file, ranks, on_line, answers
@@ -168,7 +170,7 @@ def _wait(ranks: Sequence[BaseProcess], look: Callable[[], None] | None) -> None
 
 
 def _run_script(script: str, flags: list[str], environment: Mapping[str, str], folder: str) -> None:
-    """Runs in the new process."""
+    """Runs the script in the new process."""
     os.environ.clear()
     os.environ.update(environment)
     for stream, name in ((sys.stdout, "stdout"), (sys.stderr, "stderr")):
@@ -183,5 +185,5 @@ def _run_script(script: str, flags: list[str], environment: Mapping[str, str], f
     try:
         runpy.run_path(script, run_name="__main__")
     finally:
-        # multiprocessing ends its processes without this.
+        # multiprocessing ends its processes without exit functions.
         atexit._run_exitfuncs()

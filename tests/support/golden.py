@@ -2,7 +2,8 @@
 
     .venv/bin/python -m tests.support.golden      # rewrites tests/golden/loss_curves.json
 
-Regenerate only for a change that is meant to alter the numbers, and say in the commit which and why.
+Regenerate the file only for a change that is meant to alter losses. Name these losses and the reason in the
+commit.
 """
 
 from __future__ import annotations
@@ -16,9 +17,9 @@ from tests.support.pool import run_world
 
 GOLDEN_FILE = Path(__file__).resolve().parents[2] / "tests" / "golden" / "loss_curves.json"
 BOUND = 1e-5
-"""Relative: another processor rounds otherwise."""
+"""Relative error that is allowed, since a different processor rounds differently."""
 
-# Name -> the row and the changes to its config.
+# Name -> (the row, the changes of its configuration).
 GOLDEN_ROWS: dict[str, tuple[Row, dict[str, Any]]] = {
     "absolute on one process": (Row(), {}),
     "rotary with a gated MLP, TP 2": (Row(tp=2, positions="rotary"), {"model": {"glu_activation": "swiglu"}}),
@@ -31,13 +32,13 @@ GOLDEN_ROWS: dict[str, tuple[Row, dict[str, Any]]] = {
 
 
 def golden_history(name: str) -> list[tuple[float, float]]:
-    """Returns (loss, grad norm) per step, as the current code computes them."""
+    """Returns (loss, grad norm) of each step, as the current code computes them."""
     row, changes = GOLDEN_ROWS[name]
     return run_world(row.world_size, train_layout, row, **changes)[0]
 
 
 def committed() -> dict[str, list[list[float]]]:
-    """Returns the content of the file: name -> [loss, grad norm] per step."""
+    """Returns the content of the file: name -> [loss, grad norm] of each step."""
     return json.loads(GOLDEN_FILE.read_text())
 
 

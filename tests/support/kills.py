@@ -1,5 +1,5 @@
-"""A run whose processes are killed repeatedly during saves, and what each resume found. With local saves each
-rank is a node, and a random node loses its disk before each start."""
+"""A run whose processes are killed repeatedly during saves, and the checkpoint that each resume found. With
+local saves each rank is a node, and a random node loses its disk before each start."""
 
 from __future__ import annotations
 
@@ -32,16 +32,16 @@ SAVES = 3
 
 @dataclass(frozen=True)
 class Plan:
-    """Who is killed in a start of the run, and when."""
+    """Which process is killed in a start of the run, and when."""
 
     victim: int
-    """The rank."""
+    """The rank whose process is killed."""
     is_writer: bool
-    """Whether the rank's writer process is killed, and not the rank."""
+    """Whether the rank's writer process is killed instead of the rank."""
     attempt: int
-    """In which of the saves."""
+    """Number of the save in which the process is killed."""
     instant_s: float
-    """How long after the begin of the save."""
+    """Seconds from the begin of the save to the kill."""
     async_save: bool
     local_save: bool
     """Whether two of three saves are local."""
@@ -50,13 +50,13 @@ class Plan:
 
 @dataclass
 class Outcome:
-    """What happened in a series of kills."""
+    """Results of a series of kills."""
 
     kills: int = 0
     unfinished: int = 0
     starts: int = 0
     good_resumes: int = 0
-    """Starts that found a checkpoint as new as the last that was said to be saved."""
+    """Starts that found the last checkpoint that was reported as saved, or a newer one."""
     steps: int = 0
     seconds: float = 0.0
     failures: list[str] = field(default_factory=list)
@@ -70,8 +70,8 @@ def run_kill_test(
     local_save: bool = False,
     save_format: str = "native",
 ) -> Outcome:
-    """Kills and resumes until `kills` are reached or a resume fails. async_save: saves are in the background,
-    and half of the victims are the processes that write. local_save: two of three saves are local."""
+    """Kills and resumes until there were `kills` kills or a resume fails. async_save: saves are in the
+    background, and half of the victims are writer processes. local_save: two of three saves are local."""
     started = time.monotonic()
     rng, outcome = random.Random(seed), Outcome()
     checkpoints, journal = folder / "save", folder / "journal"
@@ -105,7 +105,7 @@ def run_kill_test(
                 outcome.good_resumes += values[0] > 0 and values[0] >= complete
                 if values[0] < complete:
                     outcome.failures.append(f"step {complete} was saved, and step {values[0]} was resumed")
-                # The last step may not be saved, and the save before it may have been in flight.
+                # The last step may not be saved, and the save before it may still have been in flight.
                 if values[0] < last - 2:
                     outcome.failures.append(f"step {last} was reached, and step {values[0]} was resumed")
             elif kind == "step":
@@ -120,8 +120,8 @@ def run_kill_test(
 
 
 def start_and_be_killed(folder: Path, journal: Path, plan: Plan) -> None:
-    """Resumes, then trains and saves after each step; the plan's victim dies. Rank 0 records its actions in
-    the journal. Inside `run_world`."""
+    """Resumes, then trains and saves after each step, until the plan's victim dies. Runs inside `run_world`.
+    Rank 0 records its actions in the journal."""
     settings = {"keep_last": 2, "save_format": plan.save_format, **({} if plan.local_save else NOT_LOCAL)}
     started = start(ROW, folder, NODES, **settings)
     manager, state = started.manager, started.state
@@ -173,6 +173,6 @@ def kill_writer(manager: CheckpointManager) -> None:
 
 
 def read(journal: Path) -> Iterator[list]:
-    """The complete entries of the journal."""
+    """Yields the complete entries of the journal."""
     for line in journal.read_text().splitlines() if journal.exists() else ():
         yield json.loads(line)

@@ -6,7 +6,8 @@ LAYER = "ParallelTransformerLayerPipe"
 
 
 def layer_list(layers: int, casts: bool = False, norm: str = "MixedFusedLayerNorm") -> list[LayerDescription]:
-    """Returns a list with `layers` transformer layers and a tied head. casts: in 16 bits."""
+    """Returns a list with `layers` transformer layers and a tied head. casts: whether the model is in 16
+    bits, with layers that cast."""
     kind = LayerKind(None, 400)
     return [
         LayerDescription("_to_float16"),

@@ -1,7 +1,7 @@
 """The layouts that must give equal losses, as tables in code, and a tiny model to train on them.
 
-`full_matrix()` is every combination (408 rows, for `benchmarks/parity.py`), `covering_rows()` a subset for CI
-in which every (TP, PP, DP) and every pair of option values appears.
+`full_matrix()` has every combination (408 rows, for `benchmarks/parity.py`). `covering_rows()` is a subset
+for CI in which every (TP, PP, DP) and every pair of option values occurs.
 """
 
 from __future__ import annotations
@@ -41,26 +41,27 @@ if TYPE_CHECKING:
 
 STEPS = 20
 VOCAB = 101
-"""No multiple of anything: the padding depends on the TP degree."""
+"""A prime number, so that the padding depends on the TP degree."""
 EOD = 0
 SEQ = 32
 GLOBAL_BATCH = 8
 RATE = 2e-3
 CLIP = 1.0
-"""The tiny model's norms lie on both sides of it: some steps are clipped, some are not."""
+"""The tiny model's norms lie on both sides of this value: some steps are clipped, some are not."""
 
 WIDE: dict[str, Any] = {"hidden_size": 512, "ffn_hidden_size": 512}
 """Sizes for FP8: the shards of matrices on 4 tensor-parallel ranks are multiples of 128."""
 WIDE_RATE = 1e-4
-"""Its learning rate. At `RATE` it amplifies the rounding to FP8 to 5 % of the loss in 20 steps."""
+"""Learning rate of the wide model. At `RATE` it amplifies the rounding to FP8 to 5 % of the loss in 20
+steps."""
 DROPOUT = {"hidden_dropout": 0.1, "attention_dropout": 0.1}
 
 FP32_BOUND = 1e-5
-"""Of the relative error of loss and grad norm, at every step."""
+"""Largest relative error of loss and grad norm in fp32, at every step."""
 LOW_PRECISION_BOUND = 2e-3
-"""Of the relative error of a bf16 or fp16 run's loss against the fp32 run's, at every step."""
+"""Largest relative error of a bf16 or fp16 run's loss compared with the fp32 run, at every step."""
 FP8_BOUND = 1e-2
-"""Of the relative error of an FP8 run's loss against the bf16 run's, at every step."""
+"""Largest relative error of an FP8 run's loss compared with the bf16 run, at every step."""
 
 POSITIONS = ("absolute", "rotary", "alibi")
 PROCESS_LAYOUTS = tuple((tp, pp, dp) for tp, pp, dp in product((1, 2, 4), repeat=3) if tp * pp * dp <= 8)
@@ -75,9 +76,11 @@ OPTIONS: dict[str, tuple[Any, ...]] = {
 
 @dataclass(frozen=True)
 class Row:
-    """One combination of the matrix; the defaults are the single-process run that the others must equal.
+    """One combination of the matrix. The defaults are the single-process run that all other rows must equal.
 
-    precision: also 'fp8', blockwise in bf16, and 'bf16-wide', bf16 with the sizes that FP8 needs."""
+    precision: beside bf16, fp16 and fp32 also 'fp8' (blockwise in bf16) and 'bf16-wide' (bf16 with the sizes
+    that FP8 needs).
+    """
 
     tp: int = 1
     pp: int = 1
@@ -95,12 +98,13 @@ class Row:
 
     @property
     def is_wide(self) -> bool:
-        """Whether the model has the sizes that FP8 needs."""
+        """Returns whether the model has the sizes that FP8 needs."""
         return self.precision in ("fp8", "bf16-wide")
 
     @property
     def reference(self) -> Row:
-        """The run on one process with which the row is compared: in fp32, for FP8 in bf16."""
+        """Returns the run on one process with which the row is compared. It is in fp32, for an FP8 row in
+        bf16."""
         return Row(positions=self.positions, precision="bf16-wide" if self.precision == "fp8" else "fp32")
 
     def __str__(self) -> str:
@@ -112,7 +116,7 @@ class Row:
 
 
 def full_matrix() -> list[Row]:
-    """Every layout of at most 8 processes with every combination of options, in fp32."""
+    """Returns every layout of at most 8 processes with every combination of options, in fp32."""
     return [
         Row(*mesh, **dict(zip(OPTIONS, values, strict=True)))
         for mesh in PROCESS_LAYOUTS
@@ -121,9 +125,9 @@ def full_matrix() -> list[Row]:
 
 
 def covering_rows() -> list[Row]:
-    """One row per (TP, PP, DP), with options such that every pair of option values appears.
+    """Returns one row per (TP, PP, DP), with options such that every pair of option values occurs.
 
-    Greedy: each row is the one whose pairs of option values are the rarest so far.
+    The choice is greedy: the next row is the one whose pairs of option values are the rarest so far.
     """
     rows: list[Row] = []
     seen: Counter[tuple] = Counter()
@@ -132,23 +136,26 @@ def covering_rows() -> list[Row]:
             row
             for row in full_matrix()
             if (row.tp, row.pp, row.dp) == mesh
-            and (row.tp < 4 or row.micro_batch == 2)  # 4 TP ranks exchange the most messages: half of them
+            and (row.tp < 4 or row.micro_batch == 2)  # 4 TP ranks are slow: half of the rows
         ]
-        # fsum: the order of a set of strings changes from process to process, the rows must not.
+        # fsum does not depend on the order of the set, which differs between processes. All processes must
+        # choose equal rows.
         rows.append(max(candidates, key=lambda row: fsum(0.1 ** seen[pair] for pair in option_pairs(row))))
         seen.update(option_pairs(rows[-1]))
     return rows
 
 
 def option_pairs(row: Row) -> set[tuple]:
-    """The pairs that a row covers: of two option values, and of an option value with a degree above 1."""
+    """Returns the pairs that a row covers: of two option values, and of an option value with a degree above
+    1."""
     values = {name: getattr(row, name) for name in OPTIONS}
     in_use = {axis: getattr(row, axis) > 1 for axis in ("tp", "pp", "dp")}
     return {*combinations(values.items(), 2), *product(in_use.items(), values.items())}
 
 
 def low_precision_rows() -> list[Row]:
-    """bf16 and fp16 on single layouts and their mixtures, with both ZeRO stages."""
+    """Returns rows in bf16 and fp16, on layouts that use one or several kinds of parallelism, with ZeRO-0
+    and ZeRO-1."""
     shapes = [
         Row(),
         Row(tp=2, zero=1, positions="rotary"),
@@ -162,7 +169,7 @@ def low_precision_rows() -> list[Row]:
 
 
 def dropout_rows() -> list[Row]:
-    """Layouts whose dropout masks would differ if these depended on ranks."""
+    """Returns layouts whose dropout masks would differ if the masks depended on ranks."""
     return [
         Row(micro_batch=2, recompute=True),
         Row(tp=2),
@@ -175,7 +182,8 @@ def dropout_rows() -> list[Row]:
 
 
 def config_of(row: Row, **changes: dict[str, Any]) -> Config:
-    """The tiny model on the row's layout; `changes` overrides fields: `model={"embed_layernorm": True}`."""
+    """Returns the tiny model's configuration on the row's layout. `changes` overrides fields:
+    `model={"embed_layernorm": True}`."""
     sections = {
         "model": ModelConfig(
             num_layers=4,
@@ -214,19 +222,19 @@ def config_of(row: Row, **changes: dict[str, Any]) -> Config:
     for section, fields in changes.items():
         sections[section] = dataclasses.replace(sections[section], **fields)
     parallel = sections["parallel"]
-    # With another schedule the number is ignored, and a test would not run what it claims.
+    # Other schedules ignore the number, so the test would not run what it claims.
     assert parallel.virtual_pipeline_stages == 1 or parallel.pipeline_schedule == "interleaved"
     return Config(**sections)
 
 
 FINGERPRINT = {"paths": ["/data/corpus"], "seed": 1234, "tokens": [5000]}
-"""Of the data that the runs of these tests claim to be trained on."""
+"""Fingerprint of the data on which the runs of these tests claim to be trained."""
 
 
 def unconnected_run(
     config: Config, vocab_size: int = VOCAB, fingerprint: dict[str, Any] = FINGERPRINT
 ) -> Run:
-    """Returns a run before its processes connect, whose data have this fingerprint wherever it starts."""
+    """Returns a run before its processes connect. Its data have this fingerprint wherever the run starts."""
     from megatron.data.vocabulary import Vocabulary
     from megatron.run import Run
     from pretrain_gpt import predict_memory
@@ -236,8 +244,8 @@ def unconnected_run(
 
 
 def make_run(config: Config, bounds: list[int] | None = None, vocab_size: int = VOCAB) -> Run:
-    """Returns a run without data files, inside `run_world`. bounds: a partition in place of the flags'
-    partition."""
+    """Returns a run without data files, inside `run_world`. bounds: a partition instead of the partition that
+    the flags choose."""
     import torch.distributed as dist
 
     run = unconnected_run(config, vocab_size).connected(dist.get_rank())
@@ -250,7 +258,7 @@ def make_run(config: Config, bounds: list[int] | None = None, vocab_size: int = 
 def build_model(
     config: Config, bounds: list[int] | None = None, vocab_size: int = VOCAB
 ) -> tuple[Run, GPTModelPipe]:
-    """Builds this rank's stage, inside `run_world`. See `make_run`."""
+    """Builds this rank's stage, inside `run_world`. bounds: see `make_run`."""
     from megatron.training import build
 
     run = make_run(config, bounds, vocab_size)
@@ -267,7 +275,8 @@ def build_engine(config: Config, bounds: list[int] | None = None, vocab_size: in
 def evaluate(
     engine: GPTEngine, micro_batches: Iterator[MicroBatch], count: int, **options: Any
 ) -> torch.Tensor:
-    """Returns the mean loss over the unmasked tokens of `GPTEngine.evaluate_totals`, a device scalar."""
+    """Returns the mean loss over the unmasked tokens of `GPTEngine.evaluate_totals`, a scalar on the
+    device."""
     losses, tokens = engine.evaluate_totals(micro_batches, count, **options)
     return losses / tokens
 
@@ -299,7 +308,8 @@ def weights_of(engine: GPTEngine) -> RankWeights:
 
 
 def full_weights(ranks: list[RankWeights]) -> dict[str, torch.Tensor]:
-    """Returns the global parameters by name, from the first replica that has them, without padded rows."""
+    """Returns the unsharded parameters by name without padded rows. Each comes from the first replica that
+    has it."""
     from megatron.mpu.parameters import merge_shards
 
     shards: dict[str, dict[int, torch.Tensor]] = {}
@@ -315,9 +325,10 @@ def full_weights(ranks: list[RankWeights]) -> dict[str, torch.Tensor]:
 
 
 def sample_tokens(first: int, count: int) -> torch.Tensor:
-    """Samples [count, SEQ + 1] of a text that can be learned: each token is 1 to 3 above the one before.
+    """Returns samples [count, SEQ + 1] of a text that can be learned: each token is 1 to 3 above the previous
+    one.
 
-    A function of the samples' numbers alone: every layout reads the same.
+    The samples depend only on their numbers, so all layouts read equal samples.
     """
     import torch
 
@@ -331,7 +342,7 @@ def sample_tokens(first: int, count: int) -> torch.Tensor:
 
 
 def global_batch(step: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """(tokens, labels) of a step, counted from 0, both [GLOBAL_BATCH, SEQ]."""
+    """Returns (tokens, labels) of a step, both [GLOBAL_BATCH, SEQ]. Steps are counted from 0."""
     samples = sample_tokens(step * GLOBAL_BATCH, GLOBAL_BATCH)
     return samples[:, :-1].contiguous(), samples[:, 1:].contiguous()
 
@@ -349,8 +360,8 @@ def micro_batches(engine: GPTEngine, step: int) -> Iterator[MicroBatch]:
 def train(
     engine: GPTEngine, steps: Iterable[int], rate: float | None = None, **options: Any
 ) -> list[tuple[float, float]]:
-    """Trains on the numbered steps; returns (loss, grad norm) of each. rate: learning rate; None is `RATE`.
-    options: of `GPTEngine.train_step`."""
+    """Trains on the numbered steps. Returns (loss, grad norm) of each step. rate: learning rate; None means
+    `RATE`. options: arguments of `GPTEngine.train_step`."""
     history = []
     for step in steps:
         batch = micro_batches(engine, step)
@@ -360,7 +371,7 @@ def train(
 
 
 def train_layout(row: Row, steps: int = STEPS, **changes: dict[str, Any]) -> list[tuple[float, float]]:
-    """Trains the tiny model on a row's layout, inside `run_world`; (loss, grad norm) of each step."""
+    """Trains the tiny model on a row's layout, inside `run_world`. Returns (loss, grad norm) of each step."""
     with no_messages_in_default_group():
         rate = WIDE_RATE if row.is_wide else None
         return train(build_engine(config_of(row, **changes)), range(steps), rate)
@@ -368,8 +379,8 @@ def train_layout(row: Row, steps: int = STEPS, **changes: dict[str, Any]) -> lis
 
 @contextmanager
 def no_messages_in_default_group() -> Iterator[None]:
-    """Raises AssertionError for a message in the group of all ranks, which would need its own NCCL
-    communicator of two ranks."""
+    """Raises AssertionError for a point-to-point message in the group of all ranks, for which NCCL would make
+    a communicator of two ranks."""
     import torch.distributed as dist
 
     kept = {name: vars(dist.ProcessGroup)[name] for name in ("send", "recv")}  # not bound to the class
@@ -393,8 +404,8 @@ def no_messages_in_default_group() -> Iterator[None]:
 def relative_errors(
     history: Sequence[tuple[float, ...]], reference: Sequence[tuple[float, ...]]
 ) -> tuple[float, float]:
-    """Returns the largest relative errors over all steps: of the loss, and of the grad norm and any numbers
-    that follow it."""
+    """Returns (largest relative error of the loss, largest relative error of the grad norm and of any numbers
+    after it) over all steps."""
     if len(history) != len(reference):
         raise ValueError(f"{len(history)} steps compared with {len(reference)}")
     errors = [

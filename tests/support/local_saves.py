@@ -1,4 +1,4 @@
-"""Runs of the tiny model that save to the disks of simulated nodes: folders, one per node. All functions run
+"""Runs of the tiny model that save to the disks of simulated nodes. A disk is a folder. All functions run
 inside `run_world`."""
 
 from __future__ import annotations
@@ -18,13 +18,14 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Started:
-    """A run after its start. checkpoint: what it started from; None if it initialized from scratch."""
+    """A run after its start. checkpoint: the checkpoint from which it started; None if it initialized from
+    scratch."""
 
     manager: CheckpointManager
     checkpoint: Checkpoint | None
     state: TrainingState
     line: str
-    """The line of the log on the start."""
+    """The log line of the start."""
 
 
 def start(row: Row, folder: Path, nodes: Sequence[str], **settings: Any) -> Started:
@@ -58,8 +59,8 @@ def start(row: Row, folder: Path, nodes: Sequence[str], **settings: Any) -> Star
 def run_on_nodes(
     row: Row, folder: Path, nodes: Sequence[str], last: int, saves: Mapping[int, str], **settings: Any
 ) -> tuple[int, str, list[tuple[float, float]]]:
-    """Trains to the step `last`. saves: 'local' or 'shared', by step. Returns the step of the start, its line
-    in the log, and (loss, grad norm) of each step."""
+    """Trains to the step `last`. saves: step -> 'local' or 'shared'. Returns (step of the start, log line of
+    the start, (loss, grad norm) of each step)."""
     started = start(row, folder, nodes, **settings)
     manager, history = started.manager, []
     for step in range(started.state.iteration, last):

@@ -1,6 +1,7 @@
-"""Checkpoints of hundreds of ranks without processes: one optimizer at a time makes or reads its part.
+"""Checkpoints of hundreds of ranks without processes: one optimizer at a time writes or reads its part.
 
-Every element of the model has its own number as value, so what a rank has read shows where it came from.
+The value of every element of the model is its own number, so the values that a rank has read show where they
+came from.
 """
 
 from __future__ import annotations
@@ -37,16 +38,17 @@ if TYPE_CHECKING:
 EMBED = "tied_modules.embed."
 TIED = f"{EMBED}word_embeddings.weight"
 FACTORS = {"fp32": 1.0, "exp_avg": 0.5, "exp_avg_sq": 2.0}
-"""State -> what the number of an element is multiplied by."""
+"""State -> factor by which an element's number is multiplied."""
 
 
 class ManyRanks:
-    """The ranks of a layout. numbers: the number of each element, by parameter, without padding."""
+    """The ranks of a layout. numbers: parameter -> the number of each element, without padding."""
 
     def __init__(
         self, config: Config, shard_of: Callable[[ParameterSpec, torch.Tensor, Sequence[Axis]], torch.Tensor]
     ) -> None:
-        """shard_of: returns a TP rank's shard of a global parameter, independently of the product."""
+        """Numbers the elements of all parameters. shard_of: a function that returns a TP rank's shard of an
+        unsharded parameter, independently of the program's code."""
         self.config = config
         self._shard_of = shard_of
         self.specs = model_specs(config, VOCAB, EOD)
@@ -76,7 +78,7 @@ class ManyRanks:
         return [*names, *([TIED] if last and TIED not in names else [])]
 
     def shard(self, name: str, tp_rank: int) -> torch.Tensor:
-        """The numbers of a TP rank's shard; padded rows are 0."""
+        """Returns the numbers of a TP rank's shard. Padded rows are 0."""
         spec: ParameterSpec = self.padded[name]
         numbers = self.numbers[name]
         padding = spec.global_shape[0] - numbers.shape[0]
@@ -86,7 +88,7 @@ class ManyRanks:
         return self._shard_of(spec, numbers, [tp_group])
 
     def optimizer(self, rank: int) -> MixedPrecisionOptimizer:
-        """The optimizer of a rank. All values are -1, which no element has as its number."""
+        """Returns the optimizer of a rank. All its values are -1, which is not the number of an element."""
         mesh = self.mesh(rank)
         parameters = {
             name: torch.nn.init.constant_(new_parameter(self.padded[name], mesh.tp, dtype=torch.bfloat16), -1)
@@ -105,8 +107,8 @@ class ManyRanks:
         )
 
     def save(self, folder: Path) -> list[str | None]:
-        """Writes `global_step1` into the folder. Returns the file that each number is read from: if several
-        have it, the first."""
+        """Writes `global_step1` into the folder. Returns for each number the file from which it is read: the
+        first one, if several files have it."""
         path = folder / "global_step1"
         path.mkdir(parents=True)
         places: dict[str, dict[str, Place]] = {}

@@ -1,8 +1,8 @@
 """Processes that stay alive and do named pieces of work on request, so that layouts can take turns.
 
-A benchmark starts itself again with `--worker ...` through `World`; the worker ends in `serve`. Each line of
-its input names work; the answer is the seconds that it took, or the number that it returned. Answers
-go to the stream that `begin_worker` returns.
+A benchmark starts itself as a worker with `--worker ...` through `World`, and the worker ends in `serve`.
+Each line of its input names work. The answer is the seconds that the work took, or the number that it
+returned. Answers go to the stream that `begin_worker` returns.
 """
 
 import os
@@ -26,12 +26,12 @@ if TYPE_CHECKING:
     from megatron.mpu.parameters import InitialValues
 
 
-# In the environment of processes that are measured on CPUs, on a machine with an accelerator too.
+# Environment of processes that are measured on CPUs, also on a machine with an accelerator.
 ON_CPU = {"CUDA_VISIBLE_DEVICES": ""}
 
 
 class World:
-    """The processes of one layout, one thread each."""
+    """The processes of one layout, with one thread each."""
 
     def __init__(
         self,
@@ -41,7 +41,7 @@ class World:
         settings: Mapping[str, str] | None = None,
         words: Sequence[str] = (),
     ) -> None:
-        """Starts `script WORDS --worker WORKER` as the ranks of one world, with `settings` in their
+        """Starts `script WORDS --worker WORKER` as the ranks of one world. settings: variables in their
         environment."""
         (port,) = free_ports(1)
         command = [sys.executable, script, *words, f"--worker={worker}"]
@@ -56,14 +56,14 @@ class World:
             )
 
     def answers(self) -> list[str]:
-        """Waits for a line from each process."""
+        """Waits for a line from each process. Returns the lines."""
         lines = [process.stdout.readline() for process in self.processes if process.stdout is not None]
         if not all(lines):
             raise SystemExit("a measured process died; its error is above")
         return lines
 
     def run(self, work: str) -> float:
-        """Does the named work. Returns the seconds of the slowest process, or the largest number returned."""
+        """Does the named work. Returns the seconds of the slowest process, or the largest returned number."""
         for process in self.processes:
             assert process.stdin is not None
             process.stdin.write(work + "\n")
@@ -79,7 +79,7 @@ class World:
 
 
 def config_of(flags: str, processes: int = 1) -> "Config":
-    """The configuration of a measured run, from its flags and --dry-run: it needs no data."""
+    """Returns the configuration of a measured run from its flags and --dry-run, which needs no data."""
     from megatron.arguments import parse_args
 
     env = {"WORLD_SIZE": str(processes), "LOCAL_RANK": os.environ.get("LOCAL_RANK", "0")}
@@ -87,8 +87,8 @@ def config_of(flags: str, processes: int = 1) -> "Config":
 
 
 def begin_worker() -> TextIO:
-    """The start of a worker, before its imports: of several processes each is bound to its own core, and what
-    libraries print goes to stderr. Returns the real stdout, for the answers."""
+    """Begins a worker, before its imports. Binds each of several processes to its own core, and sends what
+    libraries print to stderr. Returns the real stdout, for the answers."""
     if int(os.environ["WORLD_SIZE"]) > 1 and hasattr(os, "sched_setaffinity"):
         cores = sorted(os.sched_getaffinity(0))
         os.sched_setaffinity(0, {cores[int(os.environ["LOCAL_RANK"]) % len(cores)]})
@@ -101,7 +101,7 @@ def begin_worker() -> TextIO:
 
 
 def connect(config: "Config") -> "Mesh":
-    """Connects the workers of a world; returns the mesh of this rank."""
+    """Connects the workers of a world. Returns the mesh of this rank."""
     from megatron.cluster.processes import init_distributed
     from megatron.mpu.mesh import Mesh
 
@@ -114,7 +114,7 @@ def make_engine(
     vocab_size: int,
     values: "InitialValues | None" = None,
 ) -> "GPTEngine":
-    """Returns the engine of a rank. values: the initial values (default: those of a run)."""
+    """Returns the engine of a rank. values: the initial values (default: the initial values of a run)."""
     from megatron.data.vocabulary import Vocabulary
     from megatron.mpu.parameters import initial_values
     from megatron.optimizer.batch_schedule import BEGIN
@@ -126,7 +126,7 @@ def make_engine(
 
 
 def micro_batches(tokens: "torch.Tensor", mesh: "Mesh", size: int) -> "Iterator[MicroBatch]":
-    """The micro-batches of this replica, `size` samples each, from the tokens of a step,
+    """Returns the micro-batches of this replica, with `size` samples each. tokens: the tokens of a step,
     [global batch, seq + 1]."""
     from megatron.data.loader import MicroBatch
 
@@ -135,7 +135,7 @@ def micro_batches(tokens: "torch.Tensor", mesh: "Mesh", size: int) -> "Iterator[
 
 
 def serve(work: Callable[[str], object], answers: TextIO) -> None:
-    """Does the work that each line of the input names, and prints its seconds or its result."""
+    """Does the work that each line of the input names. Prints the seconds that it took, or its result."""
     for line in sys.stdin:
         start = time.perf_counter()
         found = work(line.strip())

@@ -1,6 +1,6 @@
-"""An object store for tests: moto's server, a process of its own, behind a proxy that can break requests.
+"""An object store for tests: moto's server in its own process, behind a proxy that can break requests.
 
-`serve_objects` starts both; the fixture `bucket` of tests/conftest.py gives each test a bucket.
+`serve_objects` starts both. The fixture `bucket` of tests/conftest.py gives each test a bucket.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import parse_qs, unquote, urlsplit
 
-# The port comes from the kernel, and the server prints it.
+# The kernel chooses the port, and the server prints it.
 _SERVER = """
 from megatron.child_processes import end_with_parent
 end_with_parent()
@@ -42,8 +42,9 @@ Action = Callable[["Exchange"], None]
 class Request:
     """A request that has arrived.
 
-    kind: LIST, GET, HEAD, PUT or DELETE; CREATE, PART, COMPLETE, ABORT or UPLOADS for multipart uploads;
-    BUCKET otherwise. key: in the bucket; the prefix of a listing; the keys of a deletion, one a line.
+    kind: LIST, GET, HEAD, PUT or DELETE; for multipart uploads CREATE, PART, COMPLETE, ABORT or UPLOADS;
+    otherwise BUCKET. key: the key in the bucket; for a listing its prefix; for a deletion its keys, one per
+    line.
     """
 
     kind: str
@@ -60,7 +61,7 @@ class _Fault:
     seen: int = 0
 
     def matches(self, request: Request) -> bool:
-        """Whether this request gets the action; counts it."""
+        """Returns whether this request gets the action. Counts the request."""
         if request.kind not in self.kind.split("|") or not re.search(self.key, request.key):
             return False
         self.seen += 1
@@ -69,7 +70,8 @@ class _Fault:
 
 @dataclass
 class Bucket:
-    """The bucket of a test. url: s3://BUCKET/run. environment: the variables of its processes."""
+    """The bucket of a test. url: s3://BUCKET/run. environment: the variables of processes that use the
+    bucket."""
 
     url: str
     environment: dict[str, str]
@@ -79,21 +81,21 @@ class Bucket:
 
     @property
     def name(self) -> str:
-        """The bucket's name."""
+        """Returns the bucket's name."""
         return self.url.split("/")[2]
 
     def count(self, kind: str = "") -> int:
-        """The number of requests of a kind, or of all kinds, that have arrived."""
+        """Returns the number of requests of a kind (default: of all kinds) that have arrived."""
         return sum(not kind or request.kind == kind for request in self.requests)
 
     def counts(self) -> Counter[str]:
-        """The number of requests by kind."""
+        """Returns the number of requests by kind."""
         return Counter(request.kind for request in self.requests)
 
     def fault(self, kind: str, action: Action, *, key: str = "", first: int = 1, times: float = 1) -> None:
-        """Lets requests end with an action, from now on. kind: one kind, or several, joined by |. key: a
-        regular expression. Of the requests whose kind and key match, number `first` and the next `times` - 1
-        are affected."""
+        """From now on, executes an action instead of answering certain requests. kind: one kind, or several,
+        joined by |. key: a regular expression. The fault affects the requests whose kind and key match, from
+        number `first` on, `times` requests in all."""
         self._faults.append(_Fault(kind, action, key, first, times))
 
     def heal(self) -> None:
@@ -102,14 +104,15 @@ class Bucket:
         self.requests.clear()
 
     def arrived(self, request: Request) -> Action | None:
-        """Records a request, and returns what breaks it."""
+        """Records a request. Returns the action that breaks it, or None."""
         self.requests.append(request)
         found = [fault.action for fault in [*self._faults] if fault.matches(request)]
         return found[0] if found else None
 
 
 def answer(status: int, code: str = "") -> Action:
-    """Answers with an error, such as 503 SlowDown, without doing what was asked."""
+    """Returns an action that answers with an error, such as 503 SlowDown, without carrying out the
+    request."""
 
     def act(exchange: Exchange) -> None:
         body = f"<Error><Code>{code}</Code><Message>a fault of the test</Message></Error>".encode()
@@ -119,18 +122,18 @@ def answer(status: int, code: str = "") -> Action:
 
 
 def refuse(exchange: Exchange) -> None:
-    """Resets the connection without doing what was asked."""
+    """Resets the connection without carrying out the request."""
     exchange.reset()
 
 
 def lose_answer(exchange: Exchange) -> None:
-    """Does what was asked, then resets the connection instead of answering."""
+    """Carries out the request, then resets the connection instead of answering."""
     exchange.forward()
     exchange.reset()
 
 
 def cut_after(num_bytes: int) -> Action:
-    """Resets the connection after so many bytes of the answer's body."""
+    """Returns an action that resets the connection after `num_bytes` bytes of the answer's body."""
 
     def act(exchange: Exchange) -> None:
         status, headers, body = exchange.forward()
@@ -142,7 +145,7 @@ def cut_after(num_bytes: int) -> Action:
 
 
 def small_pages(size: int) -> Action:
-    """Answers a listing with so many objects at most."""
+    """Returns an action that answers a listing with at most `size` objects."""
 
     def act(exchange: Exchange) -> None:
         exchange.path += f"&max-keys={size}"
@@ -152,7 +155,7 @@ def small_pages(size: int) -> Action:
 
 
 def first_upload_only(exchange: Exchange) -> None:
-    """Answers a listing of uploads with the first of several, as a server does with more than 1,000."""
+    """Answers a listing of uploads with only the first one, as a server does with more than 1,000 uploads."""
     status, headers, body = exchange.forward()
     uploads = re.findall(rb"<Upload>.*?</Upload>", body, re.DOTALL)
     for upload in uploads[1:]:
@@ -162,12 +165,13 @@ def first_upload_only(exchange: Exchange) -> None:
 
 
 def hang(exchange: Exchange) -> None:
-    """Never answers."""
+    """Leaves a request without an answer."""
     exchange.wait_for_end()
 
 
 def kill_sender(*, is_done: bool) -> Action:
-    """Kills the process that sent the request with SIGKILL. is_done: after what was asked is done."""
+    """Returns an action that kills the process that sent the request with SIGKILL. is_done: whether the
+    request is carried out first."""
 
     def act(exchange: Exchange) -> None:
         if is_done:
@@ -185,12 +189,12 @@ class Exchange(BaseHTTPRequestHandler):
     server: _Proxy
 
     def setup(self) -> None:
-        """Sends parts of an answer at once: Nagle's algorithm would wait 40 ms for the client."""
+        """Sends parts of an answer at once. Nagle's algorithm would wait 40 ms for the client."""
         super().setup()
         self.connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
 
     def _serve(self) -> None:
-        # The whole body is read first: what a killed client had not sent to its end never arrives.
+        # The whole body is read first. If the client is killed while it sends, the request never arrives.
         if "Transfer-Encoding" in self.headers:
             self.send_error(411)
             return
@@ -228,7 +232,7 @@ class Exchange(BaseHTTPRequestHandler):
         return bucket, Request(kind, key)
 
     def forward(self) -> tuple[int, list[tuple[str, str]], bytes]:
-        """Does what was asked; returns the server's answer: status, headers, body."""
+        """Forwards the request to the server. Returns the server's answer: status, headers, body."""
         backend = HTTPConnection("127.0.0.1", self.server.backend_port)
         try:
             backend.putrequest(self.command, self.path, skip_host=True, skip_accept_encoding=True)
@@ -245,7 +249,7 @@ class Exchange(BaseHTTPRequestHandler):
             backend.close()
 
     def send(self, status: int, headers: list[tuple[str, str]], body: bytes) -> None:
-        """Sends an answer, or the begin of one: the headers say its length."""
+        """Sends an answer or its beginning. The headers state its full length."""
         self.send_response(status)
         names = {name.lower() for name, _ in headers}
         for name, value in headers:
@@ -257,7 +261,7 @@ class Exchange(BaseHTTPRequestHandler):
             self.wfile.write(body)
 
     def reset(self) -> None:
-        """Ends the connection as a crashed machine does, with RST."""
+        """Ends the connection with RST, as a crashed machine does."""
         self.connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
         # The socket stays open as long as a file refers to it.
         self.rfile.close()
@@ -270,7 +274,7 @@ class Exchange(BaseHTTPRequestHandler):
         self.server.is_closed.wait()
 
     def sender(self) -> int:
-        """The id of the process at the other end of the connection."""
+        """Returns the id of the process at the other end of the connection."""
         inode = _socket_inode(self.client_address[1], self.server.server_port)
         for entry in Path("/proc").glob("[0-9]*/fd/*"):
             try:
@@ -311,7 +315,7 @@ class _Proxy(ThreadingHTTPServer):
 
 
 class ObjectStoreServer:
-    """moto's server and the proxy in front of it."""
+    """Moto's server and the proxy in front of it."""
 
     def __init__(self, proxy: _Proxy) -> None:
         self._proxy = proxy
@@ -321,7 +325,7 @@ class ObjectStoreServer:
             "AWS_ACCESS_KEY_ID": "test",
             "AWS_SECRET_ACCESS_KEY": "test",
             "AWS_DEFAULT_REGION": "us-east-1",
-            # Nothing of the machine's own settings.
+            # The machine's own settings are not used.
             **{"AWS_CONFIG_FILE": os.devnull, "AWS_SHARED_CREDENTIALS_FILE": os.devnull},
             **{"AWS_EC2_METADATA_DISABLED": "true", "NO_PROXY": "127.0.0.1", "no_proxy": "127.0.0.1"},
         }

@@ -2,10 +2,10 @@
 
     results = run_world(4, function, argument)        # function runs on 4 ranks; results in rank order
 
-`function` must be importable (defined at the top of a module). It runs in a fresh process group of torch and
-of DeepSpeed, with the variables that a launcher sets. The workers are forked (`tests.support.forked`) and
-are used again by the cases that follow. They have the environment of the session's start. What a function
-sets in it is undone when it returns.
+`function` must be importable (defined at the top level of a module). It runs in a fresh process group of
+torch and DeepSpeed, with the variables that a launcher sets. The workers are forked (`tests.support.forked`)
+and are reused by later cases. They have the environment of the session's start. Changes that a function makes
+in its environment are undone when it returns.
 """
 
 from __future__ import annotations
@@ -34,12 +34,14 @@ import psutil
 from tests.support import HANG_TIMEOUT_S, forked
 
 MAX_WORLD_SIZE = 8
-# Seconds that the other ranks have, once one has failed, to fail as well or to finish.
+# Seconds that the other ranks have to fail as well or to finish, after one rank has failed.
 _GRACE_S = 5.0
-# A worker with more threads after a case is replaced. Hooks of autograd hold an engine with sharded weights
-# (ZeRO-3) until the process ends, with three threads per process group that wake 100 times per second.
+# A worker with more threads than this after a case is replaced. Hooks of autograd keep an engine with sharded
+# weights (ZeRO-3) until the process ends, with three threads per process group that wake 100 times per
+# second.
 _MAX_IDLE_THREADS = 8
-# The modules in which DeepSpeed keeps what belongs to one world; they are put back to how they were imported.
+# The modules in which DeepSpeed keeps state of one world. After a case their variables get the values they
+# had after the import.
 _DEEPSPEED_STATE = (
     "deepspeed",
     "deepspeed.comm.comm",
@@ -50,8 +52,8 @@ _DEEPSPEED_STATE = (
 
 
 class WorldError(RuntimeError):
-    """A case failed on some rank. The exception of the first rank that failed is the `__cause__`, if it could
-    be pickled; the message has its traceback."""
+    """A case failed on some rank. `__cause__` is the exception of the first rank that failed, if it could be
+    pickled. The message has its traceback."""
 
 
 def run_world(
@@ -61,10 +63,11 @@ def run_world(
     timeout: float = HANG_TIMEOUT_S,
     **kwargs: Any,
 ) -> list[Any]:
-    """Run `function(*args, **kwargs)` on each of `world_size` ranks; return their results in rank order.
+    """Runs `function(*args, **kwargs)` on each of `world_size` ranks. Returns their results in rank order.
 
-    WorldError if a rank raised or died, or has not answered after `timeout` seconds: then it says where.
-    WorldError, too, if a worker was killed since the last case. The next case has new workers.
+    Raises WorldError if a rank raised or died, or did not answer within `timeout` seconds: then the message
+    has the stacks of these ranks. Also raises WorldError if a worker was killed since the last case. The next
+    case has new workers.
     """
     if not 1 <= world_size <= MAX_WORLD_SIZE:
         raise ValueError(f"a world of {world_size} ranks: expected 1 to {MAX_WORLD_SIZE}")
@@ -107,7 +110,7 @@ class _Pool:
             import torch.distributed
 
             self._directory = tempfile.mkdtemp(prefix="pool-")
-            # One server for all cases: one port, found once. Each case writes under its own prefix.
+            # One server for all cases, so a port is found only once. Each case writes under its own prefix.
             self._store = torch.distributed.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
         while len(self._workers) < world_size:
             self._workers.append(self._start(len(self._workers)))
@@ -145,7 +148,7 @@ class _Pool:
         return "\n".join(stacks)
 
     def close(self) -> None:
-        """Ends all workers; the next case starts new workers."""
+        """Ends all workers. The next case starts new workers."""
         for process, connection in self._workers:
             connection.close()
             process.kill()
@@ -158,7 +161,7 @@ class _Pool:
 
 
 def _wait_until_written(path: Path, before: int) -> None:
-    """Returns when the file has more than `before` bytes and grows no more, or after some seconds."""
+    """Returns when the file has more than `before` bytes and stops growing, or after some seconds."""
     deadline, size = time.monotonic() + _GRACE_S, before
     while time.monotonic() < deadline:
         time.sleep(0.05)
@@ -177,12 +180,13 @@ class _Case:
         self.results: dict[int, Any] = {}
         self.idle_threads: dict[int, int] = {}
         self.failures: list[tuple[int, str, BaseException | None]] = []
-        # Apart from the failures: another rank may report its broken connection before the death is seen.
+        # Deaths are separate from failures: a rank may report its broken connection before the death that
+        # broke it is seen.
         self.deaths: list[tuple[int, str, BaseException | None]] = []
 
     @property
     def unfinished(self) -> list[int]:
-        """Ranks that have not left the world yet, or that have died."""
+        """Returns the ranks that have not left the world, including ranks that have died."""
         return sorted(self._open)
 
     def collect(self, timeout: float) -> None:
@@ -219,7 +223,8 @@ class _Case:
             self._open.discard(rank)
 
     def raise_if_failed(self, timeout: float, stacks: str) -> None:
-        """Raises WorldError if a rank failed. stacks: of ranks that have not finished; "" if all have."""
+        """Raises WorldError if a rank failed. stacks: the stacks of ranks that have not finished; "" if all
+        have finished."""
         failures = [*self.deaths, *self.failures]
         if not failures and not stacks:
             return
@@ -235,11 +240,11 @@ class _Case:
 
 
 def _work(connection: Connection, stack_file: str) -> None:
-    """The worker's loop: one case after the other, until the parent has ended."""
+    """Runs cases in a worker until the parent process has ended."""
     import torch
 
     torch.set_num_threads(1)
-    # On CPUs DeepSpeed would compile a kernel, for 30 s, when the first world is made; nothing here uses it.
+    # On CPUs DeepSpeed would compile a kernel for 30 s when the first world is made. The tests do not use it.
     vars(importlib.import_module("deepspeed.ops"))["__compatible_ops__"] = {}
     with open(stack_file, "w") as stacks:
         faulthandler.register(signal.SIGUSR1, file=stacks, all_threads=True)
@@ -254,7 +259,7 @@ def _work(connection: Connection, stack_file: str) -> None:
                 _enter_world(rank, world_size, port, case)
                 function, args, kwargs = pickle.loads(job)
                 connection.send(("result", pickle.dumps(function(*args, **kwargs))))
-                # No rank leaves while another still communicates with it.
+                # No rank leaves while another rank still communicates with it.
                 torch.distributed.barrier()
             except BaseException as error:
                 connection.send(("error", (traceback.format_exc(), _pickled(error))))
@@ -285,7 +290,7 @@ def _enter_world(rank: int, world_size: int, port: int, case: int) -> None:
     dist.init_process_group(
         "gloo", store=dist.PrefixStore(f"case-{case}", store), rank=rank, world_size=world_size
     )
-    # DeepSpeed takes over the process group that it finds.
+    # DeepSpeed uses the process group that it finds.
     deepspeed.init_distributed(dist_backend="gloo", verbose=False)
 
 
@@ -294,7 +299,7 @@ def _leave_world(state: dict[str, dict[str, Any]]) -> None:
 
     if dist.is_initialized():
         dist.destroy_process_group()
-    # An engine is full of reference cycles, and each process group that it holds on to keeps its threads.
+    # An engine is full of reference cycles. Each process group that it references keeps its threads.
     gc.collect()
     for name, values in state.items():
         module = sys.modules[name]
@@ -305,7 +310,7 @@ def _leave_world(state: dict[str, dict[str, Any]]) -> None:
 
 
 def _deepspeed_state() -> dict[str, dict[str, Any]]:
-    """The global variables of DeepSpeed's modules as they are before the first world."""
+    """Returns the global variables of DeepSpeed's modules as they are before the first world."""
     state = {}
     for name in _DEEPSPEED_STATE:
         values = {key: value for key, value in vars(importlib.import_module(name)).items() if key[:2] != "__"}

@@ -1,6 +1,6 @@
-"""Ports that a test can name in advance without another program taking them first.
+"""Ports that a test can choose in advance without the risk that other programs get them.
 
-python -m tests.support.ports 3    # prints three, one a line
+python -m tests.support.ports 3    # prints three ports, one per line
 """
 
 from __future__ import annotations

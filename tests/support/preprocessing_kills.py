@@ -1,4 +1,5 @@
-"""A sharded preprocessing whose processes are killed at random times, and what the repeated command makes."""
+"""A sharded preprocessing whose processes are killed at random times. The repeated command must end with the
+files of an undisturbed run."""
 
 from __future__ import annotations
 
@@ -24,23 +25,24 @@ SHARDS = 2
 
 @dataclass
 class Outcome:
-    """What happened in a series of kills."""
+    """Results of a series of kills."""
 
     kills: Counter[str] = field(default_factory=Counter)
-    """By signal and process."""
+    """Number of kills by signal and process."""
     unfinished: int = 0
-    """Kills of shards that had not ended."""
+    """Kills that hit a shard before it had ended."""
     completed: int = 0
     """How often the token files were complete and equal to the files of an undisturbed run."""
     seconds: float = 0.0
 
 
 def kill_shards(folder: Path, flags: Sequence[str], kills: int, seed: int) -> Outcome:
-    """Kills shards until `kills` kills have hit a shard that had not ended. flags: inputs and tokenizer.
+    """Kills shards until `kills` kills have hit a shard before it had ended. flags: inputs and tokenizer.
 
-    Each launch starts all shards; each gets SIGKILL or SIGTERM, to its main process or a worker, at a random
-    time. Whenever all shards ended well, and after the last kill, the token files are compared and removed.
-    Raises AssertionError for orphans, temporary files that remain, other files and exit codes.
+    Each launch starts all shards. Each shard gets SIGKILL or SIGTERM at a random time, in its main process or
+    in a worker. After the last kill, and each time that all shards ended well, the token files are compared
+    and removed. Raises AssertionError for orphans, for remaining temporary files, and for unexpected files
+    and exit codes.
     """
     started, generator, outcome = time.monotonic(), random.Random(seed), Outcome()
     expected = _complete(folder / "undisturbed", flags)
@@ -69,7 +71,7 @@ def kill_shards(folder: Path, flags: Sequence[str], kills: int, seed: int) -> Ou
 
 
 def _complete(output: Path, flags: Sequence[str]) -> dict[str, bytes]:
-    """Runs all shards to their ends; returns what they made."""
+    """Runs all shards to their end. Returns the token files by name."""
     for tool in [_start(output, flags, shard) for shard in range(SHARDS)]:
         _wait_for_end(tool)
         assert tool.returncode == 0
@@ -111,7 +113,7 @@ def _is_worker(process: psutil.Process) -> bool:
 
 
 def _wait_for_end(tool: subprocess.Popen[bytes]) -> None:
-    """Waits for a shard; raises AssertionError if it does not end, or if processes of it live on."""
+    """Waits for a shard. Raises AssertionError if it does not end, or if processes of it remain."""
     tool.wait(timeout=HANG_TIMEOUT_S)
     assert tool.returncode in (0, 2, -signal.SIGKILL, -signal.SIGTERM, 128 + signal.SIGTERM), tool.returncode
     deadline = time.monotonic() + HANG_TIMEOUT_S

@@ -1,4 +1,4 @@
-"""What the tests of one process share, beside files: a test must leave it as it found it."""
+"""The state, beside files, that the tests of one process share. A test must leave it as it found it."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _SIGNALS = sorted(signal.valid_signals())
 
 
 def process_state() -> dict[str, Any]:
-    """Returns the current state of this process without its environment, by the name of each part."""
+    """Returns the current state of this process, without its environment, by the name of each part."""
     return {
         "working directory": os.getcwd(),
         "limits": [resource.getrlimit(kind) for kind in _LIMITS],

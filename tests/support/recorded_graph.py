@@ -1,8 +1,8 @@
 """An accelerator's graph on a CPU: it records the operations of a pass, and repeats them without Python code.
 
-Like a CUDA graph, a replay has the addresses and the numbers of the capture, and a capture changes no memory
-outside of the graph. Unlike a CUDA graph, it keeps all memory that it reads; `outside` has the addresses of
-what it has not made.
+As with a CUDA graph, a replay uses the addresses and the numbers of the capture, and a capture changes no
+memory outside of the graph. Unlike a CUDA graph, this graph keeps all memory that it reads alive. `outside`
+has the addresses of memory that the graph has not allocated.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ def storages(values: Any) -> list[torch.UntypedStorage]:
 
 
 class RecordedGraph(TorchDispatchMode):
-    """Records what runs while it is active."""
+    """Records the operations that run while it is active."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -75,7 +75,7 @@ class RecordedGraph(TorchDispatchMode):
 
 @contextmanager
 def recorded_graphs() -> Iterator[list[RecordedGraph]]:
-    """Gives the accelerator of this process graphs; yields those that were made."""
+    """Gives the accelerator of this process graphs. Yields the list of graphs that were made."""
     made: list[RecordedGraph] = []
 
     def create() -> RecordedGraph:

@@ -11,7 +11,7 @@ from typing import Any
 def for_each(names: str, rows: Iterable[Any]) -> Callable[[Callable[..., None]], Callable[..., None]]:
     """Runs a test for each row, like `pytest.mark.parametrize`, but as one test. A failure names its row.
 
-    names: of the arguments that a row has, with commas. The rows share the fixtures of the test.
+    names: the arguments that a row contains, separated by commas. The rows share the fixtures of the test.
     """
     arguments, all_rows = [name.strip() for name in names.split(",")], list(rows)
     assert all_rows, "there are no rows"

@@ -1,4 +1,4 @@
-"""A tensor-parallel group of all ranks, and each rank's part of a tensor that all of them have."""
+"""A tensor-parallel group of all ranks, and each rank's part of a tensor that is equal on all ranks."""
 
 from __future__ import annotations
 
@@ -18,7 +18,8 @@ def world_tp_group() -> Axis:
 
 
 def scatter(x: torch.Tensor, tp_group: Axis, dim: int = -1) -> torch.Tensor:
-    """Returns this rank's n / size of the replicated n elements along `dim`. Backward: all-gather."""
+    """Returns this rank's n / size of the replicated n elements along `dim`. The backward pass is an
+    all-gather."""
     return x if tp_group.size == 1 else _Scatter.apply(x, tp_group, dim)
 
 

@@ -1,14 +1,14 @@
 """Runs a script whose ranks share one GPU: collectives copy tensors to host memory and use gloo.
 
-NCCL refuses two ranks on one GPU ("Duplicate GPU detected"), and gloo sends no tensors of a GPU to another
-rank. This program replaces functions of torch.distributed with ones that copy a tensor to host memory, call
-gloo, and copy the result back. The script sees the backend 'nccl', and so takes the code paths of NCCL
-(reduce-scatter, all-gather into a view). It is a test of the results: nothing overlaps, and times mean
-nothing.
+NCCL rejects two ranks on one GPU ("Duplicate GPU detected"), and gloo does not send tensors of a GPU to
+another rank. This program replaces functions of torch.distributed with functions that copy a tensor to
+host memory, call gloo, and copy the result back. The script sees the backend 'nccl', so it takes the code
+paths of NCCL (reduce-scatter, all-gather into a view). This tests the results: nothing overlaps, and times
+mean nothing.
 
     RANK=0 WORLD_SIZE=2 ... python -m tests.support.shared_gpu pretrain_gpt.py FLAGS      as each rank
 
-STAGE_HOST_TENSORS=1 also copies tensors that are in host memory: a test of this file on CPUs.
+STAGE_HOST_TENSORS=1 also copies tensors that are in host memory. With it this file is tested on CPUs.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ Function = Callable[..., Any]
 
 
 class Ended:
-    """The handle of a collective that has ended, or of sends, whose copies it keeps until they are sent."""
+    """The handle of a finished collective or of sends. It keeps the copies until they are sent."""
 
     def __init__(self, work: Any = None, copy: Tensor | None = None) -> None:
         self._work, self._copy = work, copy
@@ -59,7 +59,7 @@ def copy_back(tensor: Tensor, values: Tensor) -> None:
 
 
 def in_place(original: Function) -> Function:
-    """all_reduce, broadcast, reduce, recv: the first argument is read and written."""
+    """Wraps all_reduce, broadcast, reduce or recv: the first argument is read and written."""
 
     def staged(tensor: Tensor, *args: Any, async_op: bool = False, **kwargs: Any) -> Any:
         if not is_staged(tensor):
@@ -73,7 +73,8 @@ def in_place(original: Function) -> Function:
 
 
 def into_output(original: Function) -> Function:
-    """All-gather and reduce-scatter of one tensor: the first argument is written, the second is read."""
+    """Wraps an all-gather or reduce-scatter of one tensor: the first argument is written, the second is
+    read."""
 
     def staged(output: Tensor, given: Tensor, *args: Any, async_op: bool = False, **kwargs: Any) -> Any:
         if not is_staged(given):
@@ -87,7 +88,7 @@ def into_output(original: Function) -> Function:
 
 
 def into_list(original: Function) -> Function:
-    """all_gather: the tensors of the first argument are written, the second is read."""
+    """Wraps all_gather: the tensors of the first argument are written, the second argument is read."""
 
     def staged(
         outputs: list[Tensor], given: Tensor, *args: Any, async_op: bool = False, **kwargs: Any
@@ -110,7 +111,7 @@ def sending(original: Function) -> Function:
 
 
 def batch_isend_irecv(operations: list[dist.P2POp]) -> list[Ended]:
-    """Starts all sends and receives; returns when all messages have arrived."""
+    """Starts all sends and receives. Returns when all messages have arrived."""
     sends, receives = [], []
     for operation in operations:
         arguments = {"group": operation.group, "tag": operation.tag}
@@ -126,7 +127,7 @@ def batch_isend_irecv(operations: list[dist.P2POp]) -> list[Ended]:
     return sends
 
 
-# Wrapper -> names. The collectives of one tensor have other names since torch 2.13, which keeps the old
+# Wrapper -> names of functions. torch 2.13 has new names for the collectives of one tensor, and keeps the old
 # names.
 STAGED = {
     in_place: ("all_reduce", "broadcast", "reduce", "recv"),
@@ -141,7 +142,7 @@ STAGED = {
 
 def stage_collectives() -> None:
     """Replaces the functions of torch.distributed. Must run before megatron is imported, which may keep
-    them."""
+    references to them."""
     for wrapper, names in STAGED.items():
         for name in names:
             if hasattr(dist, name):
@@ -156,7 +157,7 @@ def main() -> None:
     stage_collectives()
     from megatron.cluster import processes
 
-    processes.device_id = lambda *_: ""  # ranks that share a device are an error otherwise
+    processes.device_id = lambda *_: ""  # without ids, ranks may share a device
     script, sys.argv = sys.argv[1], sys.argv[1:]
     runpy.run_path(script, run_name="__main__")
 

@@ -10,7 +10,7 @@ from torch.utils._pytree import tree_leaves
 
 
 class TrackedMemory(TorchDispatchMode):
-    """Counts the bytes of tensors that operations create within its context; `peak` is the maximum.
+    """Counts the bytes of tensors that operations create within its context. `peak` is the maximum.
 
     Earlier tensors and temporary memory inside an operation do not count.
     """

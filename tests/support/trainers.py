@@ -19,11 +19,11 @@ from tests.support.layouts import GLOBAL_BATCH, RATE, build_engine, micro_batche
 
 STEPS = 10
 POISON = 7
-"""The token of all labels of a bad batch."""
+"""The token that all labels of a bad batch have."""
 
 
 class Log:
-    """Replaces `MetricsLogger`: (loss, grad norm, skipped) by iteration, and the lines."""
+    """Replaces `MetricsLogger`: keeps (loss, grad norm, skipped) by iteration, and the log lines."""
 
     def __init__(self):
         self.steps, self.records, self.lines = {}, [], []
@@ -48,7 +48,7 @@ class NoWatchdog:
     def set_handled_signals(self, numbers):
         pass
 
-    def set_device_facts(self, facts, flight_record):
+    def set_device_entries(self, entries, flight_record):
         pass
 
     def phase(self, phase):
@@ -59,7 +59,8 @@ class NoWatchdog:
 
 
 def make_trainer(config: Config, bad_iterations: tuple[int, ...] = (), steps: int = STEPS) -> Trainer:
-    """The loop of `steps` iterations, inside `run_world`. bad_iterations: those with random labels."""
+    """Returns a training loop of `steps` iterations, inside `run_world`. bad_iterations: iterations with
+    random labels."""
     training = replace(config.training, exit_signal=(), train_iters=steps)
     schedule = replace(config.schedule, lr=RATE, lr_decay_style="constant")
     engine = build_engine(replace(config, training=training, schedule=schedule))
@@ -79,7 +80,7 @@ def make_trainer(config: Config, bad_iterations: tuple[int, ...] = (), steps: in
 
 
 def outcome(trainer: Trainer):
-    """Returns (log of steps, lines, last state or the message with which the run stopped)."""
+    """Returns (log of steps, log lines, last state or the message with which the run stopped)."""
     try:
         end = trainer.train(TrainingState())
     except RunStopped as error:

@@ -1,4 +1,4 @@
-"""What tests of hostile files share: bounds on memory and time, mutations, folders that must not change."""
+"""Helpers for tests of hostile files: bounds on memory and time, mutations, folders that must not change."""
 
 from __future__ import annotations
 
@@ -18,14 +18,15 @@ from hypothesis import strategies as st
 from megatron.errors import UserError
 
 MUTATIONS = [40, pytest.param(2000, marks=pytest.mark.full)]
-"""Of each reader: in the gate and in the full matrix."""
+"""Number of mutations for each reader: in the gate, and in the full matrix."""
 _MIB = 1 << 20
 
 
 @contextmanager
 def bounds(memory_mib: int = 512, cpu_s: float = 60.0) -> Iterator[None]:
-    """In it this process can take so much more address space, and at most so much processor time: a bomb
-    fails the test, and not the machine. Both are far above what an honest file takes."""
+    """Limits the additional address space and the processor time of this process within the block. A
+    malicious file then fails the test instead of the machine. Both limits are far above what an honest file
+    takes."""
     pages = int(Path("/proc/self/statm").read_text().split()[0])
     before = resource.getrlimit(resource.RLIMIT_AS)
     limit = pages * resource.getpagesize() + memory_mib * _MIB
@@ -45,14 +46,15 @@ def bounds(memory_mib: int = 512, cpu_s: float = 60.0) -> Iterator[None]:
 
 
 def refusal(read: Callable[[], Any], kind: type[UserError] = UserError) -> str:
-    """The sentence with which reading a file is refused, within bounds."""
+    """Returns the error with which reading a file is rejected, within bounds."""
     with bounds(), pytest.raises(kind) as caught:
         read()
     return checked_sentence(caught.value)
 
 
 def checked_sentence(error: UserError) -> str:
-    """An error's text, if it is one line that a terminal can show, and not of memory that ran out."""
+    """Returns an error's text. Asserts that it is one line that a terminal can show, and that memory did not
+    run out."""
     text = str(error)
     assert text.isprintable() and len(text) < 1500, text
     assert "MemoryError" not in text and "allocate" not in text, text
@@ -60,7 +62,7 @@ def checked_sentence(error: UserError) -> str:
 
 
 def snapshot(folder: Path) -> dict[str, str]:
-    """Every name below a folder, with what is in it."""
+    """Returns every name below a folder with a digest of its content."""
     return {
         str(path.relative_to(folder)): os.readlink(path)
         if path.is_symlink()
@@ -73,14 +75,14 @@ def snapshot(folder: Path) -> dict[str, str]:
 
 @st.composite
 def _changes(draw: st.DrawFn) -> list[tuple[str, float, int, bytes]]:
-    """Kinds of changes, where in the bytes (0 to 1), of how many, and to what."""
+    """Draws changes: (kind, position in the bytes from 0 to 1, number of bytes, new bytes)."""
     kinds = st.sampled_from(["overwrite", "insert", "delete", "repeat", "cut", "number"])
     change = st.tuples(kinds, st.floats(0, 1), st.integers(1, 64), st.binary(min_size=1, max_size=8))
     return draw(st.lists(change, min_size=1, max_size=4))
 
 
 def mutated(content: bytes, changes: list[tuple[str, float, int, bytes]]) -> bytes:
-    """The bytes after all changes."""
+    """Returns the bytes after all changes."""
     for kind, place, count, new in changes:
         at = int(place * len(content))
         if kind == "overwrite":
@@ -105,8 +107,8 @@ def fuzz(
     change: Callable[[st.DataObject, list[tuple[str, float, int, bytes]]], None],
     untouched: Path,
 ) -> None:
-    """Calls `change` and then `read` so many times: reading succeeds, or is refused by one sentence, and
-    leaves the folder `untouched` as it was. The mutations are the same in every run."""
+    """Calls `change` and then `read` `examples` times. Asserts that each read succeeds or is rejected with
+    one sentence, and that the folder `untouched` does not change. The mutations are equal in every run."""
     before = snapshot(untouched)
 
     @settings(
@@ -136,7 +138,7 @@ HOSTILE_VALUES = [
 
 
 def mutated_json(value: Any, data: st.DataObject) -> Any:
-    """The value with one of its parts, or one of its keys, replaced."""
+    """Returns the value with one of its parts, or one of its keys, replaced."""
     if isinstance(value, dict) and value and data.draw(st.integers(0, 4)):
         key = data.draw(st.sampled_from(sorted(value)))
         if data.draw(st.integers(0, 9)) == 0:

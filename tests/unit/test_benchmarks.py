@@ -12,7 +12,7 @@ from benchmarks import cpu_steps
 from tests.end_to_end.command import ROOT
 from tests.support import HANG_TIMEOUT_S
 
-# Not programs, or, for gpu_table.py, without flags: tests/unit/test_gpu_script.py runs it.
+# Modules that are not programs; and gpu_table.py, which tests/unit/test_gpu_script.py runs with flags.
 NO_FLAGS = {
     "__init__",
     "cpu_steps",
@@ -31,7 +31,7 @@ COMMANDS = [
     "memory.py conversion --help",
     "memory.py loss --tokens 8 --vocab 64 --hidden 16 --rounds 1",
 ]
-# All in one process, since most of a start is imports.
+# All run in one process, since most of a start is imports.
 START = """
 import runpy, sys
 for command in sys.argv[1:]:

@@ -22,7 +22,7 @@ TROUBLESHOOTING = (ROOT / "docs" / "troubleshooting.md").read_text()
 METRICS = (ROOT / "docs" / "metrics.md").read_text()
 QUOTED = "".join(re.findall(r"^```text\n(.*?)^```", TROUBLESHOOTING, re.DOTALL | re.MULTILINE)).splitlines()
 
-# Fewer constant characters do not identify a message.
+# A message with fewer constant characters cannot be identified.
 MIN_CONSTANT_CHARACTERS = 20
 # The alternatives of a message with conditional parts are multiplied, up to this number.
 MAX_ALTERNATIVES = 16
@@ -34,7 +34,7 @@ Template = tuple[str, ...]
 
 
 def templates_of(node: ast.expr) -> list[Template]:
-    """Returns the templates of a string expression; any other expression is a value."""
+    """Returns the templates of a string expression. An expression of a different kind is a value."""
     if isinstance(node, ast.Constant) and isinstance(node.value, str):
         return [(node.value,)]
     if isinstance(node, ast.IfExp):

@@ -22,13 +22,14 @@ from tests.end_to_end.flags import ABSOLUTE, MODEL, SHORT
 
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", ROOT / "examples" / "slurm" / "README.md"]
 PAGES += sorted(page for page in (ROOT / "docs").glob("*.md") if page.name != "LOG.md")
+PAGES += sorted((ROOT / "docs" / "tutorials").glob("*.md"))
 PYTHON = ".venv/bin/python"
 LAUNCHERS = ("torch.distributed.launch", "torch.distributed.run")
 
 
 def commands_of(page: Path) -> list[str]:
-    """The commands in `bash` blocks, and indented paragraphs that run Python; lines that end with a backslash
-    are joined."""
+    """Returns the commands in `bash` blocks and in indented paragraphs that run Python. Lines that end with a
+    backslash are joined."""
     text = page.read_text().replace("\\\n", " ")
     blocks = re.findall(r"^```bash\n(.*?)^```", text, re.DOTALL | re.MULTILINE)
     fenced = [line for block in blocks for line in block.splitlines() if line.strip()]
@@ -44,7 +45,7 @@ COMMANDS = [
 
 
 def parse(words: list[str]) -> None:
-    """Parses what follows the interpreter as the program does; an error is an exception."""
+    """Parses the words after the interpreter as the program does. An error is raised as an exception."""
     if words[:1] == ["-u"]:
         words = words[1:]
     if words[0] == "-m":
@@ -72,7 +73,7 @@ def parse(words: list[str]) -> None:
     else:
         source = (ROOT / program).read_text()
         flags = [flag for flag in flags if flag.startswith("--")]
-        if "parse_known_args" in source:  # the others are flags of a run
+        if "parse_known_args" in source:  # further words are flags of a run
             flags = [flag for flag in flags if flag not in make_parser()._option_string_actions]
         assert all(f'"{flag}"' in source for flag in flags)
 

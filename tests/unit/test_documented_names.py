@@ -13,6 +13,7 @@ from tests.end_to_end.command import ROOT
 PAGES = [ROOT / name for name in ("README.md", "CONTRIBUTING.md", "SECURITY.md", "CHANGELOG.md")]
 PAGES += [ROOT / "examples" / "slurm" / "README.md", ROOT / "docs" / "upstream" / "README.md"]
 PAGES += sorted(page for page in (ROOT / "docs").glob("*.md") if page.name != "LOG.md")
+PAGES += sorted((ROOT / "docs" / "tutorials").glob("*.md"))
 FOLDERS = ("benchmarks", "docs", "examples", "megatron", "tests", "tools")
 PACKAGES = {path.stem for path in (ROOT / "megatron").iterdir() if path.name != "__pycache__"}
 FILE_ENDINGS = {"bin", "idx", "json", "log", "md", "py", "safetensors", "sha256", "sh", "slurm"}
@@ -27,23 +28,24 @@ ELSEWHERE = {
 
 
 def prose_of(text: str) -> str:
-    """A page without its fenced blocks."""
+    """Returns a page without its fenced blocks."""
     return re.sub(r"^```.*?^```", "", text, flags=re.DOTALL | re.MULTILINE)
 
 
 def code_spans(page: Path) -> set[str]:
-    """The first word of each code span, without a call's parentheses and without those of `ELSEWHERE`."""
+    """Returns the first word of each code span, without a call's parentheses. Words in `ELSEWHERE` are left
+    out."""
     spans = filter(str.split, re.findall(r"`([^`]+)`", prose_of(page.read_text())))
     return {span.split()[0].removesuffix("()") for span in spans} - ELSEWHERE.get(page.name, set())
 
 
 def has_path(path: str) -> bool:
-    """Whether a path exists in the repository or in the package."""
+    """Returns whether a path exists in the repository or in the package."""
     return any((folder / path).exists() for folder in (ROOT, ROOT / "megatron"))
 
 
 def has_name(name: str) -> bool:
-    """Whether a dotted name is a module of the repository, or an attribute or field of one."""
+    """Returns whether a dotted name is a module of the repository, or an attribute or field of one."""
     parts = name.split(".")
     if parts[0] not in FOLDERS:
         parts = ["megatron", *parts]
@@ -63,7 +65,7 @@ def has_name(name: str) -> bool:
 
 
 def anchors_of(text: str) -> set[str]:
-    """The anchors of a page's headings, as GitHub and mkdocs make them."""
+    """Returns the anchors of a page's headings, as GitHub and mkdocs make them."""
     titles = re.findall(r"^#+ (.*)$", prose_of(text), re.MULTILINE)
     return {re.sub(r"[^\w\s-]", "", title.lower()).strip().replace(" ", "-") for title in titles}
 

@@ -1,4 +1,4 @@
-"""What benchmarks/gpu.sh starts: loss curves, measurements of speed, and the table."""
+"""benchmarks/gpu.sh starts loss curves, measurements of speed, and the table."""
 
 from __future__ import annotations
 
@@ -106,7 +106,7 @@ def test_verdicts_of_the_gpu_scripts_curves(
 
 
 def test_curves_end_at_the_limit_of_the_gpu_script(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """All ranks are killed, and a rank that fails ends the others."""
+    """All ranks are killed at the limit. A rank that fails ends the other ranks."""
     sleep, fail = [[sys.executable, "-c", code] for code in ("import time; time.sleep(300)", "exit(1)")]
     started = []
 
@@ -168,7 +168,8 @@ def test_the_measured_configurations_of_the_gpu_script_are_accepted() -> None:
 
 
 def test_flops_of_the_gpu_script_by_palms_formula(monkeypatch: pytest.MonkeyPatch) -> None:
-    """GPT-3 XL's 24 layers of 2,048: 6 N + 12 L h s, N without the table of positions."""
+    """GPT-3 XL has 24 layers of width 2,048. FLOPs per token are 6 N + 12 L h s, where N excludes the table
+    of positions."""
     row = Row("gpt-1.3b", "ours", 8)
     plan = plan_stages(row.config(), row.model.vocab)
     weights = 24 * (12 * 2048**2 + 13 * 2048) + 50304 * 2048 + 2 * 2048
@@ -186,8 +187,8 @@ def test_flops_of_the_gpu_script_by_palms_formula(monkeypatch: pytest.MonkeyPatc
 
 
 def test_rows_of_the_gpu_script_are_measured_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A row whose process died is not repeated, a row without time is. An error in a row does not stop
-    the next one, unless the device is lost."""
+    """A row whose process died is not repeated. A row for which no time was left is repeated. An error in a
+    row does not stop the next row, unless the device is lost."""
     rows = TINY_ROWS["gpt"]
     measured = []
 

@@ -1,4 +1,5 @@
-"""benchmarks/gpu.sh: its commands exist, its phases do not lose each other, and it runs on a CPU."""
+"""The commands in benchmarks/gpu.sh exist, a failing phase does not lose other phases, and the script runs on
+a CPU."""
 
 from __future__ import annotations
 
@@ -36,7 +37,7 @@ def gpu_script(*flags: object, **settings: str) -> subprocess.CompletedProcess[s
 
 
 def stub_python(folder: Path, body: str) -> str:
-    """A program in the place of Python. $1 is the benchmark; the table is made by the real Python."""
+    """Returns a program that replaces Python. $1 is the benchmark. The real Python makes the table."""
     stub = folder / "python-stub"
     stub.write_text(f'#!/bin/bash\ncase "$*" in *gpu_table*) exec {sys.executable} "$@" ;; esac\n{body}\n')
     stub.chmod(0o755)
@@ -66,7 +67,7 @@ def test_every_phase_is_a_command_that_parses(device: str) -> None:
     found = re.findall(r"^(\S+): timeout (\d+) (.*)$", done.stdout, re.MULTILINE)
     commands = [(name, command) for name, _, command in found]
     limits = {name: int(limit) for name, limit, _ in found}
-    if device == "cuda":  # versions and smoke should need 55 s, each other phase 10 s less than its limit
+    if device == "cuda":  # expected: 55 s for versions and smoke, the limit less 10 s for others
         phases = ("kernels", "curves", "gpt", "llama", "ranks", "resume")
         assert 55 + sum(limits[name] - 10 for name in phases) < 480
     names = [name.partition("-")[0] for name, _ in commands]
@@ -86,8 +87,8 @@ def test_every_phase_is_a_command_that_parses(device: str) -> None:
 
 
 def test_phases_that_fail_lose_no_other_phase(tmp_path: Path) -> None:
-    """Each phase that ran is in the table with its verdict, also if a process was killed. Nothing that it
-    started outlives it."""
+    """Each phase that ran is in the table with its verdict, even if a process was killed. No process that a
+    phase started outlives it."""
     stub = stub_python(
         tmp_path,
         f'case "$*" in *memory*) sleep 300 & echo $! >{tmp_path}/pid; echo broken; exit 7 ;; '
@@ -138,7 +139,8 @@ def test_a_plan_that_fails_is_a_failure(tmp_path: Path) -> None:
 
 
 def test_a_slow_start_does_not_stop_the_script(tmp_path: Path) -> None:
-    """124 is the exit code of `timeout`, and of curves that ended at their limit."""
+    """A start that reaches its limit ends with 124, the exit code of `timeout`. This code must not end the
+    script."""
     stub = stub_python(tmp_path, 'case "$*" in *environment*|*" smoke"*) exit 124 ;; esac')
     done = gpu_script("--phases", "versions smoke loss", "--out", tmp_path / "out", PYTHON=stub)
     assert done.returncode == 1
@@ -147,7 +149,7 @@ def test_a_slow_start_does_not_stop_the_script(tmp_path: Path) -> None:
 
 @pytest.mark.full  # 16 s of waiting
 def test_the_end_of_the_budget_is_no_failure(tmp_path: Path) -> None:
-    """The running phase is ended, and later ones do not start."""
+    """The running phase is ended, and later phases do not start."""
     stub = stub_python(tmp_path, 'case "$*" in *memory*) sleep 300 ;; esac')
     done = gpu_script("--budget", 16, "--phases", "loss host", "--out", tmp_path / "out", PYTHON=stub)
     assert done.returncode == 0
@@ -205,7 +207,7 @@ def test_a_script_that_is_killed_ends_what_it_started_and_leaves_its_table(tmp_p
 
 
 def test_wheels_of_absent_packages_are_installed(tmp_path: Path) -> None:
-    """pip gets the wheels that this Python lacks: not torch's."""
+    """pip gets the wheels that this Python lacks, but not torch's wheels."""
     (tmp_path / "wheels").mkdir()
     for name in ("torch-9.0-py3-none-any.whl", "absent_package-1.0-py3-none-any.whl"):
         (tmp_path / "wheels" / name).touch()
@@ -259,7 +261,7 @@ def test_the_gpu_scripts_smoke_test_runs_on_a_cpu(tmp_path: Path) -> None:
 
 @pytest.mark.full  # three minutes
 def test_the_gpu_script_runs_on_a_cpu(tmp_path: Path) -> None:
-    """The ranks that share a device have the losses of one process, through host memory."""
+    """The ranks that share a device communicate through host memory, and have the losses of one process."""
     sanitizer = tmp_path / "compute-sanitizer"
     sanitizer.write_text('#!/bin/bash\n[ "$1 $3" = "--tool --error-exitcode" ] || exit 2\nexec "${@:5}"\n')
     sanitizer.chmod(0o755)

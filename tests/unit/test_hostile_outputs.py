@@ -55,7 +55,7 @@ WRITERS: dict[str, Callable[[Path], object]] = {
 LINKS = {"symbolic": os.symlink, "hard": os.link}
 
 
-# A log is appended to under each of its names.
+# A log with several hard links is appended to, so that pair is not a case.
 @pytest.mark.parametrize(
     ("name", "link"),
     [(name, link) for name in WRITERS for link in LINKS if (name, link) != ("run.log", "hard")],
@@ -76,7 +76,7 @@ def test_a_link_in_the_place_of_an_output_does_not_change_its_target(
 
 
 def test_files_of_a_folder_that_was_copied_by_hard_links_are_written(tmp_path: Path) -> None:
-    """As by `cp -al run run.bak`, after a kill has left a temporary file."""
+    """A kill has left a temporary file, and `cp -al run run.bak` has copied the folder by hard links."""
     for name in ("latest.tmp", "log", "rank.json"):
         (tmp_path / name).write_text("old")
         os.link(tmp_path / name, tmp_path / f"{name}.bak")

@@ -1,4 +1,4 @@
-"""Imports between packages point down. `tests.support` is what tests and benchmarks share."""
+"""Packages import only lower packages. Tests and benchmarks share `tests.support`."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ FORBIDDEN = {
     "megatron": ("tests", "benchmarks"),
     "tools": ("tests", "benchmarks"),
 }
-"""What each folder does not import. Benchmarks may import the shared part of the tests."""
-# The packages and modules of `megatron`, from the lowest. Each imports only those of lower levels. A training
-# run does not import the highest two, which plan a run and are programs of their own.
+"""Folder -> packages that it must not import. Benchmarks may import the shared part of the tests."""
+# The packages and modules of `megatron`, from the lowest level. Each imports only packages of lower levels. A
+# training run does not import the highest two levels, which plan a run and contain the other programs.
 LEVELS = (
     ("torch_versions",),
     ("child_processes", "errors", "shares", "text_table", "units"),
@@ -44,12 +44,12 @@ LEVELS = (
 
 
 def parse(path: Path) -> ast.Module:
-    """The program in a file."""
+    """Returns the syntax tree of a file."""
     return ast.parse(path.read_text(encoding="utf-8"))
 
 
 def imported_modules(tree: ast.AST) -> Iterator[str]:
-    """The full name of every module that a program imports; `from a import b` gives `a.b`."""
+    """Yields the full name of every module that a program imports. `from a import b` gives `a.b`."""
     for node in ast.walk(tree):
         if isinstance(node, ast.Import):
             yield from (alias.name for alias in node.names)
@@ -73,7 +73,7 @@ def test_a_folder_imports_no_test_code_that_is_not_shared_with_it(folder: str) -
 
 
 def test_what_a_test_imports_exists_also_in_functions_that_the_gate_does_not_run() -> None:
-    """Names of `megatron`, `tests` and `benchmarks` that tests and benchmarks import. The files of
+    """Checks the names of `megatron`, `tests` and `benchmarks` that tests and benchmarks import. The files of
     tests/reference also run with other programs, which have a package `megatron`, too."""
     known: dict[Path, set[str]] = {}
 
@@ -101,7 +101,7 @@ def test_what_a_test_imports_exists_also_in_functions_that_the_gate_does_not_run
 
 
 def files_of(package: str) -> list[Path]:
-    """The files of a package or module of `megatron`."""
+    """Returns the files of a package or module of `megatron`."""
     path = ROOT / "megatron" / package
     return list(path.rglob("*.py")) or [path.with_suffix(".py")]
 
@@ -130,7 +130,8 @@ def test_imports_of_a_package_point_down(package: str) -> None:
 
 
 def modules_imported(tree: ast.AST, modules: Mapping[str, Path]) -> Iterator[str]:
-    """The modules that a program imports when it runs: also inside functions, but not for type checking."""
+    """Yields the modules that a program imports when it runs: including inside functions, but not for type
+    checking."""
     for node in ast.iter_child_nodes(tree):
         if isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node.test):
             continue
@@ -142,7 +143,8 @@ def modules_imported(tree: ast.AST, modules: Mapping[str, Path]) -> Iterator[str
 
 
 def test_no_module_imports_itself_through_others() -> None:
-    """Each round takes away the modules that import none of the rest; a cycle and what uses it remains."""
+    """Each round removes the modules that import no remaining module, then the modules that no remaining
+    module imports. A cycle would remain."""
     paths = {path: path.relative_to(ROOT).with_suffix("").parts for path in (ROOT / "megatron").rglob("*.py")}
     modules = {".".join(parts).removesuffix(".__init__"): path for path, parts in paths.items()}
     rest = {name: set(modules_imported(parse(path), modules)) - {name} for name, path in modules.items()}
@@ -155,7 +157,7 @@ def test_no_module_imports_itself_through_others() -> None:
 
 
 def test_a_training_run_names_no_module_that_plans() -> None:
-    """Not in strings either, from which a module could be imported, nor in comments."""
+    """Strings, from which a module could be imported, and comments are searched, too."""
     found = {
         str(file.relative_to(ROOT)): names
         for level in LEVELS[:-2]
@@ -183,7 +185,7 @@ def test_the_program_imports_no_module_that_plans_except_in_a_dry_run_and_to_par
 
 
 def packages_imported(tree: ast.AST) -> set[str]:
-    """The first two parts of the names of the modules that are imported in a part of a program."""
+    """Returns the first two parts of the names of the modules that are imported in a part of a program."""
     return {".".join(module.split(".")[:2]) for module in imported_modules(tree)}
 
 
@@ -191,7 +193,8 @@ def packages_imported(tree: ast.AST) -> set[str]:
     "path", sorted((ROOT / "megatron" / "commands").glob("[a-z]*.py")), ids=lambda p: p.stem
 )
 def test_every_command_starts_as_a_module(path: Path) -> None:
-    """`python -m megatron.commands.NAME` of a job script would otherwise do nothing, and succeed."""
+    """Without this, `python -m megatron.commands.NAME` in a job script would do nothing and exit with code
+    0."""
     last = ast.parse(path.read_text(encoding="utf-8")).body[-1]
     assert isinstance(last, ast.If) and ast.unparse(last.test) == "__name__ == '__main__'"
     assert "main()" in ast.unparse(last)

@@ -1,4 +1,4 @@
-"""The documented installations ask for published builds of PyTorch; unusable GPUs are an error."""
+"""The documented installations use published builds of PyTorch. Unusable GPUs are an error."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ PUBLISHED = {
 }
 # The build on PyPI for Linux. Source: the requirement of cuda-toolkit in the METADATA of its x86-64 wheels.
 ON_PYPI = {"2.11": "cu130", "2.12": "cu130", "2.13": "cu130", "2.14": "cu130"}
-# Each text that a user installs from. The log and the changelog tell what was.
+# Each text from which a user installs. The log and the changelog describe earlier builds.
 PATHS = [
     ROOT / name for name in ("README.md", "Dockerfile", "Makefile", "CONTRIBUTING.md", "constraints.txt")
 ]
@@ -51,7 +51,7 @@ def builds_asked_for(text: str) -> set[str]:
 
 
 def unpublished(text: str, minor: str) -> set[str]:
-    """Returns the builds of a text, and the pinned versions, that PyTorch has not published."""
+    """Returns the builds that a text names and that PyTorch has not published in the version `minor`."""
     return builds_asked_for(text) - PUBLISHED[minor].keys()
 
 
@@ -113,8 +113,17 @@ def test_setup_installs_the_build_that_was_asked_for(variables: list[str], insta
     assert ("--no-index" in line) == (not variables)  # a CPU build from find-links comes first
 
 
+def test_setup_removes_the_distribution_with_the_old_name_before_it_installs_the_new_one() -> None:
+    """Both distributions install files of the same names. A later removal of the old distribution would
+    delete the new commands."""
+    printed = make("--dry-run", "setup", "VENV=/nonexistent")
+    before, found, _ = printed.partition("--editable")
+    assert found and "pip uninstall -qq --yes megatron-gpt-pretraining" in before
+
+
 def stub_python(venv: Path, reaction: str) -> str:
-    """Writes a program for an environment's Python, which logs its commands; returns the setting for make."""
+    """Writes a program that replaces an environment's Python and logs its commands. Returns the setting for
+    make."""
     (venv / "bin").mkdir(parents=True)
     program = venv / "bin" / "python"
     program.write_text(f'#!/bin/sh\necho "$@" >>{venv}/log\ncase "$*" in {reaction};; esac\n')
@@ -189,7 +198,8 @@ def test_the_image_copies_nothing_that_git_ignores() -> None:
 
 @pytest.fixture
 def old_driver(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, Path]:
-    """Makes PyTorch a CUDA build without usable GPUs; returns the files of a machine with two GPUs."""
+    """Patches PyTorch to be a CUDA build without usable GPUs. Returns the files of a machine with two
+    GPUs."""
     monkeypatch.setattr(torch.version, "cuda", "13.0")
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     for name in ("nvidia0", "nvidia1", "nvidiactl", "nvidia-uvm"):
@@ -197,7 +207,7 @@ def old_driver(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, Pat
     return {"devices": tmp_path, "driver_file": tmp_path / "version"}
 
 
-# Lines of /proc/driver/nvidia/version, by the driver's version.
+# Driver's version -> lines of /proc/driver/nvidia/version.
 DRIVERS = {
     "535.104.05": "NVRM version: NVIDIA UNIX x86_64 Kernel Module  535.104.05  Sat Aug 19 01:15:15 UTC 2023",
     "570.86.15": "NVRM version: NVIDIA UNIX Open Kernel Module for x86_64  570.86.15  Release Build",

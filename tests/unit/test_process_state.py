@@ -1,4 +1,4 @@
-"""What a test must leave as it found it."""
+"""A test must leave the state of the process as it found it."""
 
 from __future__ import annotations
 

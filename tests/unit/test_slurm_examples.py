@@ -1,4 +1,4 @@
-"""The sbatch scripts as commands: their flags are those of published runs, except for listed differences."""
+"""The flags of the sbatch scripts equal the flags of published runs, except for listed differences."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from tests.support import HANG_TIMEOUT_S
 from tests.unit.config.published_scripts import SCRIPTS
 
 EXAMPLES = ROOT / "examples" / "slurm"
-SWEEP = "sweep-partition.slurm"  # starts tools/sweep.py, which starts another example
+SWEEP = "sweep-partition.slurm"  # starts tools/sweep.py, which starts a different example
 CONVERT = "convert-universal.slurm"  # starts tools/ds_to_universal.py
 PREPROCESS = "preprocess.slurm"  # starts tools/preprocess_data.py
 PREPARE = "prepare-indices.slurm"  # starts tools/prepare_indices.py
@@ -36,7 +36,8 @@ README = (EXAMPLES / "README.md").read_text()
 
 
 def dry_run(script: str, *flags: str, folder: Path, **variables: str) -> str:
-    """What `DRY_RUN=1 bash SCRIPT FLAGS` prints outside Slurm, in an empty folder, which stays empty."""
+    """Returns what `DRY_RUN=1 bash SCRIPT FLAGS` prints outside Slurm, in an empty folder, which stays
+    empty."""
     slurm = ("SLURM", "MASTER_", "NNODES", "GPUS_PER_NODE", "RUN_DIR")
     env = {name: value for name, value in os.environ.items() if not name.startswith(slurm)}
     run = subprocess.run(
@@ -53,13 +54,13 @@ def dry_run(script: str, *flags: str, folder: Path, **variables: str) -> str:
 
 
 def commands(printed: str) -> list[list[str]]:
-    """The printed commands as words."""
+    """Returns the printed commands as words."""
     lines = re.sub(r" \\\n +", " ", printed).splitlines()
     return [shlex.split(line) for line in lines if ".py" in line]
 
 
 def training_flags(printed: str) -> list[str]:
-    """The flags of the last command, which trains."""
+    """Returns the flags of the last command, which trains."""
     command = commands(printed)[-1]
     return command[command.index(str(ROOT / "pretrain_gpt.py")) + 1 :]
 
@@ -100,7 +101,7 @@ def test_a_variable_adds_the_flags_of_local_checkpoints(script: str, tmp_path: P
 
 
 def settings_of(config: Config) -> dict[str, Any]:
-    """'section.field' -> value; of files and folders only whether they are given."""
+    """Returns 'section.field' -> value. For files and folders the value is only whether they are given."""
     settings = {
         f"{section}.{field.name}": bool(value)
         if flag_of(field).metavar in ("FILE", "FOLDER", "PREFIX")
@@ -115,7 +116,7 @@ def settings_of(config: Config) -> dict[str, Any]:
     return {**settings, "curriculum": config.curriculum}
 
 
-# Script -> its differences from the published script of the same name: (ours, theirs).
+# Script -> its differences from the published script with this name: (ours, theirs).
 LOG = {"logging.log_path": (True, False)}
 KILL_SWITCH = {"training.kill_switch_path": (True, False)}
 PUBLISHED: dict[str, dict[str, tuple[Any, Any]]] = {
@@ -169,7 +170,7 @@ def test_a_script_has_the_settings_of_the_published_run(name: str, tmp_path: Pat
         assert f"`{option_name(key.split('.')[1])}`" in README, f"the README does not list {key}"
 
 
-# Of the file system in the README, and how the numbers in its table are rounded.
+# Bandwidth of the file system in the README, and how the values in its table are rounded.
 BYTES_PER_S, ROUNDED_TO_S = 1.5e9, 600
 
 
@@ -177,7 +178,7 @@ BYTES_PER_S, ROUNDED_TO_S = 1.5e9, 600
     "script", [name for name in NAMES if "--signal=" in (EXAMPLES / name).read_text()], ids=str
 )
 def test_the_warning_time_covers_the_longest_step_and_a_save(script: str, tmp_path: Path) -> None:
-    """The README's sum, from the model that the script trains."""
+    """The test computes the README's sum from the model that the script trains."""
     flags = training_flags(dry_run(script, folder=tmp_path))
 
     def number(flag: str) -> int:
@@ -210,7 +211,7 @@ def test_an_empty_ramp_up_turns_it_off(script: str, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("example", ["tr8-104B", "tr11-176B-ml"])
 def test_a_sweep_measures_full_batches(example: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Even if the environment has a ramp-up; and with every method."""
+    """A ramp-up that the environment sets has no effect. The sweep measures every method."""
     printed = dry_run(SWEEP, "--seed", "7", folder=tmp_path, EXAMPLE=example)
     ((_, program, *words),) = commands(printed)
     assert program == str(ROOT / "tools" / "sweep.py")

@@ -1,4 +1,4 @@
-"""The names that differ between versions of torch and Triton, and the list of private names."""
+"""Tests the names that differ between versions of torch and Triton, and that all private names are listed."""
 
 from __future__ import annotations
 
@@ -167,7 +167,7 @@ def test_the_search_finds_private_names(source: str, found: list[tuple[str, str]
 
 
 def owner_of(path: str) -> Any:
-    """Returns a module, or what is in a module."""
+    """Returns a module, or an attribute of a module."""
     try:
         return importlib.import_module(path)
     except ImportError:
@@ -302,7 +302,7 @@ def test_a_flight_record_has_the_calls_of_all_recorders(monkeypatch: pytest.Monk
     assert [x["profiling_name"] for x in both["entries"]] == ["gloo 1", "nccl 2", "nccl 3", "gloo 4"]
     assert both["version"] == "2.10" and both["pg_status"] == {"gloo 1": 1, "nccl 2": 1}
     assert recorded(_dump_nccl_trace=nccl) == pickle.loads(nccl())
-    assert recorded() == {} and device_progress.waiting_facts() == {"waits_in": ""}
+    assert recorded() == {} and device_progress.waiting_status() == {"waits_in": ""}
 
 
 @pytest.mark.parametrize("suffix", ["", "_backward"])

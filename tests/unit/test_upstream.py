@@ -1,4 +1,5 @@
-"""The patches of docs/upstream apply to the installed DeepSpeed; their tests pass with them, fail without."""
+"""The patches of docs/upstream apply to the installed DeepSpeed. Their tests pass with the patches, and fail
+without them."""
 
 from __future__ import annotations
 
@@ -26,7 +27,8 @@ def changed_files(patch: Path) -> list[str]:
 
 
 def copy_of_deepspeed(folder: Path) -> Path:
-    """A package `deepspeed` in `folder`: copies of the files that a patch changes, links to all others."""
+    """Returns a package `deepspeed` in `folder` with copies of the files that a patch changes, and links to
+    all others."""
     changed = {name for patch in PATCHES for name in changed_files(patch) if name.startswith("deepspeed/")}
     for name in changed:
         (folder / name).parent.mkdir(parents=True, exist_ok=True)
@@ -39,7 +41,7 @@ def copy_of_deepspeed(folder: Path) -> Path:
 
 
 def apply(patch: Path, folder: Path, *options: str) -> subprocess.CompletedProcess[str]:
-    # Outside of a git repository, so that the paths are those of the folder.
+    # The folder is outside of a git repository, so paths are relative to it.
     env = {**os.environ, "GIT_CEILING_DIRECTORIES": str(folder.parent)}
     return subprocess.run(
         ["git", "apply", "-v", *options, str(patch)], cwd=folder, env=env, capture_output=True, text=True
@@ -47,7 +49,7 @@ def apply(patch: Path, folder: Path, *options: str) -> subprocess.CompletedProce
 
 
 def failed_tests(folder: Path) -> tuple[set[str], int]:
-    """The test files that fail with the package in `folder`, and the number of tests that pass."""
+    """Returns the test files that fail with the package in `folder`, and the number of tests that pass."""
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "--rootdir", str(folder)]
     run = subprocess.run(
         [*command, "--continue-on-collection-errors", "tests"],

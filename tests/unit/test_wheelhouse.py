@@ -1,4 +1,4 @@
-"""make wheelhouse and make setup WHEELHOUSE=..., without a network: small wheels replace the packages."""
+"""Runs make wheelhouse and make setup WHEELHOUSE=... without a network: small wheels replace the packages."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ def index(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def collect(index: Path, folder: Path, *words: str) -> tuple[set[str], str]:
-    """Runs the script of make wheelhouse; returns the names of the packages that it collects, and its
+    """Runs the script of make wheelhouse. Returns the names of the packages that it collects, and its
     output."""
     command = [sys.executable, ".ci/wheelhouse.py", str(folder), *words]
     env = {**os.environ, "PIP_NO_INDEX": "1", "PIP_FIND_LINKS": str(index), "PIP_CONFIG_FILE": os.devnull}
@@ -95,7 +95,7 @@ def test_the_wheelhouse_has_what_the_package_requires_but_no_torch(index: Path, 
 
 @pytest.mark.full
 def test_the_wheelhouse_is_for_the_nodes_python_and_extras(index: Path, tmp_path: Path) -> None:
-    """Markers are evaluated for the node's Python, and compiled wheels are for it."""
+    """Markers are evaluated for the node's Python, and compiled wheels match it."""
     words = ("--python-version", "3.12", "--extras", "bitsandbytes,objectstore", "--torch")
     names, _ = collect(index, tmp_path, *words)
     assert names == (needed("bitsandbytes", "objectstore") | CUDA) - {"backport"}
@@ -163,7 +163,7 @@ def test_setup_from_a_wheelhouse_asks_no_index() -> None:
 @pytest.mark.full
 @pytest.mark.parametrize("node_has", ["torch", "no torch"])
 def test_setup_installs_from_a_wheelhouse(node_has: str, index: Path, tmp_path: Path) -> None:
-    """The node's torch, of another version than the pinned one, stays."""
+    """The node's torch stays, although its version differs from the pinned version."""
     clone, node, wheels = tmp_path / "clone", tmp_path / "node", tmp_path / "wheels"
     clone.mkdir()
     for name in ("Makefile", "constraints.txt", "pyproject.toml", "setup.py", "README.md", "LICENSE"):
@@ -185,7 +185,7 @@ def test_setup_installs_from_a_wheelhouse(node_has: str, index: Path, tmp_path: 
         (site / "torch" / "__init__.py").touch()
     env = {"PYTHONUSERBASE": str(node), "PYTHONPATH": "", "PIP_FIND_LINKS": "", "PIP_CONFIG_FILE": os.devnull}
     make("setup", f"WHEELHOUSE={wheels}", f"PYTHON={sys.executable}", folder=clone, **env)
-    packages = ("torch", "deepspeed", "megatron-gpt-pretraining")
+    packages = ("torch", "deepspeed", "paritron")
     program = f"from importlib.metadata import version; print(*map(version, {packages}))"
     command = [clone / ".venv" / "bin" / "python", "-c", program]
     versions = subprocess.check_output(command, cwd=tmp_path, env={**os.environ, **env}, text=True).split()

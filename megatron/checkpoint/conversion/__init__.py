@@ -1,1 +1,2 @@
-"""Conversions of saved checkpoints without a model: their sources; the universal format by several tasks."""
+"""Converts saved checkpoints without building a model. Several tasks together can write the universal
+format."""

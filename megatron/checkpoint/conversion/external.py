@@ -29,12 +29,13 @@ def open_external(
 ) -> StateReader:
     """Returns the reader of an external checkpoint, with a `run.json` and the specs of its parameters. The
     configuration comes from the arguments in the checkpoint, or from the config.json of a Hugging Face model;
-    what they do not determine has its default.
+    settings that these do not determine have their defaults.
 
-    tokenizer: its settings, fields of `DataConfig`. vocab_size: number of tokens without padding; None: the
-    tokenizer's, or without one the checkpoint's (all rows of the word embeddings, if it records no number).
-    warn: receives a sentence about arguments of the training that have no equivalent. Raises UserError if the
-    arguments in the checkpoint do not describe the model, or describe another one than its tensors.
+    tokenizer: settings of the tokenizer, which are fields of `DataConfig`. vocab_size: number of tokens
+    without padding; None: the tokenizer's number, or without a tokenizer the checkpoint's (all rows of the
+    word embeddings, if it records no number). warn: receives a sentence about arguments of the training that
+    have no equivalent. Raises UserError if the arguments in the checkpoint do not describe the model, or do
+    not fit its tensors.
     """
     checkpoint, recorded = reader.checkpoint, reader.recorded_model()
     if recorded is None:
@@ -58,13 +59,13 @@ def open_external(
             **{section: SECTIONS[section](**values) for section, values in given.items()},
         )
     except (ConfigError, TypeError, ArithmeticError) as error:
-        if isinstance(error, ConfigError) and not args:  # the model has been checked: it is in a flag
+        if isinstance(error, ConfigError) and not args:  # the model is already checked: a flag is wrong
             raise
         raise UserError(
             f"checkpoint {checkpoint.folder}: its arguments describe no model of this program "
             f"({one_line(error)})"
         ) from error
-    if config.model.num_layers > len(reader.stored_names):  # such a model would fill the memory
+    if config.model.num_layers > len(reader.stored_names):  # specs of so many layers would fill the memory
         raise UserError(
             f"checkpoint {checkpoint.folder}: its arguments describe {config.model.num_layers:,} layers, and "
             f"it holds {len(reader.stored_names):,} parameters: it is damaged"
@@ -78,10 +79,10 @@ def open_external(
 
 
 def describe_run(reader: StateReader, config: Config, vocabulary: Vocabulary) -> None:
-    """Gives a checkpoint of another framework the `run.json` of a run that could have saved it, and the specs
-    of its parameters, without padding."""
+    """Gives the checkpoint of another framework the `run.json` of a run that could have saved it, and the
+    specs of its parameters without padding."""
     parallel, specs = config.parallel, specs_without_padding(config, vocabulary.size, vocabulary.eod)
-    # The load of experts (`ONLY_IN_TRAINING`) is not in the checkpoint: a run begins with its initial value.
+    # The load of experts (`ONLY_IN_TRAINING`) is not in the checkpoint: a run starts from its initial value.
     specs = {name: spec for name, spec in specs.items() if name in reader.stored_names}
     stages = {
         "partition_method": parallel.partition_method,

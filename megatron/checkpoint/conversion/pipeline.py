@@ -1,15 +1,16 @@
-"""The conversion of a checkpoint: a reader of any format gives pieces, a writer of any format takes them.
+"""Converts a checkpoint: a reader of any format yields pieces, and a writer of any format takes them.
 
-Parameters are copied in blocks by several threads: reading, checksums and writing release the GIL, and the
-memory does not grow with the model. The folder is written beside its final place, and renamed once it is
+Several threads copy the parameters in blocks: reading, checksums and writing release the GIL, and the memory
+does not grow with the model. The target folder is written under a temporary name, and renamed once it is
 complete and synced.
 
-Some writers keep parameters (`CheckpointWriter.keeps_parameters`): each file and folder is complete when it
-gets its name, by a rename. Then an interrupted conversion continues, and processes on several nodes convert
-one checkpoint together (`shared_work`), since all of them write equal bytes. `source.json` in the folder says
-which checkpoint is converted. It stays in the folder: a task that starts late finds by it that the others are
-done. A conversion that fails leaves the folder only if it has a parameter, with which the next one continues.
-Every other format is written by one process, which leaves nothing behind if it fails.
+Some writers keep finished parameters (`CheckpointWriter.keeps_parameters`): each file and folder is complete
+when a rename gives it its name. With them an interrupted conversion continues, and processes on several nodes
+can convert one checkpoint together (`shared_work`), since all of them write equal bytes. `source.json` in the
+folder identifies the checkpoint that is converted. It stays in the published folder, so that a task that
+starts late sees that the work is done. A conversion that fails keeps the folder only if it contains a
+parameter, so that the next conversion continues. Every other format is written by one process, which leaves
+nothing behind if it fails.
 """
 
 from __future__ import annotations
@@ -30,9 +31,9 @@ from megatron.checkpoint.names import shown
 from megatron.errors import UserError, one_line
 from megatron.files import read_small, rename_synced, sync_file, sync_tree, write_atomically
 
-# Suffix of the folder while it is written.
+# Suffix of the folder's name while it is written.
 PARTIAL = ".partial"
-# The identity of the source.
+# File with the identity of the source.
 SOURCE_FILE = "source.json"
 
 
@@ -46,20 +47,20 @@ def convert(
     print_fn: Callable[[str], object] = lambda _: None,
     **options: Any,
 ) -> Iterator[str]:
-    """Writes the folder `target`; yields the name of each parameter that this process writes. Returns when
-    the folder is published, by this process or by another.
+    """Writes the folder `target`. Yields the name of each parameter that this process writes. Returns when
+    this or another process has published the folder.
 
-    workers: number of threads. verify: compare all states with the digests of the source, or its files if the
-    states have none. task: rank and number of the processes that call this function at once, which only a
-    writer that keeps parameters allows. print_fn: receives the lines of the result in the process that
-    publishes. options: of the writer.
+    workers: number of threads. verify: compare all states with the digests of the source; if the states have
+    none, compare its files. task: (rank, number) of the processes that call this function at the same time,
+    which only a writer that keeps parameters allows. print_fn: receives the lines of the result, in the
+    process that publishes. options: options of the writer.
 
     Raises UserError for a damaged source, a source that lacks what the format needs, too little disk space,
-    replicas that differ, and a `target` that is something else.
+    replicas that differ, and a `target` that is not a conversion of this source.
     """
     keeps = writer_class.keeps_parameters
     identity = identity_of(reader) if keeps else None
-    is_published(target, identity)  # before anything is created
+    is_published(target, identity)  # raises an error before anything is created
     partial = target.with_name(target.name + PARTIAL)
     writer: CheckpointWriter | None = None
     is_begun = False
@@ -75,14 +76,16 @@ def convert(
                         _verify_files(reader, writer_class, workers, shared)
                     is_new = _begin(partial, identity, shared.is_leftover)
                     is_begun = True
-                    # Looked for again: another process may have published before this one created its folder.
+                    # This is checked again, because another process may have published before this one
+                    # created its folder.
                     if not is_published(target, identity):
                         writer = writer_class(partial, reader, **options)
                         yield from _copy(writer, target, workers, verify, shared)
                     elif is_new:
                         shutil.rmtree(partial)
             except (OSError, UserError):
-                # Once another process has published, the folder is gone, and an error does not matter.
+                # If another process has published, the folder has been renamed, and this error does not
+                # matter.
                 if not (keeps and is_published(target, identity)):
                     raise
 
@@ -109,8 +112,9 @@ def convert(
 def _verify_files(
     reader: StateReader, writer_class: type[CheckpointWriter], workers: int, shared: SharedWork
 ) -> None:
-    """Compares the files of a checkpoint with their digests; only files that are copied if all states have
-    digests, with which `StateReader.pieces` compares them. Raises UserError that names the damaged files."""
+    """Compares the files of a checkpoint with their digests. If all states have digests, `StateReader.pieces`
+    compares the states, and only files that are copied are compared. Raises UserError that names the damaged
+    files."""
     files = reader.checkpoint.run.get("files", {})
     compared = writer_class.copied_files(reader) if has_all_digests(reader) else reader.compared_files()
     names = largest_first({name: files.get(name, {}).get("bytes", 0) for name in compared})
@@ -122,7 +126,7 @@ def _verify_files(
 def _copy(
     writer: CheckpointWriter, target: Path, workers: int, verify: bool, shared: SharedWork
 ) -> Iterator[str]:
-    """Copies the parameters that no other process copies and no earlier one has finished."""
+    """Copies the parameters that no other process copies and that no earlier process has finished."""
     sizes = writer.parameter_bytes()
     check_space(writer.folder, sum(sizes.values()) - writer.unfinished_bytes(), str(target))
 
@@ -137,7 +141,7 @@ def _copy(
 
 
 def largest_first(sizes: Mapping[str, int]) -> list[str]:
-    """Returns the names in the order in which several threads take them, so that they end together."""
+    """Returns the names, large parameters first, so that the threads that take them end together."""
     return sorted(sizes, key=lambda name: sizes[name], reverse=True)
 
 
@@ -145,9 +149,10 @@ def largest_first(sizes: Mapping[str, int]) -> list[str]:
 
 
 def is_published(target: Path, identity: str | None) -> bool:
-    """Returns whether `target` is a complete conversion of the source with this identity, which may lack only
-    what follows its publication. Raises UserError if `target` is something else."""
-    # Listed, because a network file system may remember for a while that a name does not exist.
+    """Returns whether `target` is a complete conversion of the source with this identity. Work that follows
+    the publication may still be missing. Raises UserError if `target` exists and is not such a conversion."""
+    # The folder is listed, because a network file system may remember for some seconds that a name
+    # is missing.
     if not target.parent.is_dir() or target.name not in os.listdir(target.parent):
         return False
     mark = target / SOURCE_FILE
@@ -157,10 +162,11 @@ def is_published(target: Path, identity: str | None) -> bool:
 
 
 def _begin(partial: Path, identity: str | None, is_leftover: bool) -> bool:
-    """Creates the folder. Returns whether it did not exist.
+    """Creates the folder. Returns whether it did not exist before.
 
-    identity: of a source whose interrupted conversion continues, and which other processes may convert, too;
-    None to replace what a killed conversion left. is_leftover: whether a killed conversion left its lock.
+    identity: identity of the source, if an interrupted conversion of it can continue and other processes may
+    convert it at the same time; None to replace what a killed conversion left. is_leftover: whether a killed
+    conversion left its lock.
     """
     mark = partial / SOURCE_FILE
     if identity is None:
@@ -174,7 +180,7 @@ def _begin(partial: Path, identity: str | None, is_leftover: bool) -> bool:
     created = False
     if not partial.is_symlink() and not mark.is_file():
         with TemporaryDirectory(prefix=f"{partial.name}.", dir=partial.parent) as temporary:
-            new = Path(temporary, "new")  # the temporary folder is its owner's only; this one is not
+            new = Path(temporary, "new")  # without the temporary folder's mode, which excludes other users
             new.mkdir()
             write_atomically(new / SOURCE_FILE, identity)
             try:
@@ -202,7 +208,7 @@ def _publish(writer: CheckpointWriter, target: Path) -> list[str]:
     """Completes the folder and gives it its name. Returns the lines of the result."""
     lines = writer.result(target)
     writer.complete()
-    if writer.keeps_parameters:  # what is in it is synced
+    if writer.keeps_parameters:  # the files in the folder are already synced
         sync_file(writer.folder)
     else:
         sync_tree(writer.folder)
@@ -211,12 +217,13 @@ def _publish(writer: CheckpointWriter, target: Path) -> list[str]:
 
 
 def _failure(error: BaseException, partial: Path, target: Path, keeps: bool) -> str:
-    """Returns the sentence for an error of the file system; "" for any other error."""
+    """Returns the sentence for an error of the file system; "" for every other error."""
     if keeps and isinstance(error, OSError):
         return f"the conversion stopped ({error}): fix the cause, then the same command continues it"
-    is_write = type(error).__name__ == "SafetensorError"  # its import would take time in every conversion
+    # Importing the class would slow down every conversion.
+    is_write = type(error).__name__ == "SafetensorError"
     if isinstance(error, OSError):
-        # A failed write, as on a full disk, does not name the file.
+        # The error of a failed write, such as on a full disk, does not name the file.
         is_write = not isinstance(error.filename, str) or Path(error.filename).is_relative_to(partial)
     return f"{target} cannot be written ({one_line(error)}): free space, or give another folder" * is_write
 

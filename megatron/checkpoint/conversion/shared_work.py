@@ -1,13 +1,14 @@
-"""Work that processes on any nodes share out through locks on the bytes of one file.
+"""Work that processes on any nodes divide among themselves through locks on the bytes of one file.
 
-An item has two bytes. A process locks the first before it begins the item, and the second when the item is
-done; it keeps both until it ends. The kernel, or the server of a network file system, releases the locks of a
-process however it ends. So an item without a lock has no living process that works on it or has checked it,
-and the next process takes it over. Nobody has to know the number of processes, their ranks or their clocks.
+An item has two bytes in the file. A process locks the first byte before it begins the item, and the second
+when the item is done; it keeps both locks until it ends. The kernel, or the server of a network file system,
+releases the locks of a process however it ends. So no living process works on, or has checked, an item
+without locks, and the next process takes the item over. Nobody has to know the number of processes, their
+ranks or their clocks.
 
-The locks only avoid duplicate work, because a few network file systems do not pass them between nodes, and a
-server may give the locks of a node that it cannot reach to another. The result must be right even if two
-processes do one item at once.
+The locks only avoid duplicate work: a few network file systems do not pass them between nodes, and a server
+may give the locks of a node that it cannot reach to another node. The result must be right even if two
+processes do the same item at the same time.
 """
 
 from __future__ import annotations
@@ -29,42 +30,42 @@ from megatron.files import is_path_of, open_own
 from megatron.text_table import first_few
 
 T = TypeVar("T")
-# After this time without an item to do, a process names the items that it waits for.
+# After this time without an item to do, a process logs which items it waits for.
 REPORT_AFTER_S = 30.0
-# Polls per second of all processes together: each poll tries the locks of all items that are not done.
+# Polls per second of all processes together. Each poll tries the locks of all items that are not done.
 _POLLS_PER_S = 20
 _MIN_POLL_S = 0.5
-# How often a process that may share the work tries to join it: the last one that has failed removes the file.
+# Attempts of a process to join the work: the last process that failed may remove the file at that moment.
 _ATTEMPTS_TO_JOIN = 3
 _IS_HELD = (errno.EACCES, errno.EAGAIN)
 
 
 class SharedWork:
-    """The share of one process. A process that is alone has all items for itself.
+    """One process's share of the work. A process that is alone does all items.
 
-    The locks are on a file beside the folder that is written, not in it: NFS renames an open file instead of
-    deleting it, so a folder with an open file in it cannot be deleted.
+    The file with the locks is beside the folder that is written, not in it: NFS renames an open file instead
+    of deleting it, so a folder with an open file cannot be deleted.
     """
 
     def __init__(self, folder: Path, rank: int = 0, num_tasks: int = 1, is_exclusive: bool = False) -> None:
-        """folder: the folder that is written; its parent is created, and removed after an error if it is
-        empty. rank, num_tasks: decide only the order in which this process tries the items. is_exclusive: no
-        other process may work on the folder.
+        """folder: the folder that is written. Its parent is created, and removed after an error if it is
+        empty. rank, num_tasks: determine only the order in which this process tries the items. is_exclusive:
+        whether no other process may work on the folder.
 
-        Raises UserError if another process excludes this one, and if the file system has no locks, unless
-        this process can be sure to be alone; OSError if the parent or the file cannot be created.
+        Raises UserError if another process excludes this one, or if the file system has no locks and this
+        process cannot be sure that it is alone. Raises OSError if the parent or the file cannot be created.
         """
         self._path = folder.with_name(folder.name + ".locks")
         self._rank, self._num_tasks, self._is_exclusive = rank, num_tasks, is_exclusive
         self._poll_s = max(_MIN_POLL_S, num_tasks / _POLLS_PER_S)
         self._file: int | None = None
         self.is_leftover = os.path.lexists(self._path)
-        """Whether a process that was killed, or has failed, left the file with the locks."""
+        """Whether a process that was killed or has failed left the file with the locks."""
         busy = UserError(f"{folder} is being written by another process: wait, or give another folder")
         try:
             self._creates_parent = not folder.parent.exists()
             folder.parent.mkdir(parents=True, exist_ok=True)
-            # Without locks, the file itself shows that a process works on the folder.
+            # Without locks, the existence of the file shows that a process works on the folder.
             is_created = is_exclusive and not self.is_leftover
             attempts = 1 if is_exclusive else _ATTEMPTS_TO_JOIN
             while not self._open(os.O_EXCL if is_created else 0):
@@ -79,7 +80,7 @@ class SharedWork:
 
     def _open(self, flags: int) -> bool:
         """Opens the file and locks its first byte, if the file system has locks. Returns False if another
-        process excludes this one, or has removed the file meanwhile."""
+        process excludes this one, or has removed the file in the meantime."""
         self._file = open_own(self._path, flags)
         mode = fcntl.LOCK_EX if self._is_exclusive else fcntl.LOCK_SH
         try:
@@ -110,21 +111,22 @@ class SharedWork:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *_: BaseException | TracebackType | None) -> None:
-        # After an error the other processes still need the file: a new one would have no locks.
+        # After an error the other processes still need this file: a new file would have no locks.
         if kind is None or self.is_last():
             self._path.unlink(missing_ok=True)
         self._close()
         if kind is not None and self._creates_parent:
-            with suppress(OSError):  # it is not empty
+            with suppress(OSError):  # if the folder is not empty
                 self._path.parent.rmdir()
 
     def is_last(self) -> bool:
-        """Returns whether no other process works on the folder. Then none begins until this one has ended.
-        Called when this process has nothing more to do."""
+        """Returns whether no other process works on the folder. If so, none begins before this process has
+        ended. Call it when this process has nothing more to do."""
         if self._is_exclusive or self._file is None:
             return True
         try:
-            # Unlocked first: of processes that end at once, each would find the locks of the others.
+            # This process unlocks first. Otherwise processes that end together would each find the
+            # others' locks.
             fcntl.lockf(self._file, fcntl.LOCK_UN, 1)
             fcntl.lockf(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB, 1)
             self._is_exclusive = is_path_of(self._path, self._file)
@@ -145,11 +147,11 @@ class SharedWork:
         workers: int = 1,
         is_done: Callable[[T], bool] = lambda _: True,
     ) -> Iterator[T]:
-        """Calls `work` in threads for each item that no other process does; yields the results as they
-        arrive. Returns when each item is done: by this process, or by one that lives.
+        """Calls `work` in threads for each item that no other process works on. Yields the results as they
+        arrive. Returns when every item is done, by this process or by another living process.
 
-        names: the items of this kind, the largest first. is_done: returns False for the result of an item
-        that must stay undone: then another process tries the item.
+        names: the items of this kind, the largest first. is_done: returns False if an item with this result
+        is not done; then another process tries the item.
         """
         own = names[self._rank % self._num_tasks :: self._num_tasks]
         waiting = dict.fromkeys([*own, *names])
@@ -173,12 +175,12 @@ class SharedWork:
                         name, result = running.pop(future), future.result()
                         if is_done(result):
                             self._lock(fcntl.LOCK_EX, kind, name, done=True)
-                        else:  # others would wait for it, and this process for theirs
+                        else:  # with a kept lock, this process and the others would wait for each other
                             self._unlock(kind, name)
                         yield result
                 elif waiting:
                     if idle_since is not None and time.monotonic() - idle_since >= REPORT_AFTER_S:
-                        idle_since = None  # one report
+                        idle_since = None  # so that the report appears only once
                         print(f"waiting for other tasks: {kind} {first_few(list(waiting))}")
                     time.sleep(self._poll_s)
         finally:
@@ -195,8 +197,8 @@ class SharedWork:
             fcntl.lockf(self._file, fcntl.LOCK_UN, 1, _offset(kind, name, done))
 
     def _lock(self, mode: int, kind: str, name: str, done: bool = False) -> bool:
-        """Returns whether this process has the lock. Only the exclusive lock of an item that is done waits:
-        for other processes that look whether the item is done."""
+        """Returns whether this process has the lock. Only the exclusive lock of an item that is done is
+        waited for: other processes hold it for a moment when they check whether the item is done."""
         if self._file is None:
             return True
         waits = done and mode == fcntl.LOCK_EX
@@ -210,6 +212,7 @@ class SharedWork:
 
 
 def _offset(kind: str, name: str, done: bool) -> int:
-    # From the name, so that processes need not agree on a list. Byte 0 tests if the file system has locks.
+    # The lock's byte is computed from the name, so that processes need no common list. Byte 0 tests whether
+    # the file system has locks.
     digest = hashlib.sha256(f"{kind} {name}".encode(errors="surrogateescape")).digest()
     return 2 + 2 * int.from_bytes(digest[:7], "big") + done

@@ -1,4 +1,4 @@
-"""The checkpoint that is converted, of this program or of another."""
+"""Opens the checkpoint that is converted; it may be of this program or of another framework."""
 
 from __future__ import annotations
 
@@ -41,8 +41,9 @@ from megatron.mpu.parameter_spec import ParameterSpec
 
 
 def identity_of(reader: StateReader) -> str:
-    """Identifies a source, so that an interrupted conversion resumes only with the same source. Another
-    framework's is known by the names, sizes and times of its files, and what is known of its run."""
+    """Returns a text that identifies a source, so that an interrupted conversion continues only with the same
+    source. The text for another framework's checkpoint consists of the names, sizes and times of its files,
+    and of what is known about its run."""
     digest = reader.checkpoint.run.get("sha256")
     if not digest:
         stats = ((path.name, path.stat()) for path in sorted(reader.folder.iterdir()) if path.is_file())
@@ -61,13 +62,13 @@ def open_any(
 ) -> StateReader:
     """Returns the reader of a checkpoint of any format, with the specs of its parameters.
 
-    universal: see `read_checkpoint`. tokenizer, vocab_size: of a checkpoint of another framework, if they are
-    given. warn: see `open_external`. Raises UserError if there is no checkpoint, or if another framework made
-    it and it does not describe its model.
+    universal: see `read_checkpoint`. tokenizer, vocab_size: for a checkpoint of another framework, see
+    `open_external`; None if not given. warn: see `open_external`. Raises UserError if no checkpoint exists,
+    or if another framework wrote it and it does not describe its model.
     """
     checkpoint = read_checkpoint(folder, universal, allow_external=True)
     if checkpoint.is_external:
-        # Imported only here: it loads DeepSpeed, which takes seconds.
+        # The import is late: this module loads DeepSpeed, which takes seconds.
         from megatron.checkpoint.conversion.external import open_external
 
         return open_external(open_reader(checkpoint), tokenizer or {}, vocab_size, warn)
@@ -95,11 +96,12 @@ def open_source(
     derive_patterns: bool = False,
     warn: Callable[[str], object] = lambda _: None,
 ) -> NativeReader:
-    """Opens a native checkpoint for conversion, with the specs of the saved parameters; sizes of files are
-    compared with `run.json`.
+    """Opens a native checkpoint for a conversion, with the specs of the saved parameters. Compares the sizes
+    of the files with `run.json`.
 
-    strict: raise an error for patterns that match no parameter, instead of calling `warn`. derive_patterns:
-    derive the merge patterns from the parameters if `run.json` of an older version has none.
+    strict: raise an error for patterns that match no parameter, instead of calling `warn` with it.
+    derive_patterns: derive the merge patterns from the parameters if the `run.json` (of an older version) has
+    none.
 
     Raises UserError for a checkpoint that is damaged, incomplete, or lacks information.
     """
@@ -145,7 +147,7 @@ def _own_source(
 
 
 def _external_source(folder: Path, strict: bool, warn: Callable[[str], object]) -> NativeReader:
-    """Opens a checkpoint of another Megatron program, by the shapes and patterns in DeepSpeed's files."""
+    """Opens another Megatron program's checkpoint with the shapes and patterns in DeepSpeed's files."""
     paths = model_files(folder)
     if reason := why_unreadable(folder):
         raise UserError(f"checkpoint {folder}: {reason}")
@@ -197,12 +199,13 @@ def _external_source(folder: Path, strict: bool, warn: Callable[[str], object]) 
 
 
 def _check_spec(name: str, spec: ParameterSpec, tp_size: int, folder: Path) -> None:
-    """Raises UserError for a shape or sharding that no parameter can have."""
+    """Raises UserError for a shape or a sharding that no parameter can have."""
     shape, rows = spec.global_shape, spec.num_valid_rows
     if not is_shape(shape) or (rows is not None and not 0 < rows <= shape[0]):
         raise UserError(f"checkpoint {folder} gives {name} a shape that no tensor has: it is damaged")
     for dim, axis, parts in spec.sharding:
-        count = parts * (tp_size if axis == "tp" else 1)  # the files of each TP rank hold all experts
+        # The files of each tensor-parallel rank hold all experts.
+        count = parts * (tp_size if axis == "tp" else 1)
         if dim >= len(shape) or shape[dim] % count:
             raise UserError(
                 f"checkpoint {folder}: {name} of shape {shape} cannot have been sharded into {count} parts "

@@ -1,9 +1,9 @@
 """A --save or --load folder in an object store.
 
-An object store has no rename. The files of a save are uploaded below a key that no other save has,
-global_step4.<8 hexadecimal digits>/; `run.json` is uploaded last, and a folder without it does not exist for
-any reader. Before a save or a deletion begins, an empty object saving-<folder> announces it, so that a later
-save removes what a killed job has left.
+An object store has no rename. The files of a save are uploaded to a folder (key prefix) that no other save
+uses, global_step4.<8 hexadecimal digits>/. `run.json` is uploaded last; readers ignore a folder without it.
+Before a save or a deletion begins, an empty object saving-<folder> announces it, so that a later save can
+remove what a killed job left behind.
 """
 
 from __future__ import annotations
@@ -45,19 +45,19 @@ from megatron.object_store.path import ObjectPath, ObjectTree
 from megatron.object_store.store import ObjectInfo, ObjectStore, Retries
 from megatron.text_table import first_few
 
-# A checkpoint's folder in a store. A folder that a user has copied from a file system has no suffix.
+# Name of a checkpoint's folder in a store. A folder that a user copied from a file system has no suffix.
 FOLDER = re.compile(r"global_step[0-9]{1,12}(\.[0-9a-f]{8})?")
 _CLAIMS = "owner"
 _THREADS = 8
-# They end before another job may take over the folder, see `Timing.stale_after_s`.
+# These retries end before another job may take over the folder, see `Timing.stale_after_s`.
 _COMMIT = Retries(total_s=25.0, request_s=20.0)
 _LOG = logging.getLogger(__name__)
 
 
 class ObjectClaims(ClaimFolder):
     """The owner files of a folder in an object store: objects in its folder `owner`. `write` also creates an
-    object that does not exist. A job that has lost the folder may fill its file again, but the new owner
-    has a higher number."""
+    object that does not exist. A job that has lost the folder may therefore write its file again, but the new
+    owner has a higher number."""
 
     def __init__(self, store: ObjectStore) -> None:
         self._store = store
@@ -81,7 +81,8 @@ class ObjectClaims(ClaimFolder):
         self._store.put(f"{_CLAIMS}/{name}", content)
 
     def remove(self, name: str) -> None:
-        # A job prints its error only after this request, even if the store does not answer.
+        # A job prints its error only after this request, so the request must end even if the store does not
+        # answer.
         self._store.delete([f"{_CLAIMS}/{name}"], Retries(attempts=2, request_s=10.0))
 
 
@@ -89,15 +90,16 @@ class ObjectFolder(Folder):
     """A folder of checkpoints in an object store."""
 
     def __init__(self, url: str, cache: Path) -> None:
-        """cache: a folder on the node's disk, for files of checkpoints. Sends no request."""
+        """cache: a folder on the node's disk for the files of checkpoints. Sends no request."""
         self.store = ObjectStore(url)
         self.tree = ObjectTree(self.store, cache)
         super().__init__(ObjectPath(self.tree))
         self.keys: dict[str, str] = {}
-        """Checkpoint -> its folder in the store. On rank 0 all, on other ranks those that were shared."""
+        """Checkpoint -> its folder in the store. Rank 0 knows all checkpoints, other ranks only the
+        checkpoints that it shared."""
         self._leftovers: set[str] = set()
         self._replaced: dict[str, str] = {}
-        """Folder in the store -> checkpoint that has another folder."""
+        """Folder in the store -> the checkpoint in it, whose current files are in a different folder."""
 
     def claims(self) -> ClaimFolder:
         return ObjectClaims(self.store)
@@ -105,10 +107,10 @@ class ObjectFolder(Folder):
     # --- what the store holds ---
 
     def read(self) -> None:
-        """Finds out what the store holds, on rank 0: one listing, then the small files.
+        """Reads from the store, on rank 0, which checkpoints it holds: one listing, then the small files.
 
-        A job that is killed while it replaces a checkpoint leaves two complete folders of it. The one counts
-        whose digest `latest.json` has, or else the newest.
+        A job that is killed while it replaces a checkpoint leaves two complete folders of this checkpoint.
+        The folder whose digest is in `latest.json` is used, otherwise the newer one.
         """
         listed = self.store.list()
         self.tree.folders = {"": {}} if listed else {}
@@ -116,7 +118,7 @@ class ObjectFolder(Folder):
         files: dict[str, dict[str, ObjectInfo]] = defaultdict(dict)
         for key, info in listed.items():
             folder, _, name = key.partition("/")
-            with suppress(HostileFileError):  # no checkpoint has such a file
+            with suppress(HostileFileError):  # a checkpoint never contains such a file
                 if name and FOLDER.fullmatch(folder):
                     files[folder][check_file(name, self.store.url)] = info
             if key.startswith(SAVING) and FOLDER.fullmatch(key.removeprefix(SAVING)):
@@ -143,8 +145,8 @@ class ObjectFolder(Folder):
             self.add(name, folder, files[folder], contents[_run_file(folder)])
 
     def _read_small(self, listed: Mapping[str, ObjectInfo], key: str) -> bytes | None:
-        """Returns the content of a small file; None if it has been deleted since the listing. Of a file that
-        is too large, it returns so much that its reader rejects it."""
+        """Returns the content of a small file; None if it has been deleted since the listing. If a file
+        is too large, it returns only as many bytes as its reader needs to reject it."""
         is_small = listed[key].size <= MAX_JSON_BYTES
         try:
             return self.store.read(key, end=None if is_small else MAX_JSON_BYTES + 1)
@@ -152,8 +154,8 @@ class ObjectFolder(Folder):
             return None
 
     def add(self, name: str, key: str, files: dict[str, ObjectInfo], run_file: bytes | None = None) -> None:
-        """Adds a complete checkpoint, or replaces the one of this name. key: its folder in the store.
-        run_file: the content of its `run.json`, on rank 0."""
+        """Adds a complete checkpoint; replaces an earlier one of the same name. key: its folder in the store.
+        run_file: the content of its `run.json`; only rank 0 passes it."""
         self.keys[name] = key
         self.tree.folders[name] = files
         if run_file is not None:
@@ -161,7 +163,7 @@ class ObjectFolder(Folder):
 
     def fetch(self, name: str, file: str, heartbeat: Callable[[], object]) -> None:
         """Downloads a file of a checkpoint into the cache. heartbeat: called after each block. Raises OSError
-        if it cannot be read."""
+        if the file cannot be read."""
         path, size = self.tree.cache / name / file, (self.path / name / file).stat().st_size
         temporary = path.with_name(f".{path.name}.part")
         try:
@@ -173,7 +175,7 @@ class ObjectFolder(Folder):
             temporary.unlink(missing_ok=True)
 
     def remove_fetched(self) -> None:
-        """Removes the files of checkpoints from the node's disk, but no `run.json`."""
+        """Removes the files of checkpoints from the node's disk, except `run.json`."""
         for path in self.tree.cache.glob("global_step*/**/*"):
             if path.is_file() and path.name != RUN_FILE:
                 path.unlink(missing_ok=True)
@@ -193,7 +195,7 @@ class ObjectFolder(Folder):
         self._leftovers.discard(folder)
 
     def staging(self, saving_name: str) -> Path:
-        for path in self.tree.cache.glob(f"{SAVING}*"):  # of a save that has failed on another rank
+        for path in self.tree.cache.glob(f"{SAVING}*"):  # files of a save that has failed on another rank
             if path.name != saving_name:
                 shutil.rmtree(path, ignore_errors=True)
         return self.tree.cache / saving_name
@@ -223,7 +225,7 @@ class ObjectFolder(Folder):
         cached = self.tree.cache / _run_file(entry.name)
         cached.parent.mkdir(parents=True, exist_ok=True)
         self._commit(folder, content, check_owner)
-        # From now on the checkpoint is complete, whatever the node's disk does: a rename needs no space.
+        # The checkpoint is complete from now on, whatever the node's disk does: a rename needs no space.
         os.replace(saving / RUN_FILE, cached)
         self._leftovers.discard(folder)
         shutil.rmtree(saving, ignore_errors=True)
@@ -238,7 +240,7 @@ class ObjectFolder(Folder):
             self.store.delete([f"{SAVING}{folder}"])
             if before is not None:
                 self._delete(before)
-        except OSError as error:  # the checkpoint is visible: a resume finds it through `latest.json`
+        except OSError as error:  # the checkpoint is already visible: a resume finds it through `latest.json`
             _LOG.warning("%s is saved, but the objects beside it are not updated: %s", self.store.url, error)
         return identity
 
@@ -277,12 +279,12 @@ class ObjectFolder(Folder):
                 f"{self.store.url} contains {first_few(unlisted)}, which {RUN_FILE} beside it does not list"
             )
         self._announce(folder)
-        self.store.delete([_run_file(folder)])  # without it, the rest does not exist for any reader
+        self.store.delete([_run_file(folder)])  # without it, readers ignore all other files
         self.store.delete(found)
         self._forget(folder)
 
     def _clean_leftovers(self) -> None:
-        """Removes what killed jobs and failed saves have left. Failures are logged, not raised."""
+        """Removes what killed jobs and failed saves left behind. Failures are logged, not raised."""
         replaced, self._replaced = self._replaced, {}
         for folder in (*replaced, *sorted(self._leftovers - replaced.keys())):
             try:
@@ -296,7 +298,7 @@ class ObjectFolder(Folder):
                     self.store.delete(found)
                 self._forget(folder)
             except UserError:
-                continue  # the new one is damaged: keep the old one
+                continue  # the new checkpoint is damaged: keep the old one
             except OSError as error:
                 _LOG.warning("%s/%s cannot be removed: %s", self.store.url, folder, error)
                 if error.errno == errno.EIO:

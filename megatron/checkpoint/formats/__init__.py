@@ -1,1 +1,1 @@
-"""Checkpoint formats: one `StateReader` per format, and the file formats that they use."""
+"""Checkpoint formats: a `StateReader` for each format, and the file formats that the readers use."""

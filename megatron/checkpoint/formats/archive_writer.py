@@ -1,13 +1,14 @@
 """Writes archives of `torch.save`, for runs and conversions.
 
 `save_archive` writes without checksums, and without a second copy of a device's tensors in host memory.
-torch.save writes everything except the bytes of tensors (`torch.serialization.skip_data`). Where a storage's
-bytes belong, it calls `seek` of the file, and this module writes them. Bytes in host memory are passed to the
-file as they are. Bytes on a device are copied in pieces through two pinned buffers: torch.save would copy a
-whole storage, which may be the state of all parameters, to a pinned buffer of its size. The bytes of fake
-tensors are left out: the caller writes them later.
+torch.save writes everything except the bytes of tensors (`torch.serialization.skip_data`). Where the bytes of
+a storage belong, torch.save calls `seek` of the file, and this module writes the bytes. Bytes in host memory
+go to the file without a copy. Bytes on a device are copied in pieces through two pinned buffers. (torch.save
+would copy a whole storage, which may be the state of all parameters, to a pinned buffer of its size.) The
+bytes of fake tensors are not written: the caller writes them later.
 
-`write_archive` writes a value with at most one tensor, whose bytes may arrive in blocks, with checksums.
+`write_archive` writes a value with at most one tensor, with checksums. The tensor's bytes may arrive in
+blocks.
 """
 
 from __future__ import annotations
@@ -39,20 +40,20 @@ ALIGNMENT = 64
 
 
 def is_staged(device: torch.device) -> bool:
-    """Returns whether the bytes of tensors on this device are copied before they are written."""
+    """Returns whether tensors on this device are copied to host memory before they are written."""
     return device.type != "cpu"
 
 
 def save_archive(value: Any, file: Any) -> Callable[[Tensor], int]:
-    """Writes the archive of torch.save, without checksums, to a file-like object. Returns a function: fake
-    tensor in the value -> where its bytes belong, from the begin of the archive."""
+    """Writes the archive of torch.save, without checksums, to a file-like object. Returns a function that
+    maps a fake tensor in the value to the offset of its bytes from the beginning of the archive."""
     pickling = _Pickling()
-    archive: Any = _ArchiveFile(file, pickling.storages)  # torch uses few methods of its file
+    archive: Any = _ArchiveFile(file, pickling.storages)  # has only the methods that torch.save calls
     try:
         no_checksums = serialization.patch({"save.compute_crc32": False})  # type: ignore[attr-defined]
         with skip_data(materialize_fake_tensors=True), no_checksums:
             torch.save(value, archive, pickle_module=pickling)
-    except RuntimeError as error:  # torch's writer replaces an error of the file by one of its own
+    except RuntimeError as error:  # torch's writer raises an error of its own instead of the file's error
         raise archive.error or error from None
     if archive.num_written != len(pickling.storages):
         raise RuntimeError(f"torch.save wrote {archive.num_written} of {len(pickling.storages)} storages")
@@ -61,14 +62,14 @@ def save_archive(value: Any, file: Any) -> Callable[[Tensor], int]:
 
 
 class _Pickling:
-    """Stands for the module `pickle` in torch.save. storages: the storages of all pickled tensors, in the
-    order in which torch writes them, and whether they are fake."""
+    """Replaces the module `pickle` in torch.save. storages: (storage, whether it is fake) of all pickled
+    tensors, in the order in which torch writes the storages."""
 
     __name__ = "pickle"
 
     def __init__(self) -> None:
         self.storages: list[tuple[torch.UntypedStorage, bool]] = []
-        seen = set[int]()  # as in torch.save, by the address of the storage in C++
+        seen = set[int]()  # addresses of the storages in C++, by which torch.save identifies them
 
         def note_storage(_: pickle.Pickler, value: Any) -> Any:
             if isinstance(value, Tensor):
@@ -85,10 +86,10 @@ class _ArchiveFile:
     """The file-like object that torch.save writes to."""
 
     def __init__(self, file: Any, storages: Sequence[tuple[torch.UntypedStorage, bool]]) -> None:
-        """storages: filled by torch.save before it writes the first of them."""
+        """storages: the list that torch.save fills before it writes the first storage."""
         self._file, self._storages = file, storages
         self.offsets: dict[int, int] = {}
-        """Where the bytes of each storage begin in the archive."""
+        """Storage (its address in C++) -> offset of its bytes in the archive."""
         self._position = 0
         self.flush: Callable[[], None] = getattr(file, "flush", lambda: None)
         self.num_written = 0
@@ -102,7 +103,7 @@ class _ArchiveFile:
         return written
 
     def seek(self, num_bytes: int, _: int) -> None:
-        """Writes the bytes of the next storage; called by torch to leave room for them."""
+        """Writes the bytes of the next storage. torch.save calls this method to leave room for them."""
         with self._keep_error():
             storage, is_fake = self._storages[self.num_written]
             if storage.nbytes() != num_bytes:
@@ -131,7 +132,7 @@ class StagingBuffers:
     piece to the other."""
 
     def __init__(self, piece_bytes: int) -> None:
-        # Tools need no device, and the import takes seconds.
+        # The import is late: tools need no device, and the import takes seconds.
         from deepspeed.accelerator import get_accelerator
 
         self._accelerator = get_accelerator()
@@ -140,7 +141,8 @@ class StagingBuffers:
         self._lock = threading.Lock()
 
     def pieces(self, content: Tensor) -> Iterator[Tensor]:
-        """Yields the bytes of a flat tensor in host memory, in order. A piece is valid until the next one."""
+        """Yields the bytes of a flat tensor in host memory, in order. A piece is valid until the next is
+        read."""
         accelerator, copying = self._accelerator, deque[tuple[Tensor, Any]]()
         stream = None if accelerator.Stream is None else accelerator.Stream()
         if stream is not None:
@@ -166,13 +168,13 @@ class StagingBuffers:
                         yield oldest()
                 yield oldest()
             finally:
-                while copying:  # after an error: the next copies must not meet these
+                while copying:  # after an error: unfinished copies must not write into a reused buffer
                     oldest()
 
 
 @cache
 def _buffers() -> StagingBuffers:
-    """Returns the buffers of all saves: the host's allocator would not return them to the system."""
+    """Returns the two buffers, which all saves share: the host's allocator would not return freed ones."""
     return StagingBuffers(PIECE_BYTES)
 
 
@@ -181,13 +183,13 @@ def _buffers() -> StagingBuffers:
 
 class _ValuePickler(pickle.Pickler):
     """Pickles a tensor on the meta device as torch.save pickles a contiguous tensor in the archive's storage
-    '0'. num_bytes: of the tensor."""
+    '0'. num_bytes: size of this storage."""
 
     num_bytes = 0
 
     def reducer_override(self, value: Any) -> Any:
         if not isinstance(value, Tensor) or value.device.type != "meta":
-            return NotImplemented  # a tensor with values is pickled with them
+            return NotImplemented  # a tensor that has values is pickled with them
         self.num_bytes = value.nbytes
         hooks: OrderedDict[str, Any] = OrderedDict()
         place = (_Storage(value.numel()), 0, tuple(value.shape), value.stride(), False, hooks)
@@ -201,14 +203,15 @@ class _ValuePickler(pickle.Pickler):
 
 @dataclass(frozen=True)
 class _Storage:
-    """Stands for the bytes of the tensor."""
+    """Stands for the storage of the tensor in the pickle."""
 
     num_elements: int
 
 
 def write_archive(path: Path, value: Any, blocks: Iterable[Any] = ()) -> None:
     """Writes a value with the member names, order and alignment of torch.save. Equal contents give equal
-    files. The value may have one tensor, on the meta device, fp32. blocks: the bytes of the tensor, in order.
+    files. The value may contain one fp32 tensor on the meta device. blocks: the bytes of this tensor, in
+    order.
     """
     pickled = BytesIO()
     pickler = _ValuePickler(pickled, protocol=2)
@@ -216,7 +219,7 @@ def write_archive(path: Path, value: Any, blocks: Iterable[Any] = ()) -> None:
     with open(path, "wb") as file, zipfile.ZipFile(file, "w") as archive:
 
         def member(name: str) -> zipfile.ZipInfo:
-            return zipfile.ZipInfo(f"{path.stem}/{name}")  # dated 1980
+            return zipfile.ZipInfo(f"{path.stem}/{name}")  # dated 1980, so that files are reproducible
 
         archive.writestr(member("data.pkl"), pickled.getbuffer())
         archive.writestr(member("byteorder"), b"little")

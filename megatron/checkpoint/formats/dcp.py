@@ -2,7 +2,7 @@
 
     .metadata               torch's table of tensors and chunks
     __<rank>_<N>.distcp     the chunks: archives of torch.save, one after the other
-    run.json                as in a native checkpoint
+    run.json                the same content as in a native checkpoint
 
     <parameter>                             fp32 values, without the padding of the vocabulary
     optimizer.state.<parameter>.<moment>    a moment of Adam or momentum SGD, fp32
@@ -12,8 +12,8 @@ torch's `get_optimizer_state_dict` with `flatten_optimizer_state_dict` makes suc
 them. `parameter` is a global name of this program.
 
 `.metadata` is a pickle: the shape of each tensor, the chunks into which it is divided, and where each chunk
-is. Its unpickler knows only the names of torch's metadata classes, and makes plain records of them: no code
-of the folder runs.
+is. Its unpickler knows only the names of torch's metadata classes, and makes plain records of them, so no
+code from the folder runs.
 """
 
 from __future__ import annotations
@@ -42,14 +42,14 @@ from megatron.mpu.parameter_spec import Box, ParameterSpec
 from megatron.mpu.parameters import narrowed
 from megatron.mpu.pieces import Piece
 
-# Prefix of what the optimizer holds.
+# Prefix of the names of optimizer states.
 OPTIMIZER = "optimizer."
 MOMENTS = ("exp_avg", "exp_avg_sq", "momentum_buffer")
-# Bytes that `read_blocks` copies at a time.
+# Number of bytes that `read_blocks` copies at a time.
 _BLOCK_BYTES = 1 << 23
-# A checkpoint of thousands of ranks has a metadata file of some hundred megabytes.
+# The metadata file of a checkpoint of thousands of ranks has some hundred megabytes.
 _MAX_METADATA_BYTES = 1 << 30
-# torch's classes of the metadata, by module. Before torch 2.3 the properties of a tensor were in another one.
+# Names of torch's metadata classes, by module. Before torch 2.3 TensorProperties was in a different module.
 # Megatron-Core also stores the plan of the save.
 _DCP, _PATHS = "torch.distributed.checkpoint", ("Path", "PosixPath", "PurePosixPath")
 _CLASSES = {
@@ -66,13 +66,14 @@ _CLASSES = {
     "torch.serialization": ("_get_layout",),
 }
 _RECORDS = {f"{module}.{name}" for module, names in _CLASSES.items() for name in names}
-# Chunks that stay mapped: consecutive blocks of a tensor are in one chunk.
+# Number of chunks that stay mapped. Consecutive blocks of a tensor are in one chunk.
 _OPEN_CHUNKS = 32
 
 
 @dataclass(frozen=True)
 class Chunk:
-    """A part of a tensor: where it begins, its shape, and the place of its archive."""
+    """A chunk of a tensor: the index where it begins, its shape, and the place of its archive in the
+    files."""
 
     offsets: tuple[int, ...]
     shape: tuple[int, ...]
@@ -82,13 +83,13 @@ class Chunk:
 
     @property
     def box(self) -> Box:
-        """The chunk as a box of the tensor."""
+        """Returns the part of the tensor that the chunk contains, as a box."""
         return Box(0, self.offsets, self.shape)
 
 
 @dataclass(frozen=True)
 class StoredTensor:
-    """A tensor in the folder."""
+    """The shape, dtype and chunks of a tensor in a DCP folder."""
 
     name: str
     shape: tuple[int, ...]
@@ -97,7 +98,7 @@ class StoredTensor:
 
 
 class StoredObject(NamedTuple):
-    """The place of an object's archive."""
+    """The place of the archive with an object that is not a tensor."""
 
     file: str
     start: int
@@ -105,12 +106,12 @@ class StoredObject(NamedTuple):
 
 
 class _MetadataUnpickler(pickle.Unpickler):
-    """Makes a `Stub` of every record, and calls nothing else."""
+    """Creates a `Stub` for every record in the pickle, and calls nothing else."""
 
     def __init__(self, file: Any, path: Path) -> None:
         super().__init__(file)
         self._path = path
-        # Classes of this file alone: a pickle can set attributes of the classes that it names.
+        # Each file has its own classes, because a pickle can set attributes of the classes that it names.
         self._classes: dict[str, type[Stub]] = {}
 
     def find_class(self, module: str, name: str) -> Any:
@@ -121,7 +122,7 @@ class _MetadataUnpickler(pickle.Unpickler):
             return dict
         if module == "torch" and isinstance(dtype := getattr(torch, name, None), torch.dtype):
             return dtype
-        if full_name == "builtins.getattr":  # so Python 3.11.0 to 3.11.3 pickle a member of an enumeration
+        if full_name == "builtins.getattr":  # Python 3.11.0 to 3.11.3 pickle enumerations so
             return lambda cls, member: cls(member)
         if full_name in _RECORDS:
             return self._classes.setdefault(full_name, type(name, (Stub,), {"__slots__": ()}))
@@ -134,9 +135,9 @@ class _MetadataUnpickler(pickle.Unpickler):
 
 
 def read_metadata(folder: Path) -> tuple[dict[str, StoredTensor], dict[str, StoredObject]]:
-    """Returns the tensors of a DCP folder by name, and the objects that are not tensors.
+    """Returns the tensors of a DCP folder by name, and the objects that are not tensors by name.
 
-    Raises UserError if `.metadata` is damaged, HostileFileError if it names code, or a file outside the
+    Raises UserError if `.metadata` is damaged, HostileFileError if it names code or a file outside the
     folder, and OSError if it cannot be read now.
     """
     path = folder / METADATA_FILE
@@ -171,7 +172,7 @@ def read_metadata(folder: Path) -> tuple[dict[str, StoredTensor], dict[str, Stor
 
 
 def _stored_tensor(name: str, entry: Any, places: Mapping[Any, Any], path: Path) -> StoredTensor:
-    """Returns the record of a tensor. Raises ValueError for chunks that do not make the tensor."""
+    """Returns the record of a tensor. Raises ValueError if the chunks do not fill the tensor exactly once."""
     shape = _sizes(entry.size)
     properties = entry.properties
     dtype = properties.state[0] if hasattr(properties, "state") else properties.dtype
@@ -195,7 +196,7 @@ def _stored_tensor(name: str, entry: Any, places: Mapping[Any, Any], path: Path)
 
 
 def _place_of(info: Any, path: Path) -> tuple[str, int, int]:
-    """Returns file, offset and length of an archive."""
+    """Returns (file, offset, length in bytes) of an archive."""
     start, length = _sizes((info.offset, info.length))
     return check_plain(info.relative_path, path), start, length
 
@@ -207,7 +208,7 @@ def _sizes(values: Any) -> tuple[int, ...]:
 
 
 class DcpFolder:
-    """The tensors of a DCP folder. Chunks are memory-mapped: only what is asked for is read."""
+    """The tensors of a DCP folder. Chunks are memory-mapped, so only the elements that are used are read."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -219,7 +220,7 @@ class DcpFolder:
 
     @property
     def tensors(self) -> dict[str, StoredTensor]:
-        """All tensors by name. See `read_metadata` for errors."""
+        """All tensors by name. Raises the errors of `read_metadata`."""
         return self._table[0]
 
     @property
@@ -228,21 +229,22 @@ class DcpFolder:
         return self._table[1]
 
     def read_object(self, name: str) -> Any:
-        """Returns an object, as `read_file` does. Raises UserError if there is none."""
+        """Returns an object as `read_file` does. Raises UserError if the folder has no object of this
+        name."""
         if name not in self.objects:
             raise UserError(f"checkpoint {self.folder} holds no object {name}: it is incomplete")
         file, start, length = self.objects[name]
         return read_file(self.folder / file, (start, length))
 
     def tensor(self, name: str) -> StoredTensor:
-        """Returns the record of a tensor. Raises UserError if there is none."""
+        """Returns the record of a tensor. Raises UserError if the folder has no tensor of this name."""
         if name not in self.tensors:
             raise UserError(f"checkpoint {self.folder} holds no tensor {name}: is it of another model?")
         return self.tensors[name]
 
     def read(self, name: str, box: Box | None = None) -> Tensor:
-        """Returns a tensor, or a box of it, in the stored dtype. A whole tensor of one chunk shares memory
-        with the file."""
+        """Returns a tensor, or a box of it, in the stored dtype. If a whole tensor is one chunk, the result
+        shares memory with the file."""
         stored = self.tensor(name)
         if box is None and len(stored.chunks) == 1:
             whole = self._open(stored, stored.chunks[0])
@@ -278,12 +280,13 @@ class DcpFolder:
 
 
 def key_of(name: str, state_name: str) -> str:
-    """Returns the key of a parameter's state, or of its 'step'. torch makes a nested dict of the keys."""
+    """Returns the key of a parameter's state or 'step' in the flat table of tensors, which torch turns into a
+    nested dict (`path_of`)."""
     return name if state_name == VALUES else f"{OPTIMIZER}state.{name}.{state_name}"
 
 
 def path_of(key: str) -> tuple[str, ...]:
-    """Returns the keys of the nested dict that torch makes for a key."""
+    """Returns where a key is in torch's nested dict: the keys of each level."""
     return ("optimizer", key.removeprefix(OPTIMIZER)) if key.startswith(OPTIMIZER) else (key,)
 
 
@@ -307,16 +310,16 @@ class DcpReader(StateReader):
 
     def optimizer_scalars(self, name: str) -> dict[str, Any]:
         if (key := key_of(name, "step")) not in self.stored.tensors:
-            return {}  # momentum SGD counts no steps
+            return {}  # momentum SGD does not count steps
         with expect_layout(self.folder, "the optimizer's step"):
             return {"step": self.stored.read(key).float().reshape(()).clone()}
 
     def shape_of(self, name: str, state_name: str) -> tuple[int, ...]:
-        """Returns the shape of a state as it is stored, with or without padding of the vocabulary."""
+        """Returns the shape of a state as it is stored: it may include the padding of the vocabulary."""
         return self.stored.tensor(key_of(name, state_name)).shape
 
     def read_box(self, name: str, state_name: str, box: Box | None) -> Tensor:
-        """Returns a box of a state, or all of it, in the stored dtype."""
+        """Returns a box of a state (None: the whole state) in the stored dtype."""
         return self.stored.read(key_of(name, state_name), box)
 
     def _checked_shape(self, name: str, state_name: str, spec: ParameterSpec | None) -> tuple[int, ...]:
@@ -330,7 +333,7 @@ class DcpReader(StateReader):
         return self.read_box(name, state_name, None).float()
 
     def read_piece(self, piece: Piece, state_name: str, out: Tensor | None = None) -> Tensor:
-        """See `StateReader`. Reads only the chunks that hold one of these elements."""
+        """See `StateReader`. Reads only the chunks that contain elements of the piece."""
         self._checked_shape(piece.name, state_name, piece.spec)
         return filled(piece, partial(self.read_box, piece.name, state_name), out)
 
@@ -350,7 +353,7 @@ class DcpReader(StateReader):
         return files
 
     def compared_files(self, weights_only: bool = False) -> list[str]:
-        """See `StateReader`. Returns all files with a SHA-256; they hold weights and moments."""
+        """See `StateReader`. Returns all files with a SHA-256: each may hold weights and moments."""
         files = {} if weights_only else self.checkpoint.run.get("files", {})
         return sorted(name for name in files if "sha256" in files[name])
 

@@ -1,10 +1,11 @@
-"""Writes folders of torch.distributed.checkpoint (see `megatron.checkpoint.formats.dcp`), of a run or a
-conversion.
+"""Writes folders of torch.distributed.checkpoint (see `megatron.checkpoint.formats.dcp`), for runs and
+conversions.
 
 The elements of a piece are divided into boxes of the full parameter; each box is a chunk. In a run each rank
-writes one file. Of the replicas of a parameter one is written: by tensor-parallel rank 0, by the first stage
-that holds a tied parameter, and without ZeRO by one of the data-parallel ranks, which share the parameters. A
-conversion writes one file per thread. `.metadata` is written last, from the chunks of all files.
+writes one file. One replica of each parameter is written: tensor-parallel rank 0 writes replicated
+parameters, the first pipeline stage a tied parameter, and without ZeRO the data-parallel ranks share the
+parameters. A conversion writes one file per thread. `.metadata` is written last, from the chunks of all
+files.
 """
 
 from __future__ import annotations
@@ -47,7 +48,7 @@ from megatron.checkpoint.formats.writing import (
     has_all_digests,
     in_rows,
 )
-from megatron.checkpoint.names import METADATA_FILE
+from megatron.checkpoint.names import INTEGRITY_KEY, METADATA_FILE
 from megatron.checkpoint.saving.run_record import within_limit
 from megatron.mpu.mesh import Mesh
 from megatron.mpu.parameter_spec import Box
@@ -58,24 +59,25 @@ from megatron.shares import share_out
 if TYPE_CHECKING:
     from megatron.engine.pipeline_engine import GPTEngine
 
-# A chunk is in memory while it is written; a rank that loads reads only chunks that overlap with its shard.
+# Size of a chunk. A chunk is in memory while it is written; a load reads only chunks that overlap with its
+# shard.
 CHUNK_BYTES = 1 << 26
 # A conversion begins a new file after this many bytes.
 _FILE_BYTES = 1 << 34
-# Writes of at most this many bytes are collected.
+# Writes of at most this many bytes are collected into one write.
 _SMALL_BYTES = 1 << 12
 _STEP = "step"
 Chunks = list[tuple[str, Chunk]]
-"""Key and place of each chunk in the files of a rank."""
+"""(key, chunk) of each chunk in the files of a rank."""
 
 
 class DcpWriter(CheckpointWriter):
-    """Writes a DCP checkpoint with the names of this program. A table has the rank's chunks and the state of
-    the loss scale."""
+    """Writes a DCP checkpoint with the parameter names of this program. A table (see `CheckpointWriter`)
+    consists of a rank's chunks and the state of the loss scale."""
 
     def __init__(self, folder: Path, source: StateReader | None = None) -> None:
         super().__init__(folder, source)
-        # With digests of all states, a reader compares the states.
+        # If all states have digests, a reader compares the states, so the files need no SHA-256.
         self.distcp = DcpFiles(folder, hashed=source is not None and not has_all_digests(source))
 
     def write(self, engine: GPTEngine, run: dict[str, Any], files: RankFiles) -> Any:
@@ -108,11 +110,12 @@ class DcpWriter(CheckpointWriter):
         self.distcp.abandon()
 
     def missing(self, run: dict[str, Any], files: Files, tables: Sequence[Any]) -> list[str]:
-        """See `CheckpointWriter`. Compares the sizes of the chunks with the shapes of the parameters."""
+        """See `CheckpointWriter`. Compares the chunks' numbers of elements with the shapes of the
+        parameters."""
         numel = Counter[str]()
         for key, chunk in _all_chunks(tables):
             numel[key] += prod(chunk.shape)
-        digests = run["certificate"]["digests"]
+        digests = run[INTEGRITY_KEY]["digests"]
         expected = {key_of(name, state) for state, by_name in digests.items() for name in by_name}
         expected |= {key_of(name, VALUES) for name in run["parameters"]} | numel.keys()
         return [f"a part of {key}" for key in sorted(expected) if numel[key] != prod(_shape(run, key))]
@@ -123,7 +126,7 @@ class DcpWriter(CheckpointWriter):
         return within_limit({**run, "files": files, "loss_scaler": tables[0][1]})
 
     def write_table(self, tables: Sequence[Any], shape_of: Callable[[str], tuple[int, ...]]) -> Files:
-        """Writes `.metadata`, and returns its facts. shape_of: key -> shape."""
+        """Writes `.metadata`. Returns its size and digest. shape_of: returns the shape of a key's tensor."""
         table = DcpTable()
         for key, chunk in _all_chunks(tables):
             table.add(key, chunk, shape_of(key), path=path_of(key))
@@ -135,14 +138,14 @@ def _all_chunks(tables: Sequence[Any]) -> Iterator[tuple[str, Chunk]]:
 
 
 def _shape(run: dict[str, Any], key: str) -> tuple[int, ...]:
-    """Returns the shape of a parameter's state, or of its step."""
+    """Returns the shape of a state of a parameter, or of its step."""
     of_state = key.removeprefix(f"{OPTIMIZER}state.")
     name, _, state_name = of_state.rpartition(".") if of_state != key else (key, "", VALUES)
     return () if state_name == _STEP else recorded_spec(run["parameters"][name]).valid_shape
 
 
 def _share_of_replica(pieces: Sequence[Piece], mesh: Mesh) -> set[str]:
-    """Returns the parameters that this rank writes. Ranks with equal elements of a parameter share them."""
+    """Returns the parameters that this rank writes. Ranks with equal elements divide the parameters."""
     sizes: dict[tuple[str, ...], dict[str, int]] = {}
     for piece in pieces:
         sizes.setdefault(piece.spec.reduced_axes, {})[piece.name] = prod(piece.spec.global_shape)
@@ -155,8 +158,8 @@ def _share_of_replica(pieces: Sequence[Piece], mesh: Mesh) -> set[str]:
 
 
 def _limited(box: Box) -> Iterator[Box]:
-    """Divides a box into boxes of at most CHUNK_BYTES, along its first dimension with several indices: a rank
-    that loads a part of it reads less, and a copy from a device needs less memory."""
+    """Divides a box into boxes of at most CHUNK_BYTES, along its first dimension of size above 1. A rank that
+    loads a part of the box reads less, and a copy from a device needs less memory."""
     dim = next((dim for dim, size in enumerate(box.sizes) if size > 1), 0)
     inner = prod(box.sizes[dim + 1 :])
     step = max(CHUNK_BYTES // 4 // inner, 1)
@@ -168,7 +171,7 @@ def _limited(box: Box) -> Iterator[Box]:
 
 
 def save_piece(piece: Piece, archives: DcpFile, chunks: Chunks, file: Any) -> None:
-    """Writes all states of a piece, and the step with the first values of a parameter."""
+    """Writes all states of a piece. Writes the parameter's step along with the parameter's first elements."""
     boxes = [part for box in piece.boxes() for part in _limited(box)]
     for state_name in piece.values:
         for box in boxes:
@@ -180,7 +183,7 @@ def save_piece(piece: Piece, archives: DcpFile, chunks: Chunks, file: Any) -> No
 
 
 def _memory(piece: Piece) -> Content:
-    """Returns the memory of a piece as a content, for its digests."""
+    """Returns the states of a piece in host memory as a content, from which digests are computed."""
 
     def save(file: Any) -> None:
         for values in piece.values.values():
@@ -192,8 +195,8 @@ def _memory(piece: Piece) -> Content:
 class DcpFile:
     """A `.distcp` file: archives of torch.save, one after the other.
 
-    It is the file-like object that torch.save writes to. It collects the small writes, since torch.save
-    writes an archive in forty pieces, and passes the memory of a tensor on as it is.
+    It is the file-like object that torch.save writes to. It collects the small writes (torch.save writes an
+    archive in forty pieces), and passes the memory of a tensor on without a copy.
     """
 
     def __init__(self, name: str) -> None:
@@ -204,7 +207,8 @@ class DcpFile:
         self._address = 0
 
     def append(self, file: Any, value: Any, offsets: Sequence[int] = ()) -> Chunk:
-        """Writes an archive at the end of a file-like object. Returns its place. offsets: of a tensor."""
+        """Writes an archive at the end of a file-like object. Returns its place as a chunk. offsets: index in
+        the tensor where the chunk begins."""
         self._file, self._address = file, value.data_ptr() if isinstance(value, Tensor) else 0
         self.write(bytes(-self.num_bytes % ALIGNMENT))
         start = self.num_bytes
@@ -226,15 +230,15 @@ class DcpFile:
         return len(content)
 
     def flush(self) -> None:
-        """Passes the collected bytes on."""
+        """Writes the collected bytes to the file."""
         if self._small:
             self._file.write(bytes(self._small))
             self._small.clear()
 
 
 class DcpFiles:
-    """The `.distcp` files that the threads of a conversion write. hashed: compute the SHA-256 of the files.
-    chunks: all that were written."""
+    """The `.distcp` files that the threads of a conversion write. hashed: whether to compute the SHA-256 of
+    each file. chunks: all chunks that were written."""
 
     def __init__(self, folder: Path, hashed: bool = True) -> None:
         self.chunks: Chunks = []
@@ -246,7 +250,7 @@ class DcpFiles:
 
     @contextmanager
     def append(self) -> Iterator[tuple[DcpFile, HashedFile]]:
-        """Gives a thread a file for itself, to append archives."""
+        """Lends a file to the calling thread for the block, to append archives."""
         try:
             archives, file = self._free.get_nowait()
         except Empty:
@@ -261,7 +265,7 @@ class DcpFiles:
             self._files[archives.name] = file.close()
 
     def close(self) -> Files:
-        """Closes the files. Returns their facts."""
+        """Closes the files. Returns their sizes and digests."""
         while not self._free.empty():
             archives, file = self._free.get_nowait()
             self._files[archives.name] = file.close()
@@ -289,8 +293,8 @@ class DcpTable:
         dtype: torch.dtype = torch.float32,
         path: tuple[str, ...] | None = None,
     ) -> None:
-        """Adds a chunk of a tensor. shape: of the tensor. path: the keys of the nested dict that torch makes
-        of the checkpoint; None: the key alone."""
+        """Adds a chunk of a tensor. shape: the shape of the whole tensor. path: the keys of the nested dict
+        that torch makes of the checkpoint; None: only `key`."""
         if key not in self._tensors:
             self._tensors[key] = TensorStorageMetadata(TensorProperties(dtype=dtype), torch.Size(shape), [])
             self._paths[key] = path or (key,)
@@ -299,19 +303,20 @@ class DcpTable:
         chunks.append(ChunkStorageMetadata(torch.Size(chunk.offsets), torch.Size(chunk.shape)))
 
     def add_name(self, key: str, other: str) -> None:
-        """Adds a tensor that shares the chunks of `other`, which is complete."""
+        """Adds a tensor under `key` that shares the chunks of `other`. All chunks of `other` must be
+        known."""
         self._tensors[key], self._paths[key] = self._tensors[other], (key,)
         for number, chunk in enumerate(self._tensors[other].chunks):
             place = self._places[MetadataIndex(other, chunk.offsets, number)]
             self._places[MetadataIndex(key, chunk.offsets, number)] = place
 
     def add_object(self, key: str, chunk: Chunk) -> None:
-        """Adds an object other than a tensor."""
+        """Adds an object that is not a tensor."""
         self._tensors[key], self._paths[key] = BytesStorageMetadata(), (key,)
         self._places[MetadataIndex(key)] = _storage_info(chunk)
 
     def write(self, folder: Path) -> Files:
-        """Writes `.metadata`. Returns the facts of the file."""
+        """Writes `.metadata`. Returns its size and digest."""
         metadata = Metadata(
             state_dict_metadata=dict(sorted(self._tensors.items())),
             planner_data=self._paths,

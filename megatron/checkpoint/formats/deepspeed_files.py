@@ -1,8 +1,8 @@
 """DeepSpeed's files: their names, and where each parameter's fp32 values and moments are in them.
 
-Every (stage, TP rank) pair writes a file of flat fp32 partitions and the position of each parameter in them;
-with ZeRO, each data-parallel rank of the pair writes one. The pieces of a parameter, in the order of the
-data-parallel ranks, form its tensor-parallel shard.
+Every (pipeline stage, tensor-parallel rank) pair writes a file of flat fp32 partitions and the position of
+each parameter in them; with ZeRO, each data-parallel rank of the pair writes such a file. The pieces of a
+parameter, in the order of the data-parallel ranks, form its tensor-parallel shard.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from megatron.mpu.pieces import Piece
 if TYPE_CHECKING:
     from torch import Tensor
 
-# The name of a parameter's fp32 values; its moments have the optimizer's names.
+# The state name of a parameter's fp32 values; its moments have the optimizer's names.
 VALUES = "fp32"
 _ZERO_FILE = re.compile(r"(?:bf16_)?zero_pp_rank_(?P<data>\d+)_mp_rank_(?P<model>\d+)_optim_states\.pt")
 _SHARDED_WEIGHTS_FILE = re.compile(r"zero_pp_rank_\d+_mp_rank_\d+_model_states\.pt")
@@ -38,24 +38,25 @@ _EXPERTS = (
     "DeepSpeed's mixture of experts saved it, with a file for each expert, which this program does not read: "
     "use the program that saved it"
 )
-# A checkpoint of DeepSpeed has one of these files: the first without ZeRO-3, the second with it.
+# A checkpoint of DeepSpeed has one of these files: the first without ZeRO-3, the second with ZeRO-3.
 FIRST_MODEL_FILES = ("mp_rank_00_model_states.pt", "zero_pp_rank_0_mp_rank_00_model_states.pt")
 _MODEL_FILE = re.compile(r"mp_rank_(?P<model>\d+)_model_states\.pt")
 _LAYER_FILE = re.compile(r"layer_(?P<layer>\d{1,9})-model_\d+-model_states\.pt")
-# Tied parameters are saved with the first layer that holds them.
+# Tied parameters are saved in the file of the first layer that uses them.
 _TIED_LAYER = 1
-# With some settings DeepSpeed's names of optimizer files begin with this prefix.
+# Prefix that DeepSpeed puts before the names of optimizer files with some settings.
 _OPTIONAL_PREFIX = "bf16_"
-# Of the index in `run.json`. An index of another version is not used.
+# Version of the index in `run.json`. An index of a different version is not used.
 INDEX_VERSION = 1
-# Where a file holds a parameter: number of the group of parameters, first element in it, number of elements.
+# Where a parameter is in a file: (index of the group of parameters, first element in the group, number of
+# elements).
 Place = tuple[int, int, int]
 
 
 @dataclass(frozen=True)
 class FileState(Mapping[str, "Tensor"]):
-    """The states of a piece in one file: VALUES or a moment -> its elements, memory-mapped. The file is
-    opened when something in it is read."""
+    """The states of a piece in one file: VALUES or a moment's name -> elements, memory-mapped. The file is
+    opened when a state is first read."""
 
     name: str
     tp_rank: int
@@ -65,25 +66,25 @@ class FileState(Mapping[str, "Tensor"]):
 
     @property
     def numel(self) -> int:
-        """The number of elements of each state."""
+        """Number of elements of each state."""
         return self.place[2]
 
     @property
     def _entries(self) -> dict[str, Any]:
-        """The values, and the optimizer's state of the group: moments and the step."""
+        """The fp32 values of the group, and the optimizer's state for it: moments and step."""
         state, group = self.read_state(), self.place[0]
         values = state["single_partition_of_fp32_groups"][group]
         return {**state["base_optimizer_state"]["state"].get(group, {}), VALUES: values}
 
     @property
     def scalars(self) -> dict[str, Any]:
-        """The entries other than values and moments: the step."""
+        """The entries that are neither values nor moments: the step."""
         return {name: value for name, value in self._entries.items() if name not in set(self)}
 
     def __iter__(self) -> Iterator[str]:
         yield VALUES
-        # On the last rank, DeepSpeed's ZeRO-1 and 2 save moments with the padding of the partition, and fp32
-        # values without it.
+        # On the last rank, DeepSpeed's ZeRO-1 and 2 save moments with the padding of the partition, but fp32
+        # values without this padding.
         paddings, (group, _, _) = self.read_state().get("group_paddings"), self.place
         padding = paddings[group] if isinstance(paddings, (list, tuple)) and group < len(paddings) else 0
         entries = self._entries
@@ -116,7 +117,7 @@ class FileState(Mapping[str, "Tensor"]):
 
 
 def lacks(folder: Path, tp_rank: int, name: str, state_name: str) -> UserError:
-    """Returns the error for a state of a parameter that a tensor-parallel rank's files do not hold."""
+    """Returns the error for a parameter's state that is missing in the files of a tensor-parallel rank."""
     return UserError(
         f"checkpoint {folder}: the files of TP rank {tp_rank} lack {state_name} of {name}, which others "
         "have: they are from different checkpoints"
@@ -127,7 +128,7 @@ class OptimizerFiles:
     """The optimizer state of all parameters. `stage`: 0 for ZeRO-0, 1 for all other ZeRO stages.
 
     With the index of `run.json` a file is read when something in it is needed, and files that are not needed
-    may be missing; without it all files are read.
+    may be missing. Without the index all files are read.
     """
 
     def __init__(
@@ -139,11 +140,11 @@ class OptimizerFiles:
         present: Collection[str] | None = None,
     ) -> None:
         """tp_size: tensor-parallel size of the run that saved. index: see `file_index`. names: the files of
-        the checkpoint; None to list the folder. present: those that are in the folder; None if all are.
-        Raises UserError for a file that is damaged or has an unknown layout."""
+        the checkpoint; None to list the folder. present: the names of the files that are in the folder; None
+        if all are. Raises UserError for a file that is damaged or has an unknown layout."""
         self.folder = folder
         self.tp_size = tp_size
-        # Of each tensor-parallel rank: parameter -> its states in each file, consecutive in the flat shard.
+        # Index: tensor-parallel rank. Parameter -> its states in each file, consecutive in the flat shard.
         self._shards: list[dict[str, list[FileState]]] = [{} for _ in range(tp_size)]
         self._states: dict[Path, dict] = {}
         self._index = _read_index(index, folder) if index is not None else None
@@ -156,7 +157,7 @@ class OptimizerFiles:
 
         _, self.first_path, key = next((file for file in files if is_present(file[1])), files[0])
         self.stage = int(key == "optimizer_state_dict")
-        # A tied parameter is in the files of two stages: the files of the first stage that are all present.
+        # A tied parameter is in the files of two stages. The first stage whose files are all present is used.
         holders: dict[tuple[int, str], dict[int, list[FileState]]] = {}
         for model_rank, path, key in files:
             read = partial(self._read_state, path, key)
@@ -171,8 +172,8 @@ class OptimizerFiles:
     def pieces(
         self, tp_rank: int, name: str, spec: ParameterSpec | None = None, axes: tuple[Axis, ...] = ()
     ) -> list[Piece]:
-        """Returns a TP rank's shard of a parameter, a piece per file; none if the rank has no such parameter.
-        spec, axes: see `Piece`."""
+        """Returns the pieces of a tensor-parallel rank's shard of a parameter, one per file; [] if the rank
+        does not have the parameter. spec, axes: see `Piece`."""
         states = self._shards[tp_rank].get(name, [])
         starts = accumulate((state.numel for state in states), initial=0)
         spec = spec or ParameterSpec((sum(state.numel for state in states),))
@@ -182,7 +183,7 @@ class OptimizerFiles:
         ]
 
     def paths(self, tp_rank: int, name: str, start: int = 0, stop: int | None = None) -> set[Path]:
-        """Returns the files that hold elements start to stop - 1 of a TP rank's shard of a parameter."""
+        """Returns the files that contain elements start to stop - 1 of a tensor-parallel rank's shard."""
         pieces, states = self.pieces(tp_rank, name), self._shards[tp_rank][name]
         return {
             state.path
@@ -191,7 +192,7 @@ class OptimizerFiles:
         }
 
     def _places(self, path: Path, read: Callable[[], dict]) -> dict[str, Place]:
-        """Returns the place of each parameter in a file, from the index if there is one."""
+        """Returns parameter -> place in a file, from the index if there is one."""
         if self._index is None:
             return places_in(read(), path)
         if path.name not in self._index:
@@ -224,22 +225,22 @@ class OptimizerFiles:
 
     @property
     def names(self) -> Collection[str]:
-        """All parameters, by global name."""
+        """The global names of all parameters."""
         return self._shards[0].keys()
 
     def one_of(self, name: str) -> FileState:
-        """Returns the states of a parameter in one file, if possible in one that has been read."""
+        """Returns the states of a parameter in one of its files, preferably a file that was already read."""
         found = [state for shard in self._shards for state in shard.get(name, [])]
         return next((state for state in found if state.path in self._states), found[0])
 
 
 def layer_file(layer: int, tp_rank: int) -> str:
-    """Returns the name of the file with a tensor-parallel rank's weights of a layer."""
+    """Returns the name of the file with a layer's weights of one tensor-parallel rank."""
     return f"layer_{layer:02d}-model_{tp_rank:02d}-model_states.pt"
 
 
 def model_file(model_rank: int) -> str:
-    """Returns the name of the file of a (stage, tensor-parallel rank) pair."""
+    """Returns the name of the mp_rank file of a (pipeline stage, tensor-parallel rank) pair."""
     return f"mp_rank_{model_rank:02d}_model_states.pt"
 
 
@@ -250,8 +251,8 @@ def optimizer_file(model_rank: int, dp_rank: int = 0) -> str:
 
 def optimizer_files(folder: Path, names: Collection[str] | None = None) -> list[tuple[int, Path, str]]:
     """Returns (model-parallel rank, path, key of the optimizer's state) of each file, in the order of the
-    data-parallel ranks. Without ZeRO, the mp_rank files hold the optimizer. names: the files in the folder,
-    if they are known; None to list the folder."""
+    data-parallel ranks. Without ZeRO, the mp_rank files contain the optimizer. names: the names of the files
+    in the folder; None to list the folder."""
     if names is None:
         names = [path.name for path in folder.iterdir()]
     zero = [(match, folder / name) for name in names if (match := _ZERO_FILE.fullmatch(name))]
@@ -264,26 +265,28 @@ def optimizer_files(folder: Path, names: Collection[str] | None = None) -> list[
 
 def why_unreadable(folder: Path) -> str:
     """Returns why a native checkpoint of DeepSpeed cannot be read, judged by the names of its files; "" if it
-    can."""
+    can be read."""
     if sharded_weight_files(folder):
         return _SHARDED_WEIGHTS
     return _EXPERTS if any(folder.glob("layer_*_expert_*_model_states.pt")) else ""
 
 
 def sharded_weight_files(folder: Path) -> list[Path]:
-    """Returns the weight files that DeepSpeed's ZeRO-3 writes, one per rank. This program writes none."""
+    """Returns the weight files that DeepSpeed's ZeRO-3 writes, one per rank. This program never writes
+    them."""
     return [path for path in folder.glob("zero_pp_rank_*") if _SHARDED_WEIGHTS_FILE.fullmatch(path.name)]
 
 
 def model_files(folder: Path) -> list[Path]:
-    """Returns the mp_rank files, one per (stage, TP rank) pair, in the order of their ranks."""
+    """Returns the mp_rank files, one per (pipeline stage, tensor-parallel rank) pair, in the order of
+    ranks."""
     paths = [path for path in folder.glob("mp_rank_*_model_states.pt") if _MODEL_FILE.fullmatch(path.name)]
     return sorted(paths, key=lambda path: (len(path.name), path.name))
 
 
 def layer_files(folder: Path) -> dict[int, list[Path]]:
-    """Returns layer number -> weight files, in the order of layers and TP ranks. Layer numbers do not depend
-    on the pipeline stages."""
+    """Returns layer number -> weight files, in the order of layers and tensor-parallel ranks. Layer numbers
+    are the same for every pipeline partition."""
     paths: dict[int, list[Path]] = {}
     for path in sorted(folder.glob("layer_*-model_states.pt")):
         if match := _LAYER_FILE.fullmatch(path.name):
@@ -294,8 +297,8 @@ def layer_files(folder: Path) -> dict[int, list[Path]]:
 def missing_files(files: Collection[str], run: Mapping[str, Any]) -> list[str]:
     """Returns the files that the layout and parameters in `run` require and `files` lacks, in order.
 
-    run: the content of `run.json`. Returns [] if it has no layout. Raises ValueError, KeyError, TypeError or
-    AttributeError if it is malformed.
+    run: the content of `run.json`. Returns [] if `run` has no layout. Raises ValueError, KeyError, TypeError
+    or AttributeError if `run` is malformed.
     """
     if "layout" not in run:
         return []
@@ -304,7 +307,7 @@ def missing_files(files: Collection[str], run: Mapping[str, Any]) -> list[str]:
     tensor, pipeline, data = (
         int(layout[f"{kind}_parallel_size"]) for kind in ("tensor_model", "pipeline_model", "data")
     )
-    # A layout of a program without context parallelism does not have the size.
+    # Layouts of versions without context parallelism lack this size.
     data *= int(layout.get("context_parallel_size", 1))
     replicas = data if int(layout["zero_stage"]) > 0 else 0
     # A malformed layout of a billion ranks is rejected before its file names are listed.
@@ -320,8 +323,9 @@ def missing_files(files: Collection[str], run: Mapping[str, Any]) -> list[str]:
 def unneeded_files(run: Mapping[str, Any]) -> frozenset[str]:
     """Returns the names of files in `run` that a resume does not read and does not need.
 
-    With ZeRO these are the mp_rank files, the states of DeepSpeed's engine: the zero_pp_rank files hold
-    weights and optimizer state, and `run.json` the rest. Without ZeRO the mp_rank files hold the optimizer.
+    With ZeRO these are the mp_rank files with the states of DeepSpeed's engine: the zero_pp_rank files hold
+    weights and optimizer state, and `run.json` holds the rest. Without ZeRO the mp_rank files hold the
+    optimizer.
     """
     if int(run.get("layout", {}).get("zero_stage", 0)) < 1:
         return frozenset()
@@ -329,13 +333,13 @@ def unneeded_files(run: Mapping[str, Any]) -> frozenset[str]:
 
 
 def layer_of(parameter: str) -> int:
-    """Returns the number of the layer whose file holds a parameter."""
+    """Returns the number of the layer whose file contains a parameter."""
     match = re.match(r"([0-9]{1,6})\.", parameter)
     return int(match[1]) if match else _TIED_LAYER
 
 
 def places_in(state: dict, path: Path) -> dict[str, Place]:
-    """Returns the place of each parameter in the optimizer's state of a file. Checks DeepSpeed's layout."""
+    """Returns parameter -> place in the optimizer's state of a file. Checks DeepSpeed's layout."""
     places = {}
     with expect_layout(path, "the optimizer's state by parameter"):
         masters, states = state["single_partition_of_fp32_groups"], state["base_optimizer_state"]["state"]
@@ -354,11 +358,11 @@ def places_in(state: dict, path: Path) -> dict[str, Place]:
 
 
 def file_index(places: Mapping[str, Mapping[str, Place]], parameters: Collection[str]) -> dict[str, Any]:
-    """Returns the index for `run.json`: for each file of the optimizer's state a text per group of
-    parameters, with the number of each parameter, in the order of names, and its number of elements.
+    """Returns the index for `run.json`: file -> one text per group of parameters. The text lists the index of
+    each parameter in the sorted names, and its number of elements.
 
     places: file name -> parameter -> place. parameters: the names of all parameters. The index of 384 ranks
-    has about a megabyte.
+    takes about a megabyte.
     """
     numbers = {name: number for number, name in enumerate(sorted(parameters))}
     files: dict[str, list[str]] = {}
@@ -372,12 +376,12 @@ def file_index(places: Mapping[str, Mapping[str, Place]], parameters: Collection
 
 
 def has_index(run: Mapping[str, Any]) -> bool:
-    """Returns whether `run.json` has an index that can be used."""
+    """Returns whether `run.json` has an index of the version that this program uses."""
     return run.get("index", {}).get("version") == INDEX_VERSION
 
 
 def _read_index(index: Mapping[str, Any], folder: Path) -> dict[str, dict[str, Place]] | None:
-    """Returns the places of the parameters in each file; None for an index of another version."""
+    """Returns file -> parameter -> place; None for an index of a different version."""
     with expect_layout(folder / "run.json", "an index of the optimizer's files"):
         if index["version"] != INDEX_VERSION:
             return None

@@ -1,7 +1,7 @@
 """Translates the parameter names and arguments of Microsoft's Megatron-DeepSpeed ("source" below).
 
 The pipeline of the source has no function between the embedding and the first transformer layer, so its layer
-indices differ. For L transformer layers (GPTModelPipe in its megatron/model/gpt_model.py):
+indices differ from this program's. For L transformer layers (GPTModelPipe in megatron/model/gpt_model.py):
 
     layer                   in the source                       in this program
     transformer layers      2 .. L+1                            3 .. L+2
@@ -11,8 +11,8 @@ indices differ. For L transformer layers (GPTModelPipe in its megatron/model/gpt
     untied LM head          L+3                                 L+5
 
 The source's layer list begins with the function `_to_float16` in every precision, so its indices do not
-depend on fp16 or bf16. The other parts of the names are equal. With --no-pipeline-parallel the source's model
-is a GPTModel (megatron/model/language_model.py), which counts the layers from 0:
+depend on fp16 or bf16. The rest of each name is equal. With --no-pipeline-parallel the source's model is a
+GPTModel (megatron/model/language_model.py), which counts the layers from 0:
 
     in the source                                           in this program
     language_model.embedding.*                              tied_modules.embed.*
@@ -21,16 +21,17 @@ is a GPTModel (megatron/model/language_model.py), which counts the layers from 0
     language_model.output_layer.*                           <L + 5>.lm_head.*
 
 The source's Llama models have --swiglu, --normalization rmsnorm, --disable-bias-linear,
---use-rotary-position-embeddings and --untie-embeddings-and-output-weights. As in this program, the halves of
-a head are rotated, and --num-key-value-heads lays out `query_key_value` per group: queries, key, value.
+--use-rotary-position-embeddings and --untie-embeddings-and-output-weights. As in this program, RoPE rotates
+the first half of a head with the second, and with --num-key-value-heads `query_key_value` is laid out per
+group: queries, key, value.
 
-The rows of two kinds of parameters are in a different order (megatron/model/transformer.py):
+Two kinds of parameters have their rows in a different order (megatron/model/transformer.py):
 
-- In a gated MLP the gate comes before the values; in this program the values come first.
+- In a gated MLP of the source the gate comes before the values; in this program the values come first.
 - Since commit 676a482c of 2024 `query_key_value` holds all queries of a tensor-parallel rank, then its keys,
   then its values. Earlier versions laid it out per head, as this program does. `checkpoint_version` is 3.0 in
-  both cases, but the argument `ds_sequence_parallel_fpdt` exists only since that commit. The blocks have
-  equal sizes, which is wrong for grouped queries: such checkpoints are rejected.
+  both cases, but the argument `ds_sequence_parallel_fpdt` exists only since that commit. The three blocks
+  have equal sizes, which is wrong for grouped queries: such checkpoints are rejected.
 """
 
 from __future__ import annotations
@@ -46,24 +47,25 @@ from megatron.errors import UserError, one_line
 from megatron.model.layer_list import EMBEDDING, FIRST_TRANSFORMER_LAYER, final_norm_of
 
 _SOURCE_FIRST_LAYER = 2
-# This parameter identifies a transformer layer. No model has longer layer numbers.
+# Every transformer layer has exactly one parameter of this name. Layer numbers have at most six digits.
 _INPUT_NORM = re.compile(r"(0|[1-9]\d{0,5})\.input_layernorm\.weight")
 _INDEXED = re.compile(r"(0|[1-9]\d{0,5})\.(.+)")
-# Names in a model without a pipeline.
+# Prefix of all names in a model without a pipeline.
 _PLAIN_MODEL = "language_model."
 _PLAIN_LAYER = re.compile(r"language_model\.encoder\.layers\.(0|[1-9]\d{0,5})\.(.+)")
 _UNTIED_EMBEDDING = "1."
-# An argument that exists only in versions in which queries, keys and values are blocks.
+# Only versions that store queries, keys and values as three blocks have this argument.
 NEWER_ARGUMENT = "ds_sequence_parallel_fpdt"
 
 
 def has_megatron_deepspeed_names(names: Collection[str]) -> bool:
-    """Returns whether names are the source's: its layers begin at index 2, or it has no pipeline."""
+    """Returns whether the names are the source's: its layers begin at index 2, or it has no pipeline."""
     return _is_plain(names) or min(_transformer_layers(names), default=None) == _SOURCE_FIRST_LAYER
 
 
 def translate_names(names: Collection[str]) -> dict[str, str]:
-    """Returns this program's parameter name -> stored name. Both are equal unless the source wrote them."""
+    """Returns this program's parameter name -> stored name. The two are equal unless the source wrote
+    them."""
     if not has_megatron_deepspeed_names(names):
         return {name: name for name in names}
     if _is_plain(names):
@@ -74,7 +76,7 @@ def translate_names(names: Collection[str]) -> dict[str, str]:
 
 
 def describe_translation(names: Collection[str]) -> str:
-    """Describes what `translate_names` changes, for the log."""
+    """Returns the log line that says what `translate_names` changes."""
     if _is_plain(names):
         return (
             "Its parameters are named as in Microsoft's Megatron-DeepSpeed with --no-pipeline-parallel: "
@@ -97,10 +99,10 @@ def has_gated_mlp(shapes: Mapping[str, Sequence[int]]) -> bool:
 
 
 def translate_tensor(name: str, tensor: Tensor, args: Mapping[str, Any], gated: bool) -> Tensor:
-    """Returns a global parameter or moment with its rows in this program's order, as a copy if they move.
+    """Returns a global parameter or moment with its rows in this program's order, as a copy if rows move.
 
-    name: in this program. args: the source's arguments, {} if it saved none. gated: whether the MLP is gated.
-    Raises UserError if the arguments do not fit the tensor.
+    name: this program's name. args: the source's arguments, {} if it saved none. gated: whether the MLP is
+    gated. Raises UserError if the arguments do not fit the tensor.
     """
     if gated and ".mlp.dense_h_to_4h." in name:
         return torch.cat(tensor.chunk(2)[::-1])
@@ -110,7 +112,8 @@ def translate_tensor(name: str, tensor: Tensor, args: Mapping[str, Any], gated: 
 
 
 def _interleave_heads(name: str, tensor: Tensor, args: Mapping[str, Any]) -> Tensor:
-    """Reorders rows from [ranks, 3, heads per rank, head_dim] to [heads, 3, head_dim]; both are flattened."""
+    """Returns a tensor with its rows, [ranks, 3, heads per rank, head_dim], reordered to [heads, 3,
+    head_dim]."""
     heads, ranks = args.get("num_attention_heads"), args.get("tensor_model_parallel_size")
     if (
         not (type(heads) is int and type(ranks) is int and 0 < ranks <= heads)
@@ -126,13 +129,13 @@ def _interleave_heads(name: str, tensor: Tensor, args: Mapping[str, Any]) -> Ten
 
 
 def _is_plain(names: Collection[str]) -> bool:
-    """Returns whether all names belong to a model without a pipeline."""
+    """Returns whether all names have the prefix of a model without a pipeline."""
     layers = any(_PLAIN_LAYER.fullmatch(name) for name in names)
     return layers and all(name.startswith(_PLAIN_MODEL) for name in names)
 
 
 def _translate_plain_name(name: str, last: int) -> str:
-    """Translates a name without a pipeline. last: index of the last transformer layer in the source."""
+    """Translates a name of a model without a pipeline. last: index of its last transformer layer."""
     final = final_norm_of(last + 1)
     outer = {
         "language_model.embedding.": EMBEDDING,
@@ -151,13 +154,13 @@ def _transformer_layers(names: Collection[str]) -> list[int]:
 
 
 def _translate_name(name: str, last: int) -> str:
-    """Translates a pipeline's name. last: index of the last transformer layer in the source. Distinct names
-    of one model stay distinct, because it has the word embeddings under only one of their two names."""
+    """Translates a name of a model with a pipeline. last: index of its last transformer layer. Different
+    names of a model stay different, because it has the word embeddings under only one of their two names."""
     if name.startswith(_UNTIED_EMBEDDING):
         return EMBEDDING + name.removeprefix(_UNTIED_EMBEDDING)
     match = _INDEXED.fullmatch(name)
     if match is None or int(match[1]) < _SOURCE_FIRST_LAYER:
         return name
-    # This program has a function before the transformer layers, and a second one after them.
+    # This program's layer list has one more function before the transformer layers, and one more after them.
     index = int(match[1]) + (1 if int(match[1]) <= last else 2)
     return f"{index}.{match[2]}"

@@ -1,8 +1,8 @@
-"""Native checkpoints: DeepSpeed's files, as a run saves them.
+"""Native checkpoints: DeepSpeed's files, as runs save them.
 
-The layer files hold the weights in the precision of the run; the optimizer's files hold fp32 values and
-moments. Both are read on any layout: the parameter's spec says where the saved shards, and this rank's shard,
-are in the global tensor. Files are memory-mapped, so a rank reads only what it needs.
+The layer files hold the weights in the run's precision; the optimizer's files hold fp32 values and moments.
+Both are read on any layout: a parameter's spec says where the saved shards, and this rank's shard, are in the
+global tensor. Files are memory-mapped, so a rank reads only the bytes that it needs.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ from megatron.mpu.parameters import merge_shards, reshard
 from megatron.mpu.pieces import Piece
 from megatron.text_table import first_few
 
-# Size of a block of `read_blocks`. A conversion's thread holds one block, and as many bytes of its shards.
+# Size of a block of `read_blocks`. A thread of a conversion holds one block, and as many bytes of the shards.
 BLOCK_BYTES = 1 << 20
 VALUE_BYTES = 4
 
@@ -63,8 +63,8 @@ class NativeReader(StateReader):
         saved_specs: dict[str, ParameterSpec] | None = None,
         tp_size: int | None = None,
     ) -> None:
-        """saved_specs: the parameters, with the padding that was saved. tp_size: the tensor-parallel size of
-        the run that saved. If None, the checkpoint's config decides."""
+        """saved_specs: the specs of the parameters with the vocabulary padding of the run that saved.
+        tp_size: the tensor-parallel size of that run. If None, each comes from the checkpoint's config."""
         super().__init__(checkpoint)
         self._has_saved_specs = saved_specs is not None
         if saved_specs is not None:
@@ -85,7 +85,7 @@ class NativeReader(StateReader):
     @cached_property
     def files(self) -> OptimizerFiles:
         run = self.checkpoint.run
-        on_disk = Path(os.fspath(self.folder))  # an `ObjectPath` lists what is in the store
+        on_disk = Path(os.fspath(self.folder))  # because an `ObjectPath` lists the object store's files
         present = {path.name for path in on_disk.glob("*")} if self.checkpoint.is_partial else None
         return OptimizerFiles(self.folder, self.tp_size, run.get("index"), run.get("files"), present)
 
@@ -116,7 +116,7 @@ class NativeReader(StateReader):
         return merge_shards(saved, [elements(shard, state_name, 0, numel).view(shape) for shard in shards])
 
     def read_piece(self, piece: Piece, state_name: str, out: Tensor | None = None) -> Tensor:
-        """See `StateReader`. Opens only the files that hold one of these elements."""
+        """See `StateReader`. Opens only the files that contain elements of the piece."""
         name, saved = piece.name, self._saved_spec(piece.spec)
         if (rank := self._rank_of_shard(piece)) is not None:
             shard = self._shard(rank, name, state_name, saved)
@@ -126,8 +126,9 @@ class NativeReader(StateReader):
         def saved_elements(rank: int, first: int, last: int) -> Tensor:
             return elements(shard_of(rank), state_name, first, last)
 
-        place = (piece.spec, piece.axes, piece.start, piece.stop)
-        return reshard(*place, saved, self._axes, saved_elements, out)
+        return reshard(
+            piece.spec, piece.axes, piece.start, piece.stop, saved, self._axes, saved_elements, out
+        )
 
     def files_of_pieces(self, pieces: Iterable[Piece]) -> set[str]:
         run = self.checkpoint.run
@@ -137,28 +138,28 @@ class NativeReader(StateReader):
         for piece in pieces:
             if (rank := self._rank_of_shard(piece)) is not None:
                 paths |= self.files.paths(rank, piece.name, piece.start, piece.stop)
-            else:  # of all shards, which is more than it reads
+            else:  # reads the elements of all shards, which is more than the piece needs
                 paths |= {path for one in range(self.tp_size) for path in self.files.paths(one, piece.name)}
         return {path.name for path in paths or {self.files.first_path}}
 
     def _rank_of_shard(self, piece: Piece) -> int | None:
-        """Returns the TP rank whose files hold a piece; None if several do, or if they hold more than the
-        piece's shard."""
-        if "tp" not in piece.spec.axis_names:  # the files of each TP rank hold all experts
+        """Returns the tensor-parallel rank whose files contain exactly the shard of the piece. Returns None
+        if the piece is spread over the files of several ranks, or is a part of a saved shard."""
+        if "tp" not in piece.spec.axis_names:  # the files of each tensor-parallel rank hold all experts
             return 0 if all(axis.size == 1 for axis in piece.axes) else None
         tp = place_on(piece.axes, "tp")
         is_saved = self._saved_spec(piece.spec) == piece.spec and self.tp_size == tp.size
         return tp.rank if is_saved else None
 
     def read_blocks(self, name: str, state_name: str, mismatch: ReplicaMismatch) -> Iterator[Tensor]:
-        """See `StateReader`. If replicas differ, it yields their mean."""
+        """See `StateReader`. If replicas differ, the blocks are the mean of the replicas."""
         saved = self._saved_spec(self.specs[name])
         shards = [self._shard(rank, name, state_name, saved) for rank in range(self.tp_size)]
         full = replace(saved, global_shape=saved.valid_shape, num_valid_rows=None)
         rows, *row_shape = full.global_shape
         step = max(BLOCK_BYTES // VALUE_BYTES // prod(row_shape), 1)
         if not saved.sharding:
-            step = max(step // len(shards), 1)  # one block of every replica is in memory
+            step = max(step // len(shards), 1)  # because one block of every replica is in memory
 
         read: list[tuple[list[Piece], int, int]] = []
 
@@ -173,16 +174,16 @@ class NativeReader(StateReader):
                 yield _mean_of_replicas(replicas, mismatch)
             else:
                 yield reshard(full, (), *span, saved, self._axes, saved_elements)
-            while read:  # the pages need not stay in memory
+            while read:  # so that the pages need not stay in memory
                 for part in _parts(*read.pop(), state_name):
                     release_pages(part.data_ptr(), part.nbytes)
 
     def _saved_spec(self, spec: ParameterSpec) -> ParameterSpec:
-        """Returns the spec with the vocabulary padding of the run that saved."""
+        """Returns the spec with the vocabulary padding of the run that saved the checkpoint."""
         return spec if self._has_saved_specs else padded_spec(spec, self.checkpoint, self.tp_size)
 
     def _shard(self, rank: int, name: str, state_name: str, saved: ParameterSpec) -> list[Piece]:
-        """Returns a TP rank's shard. Raises UserError if it has the wrong number of elements."""
+        """Returns a tensor-parallel rank's shard. Raises UserError if its number of elements is wrong."""
         shard = self.files.pieces(rank, name, saved, (Axis("tp", rank, self.tp_size),))
         if not shard:
             raise lacks(self.folder, rank, name, state_name)
@@ -194,7 +195,8 @@ class NativeReader(StateReader):
         return shard
 
     def weight_pieces(self, name: str, mismatch: ReplicaMismatch, verify: bool) -> Iterator[Piece]:
-        """See `StateReader`. Reads the layer files. verify: compare all of them with their digests first."""
+        """See `StateReader`. Reads the layer files. verify: first compare all layer files with their
+        digests."""
         if verify:
             _ = self._num_verified_files
         spec = self.specs[name]
@@ -213,7 +215,7 @@ class NativeReader(StateReader):
         return super().weights_verification(True) if master_weights else "the digests of the layer files"
 
     def compared_files(self, weights_only: bool = False) -> list[str]:
-        """Returns all files, or the layer files, without missing ones that a resume does not need."""
+        """See `StateReader`. Leaves out missing files that a resume does not need."""
         run = self.checkpoint.run
         chosen = [
             name for name in sorted(run.get("files", ())) if name.startswith("layer_") or not weights_only
@@ -222,7 +224,7 @@ class NativeReader(StateReader):
         return [name for name in chosen if name not in unneeded or (self.folder / name).exists()]
 
     def inspect_parameters(self) -> tuple[list[ParameterRecord], list[str]]:
-        """Returns the parameters in the layer files, and their problems."""
+        """Returns the parameters in the layer files, and what is wrong with them."""
         records: list[ParameterRecord] = []
         problems: list[str] = []
         try:
@@ -255,8 +257,8 @@ class NativeReader(StateReader):
 def elements(
     shard: Sequence[Piece], state_name: str, start: int, stop: int, out: Tensor | None = None
 ) -> Tensor:
-    """Returns elements start to stop - 1 of a shard in consecutive pieces. They share memory with the file if
-    it holds all of them, unless `out` is given, which gets them."""
+    """Returns elements start to stop - 1 of a shard in consecutive pieces. If `out` is given, copies them
+    there; otherwise they share memory with a file that contains all of them."""
     parts = _parts(shard, start, stop, state_name)
     if out is not None:
         for part, target in zip(parts, out.split([part.numel() for part in parts]), strict=True):
@@ -266,7 +268,7 @@ def elements(
 
 
 def _parts(shard: Sequence[Piece], start: int, stop: int, state_name: str) -> list[Tensor]:
-    """Returns elements start to stop - 1 as they are in the files, one tensor per file."""
+    """Returns elements start to stop - 1 with the stored dtype, one tensor per file."""
     return [
         piece.values[state_name][max(start - piece.start, 0) : stop - piece.start]
         for piece in shard
@@ -275,14 +277,14 @@ def _parts(shard: Sequence[Piece], start: int, stop: int, state_name: str) -> li
 
 
 def _mean_of_replicas(replicas: list[Tensor], mismatch: ReplicaMismatch) -> Tensor:
-    """Returns the first of the flat replicas, or their mean if they differ."""
+    """Returns the first of the flat replicas if all are equal, else their mean."""
     values = [replica.numpy() for replica in replicas]
     differ = [mismatch.update(values[0], other) for other in values[1:]]
     return torch.from_numpy(np.mean(values, axis=0, dtype=np.float32)) if any(differ) else replicas[0]
 
 
 class LayerFiles:
-    """The weights in a native checkpoint's folder: DeepSpeed writes a file per layer and TP rank."""
+    """The weights in the folder of a native checkpoint. DeepSpeed writes a file per layer and TP rank."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -294,7 +296,7 @@ class LayerFiles:
             )
 
     def shards(self, layer: int) -> dict[str, list[Tensor]]:
-        """Returns global parameter name -> memory-mapped shards of all TP ranks in order."""
+        """Returns global parameter name -> memory-mapped shards of all tensor-parallel ranks, in order."""
         paths = self.paths[layer]
         states = [read_file(path) for path in paths]
         for path, state in zip(paths, states, strict=True):
@@ -311,10 +313,11 @@ class LayerFiles:
     def global_tensors(
         self, layer: int, specs: Mapping[str, ParameterSpec], meta: bool = False
     ) -> dict[str, Tensor]:
-        """Returns the layer's parameters merged over TP ranks, with the dtype and padding of the files.
+        """Returns the layer's parameters merged over tensor-parallel ranks, with the dtype and padding of the
+        files.
 
-        meta: return tensors without values, on the meta device, which reads almost nothing from the files.
-        Raises UserError for a parameter that is not in `specs`, or whose shape differs from its spec.
+        meta: return tensors on the meta device; this reads almost nothing from the files. Raises UserError
+        for a parameter that is not in `specs`, or whose shape differs from its spec.
         """
         global_tensors = {}
         for name, shards in self.shards(layer).items():
@@ -325,14 +328,15 @@ class LayerFiles:
             try:
                 global_tensors[name] = merge_shards(specs[name], shards)
                 shape = tuple(global_tensors[name].shape)
-            except (RuntimeError, IndexError, ValueError):  # torch cannot join them
+            except (RuntimeError, IndexError, ValueError):  # the shapes cannot be concatenated
                 shape = tuple(shards[0].shape)
             source = f"{self.folder}: the {len(shards)} files of layer {layer} make {name}"
             check_shape(shape, specs[name], source, "they are not the files of one run")
         return global_tensors
 
     def all_tensors(self, specs: Mapping[str, ParameterSpec]) -> Iterator[tuple[str, Tensor]]:
-        """Yields (name, global tensor) of every parameter by layer. Raises UserError if one is missing."""
+        """Yields (name, global tensor) of every parameter, layer by layer. Raises UserError if one is
+        missing."""
         missing = set(specs)
         for layer in self.paths:
             global_tensors = self.global_tensors(layer, specs)
@@ -342,7 +346,7 @@ class LayerFiles:
             raise UserError(f"{self.folder} lacks {len(missing)} parameters, among them {sorted(missing)[0]}")
 
     def weight(self, name: str, specs: Mapping[str, ParameterSpec]) -> Tensor:
-        """Returns one parameter, see `global_tensors`. Keeps its layer for the next call."""
+        """Returns one parameter as `global_tensors` does. Keeps its layer's files open for the next call."""
         layer = layer_of(name)
         if self._last[0] != layer:
             self._last = layer, self.global_tensors(layer, specs) if layer in self.paths else {}
@@ -352,5 +356,5 @@ class LayerFiles:
 
 
 def parameter_prefix(layer_index: int) -> str:
-    """Returns the prefix of names. The embedding is the only layer with parameters before the transformer."""
+    """Returns the prefix of a layer's parameter names. Before the transformer only the embedding has any."""
     return EMBEDDING if layer_index < FIRST_TRANSFORMER_LAYER else f"{layer_index}."

@@ -1,12 +1,12 @@
-"""Writes native checkpoints: DeepSpeed's files, of a run or a conversion.
+"""Writes native checkpoints, which consist of DeepSpeed's files, for runs and conversions.
 
-In a run the data-parallel replicas share the layer files of their stage. The file of a (stage,
-tensor-parallel rank) pair is written by its first replica; with ZeRO every replica writes a file with its
-part of the optimizer's state, without ZeRO the first file also holds the whole state.
+In a run the data-parallel replicas share the layer files of their pipeline stage. The first replica of a
+(stage, tensor-parallel rank) pair writes the pair's mp_rank file. With ZeRO every replica also writes a file
+with its part of the optimizer's state; without ZeRO the mp_rank file contains the whole state.
 
-A conversion writes the files of the tensor and pipeline size in `run.json` and of one data-parallel rank with
-ZeRO 1. `--load` opens them on any layout, as it opens all native checkpoints. Each file is first written
-without the bytes of its tensors, which are fake; every piece is then written to its place in the files.
+A conversion writes the files of a run with the tensor and pipeline size in `run.json`, one data-parallel rank
+and ZeRO 1. `--load` opens them on any layout, like all native checkpoints. The conversion first writes each
+file without the bytes of its tensors, which are fake; then it writes every piece to its place in the files.
 """
 
 from __future__ import annotations
@@ -65,15 +65,14 @@ if TYPE_CHECKING:
     from megatron.optimizer.mixed_precision import MixedPrecisionOptimizer
 
 _STEP_BYTES = 1 << 24
-# The key of the optimizer's state in a file of its own, and in the file of a (stage, tensor-parallel rank)
-# pair.
+# The key of the optimizer's state: in a file of its own (with ZeRO), and in the mp_rank file (without ZeRO).
 _PARTITIONED, _WHOLE = "optimizer_state_dict", "optimizer"
 Group = tuple[Mapping[str, Tensor], Sequence[Piece]]
-"""The flat state of a group of parameters, by state, and the pieces that are consecutive in it."""
+"""The flat state of a group of parameters (state -> tensor), and the consecutive pieces in it."""
 
 
 class _Target(NamedTuple):
-    """Where the elements of a TP rank's shard begin in a file, in bytes, and their dtype in the file."""
+    """Where a tensor-parallel rank's shard is in a file: the offset of its first byte, and its dtype."""
 
     path: Path
     start: int
@@ -81,12 +80,12 @@ class _Target(NamedTuple):
 
 
 class NativeWriter(CheckpointWriter):
-    """Writes a native checkpoint. A table has the places of the parameters in each file of the optimizer's
-    state."""
+    """Writes a native checkpoint. A table (see `CheckpointWriter`) has the places of the parameters in each
+    file of the optimizer's state."""
 
     def __init__(self, folder: Path, source: StateReader | None = None) -> None:
         super().__init__(folder, source)
-        # File -> descriptor.
+        # File of a conversion -> its open descriptor.
         self._open: dict[Path, int] = {}
         if source is not None:
             try:
@@ -99,8 +98,8 @@ class NativeWriter(CheckpointWriter):
 
     @classmethod
     def check_sharding(cls, specs: Mapping[str, ParameterSpec]) -> None:
-        """See `CheckpointWriter`. DeepSpeed's names of files have only the tensor-parallel rank. A
-        conversion writes all experts for each of these ranks."""
+        """See `CheckpointWriter`. DeepSpeed's file names contain only the tensor-parallel rank, so a
+        conversion writes all experts for each tensor-parallel rank."""
         for name, spec in specs.items():
             if spec.axis_names not in ((), ("tp",)):
                 raise UserError(
@@ -125,8 +124,8 @@ class NativeWriter(CheckpointWriter):
         if optimizer.is_partitioned:
             if is_first:
                 files.write(self.folder / shared, [Content(partial(save_archive, content))])
-            facts = {"ds_config": engine.config, "ds_version": deepspeed_version}
-            files.write(self.folder / own, with_optimizer(own, _PARTITIONED, facts))
+            settings = {"ds_config": engine.config, "ds_version": deepspeed_version}
+            files.write(self.folder / own, with_optimizer(own, _PARTITIONED, settings))
             return places
         files.write(self.folder / shared if is_first else None, with_optimizer(shared, _WHOLE, content))
         return places if is_first else {}
@@ -135,7 +134,7 @@ class NativeWriter(CheckpointWriter):
         return missing_files(files, run)
 
     def finish(self, run: dict[str, Any], tables: Sequence[Any]) -> dict[str, Any]:
-        """See `CheckpointWriter`. Adds the index of the files, if it is not too large."""
+        """See `CheckpointWriter`. Adds the index of the files to `run.json` unless it is too large."""
         if self._source is not None:
             sizes = {"data_parallel_size": 1, "context_parallel_size": 1, "zero_stage": 1}
             specs = {name: spec_record(spec) for name, spec in self._specs.items()}
@@ -146,7 +145,7 @@ class NativeWriter(CheckpointWriter):
     # --- a conversion ---
 
     def _create_files(self, reader: StateReader) -> None:
-        """Creates all files, without the bytes of tensors."""
+        """Creates all files without the bytes of their tensors."""
         self._config = reader.checkpoint.config
         tp_size = self._config.parallel.tensor_model_parallel_size
         NativeWriter.check_sharding({n: s for n, s in reader.specs.items() if s.axis_names != ("ep",)})
@@ -155,7 +154,7 @@ class NativeWriter(CheckpointWriter):
         }
         self._ranks = [Axis("tp", rank, tp_size) for rank in range(tp_size)]
         self._places: dict[str, dict[str, Place]] = {}
-        # (parameter, state, TP rank) -> place; the weights in the layer files have the state "".
+        # (parameter, state, tensor-parallel rank) -> place. The weights in the layer files have the state "".
         self._targets: dict[tuple[str, str, int], _Target] = {}
         stages = self._stages()
         for axis in self._ranks:
@@ -164,8 +163,8 @@ class NativeWriter(CheckpointWriter):
                 self._create_optimizer_file(stage * tp_size + axis.rank, axis, names)
 
     def _stages(self) -> list[list[str]]:
-        """Returns the parameters in the files of each pipeline stage. They need not match the stages
-        of a run: a reader finds parameters by name."""
+        """Returns the parameters in the files of each pipeline stage. They may differ from the stages of a
+        run, because a reader finds parameters by name."""
         count = self._config.parallel.pipeline_model_parallel_size
         layers = sorted({layer_of(name) for name in self._specs})
         stage_of = {layer: index * count // len(layers) for index, layer in enumerate(layers)}
@@ -190,8 +189,8 @@ class NativeWriter(CheckpointWriter):
             self._targets |= {(name, "", axis.rank): target(tensors[keys[name]]) for name in names}
 
     def _create_optimizer_file(self, model_rank: int, axis: Axis, names: list[str]) -> None:
-        """Creates the file of a (stage, tensor-parallel rank) pair, and its mp_rank file."""
-        # (states, optimizer's step) -> the parameters that have them, whole shards.
+        """Creates the optimizer file of a (stage, tensor-parallel rank) pair, and the pair's mp_rank file."""
+        # (state names, optimizer's step) -> the parameters that have these, as whole shards.
         kinds: dict[tuple[tuple[str, ...], float | None], list[Piece]] = {}
         for name in names:
             kind = tuple(self.reader.state_names(name)), self.reader.step_of(name)
@@ -224,7 +223,8 @@ class NativeWriter(CheckpointWriter):
         self._create(model_file(model_rank), client_state(info, self._config, checkpoint.run["state"]))
 
     def _create(self, file: str, content: dict[str, Any]) -> Callable[[Tensor], _Target]:
-        """Writes a file. Returns a function: fake tensor in the content -> where its elements belong."""
+        """Writes a file. Returns a function that maps a fake tensor in the content to its place in the
+        file."""
         path = self.folder / file
         with open(path, "wb") as created:
             offset_of = save_archive(content, created)
@@ -232,8 +232,8 @@ class NativeWriter(CheckpointWriter):
         return lambda tensor: _Target(path, offset_of(tensor), tensor.dtype)
 
     def write_parameter(self, name: str, pieces: Iterator[Piece]) -> None:
-        """See `CheckpointWriter`. Writes pieces of whole rows into all files that have elements of them. The
-        fp32 values are rounded for the layer files, as the optimizer rounds them."""
+        """See `CheckpointWriter`. Writes pieces of whole rows into all files that contain these rows. For the
+        layer files the fp32 values are rounded as the optimizer rounds them."""
         for piece in in_rows(pieces, _STEP_BYTES):
             self._write_piece(piece)
 
@@ -262,15 +262,15 @@ class NativeWriter(CheckpointWriter):
             content, start = content[done:], start + done
 
     def close(self) -> tuple[Files, Any]:
-        """See `CheckpointWriter`. Padding of the vocabulary stays zero: its bytes are holes in the
-        files."""
+        """See `CheckpointWriter`. The padding of the vocabulary is not written and reads as zero: it is a
+        hole in the files."""
         for descriptor in self._open.values():
             os.fsync(descriptor)
         self.abandon()
         paths = sorted(self.folder.iterdir())
         with ThreadPoolExecutor(READ_THREADS) as pool:
-            facts = pool.map(describe_file, paths)
-            return dict(zip([p.name for p in paths], facts, strict=True)), self._places
+            records = pool.map(describe_file, paths)
+            return dict(zip([p.name for p in paths], records, strict=True)), self._places
 
     def abandon(self) -> None:
         while self._open:
@@ -278,7 +278,7 @@ class NativeWriter(CheckpointWriter):
 
 
 def _write_layers(engine: GPTEngine, folder: Path, files: RankFiles) -> None:
-    """Writes this rank's share of the layer files. With ZeRO-3 the weights are all-gathered one layer at a
+    """Writes this rank's share of the layer files. With ZeRO-3 it all-gathers the weights of one layer at a
     time. Collective."""
     engine.optimizer.wait_for_params()
     writers, mesh = engine.layer_writers, engine.mesh
@@ -291,8 +291,8 @@ def _write_layers(engine: GPTEngine, folder: Path, files: RankFiles) -> None:
 
 
 def _model_content(engine: GPTEngine, run: dict[str, Any]) -> dict[str, Any]:
-    """Returns the entries of the file of a (stage, tensor-parallel rank) pair, as DeepSpeed's engine names
-    them. The weights are in other files."""
+    """Returns the content of a mp_rank file, with the keys of DeepSpeed's engine. The weights are in the
+    layer files."""
     mesh = engine.mesh
     return {
         "module": None,
@@ -316,7 +316,7 @@ def _model_content(engine: GPTEngine, run: dict[str, Any]) -> dict[str, Any]:
 
 
 def _shapes_of_groups(engine: GPTEngine) -> list[dict[str, torch.Size]]:
-    """Returns the shapes of this rank's shards of the parameters in each group."""
+    """Returns for each group of parameters: parameter name -> shape of this rank's shard."""
     names = engine.optimizer.names
     return [
         OrderedDict((names[parameter], parameter.shape) for parameter in flat.parameters)
@@ -327,11 +327,16 @@ def _shapes_of_groups(engine: GPTEngine) -> list[dict[str, torch.Size]]:
 def state_of(
     optimizer: MixedPrecisionOptimizer,
 ) -> tuple[dict[str, Any], list[Piece], dict[str, Place]]:
-    """Returns an optimizer's state as DeepSpeed's files hold it, the pieces in it, and their places."""
+    """Returns an optimizer's state in the form of DeepSpeed's files, its pieces, and the parameters'
+    places."""
     groups = list(optimizer.packed_groups())
-    counts = [flat.partitions for flat in optimizer.flat]
-    facts = (counts, optimizer.clip_grad, optimizer.scaler.state_dict())
-    state, places = optimizer_state(groups, optimizer.optimizer_record(), *facts)
+    state, places = optimizer_state(
+        groups,
+        optimizer.optimizer_record(),
+        [flat.partitions for flat in optimizer.flat],
+        optimizer.clip_grad,
+        optimizer.scaler.state_dict(),
+    )
     return state, [piece for _, pieces in groups for piece in pieces], places
 
 
@@ -342,10 +347,10 @@ def optimizer_state(
     clip_grad: float,
     loss_scaler: dict[str, Any] | None,
 ) -> tuple[dict[str, Any], dict[str, Place]]:
-    """Returns the optimizer's state of a rank as DeepSpeed's files hold it, and the places of the parameters.
+    """Returns a rank's optimizer state in the form of DeepSpeed's files, and the places of the parameters.
 
-    groups: without padding, because DeepSpeed's tools would expect a different padding. record: torch's state
-    dict of the optimizer; its states get the tensors of `groups`.
+    groups: the state without padding, because DeepSpeed's tools expect a different padding. record: torch's
+    state dict of the optimizer; the tensors of `groups` are put into its states.
     """
     mappings, places, states = [], dict[str, Place](), dict(record["state"])
     for index, (flat, pieces) in enumerate(groups):

@@ -1,4 +1,4 @@
-"""The checkpoint formats: how the format of a folder is recognized, which `StateReader` reads it, and which
+"""The checkpoint formats: how a folder's format is recognized, which `StateReader` reads it, and which
 `CheckpointWriter` writes it."""
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 NATIVE, UNIVERSAL, HUGGING_FACE = "native", "universal", "huggingface"
 DCP, TORCH_DIST, TORCHTITAN = "dcp", "torch_dist", "torchtitan"
 LATEST_UNIVERSAL_FILE = "latest_universal"
-# In a universal checkpoint: one folder per parameter.
+# The folder in a universal checkpoint that has one folder per parameter.
 PARAMETER_FOLDER = "zero"
 
 
@@ -28,9 +28,9 @@ PARAMETER_FOLDER = "zero"
 class CheckpointFormat(Choice):
     """A checkpoint format. Its implementation is a `StateReader`.
 
-    writer: its `CheckpointWriter`, "module:class"; "" if it is only read. markers: files or folders that
-    together only checkpoints of this format contain. latest_file: the file beside the checkpoints that names
-    the newest one; "" if there is none.
+    writer: its `CheckpointWriter`, "module:class"; "" if this program cannot write the format. markers: files
+    or folders that only checkpoints of this format contain, all of them. latest_file: the file beside the
+    checkpoints that names the newest one; "" if there is none.
     """
 
     writer: str = ""
@@ -84,8 +84,8 @@ FORMATS = Registry(
 
 
 def format_of(folder: Path) -> str:
-    """Returns the name of the format of a folder: native, unless it contains the markers of another. A
-    folder with a `latest` file is a folder of checkpoints, and its other files do not count."""
+    """Returns the name of a folder's format: native, unless it contains all markers of a different format. A
+    folder with a `latest` file is a folder of checkpoints; its markers are ignored."""
     if any(entry.latest_file and (folder / entry.latest_file).exists() for entry in FORMATS.values()):
         return NATIVE
     for name, entry in FORMATS.items():
@@ -95,7 +95,7 @@ def format_of(folder: Path) -> str:
 
 
 def is_run_format(folder: Path) -> bool:
-    """Returns whether the checkpoint in `folder` has a format in which runs save (--save-format)."""
+    """Returns whether the checkpoint in `folder` has a format that --save-format accepts."""
     return format_of(folder) in SAVE_FORMATS
 
 
@@ -104,7 +104,7 @@ def reader_class(folder: Path) -> type[StateReader]:
 
 
 def open_reader(checkpoint: Checkpoint) -> StateReader:
-    """Returns the reader of a checkpoint. It opens files when they are first read."""
+    """Returns the reader of a checkpoint. It opens each file when it first reads from it."""
     found: type[StateReader] = FORMATS.load(checkpoint.format or format_of(checkpoint.folder))
     return found(checkpoint)
 

@@ -2,10 +2,10 @@
 
 Such a file is an uncompressed zip archive. `<name>/data.pkl` is a pickle in which each tensor names a
 storage; the storage's bytes are the member `<name>/data/<key>`. torch's `weights_only` loader reads the
-pickle. It calls only functions that make tensors and the names that `_safe_globals` allows. Tensors are first
-loaded on the meta device, without memory. Their sizes are compared with the file, and then they are mapped.
-This replaces torch's `mmap=True`, which reserves memory for the whole file and fails for files larger than
-the memory.
+pickle. It calls only functions that make tensors, and the names that `_safe_globals` allows. Tensors are
+first loaded on the meta device, without memory. Their sizes are compared with the file, and then they are
+memory-mapped. (torch's own `mmap=True` reserves memory for the whole file, so it fails for files larger than
+the memory.)
 """
 
 from __future__ import annotations
@@ -31,20 +31,20 @@ from megatron.mapped_file import map_open_file
 if TYPE_CHECKING:
     from torch import Tensor
 
-# A pickle with tens of thousands of parameters is a few MB, and so is an archive's list of members.
+# For tens of thousands of parameters, the pickle and the archive's list of members have a few MB each.
 _MAX_PICKLE_BYTES = 1 << 26
 _MAX_DIMS = 16
-# What torch's loader calls for a name in a pickle: a class or function, or a pair of it and the name.
+# What torch's loader calls for a name in a pickle: a class or function, or (class or function, name).
 _SafeGlobal = Callable[..., Any] | tuple[Callable[..., Any], str]
 # torch keeps the allowed names in one set for all threads, so only one thread may load at a time.
 _LOAD_LOCK = threading.Lock()
 
 
 def read_file(path: Path, span: tuple[int, int] | None = None) -> Any:
-    """Reads the saved value. Its tensors are memory-mapped; writing to them does not change the file. Objects
-    of other frameworks' classes become `Stub`s, and torch's dtypes and devices become their names.
+    """Returns the saved value. Its tensors are memory-mapped; writing to them does not change the file.
+    Objects of other frameworks' classes become `Stub`s, and torch's dtypes and devices become their names.
 
-    span: offset and length in bytes of the archive in a file with several archives; None: the whole file.
+    span: (offset, length) in bytes of the archive in a file with several archives; None: the whole file.
     Raises UserError if the file is damaged, OSError if it cannot be read now, and HostileFileError if it
     names a class or function that checkpoints do not use.
     """
@@ -52,7 +52,7 @@ def read_file(path: Path, span: tuple[int, int] | None = None) -> Any:
         return read_with_retries(path, lambda: _read_archive(path, span))
     except HostileFileError:
         raise
-    except Exception as error:  # a damaged file can fail anywhere
+    except Exception as error:  # a damaged file can raise any error
         if is_access_error(error):
             raise
         raise UserError(
@@ -61,16 +61,16 @@ def read_file(path: Path, span: tuple[int, int] | None = None) -> Any:
 
 
 def is_intact(path: Path, shape: tuple[int, ...]) -> bool:
-    """Returns whether the file holds a tensor of this shape, alone or under 'param', and matches its
-    checksums. Reads the whole file. Raises UserError if torch.save did not write it."""
+    """Returns whether the file holds a tensor of this shape, alone or under 'param', and its content matches
+    its checksums. Reads the whole file. Raises UserError if torch.save did not write the file."""
     content = read_file(path)
     tensor = content.get("param") if isinstance(content, dict) else content
     return getattr(tensor, "shape", None) == shape and bool(matches_checksums(path))
 
 
 def matches_checksums(path: Path) -> bool | None:
-    """Reads the whole file and compares each member of the archive with its CRC-32. Returns None if the
-    archive has no checksums. Raises UserError if torch.save did not write it."""
+    """Reads the whole file and returns whether each member of the archive matches its CRC-32; None if the
+    archive has no checksums. Raises UserError if torch.save did not write the file."""
     read_file(path)
 
     def compare() -> bool | None:
@@ -92,21 +92,21 @@ def _has_checksums(archive: zipfile.ZipFile) -> bool:
 
 
 class Stub:
-    """Stands for an object whose class is not imported. constructor_args: the arguments of its constructor.
-    All other attributes are the saved attributes of the object."""
+    """Stands for an object whose class is not imported. constructor_args: the arguments of the constructor.
+    All other attributes are the attributes that were saved."""
 
     # A slot takes precedence over attributes from the file.
     __slots__ = ("constructor_args", "__dict__", "__weakref__")
     constructor_args: tuple[Any, ...]
 
     def __new__(cls, *args: Any) -> Stub:
-        """Keeps the arguments of the constructor."""
+        """Creates a stub with the arguments of the constructor."""
         stub = super().__new__(cls)
         stub.constructor_args = args
         return stub
 
     def __setstate__(self, state: Any) -> None:
-        """Keeps the attributes. state: a dict, or (attributes, slots) if the class has slots."""
+        """Sets the saved attributes. state: a dict, or (attributes, slots) if the class has slots."""
         parts = state if isinstance(state, tuple) and len(state) == 2 else (state,)
         is_text = (isinstance(key, str) for part in parts if isinstance(part, dict) for key in part)
         if all(part is None or isinstance(part, dict) for part in parts) and all(is_text):
@@ -139,13 +139,13 @@ _STUBBED = {
     "deepspeed.runtime.zero.config.ZeroStageEnum",
     "deepspeed.checkpoint.universal_checkpoint.SubparamShape",
 }
-# Modules with only enumerations, of Megatron and its forks, and the types of numpy. They become stubs.
+# Modules that contain only enumerations (of Megatron and its forks) or types (of numpy). They become stubs.
 _STUBBED_MODULES = re.compile(r"(megatron\.(model\.|core\.|core\.transformer\.)?enums|numpy\.dtypes)\.\w+")
 
 
 def _safe_globals(names: Iterable[str], path: Path) -> list[_SafeGlobal]:
-    """Returns the replacements for the names in a pickle, as torch expects them. Raises HostileFileError for
-    a name that checkpoints do not use."""
+    """Returns the replacements for the names in a pickle, in torch's form. Raises HostileFileError for a name
+    that checkpoints do not use."""
     found: list[_SafeGlobal] = []
     for name in sorted(names):
         if name in _BUILTINS:
@@ -162,7 +162,7 @@ def _safe_globals(names: Iterable[str], path: Path) -> list[_SafeGlobal]:
 
 
 class _FileSpan(io.RawIOBase):
-    """The bytes of a file from `offset` on, at most `length`, as a seekable file."""
+    """A seekable file that consists of at most `length` bytes of another file, from `offset` on."""
 
     def __init__(self, file: BinaryIO, offset: int, length: int) -> None:
         self._file, self._offset = file, offset
@@ -207,7 +207,7 @@ def _read_archive(path: Path, span: tuple[int, int] | None) -> Any:
                 allowed = _safe_globals(get_unsafe_globals_in_checkpoint(file), path)
                 file.seek(0)
                 with safe_globals(allowed), warnings.catch_warnings():
-                    warnings.simplefilter("ignore")  # about pickles that torch cannot read
+                    warnings.simplefilter("ignore")  # warnings about pickles that torch cannot read
                     value = load(file, map_location="meta", weights_only=True)
         except SystemError as error:  # torch raises this if reading the file fails
             raise error.__cause__ or error from None
@@ -215,7 +215,7 @@ def _read_archive(path: Path, span: tuple[int, int] | None) -> Any:
 
 
 def _check_members(archive: zipfile.ZipFile) -> None:
-    """Raises ValueError for an archive that torch.save would not write, or whose pickle is damaged."""
+    """Raises ValueError if torch.save would not write such an archive, or if its pickle is damaged."""
     (pickled,) = (info for info in archive.infolist() if re.fullmatch(r"[^/]*/data\.pkl", info.filename))
     for info in archive.infolist():
         if info.compress_type != zipfile.ZIP_STORED:
@@ -226,7 +226,7 @@ def _check_members(archive: zipfile.ZipFile) -> None:
         )
     if not _has_checksums(archive):
         for info in archive.infolist():
-            del info.CRC  # else zipfile compares the content with a checksum that was not computed
+            del info.CRC  # otherwise zipfile compares the content with a checksum that was not computed
     archive.read(pickled)
     byte_order = pickled.filename.removesuffix("data.pkl") + "byteorder"
     if byte_order in archive.namelist() and archive.open(byte_order).read(16) != sys.byteorder.encode():
@@ -236,20 +236,20 @@ def _check_members(archive: zipfile.ZipFile) -> None:
 class _TensorMapper:
     """Replaces the meta tensors in a loaded value with tensors that are mapped from the file.
 
-    file: open at `path`. storage_sizes: sizes in bytes that its storages may have. start: offset of the
-    archive in the file.
+    file: the open file of `path`. storage_sizes: sizes in bytes that the storages may have. start: offset of
+    the archive in the file, in bytes.
     """
 
     def __init__(self, path: Path, file: BinaryIO, storage_sizes: set[int], start: int) -> None:
         self._path, self._file, self._sizes, self._start = path, file, storage_sizes, start
         self._file_bytes = os.fstat(file.fileno()).st_size
         self._bytes: Any = None
-        # id of a value -> the value, kept alive, and its replacement. A value may be shared, or contain
-        # itself.
+        # id of a value -> (the value, which is thus kept alive, its replacement). Several values may share a
+        # value, and a value may contain itself.
         self._done: dict[int, tuple[Any, Any]] = {}
 
     def map_tensors(self, value: Any) -> Any:
-        """Returns the value with mapped tensors. Changes dicts, lists and objects in place."""
+        """Returns the value with mapped tensors. Dicts, lists and objects are changed in place."""
         if id(value) not in self._done:
             self._done[id(value)] = (value, value)
             self._done[id(value)] = (value, self._replaced(value))
@@ -264,7 +264,7 @@ class _TensorMapper:
             value.update({key: self.map_tensors(entry) for key, entry in value.items()})
         elif isinstance(value, list):
             value[:] = map(self.map_tensors, value)
-        elif isinstance(value, tuple):  # torch.Size too
+        elif isinstance(value, tuple):  # also torch.Size
             return tuple(map(self.map_tensors, value))
         elif isinstance(value, (Stub, Namespace)):
             self.map_tensors(vars(value))
@@ -288,12 +288,12 @@ class _TensorMapper:
         if not meta.numel():
             return torch.empty(meta.shape, dtype=meta.dtype)
         extent = 1 + sum((size - 1) * step for size, step in zip(meta.shape, meta.stride(), strict=True))
-        # No element may occur twice: copying such a tensor could need more memory than the whole file.
+        # No element may occur twice: a copy of such a tensor could need more memory than the whole file.
         last_byte = (meta.storage_offset() + max(extent, meta.numel())) * item_bytes
         if last_byte > storage.nbytes() or begin + storage.nbytes() > self._file_bytes:
             raise ValueError(f"a tensor of shape {tuple(meta.shape)} does not fit its storage")
         if self._bytes is None:
-            # Copy on write: torch expects writable memory.
+            # Copy on write, because torch expects writable memory.
             self._bytes = map_open_file(self._file, self._path, copy_on_write=True)
         offset = begin + int(meta.storage_offset()) * item_bytes
         flat = torch.frombuffer(self._bytes, dtype=meta.dtype, count=extent, offset=offset)

@@ -2,20 +2,20 @@
 
     .metadata, __<rank>_<N>.distcp      torch.distributed.checkpoint
     common.pt                           iteration, arguments, the optimizer's step and groups; since version
-                                        0.19 an object of torch.distributed.checkpoint
+                                        0.19 an object of torch.distributed.checkpoint instead of a file
     metadata.json                       the name of the format
 
-The distributed optimizer stores its state under Megatron-Core's names of the weights too: in their shape
-(`fully_reshardable`), or flattened (`fully_sharded_model_space`, until version 0.13). A flattened tensor of
-shape [X, Y] whose shards have the shape [x, y] is stored as [X / x, Y / y, x * y].
+The distributed optimizer also stores its state under Megatron-Core's names of the weights: in the weights'
+shape (`fully_reshardable`), or flattened (`fully_sharded_model_space`, until version 0.13). A flattened
+tensor of shape [X, Y] with shards of the shape [x, y] is stored as [X / x, Y / y, x * y].
 
-Megatron-Core stacks the layers: `decoder.layers.mlp.linear_fc2.weight` is [layers, hidden, ffn]. Checkpoints
-of models whose layers differ have a tensor per layer, `decoder.layers.<N>...`: also if only some layers have
-experts. Experts are stacked, too: `mlp.experts.experts.linear_fc1.weight` is [layers, experts, ffn, hidden].
-A gated MLP stacks (gate, value) in Megatron-Core, and (value, gate) in this program. The bias of experts is a
-buffer, of which the optimizer has no state.
+Megatron-Core stacks the layers: `decoder.layers.mlp.linear_fc2.weight` is [layers, hidden, ffn]. If the
+layers of a model differ (for example because only some have experts), each layer has a tensor,
+`decoder.layers.<N>...`. Experts are stacked, too: `mlp.experts.experts.linear_fc1.weight` is [layers,
+experts, ffn, hidden]. A gated MLP stacks (gate, value) in Megatron-Core, and (value, gate) in this program.
+The bias of experts is a buffer without optimizer state.
 
-A HybridModel has a tensor per layer, and two layers for each transformer layer: see `hybrid_layers`.
+A HybridModel has one tensor per layer, and two of its layers form a transformer layer: see `hybrid_layers`.
 
 The layers for multi-token prediction are never stacked: `mtp.layers.<N>.transformer_layer...`.
 """
@@ -58,13 +58,13 @@ from megatron.mpu.parameter_spec import Box, ParameterSpec
 from megatron.mpu.parameters import narrowed, part_of_box
 
 COMMON_FILE = "common.pt"
-# Since version 0.19: a list of the dict.
+# Name of the object that replaces common.pt since version 0.19. It is a list that contains the dict.
 _COMMON_OBJECT = "common_state/shard_0_1"
-# In `run.json` of a converted checkpoint: see `TorchDistReader.recorded_optimizer`.
+# Key of `run.json` in converted checkpoints: see `TorchDistReader.recorded_optimizer`.
 OPTIMIZER_KEY = "megatron_core_optimizer"
 _FINAL_NORM, _HYBRID_FINAL_NORM = "decoder.final_layernorm.", "decoder.final_norm."
-# Name in Megatron-Core -> name in this program, outside of the transformer layers. {final} and {head} are
-# indices in the pipeline's layer list.
+# Names in Megatron-Core -> in this program, outside of the transformer layers. {final} and {head} are indices
+# in the pipeline's layer list.
 _OUTER = {
     "embedding.word_embeddings.weight": WORD_EMBEDDINGS,
     "embedding.position_embeddings.weight": f"{EMBEDDING}position_embeddings.weight",
@@ -72,14 +72,14 @@ _OUTER = {
     f"{_FINAL_NORM}bias": "{final}.bias",
     "output_layer.weight": "{head}.lm_head.weight",
 }
-# Modules of a transformer layer in Megatron-Core -> in this program.
+# Modules of a transformer layer: name in Megatron-Core -> name in this program.
 _MODULES = {
     "self_attention.linear_qkv.layer_norm_": "input_layernorm.",
     "self_attention.linear_qkv.": "self_attention.query_key_value.",
     "self_attention.linear_proj.": "self_attention.dense.",
     "self_attention.q_layernorm.": "self_attention.q_layernorm.",
     "self_attention.k_layernorm.": "self_attention.k_layernorm.",
-    # Of latent attention. Transformer Engine's norms belong to the matrices after them.
+    # Latent attention. Transformer Engine's norms belong to the matrices after them.
     "input_layernorm.": "input_layernorm.",
     "self_attention.linear_q_proj.": "self_attention.q_proj.",
     "self_attention.linear_q_down_proj.": "self_attention.q_down_proj.",
@@ -92,22 +92,22 @@ _MODULES = {
     "mlp.linear_fc1.layer_norm_": "post_attention_layernorm.",
     "mlp.linear_fc1.": "mlp.dense_h_to_4h.",
     "mlp.linear_fc2.": "mlp.dense_4h_to_h.",
-    # Of layers with experts.
+    # Layers with experts.
     "pre_mlp_layernorm.": "post_attention_layernorm.",
     "mlp.experts.experts.linear_fc1.": "mlp.experts.dense_h_to_4h.",
     "mlp.experts.experts.linear_fc2.": "mlp.experts.dense_4h_to_h.",
     "mlp.shared_experts.linear_fc1.": "mlp.shared_expert.dense_h_to_4h.",
     "mlp.shared_experts.linear_fc2.": "mlp.shared_expert.dense_4h_to_h.",
 }
-# State without moments. Megatron-Core has only the bias, and reads no more than it asks for.
+# States without moments. Megatron-Core has only the bias, and reads only the states that it knows.
 _ROUTER_STATE = ("mlp.router.expert_bias", "mlp.router.expert_load")
-# Names of parameters in a transformer layer in Megatron-Core -> in this program.
+# Parameters of a transformer layer: name in Megatron-Core -> name in this program.
 _INNER = {module + kind: own + kind for module, own in _MODULES.items() for kind in ("weight", "bias")}
 _SINKS = "self_attention.core_attention.softmax_offset"
 _INNER |= {name: name for name in ("mlp.router.weight", "mlp.router.bias", *_ROUTER_STATE, _SINKS)}
 _INNER["mlp.shared_experts.gate_weight"] = "mlp.shared_expert_gate.weight"
 _IN_LAYER = re.compile(r"decoder\.layers\.(?:(\d{1,6})\.)?(.+)")
-# Layers for multi-token prediction.
+# Names of the layers for multi-token prediction.
 _MTP, _IN_MTP = "mtp.layers.", re.compile(r"mtp\.layers\.(\d{1,6})\.(.+)")
 _NORMS_OF_MTP = ("enorm", "hnorm", "final_layernorm")
 _INNER_MTP = {
@@ -116,9 +116,10 @@ _INNER_MTP = {
     **{f"transformer_layer.{key}": f"transformer_layer.{own}" for key, own in _INNER.items()},
 }
 _FC1, _FC2 = ".dense_h_to_4h.", ".dense_4h_to_h."
-# Older versions number the optimizers of dense parameters and of experts in the names.
+# Older versions put the number of the optimizer (of dense parameters or of experts) before the name.
 _OPTIMIZER = re.compile(r"(?:chained_\d+\.)?(optimizer\..+)")
-# Prefixes of the optimizer's fp32 values: in 16-bit runs, and in the distributed optimizer since 0.14.
+# Prefixes of the optimizer's fp32 values: in 16-bit runs, and in the distributed optimizer since version
+# 0.14.
 FP32_PARAM, DISTRIBUTED_PARAM = "optimizer.state.fp32_param.", "optimizer.state.param."
 _MOMENTS = ("exp_avg", "exp_avg_sq")
 
@@ -150,7 +151,8 @@ class TorchDistReader(DcpReader):
     def external_differences(
         self, config: Config, specs: Mapping[str, ParameterSpec], vocab_size: int
     ) -> list[str]:
-        """See `StateReader`. Compares the arguments of Megatron-Core, and the rows of the vocabulary."""
+        """See `StateReader`. Compares the arguments of Megatron-Core, and the number of rows of the
+        vocabulary."""
         differences, options = MEGATRON_CORE.differences(self._args, config), config.checkpoint
         needs_moments = not (options.finetune or options.no_load_optim or config.training.no_train)
         if needs_moments and config.optimizer.moments and not self.moments:
@@ -175,7 +177,7 @@ class TorchDistReader(DcpReader):
         return fields, self.stored.tensor("embedding.word_embeddings.weight").shape[0]
 
     def recorded_optimizer(self) -> dict[str, Any]:
-        """See `StateReader`. Returns the state of the learning-rate scheduler, and the optimizer's groups."""
+        """See `StateReader`. Returns the state of the learning-rate scheduler and the optimizer's groups."""
         with expect_layout(self.folder, "the optimizer's state of Megatron-Core"):
             state = _first_optimizer(self._common.get("optimizer") or {})
             groups = state.get("param_groups") or []
@@ -188,7 +190,8 @@ class TorchDistReader(DcpReader):
 
     @cached_property
     def _args(self) -> Mapping[str, Any]:
-        """The arguments that Megatron-Core saved, with the names and the layers of a GPTModel."""
+        """The arguments that Megatron-Core saved; for a HybridModel the arguments that the equal GPTModel
+        would have."""
         try:
             return transformer_arguments(self.checkpoint.run["args"])
         except ValueError as error:
@@ -196,7 +199,8 @@ class TorchDistReader(DcpReader):
 
     @cached_property
     def _keys(self) -> dict[str, tuple[str, int | None]]:
-        """Parameter -> its name in Megatron-Core, and its index in a tensor that stacks layers."""
+        """Parameter -> (name of its tensor in Megatron-Core, its index in a tensor that stacks layers or
+        None)."""
         return parameter_keys(self.stored)
 
     @property
@@ -216,12 +220,12 @@ class TorchDistReader(DcpReader):
 
     @cached_property
     def _optimizer_keys(self) -> dict[str, str]:
-        """Name of a state of the optimizer, without the number of the optimizer -> name of its tensor."""
+        """Name of an optimizer state without the number of the optimizer -> name of its tensor."""
         matches = map(_OPTIMIZER.fullmatch, self.stored.tensors)
         return {match[1]: match[0] for match in matches if match}
 
     def _key(self, name: str, state_name: str) -> tuple[str, int | None]:
-        """Returns the name of the tensor with a state, and the index of the layer in it."""
+        """Returns the name of the tensor that contains a state, and the index of the layer in the tensor."""
         if name not in self._keys:
             raise UserError(f"checkpoint {self.folder} holds no parameter {name}: is it of another model?")
         key, layer = self._keys[name]
@@ -240,12 +244,12 @@ class TorchDistReader(DcpReader):
 
     @staticmethod
     def _is_zero(name: str, state_name: str) -> bool:
-        """Returns whether a state is a moment of the bias of experts, which is not stored."""
+        """Returns whether a state is a moment of the bias of experts. Such moments are 0 and not stored."""
         return state_name != VALUES and name.endswith(_ROUTER_STATE)
 
     def _shape_of_shards(self, key: str, shape: Sequence[int]) -> list[int]:
-        """Returns the shape of the shards of a tensor that is stored flattened; [] if it has the shape of its
-        weight. Raises UserError for any other shape."""
+        """Returns the shape of the shards of a tensor that is stored flattened; [] if the tensor has the
+        shape of its weight. Raises UserError for any other shape."""
         stored = self.stored.tensor(key).shape
         if stored == shape:
             return []
@@ -262,7 +266,7 @@ class TorchDistReader(DcpReader):
         )
 
     def _read(self, key: str, weight: str, box: Box) -> Tensor:
-        """Returns a box of a tensor that has the shape of `weight`, or is stored flattened."""
+        """Returns a box of a tensor, which has the shape of `weight` or is stored flattened."""
         shard = self._shape_of_shards(key, self.stored.tensor(weight).shape)
         if not shard:
             return self.stored.read(key, box)
@@ -305,7 +309,7 @@ class TorchDistReader(DcpReader):
         return full if layer is None else full[0]
 
     def _is_gated(self, name: str) -> bool:
-        """Returns whether a parameter is the first matrix of a gated MLP, or its bias."""
+        """Returns whether a parameter is the weight or bias of the first matrix of a gated MLP."""
         module, first, _ = name.partition(_FC1)
         if not first:
             return False
@@ -324,13 +328,13 @@ class TorchDistReader(DcpReader):
 
 
 def _first_optimizer(state: Mapping[Any, Any]) -> Mapping[str, Any]:
-    """Returns the state of the only optimizer; of a model with experts, of the one of dense parameters."""
+    """Returns the state of the only optimizer, or in a model with experts the one of the dense parameters."""
     found: Mapping[str, Any] = state.get(0, state)
     return found.get("optimizer", found)
 
 
 def _scalars(state: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns the entries that are numbers, texts or None. The step is read elsewhere."""
+    """Returns the entries that are numbers, texts or None, without the step, which is read elsewhere."""
     kept = {
         name: value.item() if isinstance(value, Tensor) and value.numel() == 1 else value
         for name, value in state.items()
@@ -341,7 +345,8 @@ def _scalars(state: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def read_common(folder: Path) -> Mapping[str, Any]:
-    """Returns the content of common.pt, or the object in its place. Raises UserError if it is no dict."""
+    """Returns the content of common.pt, or of the object that replaces it. Raises UserError unless it is a
+    dict."""
     if (folder / COMMON_FILE).exists():
         content = read_file(folder / COMMON_FILE)
     else:
@@ -353,9 +358,9 @@ def read_common(folder: Path) -> Mapping[str, Any]:
 
 
 def parameter_keys(stored: DcpFolder) -> dict[str, tuple[str, int | None]]:
-    """Returns the parameters of a checkpoint of Megatron-Core: name in this program -> name of the tensor,
-    and the index of the layer in it (None: the tensor holds one parameter). Raises UserError for a tensor
-    that no model of this program has."""
+    """Returns the parameters of a checkpoint of Megatron-Core: name in this program -> (name of the tensor,
+    index of the layer in it; None if the tensor holds one parameter). Raises UserError for a tensor that no
+    model of this program has."""
     keys: dict[str, tuple[str, int | None]] = {}
     is_hybrid = f"{_HYBRID_FINAL_NORM}weight" in stored.tensors
     outer, of_mtp, num_layers, outer_names = [], [], 0, _outer_names(0, is_hybrid)
@@ -383,9 +388,10 @@ def parameter_keys(stored: DcpFolder) -> dict[str, tuple[str, int | None]]:
 
 
 def _layers_of(number: str | None, name: str, rows: int, is_hybrid: bool) -> Sequence[int]:
-    """Returns the transformer layers whose parameter a tensor holds; none if no model has it.
+    """Returns the transformer layers whose parameter a tensor holds; none if no model has such a tensor.
 
-    number: of the layer in the tensor's name; None if the tensor stacks `rows` layers. name: what follows.
+    number: the layer's number in the tensor's name; None if the tensor stacks `rows` layers. name: the rest
+    of the tensor's name.
     """
     if name not in _INNER:
         return ()
@@ -396,17 +402,17 @@ def _layers_of(number: str | None, name: str, rows: int, is_hybrid: bool) -> Seq
 
 
 def _outer_names(num_layers: int, is_hybrid: bool) -> dict[str, str]:
-    """Returns name in Megatron-Core -> name in this program, of parameters outside of transformer layers."""
+    """Returns name in Megatron-Core -> name in this program, for parameters outside of transformer layers."""
     final = final_norm_of(num_layers)
     names = {key: name.format(final=final, head=final + 1) for key, name in _OUTER.items()}
     return {key.replace(_FINAL_NORM, _HYBRID_FINAL_NORM) if is_hybrid else key: names[key] for key in names}
 
 
 def stored_name(name: str, model: ModelConfig, is_hybrid: bool = False) -> tuple[str, int | None]:
-    """Returns the name of a parameter in Megatron-Core, and its layer in the tensor that stacks all layers;
-    None for the layer if the tensor holds one parameter. Raises UserError if Megatron-Core has none.
+    """Returns (name of a parameter's tensor in Megatron-Core, index of the layer in a tensor that stacks all
+    layers; None if the tensor holds one parameter). Raises UserError if Megatron-Core has no such parameter.
 
-    is_hybrid: the name in a HybridModel.
+    is_hybrid: whether to return the name in a HybridModel.
     """
     if name in (names := {own: key for key, own in _outer_names(model.num_layers, is_hybrid).items()}):
         return names[name], None
@@ -416,8 +422,8 @@ def stored_name(name: str, model: ModelConfig, is_hybrid: bool = False) -> tuple
     if not keys or not index.isdigit() or (is_hybrid and mtp_layer >= 0):
         raise UserError(f"{name} has no equivalent in Megatron-Core: use --format dcp")
     layer = layer_number(int(index), model.num_layers)
-    # The norm before an MLP belongs to the first matrix, the norm before experts to the layer. Norms of the
-    # attention have other names with latent attention.
+    # The norm before an MLP belongs to the MLP's first matrix; the norm before experts belongs to the layer.
+    # With latent attention the norms of the attention have other names.
     of_attention = not inner.removeprefix("transformer_layer.").startswith(
         ("post_attention_layernorm.", "mlp.")
     )
@@ -430,24 +436,26 @@ def stored_name(name: str, model: ModelConfig, is_hybrid: bool = False) -> tuple
 
 
 def name_in_layer(layer: int, name: str, model: ModelConfig, is_hybrid: bool) -> str:
-    """Returns the name in Megatron-Core of a part of a transformer layer. name: of the part."""
+    """Returns the name in Megatron-Core of a part of a transformer layer. name: the name of this part."""
     if has_stacked_layers(model, is_hybrid):
         return f"decoder.layers.{name}"
     return f"decoder.layers.{hybrid_layer(layer, name) if is_hybrid else layer}.{name}"
 
 
 def has_stacked_layers(model: ModelConfig, is_hybrid: bool) -> bool:
-    """Returns whether Megatron-Core stacks the layers: those of a GPTModel, if all have experts, or none."""
+    """Returns whether Megatron-Core stacks the layers. It does in a GPTModel whose layers all have experts,
+    or all have none."""
     return not is_hybrid and (model.num_experts is None or model.moe_layer_freq == (EXPERTS,))
 
 
 def gate_dim(name: str) -> int:
-    """Returns the dimension of a parameter in which a gated MLP stacks values and gates."""
+    """Returns the dimension along which a gated MLP's parameter stacks values and gates."""
     return 1 if ".experts." in name else 0
 
 
 def stored_halves(rows: int, span: tuple[int, int]) -> list[tuple[int, int]]:
-    """Returns where rows of (value, gate) are in a tensor of (gate, value), in their order."""
+    """Returns where rows of a tensor (value, gate) are in a tensor (gate, value), as ranges in their
+    order."""
     half = rows // 2
     spans = (
         (max(span[0], start) + shift, min(span[1], stop) + shift)

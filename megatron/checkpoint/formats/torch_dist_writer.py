@@ -1,8 +1,8 @@
 """Writes checkpoints of Megatron-Core's format `torch_dist`.
 
-Megatron-Core's optimizers resume from them: the distributed optimizer (as from `fully_reshardable`), and the
-others. For a 16-bit run the weights have the precision of the run, and the fp32 values are beside them under
-the names of both kinds of optimizers.
+All optimizers of Megatron-Core resume from them. The distributed optimizer reads them like its format
+`fully_reshardable`. For a 16-bit run the weights have the precision of the run, and the fp32 values are
+stored beside them, under the names of both kinds of optimizers.
 """
 
 from __future__ import annotations
@@ -45,11 +45,11 @@ from megatron.mpu.parameter_spec import ParameterSpec
 from megatron.mpu.parameters import own_storage
 from megatron.mpu.pieces import Piece
 
-# How the state of the distributed optimizer is stored: under the names and in the shapes of the weights.
+# How the distributed optimizer's state is stored: under the names and in the shapes of the weights.
 FULLY_RESHARDABLE = "fully_reshardable"
-# Holds the name of the format.
+# The file that holds the name of the format.
 CONFIG_FILE = "metadata.json"
-# Megatron-Core also stores an object for each of these modules of a layer, None without Transformer Engine.
+# Modules of a layer for which Megatron-Core also stores an object; it is None without Transformer Engine.
 _ATTENTION = {"query_key_value": "qkv", "dense": "proj"}
 _LINEAR = ("linear_fc1", "linear_fc2")
 
@@ -58,22 +58,22 @@ class TorchDistWriter(CheckpointWriter):
     """Writes a checkpoint of Megatron-Core, with `run.json` beside it."""
 
     def __init__(self, folder: Path, source: StateReader, hybrid_model: bool = False) -> None:
-        """hybrid_model: write a HybridModel, otherwise a GPTModel."""
+        """hybrid_model: whether to write a HybridModel instead of a GPTModel."""
         super().__init__(folder, source)
         reader = source
         self._config = reader.checkpoint.config
         self._model = self._config.model
-        args = MEGATRON_CORE.arguments(self._config.model)  # rejects other models before writing
+        args = MEGATRON_CORE.arguments(self._config.model)  # rejects other models before anything is written
         self._args, self._is_hybrid = hybrid_arguments(args) if hybrid_model else args, hybrid_model
         self._recorded = reader.checkpoint.run.get(OPTIMIZER_KEY) or {}
-        # The weights of a 16-bit run have no digests.
+        # The integrity record has no digests of the weights of a 16-bit run, only of the fp32 values.
         has_digests = self._config.precision.name == "fp32" and has_all_digests(reader)
         self._files = DcpFiles(folder, hashed=not has_digests)
-        # Name -> shape and dtype.
+        # Name of a tensor -> (shape, dtype).
         self._tensors: dict[str, tuple[tuple[int, ...], torch.dtype]] = {}
         self._names = list(reader.specs)
         for name in self._names:
-            stored_name(name, self._model, self._is_hybrid)  # rejects other models, too
+            stored_name(name, self._model, self._is_hybrid)  # also rejects other models
             moments = sorted(set(reader.state_names(name)) - {VALUES})
             if moments not in ([], ["exp_avg", "exp_avg_sq"]):
                 raise UserError(
@@ -117,9 +117,9 @@ class TorchDistWriter(CheckpointWriter):
                         self._files.chunks.append((stored, archives.append(file, content, offsets)))
 
     def _keys(self, key: str, state_name: str, spec: ParameterSpec) -> list[tuple[str, torch.dtype]]:
-        """Returns the names under which a state is stored, and the dtypes. key: of the weights."""
+        """Returns (name, dtype) of each tensor that stores a state. key: the name of the weights' tensor."""
         dtype = PARAMETER_DTYPES[self._config.precision.name]
-        if not spec.has_gradient:  # a buffer in Megatron-Core
+        if not spec.has_gradient:  # the state is a buffer in Megatron-Core
             return [(key, torch.float32)] if state_name == VALUES else []
         if state_name != VALUES:
             return [(f"optimizer.state.{state_name}.{key}", torch.float32)]
@@ -128,7 +128,7 @@ class TorchDistWriter(CheckpointWriter):
         return [(FP32_PARAM + key, torch.float32), (key, dtype)]
 
     def _padded(self, spec: ParameterSpec) -> tuple[int, ...]:
-        """Returns the shape of a parameter with the padding of the run's tensor-parallel size."""
+        """Returns the shape of a parameter with the padding that the run's tensor-parallel size requires."""
         size = self._config.parallel.tensor_model_parallel_size
         return padded_spec(spec, self.reader.checkpoint, size).global_shape
 
@@ -196,12 +196,12 @@ class TorchDistWriter(CheckpointWriter):
         adam = torch.optim.AdamW([torch.empty(1)], lr, betas, optimizer.adam_eps)
         group = {**adam.defaults, "max_lr": lr, "min_lr": min_lr, "default_config": True}
         # Megatron-Core finds its groups by these entries. It applies no weight decay to norms and biases.
-        facts = {"lr_mult": 1.0, "is_expert_parallel": False, "is_decoupled_lr": False}
+        keys = {"lr_mult": 1.0, "is_expert_parallel": False, "is_decoupled_lr": False}
         groups = [
-            {**group, **facts, "wd_mult": factor, "weight_decay": factor * optimizer.weight_decay}
+            {**group, **keys, "wd_mult": factor, "weight_decay": factor * optimizer.weight_decay}
             for factor in (1.0, 0.0)
         ]
-        if recorded := self._recorded.get("groups"):  # what Megatron-Core saved, with the schedule
+        if recorded := self._recorded.get("groups"):  # what Megatron-Core itself saved, with the schedule
             groups = [
                 {**group, **entry, "betas": tuple(entry.get("betas", group["betas"]))} for entry in recorded
             ]
@@ -209,8 +209,8 @@ class TorchDistWriter(CheckpointWriter):
         if self._step is not None:
             state["common_step"] = torch.tensor(self._step)
             for group in groups:
-                group["step"] = self._step  # where the distributed optimizer looks for it
-        # Megatron-Core has an optimizer for dense parameters, and one for experts.
+                group["step"] = self._step  # the distributed optimizer reads the step from the group
+        # Megatron-Core has one optimizer for dense parameters and one for experts.
         of_experts = [{**group, "is_expert_parallel": True} for group in groups]
         optimizers = [_optimizer(state, kind) for kind in (groups, of_experts)]
         return {
@@ -234,21 +234,21 @@ class TorchDistWriter(CheckpointWriter):
                 iteration=checkpoint.state.iteration,
                 consumed_train_samples=checkpoint.state.consumed_samples,
                 padded_vocab_size=self._padded(words)[0],
-                no_save_rng=True,  # Megatron-LM then looks for no random states
+                no_save_rng=True,  # so that Megatron-LM does not look for random states
             ),
             "opt_param_scheduler": self._recorded.get("scheduler") or self._scheduler(),
-            # Tells Megatron-LM which names its distributed optimizer finds.
+            # Megatron-LM reads from this entry under which names its distributed optimizer is stored.
             "content_metadata": {
                 "distrib_optim_sharding_type": FULLY_RESHARDABLE,
-                "chained_optim_avoid_prefix": True,  # no number of the optimizer before the names
+                "chained_optim_avoid_prefix": True,  # the names do not begin with the optimizer's number
             },
             "checkpoint_version": 3.0,
             "iteration": checkpoint.state.iteration,
         }
 
     def _scheduler(self) -> dict[str, Any]:
-        """Returns the state of Megatron-Core's scheduler, which counts samples. It rejects a schedule that
-        differs from its flags, unless it is told to override one of them."""
+        """Returns the state of Megatron-Core's scheduler, which counts samples. Megatron-LM rejects a
+        schedule that differs from its flags, unless a flag allows it to override one of the two."""
         config, state = self._config, self.reader.checkpoint.state
         schedule, training, batch = config.schedule, config.training, config.batch.global_batch_size
         iterations = schedule.lr_decay_iters or training.train_iters or state.iteration
@@ -262,14 +262,16 @@ class TorchDistWriter(CheckpointWriter):
             "num_steps": state.consumed_samples,
             "lr_decay_style": schedule.lr_decay_style,
             "lr_decay_steps": decay_steps,
-            **{"start_wd": decay, "end_wd": decay, "wd_incr_style": "constant"},
+            "start_wd": decay,
+            "end_wd": decay,
+            "wd_incr_style": "constant",
             "wd_incr_steps": training.train_samples or (training.train_iters or state.iteration) * batch,
         }
 
 
 def _optimizer(state: dict[str, Any], groups: list[dict[str, Any]]) -> dict[str, Any]:
     inner = {"state": state, "param_groups": groups}
-    # The fp32 optimizer has no entries beside torch's; all others nest them.
+    # The fp32 optimizer saves torch's entries only; all other optimizers nest them.
     return inner | {"param_state_sharding_type": FULLY_RESHARDABLE, "optimizer": inner}
 
 

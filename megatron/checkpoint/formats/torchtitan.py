@@ -1,11 +1,11 @@
 """Checkpoints of torchtitan's Llama 3: folders of torch.distributed.checkpoint with torchtitan's names.
 
-Such a folder does not say how many heads the model has, nor how its rotary embedding is scaled. Both are read
-from the config.json of the Hugging Face model, which the user copies into the folder. Then the folder is read
-like a Hugging Face model: weights only, at iteration 0.
+Such a folder does not record how many heads the model has, nor how its rotary embedding is scaled. This
+program reads both from the config.json of the Hugging Face model, which the user copies into the folder. It
+then reads the folder like a Hugging Face model: only the weights, at iteration 0.
 
-torchtitan rotates pairs of neighboring rows of queries and keys, Hugging Face the first half of a head with
-the second, so these rows are permuted.
+torchtitan's RoPE rotates pairs of neighboring rows of queries and keys; Hugging Face rotates the first half
+of a head with the second. Therefore these rows are permuted.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ from megatron.mpu.parameter_spec import ParameterSpec
 from megatron.mpu.pieces import Piece
 
 _BLOCK = "layers.{block}"
-# Hugging Face name -> torchtitan's names: of version 0.3, which are written, and of older versions.
+# Hugging Face name -> torchtitan's names: first of version 0.3, which is written, then of older versions.
 _NAMES: dict[str, tuple[str, ...]] = {
     "model.embed_tokens.weight": ("tok_embeddings.weight",),
     f"model.{_BLOCK}.input_layernorm.weight": (f"{_BLOCK}.attention_norm.weight",),
@@ -58,14 +58,14 @@ _NAMES: dict[str, tuple[str, ...]] = {
 }
 _HUGGING_FACE_NAMES = {name: hf_name for hf_name, names in _NAMES.items() for name in names}
 _ROTATED = re.compile(r"model\.layers\.\d+\.self_attn\.[qk]_proj\.weight")
-# Entries beside the weights: the optimizer, the schedule, the position in the data. Versions before 0.2 put a
-# prefix before the weights.
+# Entries that are not weights: the optimizer, the schedule, the position in the data. Versions before 0.2 put
+# a prefix before the names of weights.
 _NO_WEIGHTS = re.compile(r"(optimizer|lr_scheduler|lr_schedulers|dataloader|train_state)(\.|$)")
 _PREFIX = "model."
 
 
 def hugging_face_weights(folder: Path, model: ModelConfig) -> dict[str, StoredWeight]:
-    """Returns every weight in a folder of torchtitan, by its Hugging Face name. Raises UserError for a weight
+    """Returns every weight in torchtitan's folder: Hugging Face name -> weight. Raises UserError for a weight
     that torchtitan's Llama 3 does not have."""
     stored, head_dim, weights = DcpFolder(folder), model.kv_channels, dict[str, StoredWeight]()
     for key, record in stored.tensors.items():
@@ -91,12 +91,13 @@ def hugging_face_weights(folder: Path, model: ModelConfig) -> dict[str, StoredWe
 
 
 def _rows_of_halves(rows: Tensor, head_dim: int) -> Tensor:
-    """Orders the rows of queries or keys as Hugging Face does: the first of each pair, then the second."""
+    """Returns the rows of queries or keys in Hugging Face's order: first rows of all pairs, then second
+    rows."""
     return rows.unflatten(0, (-1, head_dim // 2, 2)).transpose(1, 2).flatten(0, 2)
 
 
 def _rows_of_pairs(rows: Tensor, head_dim: int) -> Tensor:
-    """Returns the inverse of `_rows_of_halves`."""
+    """Returns the rows of queries or keys in torchtitan's order, the inverse of `_rows_of_halves`."""
     return rows.unflatten(0, (-1, 2, head_dim // 2)).transpose(1, 2).flatten(0, 2)
 
 
@@ -106,13 +107,13 @@ def _torchtitan_name(hf_name: str) -> str:
 
 
 def _pattern_of(name: str) -> tuple[str, str]:
-    """Returns a name with `{block}` for the number of the transformer layer, and the number, "" if none."""
+    """Returns a name with `{block}` for the number of the transformer layer, and the number ("" if none)."""
     match = re.search(r"\blayers\.(\d+)\.", name)
     return (name.replace(match[0], f"{_BLOCK}.", 1), match[1]) if match else (name, "")
 
 
 class TorchtitanReader(HuggingFaceReader):
-    """Reads the weights of a torchtitan checkpoint, like a Hugging Face model."""
+    """Reads the weights of a torchtitan checkpoint as it reads a Hugging Face model."""
 
     @classmethod
     def open_external(cls, folder: Path) -> Checkpoint:
@@ -132,10 +133,10 @@ class TorchtitanReader(HuggingFaceReader):
 
 
 class TorchtitanWriter(DcpWriter):
-    """Writes weights and moments with torchtitan's names, and config.json of the Hugging Face model.
+    """Writes weights and moments under torchtitan's names, and the Hugging Face model's config.json.
 
-    A parameter that torchtitan divides or orders differently is in memory as a whole, and so is a tied
-    embedding: torchtitan's folders also hold it as the LM head, without moments.
+    A parameter that torchtitan divides or orders differently is in memory as a whole. So is a tied embedding,
+    because torchtitan's folders store it a second time as the LM head, without moments.
     """
 
     def __init__(self, folder: Path, source: StateReader) -> None:
@@ -161,7 +162,7 @@ class TorchtitanWriter(DcpWriter):
                 save_piece(piece, archives, self.distcp.chunks, file)
 
     def _pieces(self, name: str, pieces: Iterator[Piece]) -> Iterator[Piece]:
-        """Yields the pieces of the parameters that torchtitan has in place of this one."""
+        """Yields the pieces of the torchtitan parameters that correspond to this parameter."""
         parameter = self._parameters[name]
         keys = [_torchtitan_name(hf_name) for hf_name in parameter.hf]
         if parameter.transform is IDENTITY:
@@ -178,9 +179,15 @@ class TorchtitanWriter(DcpWriter):
                 yield Piece(key, spec, (), 0, rows.numel(), values, self.reader.step_of(name))
 
     def complete(self) -> None:
-        """See `CheckpointWriter`. The folder has no `run.json`: its weights have other names."""
+        """See `CheckpointWriter`. The folder gets no `run.json`, because its weights have other names."""
         self.distcp.close()
         self.write_table([(self.distcp.chunks, None)], self._shapes.__getitem__)
         checkpoint = self.reader.checkpoint
-        facts = (checkpoint.vocab_size, checkpoint.eod, "fp32", self.folder)
-        write_settings(checkpoint.config, *facts, recorded=checkpoint.run.get(TOKEN_IDS_KEY))
+        write_settings(
+            checkpoint.config,
+            checkpoint.vocab_size,
+            checkpoint.eod,
+            "fp32",
+            self.folder,
+            recorded=checkpoint.run.get(TOKEN_IDS_KEY),
+        )

@@ -1,20 +1,22 @@
 """Universal checkpoints: one folder of fp32 tensors per parameter. The reader accepts four variants:
 
-- This repository's: DeepSpeed's files and `run.json`.
-- DeepSpeed's, versions 0.2 to 0.4, which its ds_to_universal.py makes for Microsoft's Megatron-DeepSpeed and
-  others. They have no `run.json`; `mp_rank_XX_model_states.pt` hold the iteration, the arguments with the
-  consumed samples, and the learning-rate schedule. Versions 0.3 (`sub_param_shape`) and 0.4 (widths per rank)
-  added entries for parameters made of unequal parts, which no model of this program has.
-- DeepSpeed's of an engine that runs without Megatron's arguments and patterns. Its files have only the last
-  two entries below. The flags of the run give everything else.
-  From ZeRO-3 the converter writes flat tensors and no `step.pt`. Without patterns it concatenates the shards
-  of tensor-parallel ranks along dimension 0.
-- BLOOM's of 2022 (0.1): like DeepSpeed's, but the word embedding keeps its padding, the replicas on TP ranks
-  were averaged, and there is no `step.pt`: the optimizer's step is taken to be the iteration.
+- This repository's variant: DeepSpeed's files and `run.json`.
+- DeepSpeed's variant, versions 0.2 to 0.4, which its ds_to_universal.py makes for Microsoft's
+  Megatron-DeepSpeed and other programs. It has no `run.json`; `mp_rank_XX_model_states.pt` hold the
+  iteration, the arguments with the consumed samples, and the learning-rate schedule. Versions 0.3
+  (`sub_param_shape`) and 0.4 (widths per rank) added entries for parameters made of unequal parts, which no
+  model of this program has.
+- DeepSpeed's variant for engines that run without Megatron's arguments and patterns. Its files have only the
+  last two entries below; the flags of the run determine everything else. From ZeRO-3 the converter writes
+  flat tensors and no `step.pt`. Without patterns it concatenates the shards of tensor-parallel ranks along
+  dimension 0.
+- BLOOM's variant of 2022 (0.1): like DeepSpeed's, but the word embedding keeps its padding, the replicas on
+  tensor-parallel ranks were averaged, and there is no `step.pt`: the iteration is used as the optimizer's
+  step.
 
 Microsoft's Megatron-DeepSpeed names the layers differently. `UniversalReader` translates its names into this
-program's names (see `megatron_deepspeed`). The entries of the model-state files of another framework, which
-DeepSpeed's converter copies:
+program's names (see `megatron_deepspeed`). DeepSpeed's converter copies these entries from another
+framework's model-state files:
 
     args, iteration, checkpoint_version     of Megatron programs
     universal_checkpoint_info               of programs that describe how their parameters are sharded
@@ -65,11 +67,12 @@ VALUES_FILE = "fp32.pt"
 # The optimizer's name of a moment -> DeepSpeed's name of its file.
 MOMENT_FILES = {name: f"{name}.pt" for name in ("exp_avg", "exp_avg_sq", "momentum_buffer")}
 STATE_FILES = {VALUES: VALUES_FILE, **MOMENT_FILES}
-# A key in optimizer_state.pt. Not 'loss_scaler', where DeepSpeed's loader expects an object of its own class.
+# Key in optimizer_state.pt. DeepSpeed's loader expects an object of its own class under the key
+# 'loss_scaler'.
 LOSS_SCALE_KEY = "loss_scaler_state"
-# Maximum number of padded rows if the checkpoint does not say how it was padded. BLOOM has 200.
+# Largest number of padded rows that is accepted if a checkpoint does not record its padding. BLOOM has 200.
 _MOST_PADDING = 1024
-# Modules that wrap a model add this prefix, once each, to the names of all parameters.
+# Modules that wrap a model add this prefix to the names of all parameters, each module once.
 _WRAPPER = "module."
 _INPUT_NORM = "input_layernorm.weight"
 _NOT_COMPARED = (
@@ -89,7 +92,7 @@ class UniversalReader(StateReader):
         super().__init__(checkpoint)
         self._parameters = checkpoint.folder / PARAMETER_FOLDER
         self._lock = Lock()
-        # What the checkpoint of another framework says about itself: see `_open_external`.
+        # What the checkpoint of another framework records about itself: see `_open_external`.
         self._external = checkpoint.run if checkpoint.is_external else {}
 
     @classmethod
@@ -107,7 +110,8 @@ class UniversalReader(StateReader):
     def external_differences(
         self, config: Config, specs: Mapping[str, ParameterSpec], vocab_size: int
     ) -> list[str]:
-        """See `StateReader`. Compares the arguments that the other framework saved, and the vocabulary."""
+        """See `StateReader`. Compares the arguments that the other framework saved, and the vocabulary
+        size."""
         self._check_files()
         differences = self.program.differences(args, config) if (args := self._external["args"]) else []
         return differences + self._vocabulary_differences(specs, vocab_size)
@@ -120,7 +124,8 @@ class UniversalReader(StateReader):
         return fields, self._external["vocab_size"] or self.read(WORD_EMBEDDINGS, VALUES).shape[0]
 
     def _check_files(self) -> None:
-        """Raises UserError if a parameter lacks a file that others have, as in an incomplete copy."""
+        """Raises UserError if a parameter lacks a file that other parameters have, as in an incomplete
+        copy."""
         known = {STEP_FILE, *STATE_FILES.values()}
         folders = sorted(path for path in self._parameters.iterdir() if path.is_dir())
         files = {path.name: frozenset(known & {file.name for file in path.iterdir()}) for path in folders}
@@ -133,7 +138,7 @@ class UniversalReader(StateReader):
                 )
 
     def _vocabulary_differences(self, specs: Mapping[str, ParameterSpec], vocab_size: int) -> list[str]:
-        """Compares the size without padding if the checkpoint records it, else the number of padded rows."""
+        """Compares the vocabulary size without padding if it is recorded, else the number of padded rows."""
         saved, args = self._external["vocab_size"], self._external["args"]
         if saved is not None:
             return [] if saved == vocab_size else [f"the vocabulary had {saved} tokens, has {vocab_size}"]
@@ -147,7 +152,7 @@ class UniversalReader(StateReader):
 
     @cached_property
     def _stored(self) -> dict[str, str]:
-        """Parameter -> its name in the files."""
+        """Name of a parameter -> its name in the files."""
         bare = without_wrappers(_parameter_folders(self.folder))
         translated = megatron_deepspeed.translate_names(bare.keys())
         return {name: bare[source] for name, source in translated.items()}
@@ -172,10 +177,10 @@ class UniversalReader(StateReader):
         return [VALUES, *(moment for moment, file in MOMENT_FILES.items() if (folder / file).exists())]
 
     def read(self, name: str, state_name: str, spec: ParameterSpec | None = None) -> Tensor:
-        """See `StateReader`. The tensor is memory-mapped."""
+        """See `StateReader`. The returned tensor is memory-mapped."""
         path = self._folder_of(name) / MOMENT_FILES.get(state_name, VALUES_FILE)
         entry = read_file(path)
-        # DeepSpeed's converter writes a flat tensor alone for ZeRO-3.
+        # For ZeRO-3 DeepSpeed's converter writes a flat tensor without a dict around it.
         tensor = entry.get("param") if isinstance(entry, Mapping) else self._in_shape(name, entry)
         if not isinstance(tensor, Tensor) or tensor.dim() == 0 or not tensor.is_floating_point():
             raise UserError(
@@ -191,17 +196,17 @@ class UniversalReader(StateReader):
         return tensor
 
     def _in_shape(self, name: str, flat: Any) -> Any:
-        """Returns a flat tensor in the shape of its parameter. Returns any other object as it is."""
+        """Returns a flat tensor in the shape of its parameter. Returns any other object unchanged."""
         shape = self._external.get("shapes", {}).get(self._stored.get(name, name))
         fits = isinstance(flat, Tensor) and shape is not None and flat.numel() == prod(shape)
         return flat.reshape(shape) if fits else flat
 
     def files_to_verify(self) -> list[str]:
-        """See `StateReader`. Returns none if the tensors have digests."""
+        """See `StateReader`. Returns [] if the tensors have digests."""
         return [] if self.tensor_digests else self.compared_files()
 
     def file_problem(self, name: str) -> str | None:
-        """See `StateReader`. Compares a file with its checksums from torch.save."""
+        """See `StateReader`. Compares a file with the checksums that torch.save wrote into it."""
         try:
             matches = matches_checksums(self.folder / name)
         except UserError as error:
@@ -215,8 +220,8 @@ class UniversalReader(StateReader):
         return f"{name} is damaged: it does not match its checksum" if matches is False else None
 
     def compared_files(self, weights_only: bool = False) -> list[str]:
-        """See `StateReader`. Returns the files without a tensor that has a digest. torch.save writes
-        checksums into every file unless they are switched off."""
+        """See `StateReader`. Returns the files whose tensor has no digest. torch.save writes checksums into
+        every file unless they are switched off."""
         if weights_only:
             return []
         have_digests = {
@@ -234,7 +239,7 @@ class UniversalReader(StateReader):
 
     @cached_property
     def _common_step(self) -> Any:
-        """The optimizer's step of all parameters, which only checkpoints of ZeRO-3 have; None if unknown."""
+        """The optimizer's common step of all parameters, which only checkpoints of ZeRO-3 have; else None."""
         path = self._parameters / OPTIMIZER_STATE_FILE
         with expect_layout(path, "the optimizer's state"):
             content = read_file(path) if path.is_file() else {}
@@ -243,7 +248,7 @@ class UniversalReader(StateReader):
 
     @cached_property
     def moments(self) -> frozenset[str]:
-        """See `StateReader`. Derived from the names of the files."""
+        """See `StateReader`. Finds the moments by the names of the files."""
         return frozenset(
             name for name, file in MOMENT_FILES.items() if any(self._parameters.glob(f"*/{file}"))
         )
@@ -263,8 +268,8 @@ class UniversalReader(StateReader):
 
 
 def _merge_shards(tensor: Tensor, spec: ParameterSpec, ranks: int) -> Tensor:
-    """Returns the global parameter whose shards of `ranks` tensor-parallel ranks are concatenated along
-    dimension 0. Replicas are averaged if they differ, as in Microsoft's Megatron-DeepSpeed."""
+    """Returns the global parameter from a tensor that concatenates the shards of `ranks` tensor-parallel
+    ranks along dimension 0. Replicas that differ are averaged, as Microsoft's Megatron-DeepSpeed does."""
     if spec.num_valid_rows is not None or tensor.shape[0] % ranks:
         return tensor
     shards = tensor.chunk(ranks)
@@ -280,15 +285,15 @@ def _merge_shards(tensor: Tensor, spec: ParameterSpec, ranks: int) -> Tensor:
 
 
 def _open_external(folder: Path) -> Checkpoint:
-    """Opens a universal checkpoint without `run.json`. Raises UserError if it cannot.
+    """Opens a universal checkpoint without `run.json`. Raises UserError if it cannot be opened.
 
-    Reads the first model-state file; the others differ from it only in rank and random state. `run` of the
-    result has:
+    Reads the first model-state file; the other files differ from it only in rank and random state. `run` of
+    the result has these keys:
 
     args: the arguments of the source.
-    gated: whether Microsoft's Megatron-DeepSpeed wrote it, and the model has a gated MLP.
+    gated: whether Microsoft's Megatron-DeepSpeed wrote the checkpoint and its model has a gated MLP.
     vocab_size: the size of the vocabulary without padding, or None.
-    shapes: parameter -> shape of a tensor-parallel rank's shard, by stored name.
+    shapes: stored name of a parameter -> shape of a tensor-parallel rank's shard.
     unmerged_ranks: number of tensor-parallel ranks whose shards are concatenated along dimension 0, because
     DeepSpeed's converter had no patterns; 1 if the parameters are merged.
     """
@@ -333,7 +338,7 @@ def _parameter_folders(folder: Path) -> list[str]:
 
 
 def without_wrappers(names: Collection[str]) -> dict[str, str]:
-    """Returns each name without the prefixes that all names have from wrapping modules -> the name."""
+    """Returns name without the wrappers' prefixes -> name. A prefix is removed only if all names have it."""
     bare = {name: name for name in names}
     while bare and all(name.startswith(_WRAPPER) for name in bare):
         bare = {name.removeprefix(_WRAPPER): stored for name, stored in bare.items()}
@@ -343,7 +348,8 @@ def without_wrappers(names: Collection[str]) -> dict[str, str]:
 def _training_state(
     content: Mapping[str, Any], args: Mapping[str, Any], folder: Path, path: Path
 ) -> TrainingState:
-    """Returns the progress of the run. Raises UserError if it is not known. path: the file of `content`."""
+    """Returns the run's progress. Raises UserError if `content` does not record it. path: the file that
+    `content` was read from."""
     iteration = _first_int(
         content.get("iteration"), args.get("iteration"), content.get("global_steps"), step_of(folder.name)
     )
@@ -361,7 +367,7 @@ def _training_state(
 
 
 def _shapes(content: Mapping[str, Any]) -> dict[str, list[int]]:
-    """Returns the shapes in `param_shapes`, a list of dicts. Entries of any other kind are left out."""
+    """Returns the shapes in `param_shapes`, which is a list of dicts. Ignores entries of any other kind."""
     groups = content.get("param_shapes")
     groups = groups if isinstance(groups, (list, tuple)) else [groups]
     found = (item for group in groups if isinstance(group, Mapping) for item in group.items())
@@ -376,14 +382,14 @@ def _shapes(content: Mapping[str, Any]) -> dict[str, list[int]]:
 
 def _tensor_parallel_size(content: Mapping[str, Any]) -> int:
     """Returns the number of tensor-parallel ranks. Engines before DeepSpeed 0.19 record only the number of
-    model-parallel ranks, which is equal without a pipeline."""
+    model-parallel ranks, which equals it if the run had no pipeline parallelism."""
     sizes = content.get("checkpoint_parallel_dimensions")
     size = sizes.get("tp_degree") if isinstance(sizes, Mapping) else None
     return _first_int(size, content.get("mp_world_size"), 1)
 
 
 def _is_concatenated(folder: Path, shapes: Mapping[str, Sequence[int]], ranks: int) -> bool:
-    """Returns whether a norm, a replicated parameter, is stored once per rank."""
+    """Returns whether a norm, which is a replicated parameter, is stored once per tensor-parallel rank."""
     name = next((name for name in shapes if name.endswith(_INPUT_NORM)), None)
     if name is None:
         return False
@@ -393,7 +399,8 @@ def _is_concatenated(folder: Path, shapes: Mapping[str, Sequence[int]], ranks: i
 
 
 def _check_attention_order(version: Any, path: Path) -> None:
-    """Raises UserError for a file of an old Megatron, in which query_key_value is not laid out per head."""
+    """Raises UserError for a file of an old Megatron version whose query_key_value is not laid out per
+    head."""
     if isinstance(version, (int, float)) and version < 2:
         raise UserError(
             f"checkpoint file {path} has checkpoint_version {version}, expected 2 or later: rows of its "

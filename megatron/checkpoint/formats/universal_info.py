@@ -1,8 +1,8 @@
 """The entries of a checkpoint's mp_rank files that DeepSpeed's tools and other Megatron programs read.
 
 DeepSpeed's converter needs `universal_checkpoint_info`: lists of regular expressions for parameter names, one
-list per way of sharding. A parameter that no pattern matches is concatenated along dimension 0. This program
-writes a list for such parameters too, which DeepSpeed ignores. So in its checkpoints each parameter matches
+list per way of sharding. It concatenates a parameter that no pattern matches along dimension 0. This program
+also writes a list for such parameters, which DeepSpeed ignores. So in its checkpoints each parameter matches
 exactly one pattern, and each pattern at least one parameter. The lists are derived from the `ParameterSpec`s.
 They are read only from checkpoints of other frameworks, which have no specs.
 """
@@ -24,19 +24,19 @@ from megatron.mpu.parameter_spec import ParameterSpec, Shard
 
 INFO_KEY = "universal_checkpoint_info"
 VERSION_KEY = "universal_checkpoint_version"
-# The version that DeepSpeed 0.19.8 writes. The additions of 0.3 and 0.4 are not needed here: they concern
-# `parameter_with_sub_params`, for sub-parameters of unequal size.
+# The version that DeepSpeed 0.19.8 writes. This program does not need what 0.3 and 0.4 added for
+# sub-parameters of unequal size (`parameter_with_sub_params`).
 VERSION = 0.4
 VOCAB_SIZE_KEY = "original_vocab_size"
 PIPELINE_REPLICATED_KEY = "pipeline_replicated_parameter_patterns"
 TIED_PREFIX = "tied_modules."
 REPLICATED = "tp_replicated_parameter_patterns"
-# Replicas that differ in some frameworks and are averaged.
+# Parameters whose replicas differ in some frameworks; their replicas are averaged.
 AVERAGED = "parameter_to_average_patterns"
 ROW_PARALLEL = "parameter_with_row_parallelism_patterns"
-# A gated MLP: two matrices stacked along dimension 0, each sharded along it.
+# A gated MLP: two matrices stacked along dimension 0, each of them sharded along dimension 0.
 TWO_SUB_PARAMS = "parameter_with_2_sub_params_cat_dim_0"
-# Sharded along dimension 0, with padded rows.
+# Parameters sharded along dimension 0 that have padded rows.
 VOCABULARY = "vocabulary_parameter_patterns"
 COLUMN_PARALLEL = "parameter_with_column_parallelism_patterns"
 SHARDING: dict[str, tuple[Shard, ...]] = {
@@ -47,14 +47,14 @@ SHARDING: dict[str, tuple[Shard, ...]] = {
     VOCABULARY: (Shard(0),),
     COLUMN_PARALLEL: (Shard(0),),
 }
-"""Key of a list of patterns -> sharding of the parameters that match."""
-# Lists that no parameter of this program needs. Checkpoints with them are rejected.
+"""Key of a list of patterns -> sharding of the parameters that match a pattern in it."""
+# Lists for parameters that no model of this program has. Checkpoints with such a list are rejected.
 _UNKNOWN_KEYS = (
     "parameter_with_sub_params",
     "autotp_unsupported_parameter_patterns",
     "expert_parameter_patterns",
 )
-# Field of ParameterSpec -> its key in `run.json`, for fields whose names differ.
+# Field of ParameterSpec -> its key in `run.json`, for fields whose key has a different name.
 _FILE_KEYS = {
     "global_shape": "whole_shape",
     "num_valid_rows": "used_rows",
@@ -63,8 +63,8 @@ _FILE_KEYS = {
 
 
 def spec_record(spec: ParameterSpec) -> dict[str, Any]:
-    """Returns a ParameterSpec as `run.json` stores it, in JSON types. A sharding over tensor-parallel ranks
-    has the keys `shard_dim` and `blocks`, any other one the key `sharding`."""
+    """Returns a ParameterSpec in JSON types, as `run.json` stores it. A sharding over tensor-parallel ranks
+    has the keys `shard_dim` and `blocks`; any other sharding has the key `sharding`."""
     fields = {name: value for name, value in asdict(spec).items() if name not in ("matrix_rows", "sharding")}
     record = {_FILE_KEYS.get(name, name): value for name, value in fields.items()}
     record |= {"whole_shape": list(spec.global_shape), "shard_dim": None, "blocks": 1}
@@ -75,7 +75,7 @@ def spec_record(spec: ParameterSpec) -> dict[str, Any]:
 
 
 def recorded_spec(record: Mapping[str, Any]) -> ParameterSpec:
-    """Returns the spec of a `spec_record`, with its sharding and `has_gradient`; all other fields have their
+    """Returns the spec of a `spec_record`, with its sharding and `has_gradient`. All other fields have their
     defaults."""
     sharding = tuple(Shard(*shard) for shard in record.get("sharding", ()))
     if record["shard_dim"] is not None:
@@ -89,10 +89,10 @@ def recorded_spec(record: Mapping[str, Any]) -> ParameterSpec:
 
 
 def pattern_key(name: str, spec: ParameterSpec) -> str:
-    """Returns the key of the list that holds the parameter's pattern. Raises ValueError if universal
+    """Returns the key of the list that contains the parameter's pattern. Raises ValueError if universal
     checkpoints cannot describe the sharding."""
     has_padding = spec.num_valid_rows is not None
-    over_tp = tuple(shard for shard in spec.sharding if shard.axis == "tp")  # DeepSpeed merges no others
+    over_tp = tuple(shard for shard in spec.sharding if shard.axis == "tp")  # DeepSpeed merges only these
     if not over_tp and not has_padding:
         return REPLICATED
     keys = (VOCABULARY,) if has_padding else (ROW_PARALLEL, TWO_SUB_PARAMS, COLUMN_PARALLEL)
@@ -106,9 +106,10 @@ def pattern_key(name: str, spec: ParameterSpec) -> str:
 
 
 def derive_info(specs: Mapping[str, ParameterSpec], vocab_size: int) -> dict[str, Any]:
-    """Returns the `universal_checkpoint_info` of a model with these parameters, by name.
+    """Returns the `universal_checkpoint_info` of a model. specs: parameter name -> spec.
 
-    vocab_size: without padding. Raises ValueError for a parameter that no pattern, or more than one, matches.
+    vocab_size: size of the vocabulary without padding. Raises ValueError for a parameter that no pattern, or
+    more than one pattern, matches.
     """
     patterns: dict[str, list[str]] = {PIPELINE_REPLICATED_KEY: [], **{key: [] for key in SHARDING}}
     for name, spec in specs.items():
@@ -122,7 +123,7 @@ def derive_info(specs: Mapping[str, ParameterSpec], vocab_size: int) -> dict[str
 
 
 def _pattern_of(name: str) -> str:
-    """Returns a pattern that matches the parameter in every layer: the layer's number becomes `\\d+`."""
+    """Returns a pattern that matches the parameter in every layer: `\\d+` replaces the layer's number."""
     number, dot, rest = name.partition(".")
     return rf"^\d+\.{re.escape(rest)}$" if dot and number.isdigit() else f"^{re.escape(name)}$"
 
@@ -133,7 +134,8 @@ def matching(info: Mapping[str, Any], name: str) -> list[tuple[str, str]]:
 
 
 def check_info(info: Any, source: Path) -> dict[str, Any]:
-    """Returns the `universal_checkpoint_info` of the file `source`. Raises UserError if it is malformed."""
+    """Returns the `universal_checkpoint_info` that was read from `source`. Raises UserError if it is
+    malformed."""
     lists: list[Any] = [info.get(key, []) for key in SHARDING] if isinstance(info, dict) else [None]
     if not all(isinstance(entry, (list, tuple)) for entry in lists):
         raise UserError(f"{source}: its {INFO_KEY} holds something other than lists of patterns")
@@ -152,7 +154,8 @@ def check_info(info: Any, source: Path) -> dict[str, Any]:
 
 
 def check_patterns(info: Mapping[str, Any], names: Iterable[str]) -> None:
-    """Raises ValueError unless each parameter matches exactly one pattern, and each pattern a parameter."""
+    """Raises ValueError unless each parameter matches exactly one pattern, and each pattern matches at least
+    one parameter."""
     names = list(names)
     for name in names:
         found = matching(info, name)
@@ -173,11 +176,12 @@ def unused_patterns(info: Mapping[str, Any], names: Iterable[str]) -> list[str]:
 def external_spec(
     info: Mapping[str, Any], name: str, shard_shape: tuple[int, ...], tp_size: int
 ) -> ParameterSpec:
-    """Returns the spec of another framework's parameter. Each of tp_size ranks has a shard of this shape.
+    """Returns the spec of another framework's parameter. tp_size: number of tensor-parallel ranks that have a
+    part of it. shard_shape: the shape of each part.
 
     Follows DeepSpeed's converter: a parameter that no pattern matches is concatenated along dimension 0, and
-    a vocabulary pattern may match together with a column pattern. Raises UserError for lists that are not
-    supported, and for contradicting patterns.
+    a parameter may match a vocabulary pattern together with a column pattern. Raises UserError for lists that
+    are not supported, and for contradicting patterns.
     """
     for key in _UNKNOWN_KEYS:
         if info.get(key):
@@ -199,8 +203,8 @@ def external_spec(
 
 
 def client_state(info: dict[str, Any], config: Config, state: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns the entries that DeepSpeed adds to every mp_rank file, for its tools and Megatron programs.
-    state: the fields of `TrainingState`."""
+    """Returns the entries that DeepSpeed adds to every mp_rank file; its tools and Megatron programs read
+    them. state: the fields of `TrainingState`."""
     model, parallel = config.model, config.parallel
     unused = {"num_experts", *model.unused_fields()} if model.num_experts is None else ()
     args = Namespace(

@@ -3,12 +3,12 @@
     global_step5_universal/
         zero/                           one folder per parameter
         zero/optimizer_state.pt         optimizer state that is not per parameter
-        mp_rank_XX_model_states.pt      of a native source its files, else what DeepSpeed's loader reads
-        run.json                        of the source, if it has one
+        mp_rank_XX_model_states.pt      a native source's files, otherwise what DeepSpeed's loader reads
+        run.json                        the source's, if it has one
     latest_universal                    the name of the folder
 
-The vocabulary is stored without padding. This format is for exchange with other Megatron programs; `--load`
-opens native checkpoints on any layout without a conversion.
+The vocabulary is stored without padding. This format serves the exchange with other Megatron programs;
+`--load` opens native checkpoints on any layout without a conversion.
 """
 
 from __future__ import annotations
@@ -37,6 +37,7 @@ from megatron.checkpoint.formats.torch_archive import Stub, is_intact, read_file
 from megatron.checkpoint.formats.universal import LOSS_SCALE_KEY, OPTIMIZER_STATE_FILE, STATE_FILES, STEP_FILE
 from megatron.checkpoint.formats.universal_info import INFO_KEY, client_state, derive_info
 from megatron.checkpoint.formats.writing import CheckpointWriter, by_state
+from megatron.checkpoint.names import CANARY_KEY, INTEGRITY_KEY
 from megatron.errors import UserError
 from megatron.files import (
     open_regular,
@@ -49,32 +50,32 @@ from megatron.files import (
 from megatron.mpu.parameter_spec import ParameterSpec
 from megatron.mpu.pieces import Piece
 
-# In an unfinished checkpoint: the folder of parameters that are being written.
+# Folder in an unfinished checkpoint for the parameters that are being written.
 UNFINISHED_FOLDER = "unfinished"
 
 
-# Holds a file per parameter whose replicas differed and were averaged: the largest difference.
+# Folder with a file for each parameter whose replicas differed and were averaged: the largest difference.
 AVERAGED_FOLDER = "averaged"
-# Holds an empty file per parameter that an earlier, interrupted conversion wrote.
+# Folder with an empty file for each parameter that an earlier, interrupted conversion wrote.
 KEPT_FOLDER = "kept"
-# Entries that optimizer_state.pt lacks, because the parameters' files hold them.
+# Entries that optimizer_state.pt lacks, because the files of the parameters hold them.
 _PER_PARAMETER = ("base_optimizer_state", "param_slice_mappings", "single_partition_of_fp32_groups")
 
 
 class UniversalWriter(CheckpointWriter):
-    """Writes a universal checkpoint, and its name into `latest_universal` beside it. The folder of each
-    parameter is complete and synced, or it does not exist.
+    """Writes a universal checkpoint, and its name into `latest_universal` beside it. At any time the folder
+    of a parameter is complete and synced, or it does not exist.
 
     zero/<parameter name>/fp32.pt, exp_avg.pt, exp_avg_sq.pt    {"param": global tensor, "cat_dim": ...}
     zero/<parameter name>/step.pt                               the optimizer's step
 
-    The folder must exist. Several processes may write into it at once, even the same parameter.
+    The checkpoint's folder must exist. Several processes may write into it at once, even the same parameter.
     """
 
     keeps_parameters = True
 
     def __init__(self, folder: Path, source: StateReader, allow_replica_mismatch: bool = False) -> None:
-        """allow_replica_mismatch: accept the mean of replicas of a parameter that differ."""
+        """allow_replica_mismatch: whether the mean is written for replicas of a parameter that differ."""
         super().__init__(folder, source)
         self._allow_replica_mismatch = allow_replica_mismatch
 
@@ -84,12 +85,12 @@ class UniversalWriter(CheckpointWriter):
         return [path.name for path in model_files(reader.folder) if path.name in files]
 
     def parameter_bytes(self) -> dict[str, int]:
-        """See `CheckpointWriter`. Parameters that are finished need no space."""
+        """See `CheckpointWriter`. Leaves out parameters that are finished."""
         parameters, sizes = self.folder / PARAMETER_FOLDER, super().parameter_bytes()
         return {name: 0 if (parameters / name).exists() else size for name, size in sizes.items()}
 
     def unfinished_bytes(self) -> int:
-        # Other processes remove files meanwhile.
+        # Other processes may remove files at the same time.
         total = 0
         for parent, _, names in os.walk(self.folder / UNFINISHED_FOLDER):
             for name in names:
@@ -104,7 +105,8 @@ class UniversalWriter(CheckpointWriter):
     def check_mismatch(self, name: str, largest: float) -> None:
         if not self._allow_replica_mismatch:
             super().check_mismatch(name, largest)
-        # Before the parameter is finished: a resumed conversion does not compare its replicas again.
+        # This file is written before the parameter is finished, because a resumed conversion does not compare
+        # the parameter's replicas again.
         _mark(self.folder / AVERAGED_FOLDER, name, str(largest))
 
     def write_parameter(self, name: str, pieces: Iterator[Piece]) -> None:
@@ -129,9 +131,10 @@ class UniversalWriter(CheckpointWriter):
         complete even after a power failure."""
         target = self.folder / name
         unfinished = self.folder / UNFINISHED_FOLDER / target.name
-        self._remove(unfinished)  # of a process that has ended
+        self._remove(unfinished)  # files of a process that has ended
         for parent in (unfinished.parent, unfinished):
-            # Not with parents: once another process has published the folder, nothing may create it again.
+            # No parent is created: once another process has published the folder, nothing may create
+            # it again.
             parent.mkdir(exist_ok=True)
         with TemporaryDirectory(dir=unfinished) as folder:
             written = Path(folder, target.name)
@@ -144,12 +147,13 @@ class UniversalWriter(CheckpointWriter):
             try:
                 rename_synced(written, target)
             except OSError as error:
-                # A process without this one's locks was faster: its files hold equal bytes.
+                # Another process was faster (its locks are not visible to this one): its files hold equal
+                # bytes.
                 if error.errno not in (errno.ENOTEMPTY, errno.EEXIST):
                     raise
 
     def _remove(self, folder: Path) -> None:
-        """Removes a folder after a rename: another process finds all of it, or nothing."""
+        """Renames a folder and removes it, so that another process finds all of it, or nothing."""
         removed = self.folder / UNFINISHED_FOLDER / f"removed-{secrets.token_hex(8)}"
         with suppress(FileNotFoundError):
             os.rename(folder, removed)
@@ -157,7 +161,7 @@ class UniversalWriter(CheckpointWriter):
 
     def has_parameter(self, name: str) -> bool:
         """Returns whether an interrupted conversion has finished the parameter: all of its files exist, have
-        the right shape and match their checksums. Otherwise its folder is removed."""
+        the right shape and match their checksums. If not, removes the parameter's folder."""
         folder = self.folder / PARAMETER_FOLDER / name
         if not folder.exists():
             return False
@@ -205,7 +209,7 @@ class UniversalWriter(CheckpointWriter):
         return {name: {"bytes": sizes[name]} for name in names}, None
 
     def _copy_common_files(self, reader: NativeReader) -> None:
-        """Writes what does not belong to a single parameter, as DeepSpeed's converter does."""
+        """Writes what does not belong to a single parameter, in the form of DeepSpeed's converter."""
         common = {key: value for key, value in reader.files.common.items() if key not in _PER_PARAMETER}
         common["param_groups"] = reader.files.common["base_optimizer_state"].get("param_groups")
         common[LOSS_SCALE_KEY] = common.pop("loss_scaler", None)
@@ -220,19 +224,19 @@ class UniversalWriter(CheckpointWriter):
                         shutil.copyfileobj(file, copy)
 
     def finish(self, run: dict[str, Any], tables: Sequence[Any]) -> dict[str, Any]:
-        """See `CheckpointWriter`. Removes what is invalid in an integrity record after parameters were
-        averaged."""
+        """See `CheckpointWriter`. If parameters were averaged, removes their digests and the canary loss from
+        the integrity record."""
         averaged = {path.name for path in (self.folder / AVERAGED_FOLDER).glob("*")}
-        if not averaged or "certificate" not in run:
+        if not averaged or INTEGRITY_KEY not in run:
             return run
         digests = {
             state_name: {name: digest for name, digest in by_parameter.items() if name not in averaged}
-            for state_name, by_parameter in run["certificate"]["digests"].items()
+            for state_name, by_parameter in run[INTEGRITY_KEY]["digests"].items()
         }
-        return {**run, "certificate": {**run["certificate"], "digests": digests, "probe": None}}
+        return {**run, INTEGRITY_KEY: {**run[INTEGRITY_KEY], "digests": digests, CANARY_KEY: None}}
 
     def complete(self) -> None:
-        """See `CheckpointWriter`. A source of another framework may have no `run.json`."""
+        """See `CheckpointWriter`. If the source has no `run.json` (of another framework), none is written."""
         if self.reader.checkpoint.is_external:
             self.close()
         else:
@@ -241,7 +245,8 @@ class UniversalWriter(CheckpointWriter):
 
     @staticmethod
     def announce(target: Path) -> None:
-        """Names the checkpoint in `latest_universal`, then removes what only the conversion needed."""
+        """Writes the checkpoint's name into `latest_universal`, then removes what only the conversion
+        needed."""
         latest = target.parent / LATEST_UNIVERSAL_FILE
         if not latest.is_file() or read_small(latest) != target.name.encode():
             write_atomically(latest, target.name)
@@ -259,7 +264,7 @@ def _mark(folder: Path, name: str, text: str = "") -> None:
 
 def _plain_types(value: Any) -> Any:
     """Returns the value in types that any program can read. Tensors and objects of other frameworks' classes
-    become None; the arguments stay an `argparse.Namespace`, which Megatron programs expect."""
+    become None. The arguments remain an `argparse.Namespace`, which Megatron programs expect."""
     if isinstance(value, dict):
         return {key: _plain_types(entry) for key, entry in value.items()}
     if isinstance(value, (list, tuple)):
@@ -270,7 +275,7 @@ def _plain_types(value: Any) -> Any:
 
 
 def _merge_entry(spec: ParameterSpec) -> dict[str, Any]:
-    """Returns the entries beside the tensor in DeepSpeed's file of the parameter."""
+    """Returns the entries that DeepSpeed's file of the parameter has beside the tensor."""
     entry: dict[str, Any] = {}
     for dim, _, parts in spec.sharding:
         entry |= {"cat_dim": dim} | ({"param_n_sub_params": parts} if parts > 1 else {})

@@ -1,11 +1,11 @@
 """The write side of the checkpoint formats: `registry.FORMATS` lists a `CheckpointWriter` beside each
 `StateReader`.
 
-A run and a conversion feed the same writer with pieces (`megatron.mpu.pieces`). In a run every rank gives its
+Runs and conversions feed the same writers with pieces (`megatron.mpu.pieces`). In a run every rank passes its
 own pieces to `write`, and rank 0 calls `missing` and `finish` with what all ranks have written. In a
-conversion the reader of a checkpoint of any format gives the pieces of full parameters to `write_parameter`.
-Parameters are copied in blocks by several threads, so the memory does not grow with the model. While the
-blocks pass, their digests are compared with the integrity record.
+conversion the reader of a checkpoint passes the pieces of full parameters to `write_parameter`. Several
+threads copy parameters in blocks, so the memory does not grow with the model. While blocks are copied, their
+digests are compared with the integrity record.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from megatron.mpu.pieces import Piece
 if TYPE_CHECKING:
     from megatron.engine.pipeline_engine import GPTEngine
 
-# Entries of `run.json` that describe the files of one format.
+# Entries of `run.json` that describe the files of one format only.
 _OF_A_FORMAT = ("files", "index", "loss_scaler")
 
 
@@ -42,7 +42,7 @@ _OF_A_FORMAT = ("files", "index", "loss_scaler")
 class Content:
     """A part of a file, or the whole file.
 
-    save: writes it to a file-like object. pieces: the pieces of parameters in it, whose memory `save` writes.
+    save: writes the content to a file-like object. pieces: the pieces of parameters that `save` writes.
     """
 
     save: Callable[[Any], Any]
@@ -54,32 +54,32 @@ class RankFiles(ABC):
 
     @abstractmethod
     def make_folder(self, folder: Path) -> None:
-        """Creates the folder of the save, unless another rank has created it."""
+        """Creates the folder of the save, unless another rank has already created it."""
 
     @abstractmethod
     def write(self, file: Path | None, contents: Iterable[Content]) -> None:
-        """Writes a file. file: None for contents that another rank writes: only their digests are computed,
-        to compare the replicas."""
+        """Writes a file. file: its path; None for contents that another rank writes. Then only digests are
+        computed, to compare the replicas."""
 
 
 class CheckpointWriter(ABC):
     """Writes a checkpoint in one format.
 
-    A format in which runs save defines `write`. A format of conversions defines `write_parameter`, which
-    several threads call, and `close`. A table is what a rank of a run, or a conversion, says of the content
-    of its files.
+    A format of --save-format defines `write`. A format that conversions write defines `write_parameter`,
+    which several threads call, and `close`. A table is what a rank of a run, or a conversion, reports about
+    the content of its files; its type depends on the format.
     """
 
     def __init__(self, folder: Path, source: StateReader | None = None) -> None:
-        """folder: of the checkpoint, under its temporary name. source: what a conversion reads; None in a
-        run."""
+        """folder: the checkpoint's folder under its temporary name. source: the reader of the checkpoint to
+        convert; None in a run."""
         self.folder, self._source = folder, source
 
     # --- a run ---
 
     @classmethod
     def check_sharding(cls, specs: Mapping[str, ParameterSpec]) -> None:
-        """Raises UserError for a parameter whose sharding the files cannot hold. Called before training."""
+        """Raises UserError for a parameter whose sharding the files cannot store. Called before training."""
         return
 
     def write(self, engine: GPTEngine, run: dict[str, Any], files: RankFiles) -> Any:
@@ -90,30 +90,30 @@ class CheckpointWriter(ABC):
         raise NotImplementedError(f"runs do not save with {type(self).__name__}")
 
     def missing(self, run: dict[str, Any], files: Files, tables: Sequence[Any]) -> list[str]:
-        """Returns what no rank has written. files: the files of all ranks. run: with the integrity record.
-        tables: of all ranks, by rank."""
+        """Returns what no rank has written. run: includes the integrity record. files: the files of all
+        ranks. tables: the tables of all ranks, by rank."""
         return []
 
     def finish(self, run: dict[str, Any], tables: Sequence[Any]) -> dict[str, Any]:
         """Returns the complete content of `run.json`, except for its checksum. In a run only rank 0 calls it.
 
-        run: with the files of all ranks. tables: of all ranks, by rank; of a conversion the only one. Raises
-        OSError for a file that cannot be written.
+        run: includes the files of all ranks. tables: the tables of all ranks, by rank; one table in a
+        conversion. Raises OSError for a file that cannot be written.
         """
         return run
 
     # --- a conversion: see `megatron.checkpoint.conversion.pipeline` ---
 
     keeps_parameters = False
-    """Whether several processes may write into the folder at once, and an interrupted conversion continues:
-    each file and folder is complete and synced when it gets its name."""
+    """Whether several processes may write into the folder at once, and an interrupted conversion continues.
+    Each file and folder is complete and synced when it gets its name."""
     weights_only = False
-    """Whether the format has no moments: one thread writes the weights in the order of the model, and
+    """Whether the format stores no moments. Then one thread writes the weights in the order of the model, and
     `pieces` verifies what it reads."""
 
     @classmethod
     def copied_files(cls, reader: StateReader) -> list[str]:
-        """Returns the files with digests that a conversion copies as they are."""
+        """Returns the files with digests that a conversion copies unchanged."""
         return []
 
     @property
@@ -123,17 +123,17 @@ class CheckpointWriter(ABC):
         return self._source
 
     def parameter_bytes(self) -> dict[str, int]:
-        """Returns the bytes to write of each parameter, without padding, in the order of the model."""
+        """Returns parameter -> bytes to write, without padding, in the order of the model."""
         reader, specs = self.reader, self.reader.specs
         return {name: 4 * prod(specs[name].valid_shape) * len(reader.state_names(name)) for name in specs}
 
     def unfinished_bytes(self) -> int:
-        """Returns the bytes in the folder of parameters that other processes are writing."""
+        """Returns the bytes that parameters have which other processes are writing into the folder."""
         return 0
 
     @classmethod
     def has_parameters(cls, folder: Path) -> bool:
-        """Returns whether a conversion into the folder that has failed can continue: a parameter is there."""
+        """Returns whether a failed conversion into the folder can continue: the folder has a parameter."""
         return False
 
     def has_parameter(self, name: str) -> bool:
@@ -141,20 +141,20 @@ class CheckpointWriter(ABC):
         return False
 
     def pieces(self, name: str, verify: bool) -> Iterator[Piece]:
-        """Yields what `write_parameter` takes. Raises UserError after the last piece if the replicas of the
-        parameter differ. verify: see `StateReader.pieces`."""
+        """Yields the pieces that `write_parameter` takes. Raises UserError after the last piece if the
+        replicas of the parameter differ. verify: see `StateReader.pieces`."""
         mismatch = ReplicaMismatch()
         yield from self.source_pieces(name, mismatch, verify)
         if mismatch.largest:
             self.check_mismatch(name, mismatch.largest)
 
     def source_pieces(self, name: str, mismatch: ReplicaMismatch, verify: bool) -> Iterator[Piece]:
-        """Yields the states that the format has, see `StateReader.pieces`."""
+        """Yields the pieces of the states that the format stores, see `StateReader.pieces`."""
         return self.reader.pieces(name, mismatch, verify)
 
     def check_mismatch(self, name: str, largest: float) -> None:
         """Raises UserError for replicas that differ, unless their mean may be written. largest: the largest
-        difference between them."""
+        difference between the replicas."""
         raise UserError(
             f"checkpoint {self.reader.folder}: the replicas of {name} on the TP ranks differ by up to "
             f"{largest:.2e}: convert an older checkpoint, or use their mean with "
@@ -167,35 +167,37 @@ class CheckpointWriter(ABC):
 
     @abstractmethod
     def close(self) -> tuple[Files, Any]:
-        """Writes what does not belong to a single parameter. Returns all files, and the table."""
+        """Writes what does not belong to a single parameter. Returns all files, and this writer's table."""
 
     def abandon(self) -> None:
-        """Closes all files after an error: the folder is removed, and NFS keeps one with an open file."""
+        """Closes all files after an error, because NFS cannot delete a folder that contains an open file."""
         return
 
     def complete(self) -> None:
-        """Completes a conversion: writes `run.json` of the source with the files of this format."""
+        """Completes a conversion: writes the source's `run.json` with the files of this format."""
         files, table = self.close()
         run = {key: value for key, value in self.reader.checkpoint.run.items() if key not in _OF_A_FORMAT}
         with self.placed(RUN_FILE) as path:
             write_json(path, add_checksum(self.finish({**run, "files": files}, [table])))
 
     def placed(self, name: str) -> AbstractContextManager[Path]:
-        """Gives the path at which to write a file of the folder."""
+        """Returns a context with the path at which to write a file of the folder."""
         return nullcontext(self.folder / name)
 
     def result(self, target: Path) -> list[str]:
-        """Returns lines about a conversion whose parameters are written. target: the folder's final place."""
+        """Returns lines about a conversion whose parameters are all written. target: the folder's final
+        path."""
         return [f"{target}: {len(self.reader.specs)} parameters"]
 
     @staticmethod
     def announce(target: Path) -> None:
-        """Does what follows the publication of the folder `target`. May be called again."""
+        """Completes the publication of the folder `target`, for example by writing a `latest` file beside it.
+        It may be called more than once."""
         return
 
 
 def check_space(folder: Path, needed: int, name: str) -> None:
-    """Raises UserError, which begins with the name, if the folder's disk has fewer bytes free than needed."""
+    """Raises UserError, which begins with `name`, if the folder's disk has less than `needed` bytes free."""
     free = shutil.disk_usage(folder).free
     if free < needed:
         raise UserError(
@@ -214,8 +216,8 @@ def has_all_digests(reader: StateReader) -> bool:
 
 
 def full_state(pieces: Iterable[Piece]) -> Tensor:
-    """Returns the full tensor of one state from the pieces that hold all of it, in any order, in their dtype.
-    A single piece shares its memory with the result."""
+    """Returns the full tensor of one state in the dtype of its pieces, which may come in any order. If there
+    is only one piece, the result shares its memory."""
     full: Tensor | None = None
     for piece in pieces:
         ((state_name, flat),) = piece.values.items()
@@ -232,13 +234,13 @@ def full_state(pieces: Iterable[Piece]) -> Tensor:
 
 
 def by_state(pieces: Iterable[Piece]) -> Iterator[tuple[str, Iterator[Piece]]]:
-    """Yields (state name, its pieces) of `StateReader.pieces`."""
+    """Yields (state name, the pieces of this state) from the result of `StateReader.pieces`."""
     return groupby(pieces, key=lambda piece: next(iter(piece.values)))
 
 
 def in_rows(pieces: Iterable[Piece], max_bytes: int) -> Iterator[Piece]:
-    """Yields the elements of `StateReader.pieces` in pieces of whole rows, about `max_bytes` large. The
-    values are valid until the next piece."""
+    """Yields the elements of `StateReader.pieces` in pieces of whole rows with about `max_bytes` bytes. The
+    values of a piece are valid until the next piece."""
     for state_name, of_state in by_state(pieces):
         buffer, held, start = torch.empty(0), 0, 0
         for piece in of_state:
@@ -248,7 +250,7 @@ def in_rows(pieces: Iterable[Piece], max_bytes: int) -> Iterator[Piece]:
             while first < flat.numel():
                 length = min(limit - held, flat.numel() - first)
                 values = flat[first : first + length]
-                if length < limit:  # else without a copy
+                if length < limit:  # otherwise without a copy
                     buffer = buffer if buffer.numel() else torch.empty(limit)
                     buffer[held : held + length].copy_(values)
                     values = buffer[: held + length]

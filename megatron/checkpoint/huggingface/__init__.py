@@ -1,1 +1,1 @@
-"""Converts models from and to Hugging Face transformers. family.py lists the families."""
+"""Converts models from and to Hugging Face transformers. family.py lists the model families."""

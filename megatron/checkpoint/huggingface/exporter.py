@@ -1,7 +1,7 @@
 """Writes a checkpoint as a folder that Hugging Face's transformers reads.
 
-`megatron.sha256` has the digests of the files in the format of sha256sum: `sha256sum -c megatron.sha256`
-compares them. This program does not read SHA256SUMS, in which other programs may list other files.
+`megatron.sha256` lists the digests of the files in the format of sha256sum, so `sha256sum -c megatron.sha256`
+checks the files. This program does not read SHA256SUMS, in which other programs may list other files.
 """
 
 from __future__ import annotations
@@ -39,8 +39,8 @@ from megatron.tokenizer import TokenizerFlags, build_tokenizer
 
 CONTIGUOUS = torch.contiguous_format
 MAX_FILE_BYTES = 5 * 10**9
-"""Size limit of one file of weights, unless a single tensor is larger."""
-# Files with the ids of special tokens, and the ids that are the tokenizer's.
+"""Size limit of one weight file in bytes. Only a file with a single tensor may be larger."""
+# Files that contain ids of special tokens. They take these ids from the tokenizer.
 _FILES_WITH_IDS = ("config.json", "generation_config.json")
 _TOKEN_IDS = ("bos_token_id", "eos_token_id", "pad_token_id")
 DIGEST_FILE = "megatron.sha256"
@@ -48,7 +48,7 @@ _LINE = re.compile(r"([0-9a-f]{64}) [ *](.+)")
 
 
 def format_differences(config: Config) -> list[str]:
-    """Returns one sentence for each difference between the written model and the trained model."""
+    """Returns one sentence for each difference between the exported model and the trained model."""
     found = []
     if config.data.reset_attention_mask or config.data.reset_position_ids:
         found.append(
@@ -75,13 +75,13 @@ def format_differences(config: Config) -> list[str]:
 
 
 def takes_fp32_values(config: Config, precision: str | None) -> bool:
-    """Returns whether a model in this precision needs the optimizer's fp32 values, since the weights in the
-    precision of the run are less precise."""
+    """Returns whether an export in this precision needs the optimizer's fp32 values, because the weights in
+    the run's precision are less precise."""
     return precision == "fp32" and config.precision.name != "fp32"
 
 
 def weights_bytes(specs: Iterable[ParameterSpec], config: Config, precision: str | None = None) -> int:
-    """Returns the size of the written weights of these parameters. precision: see `HuggingFaceWriter`."""
+    """Returns the size of these parameters' exported weights in bytes. precision: see `HuggingFaceWriter`."""
     dtype = PARAMETER_DTYPES[precision or config.precision.name]
     return dtype.itemsize * sum(prod(spec.valid_shape) for spec in specs)
 
@@ -97,15 +97,15 @@ def write_settings(
 ) -> None:
     """Writes config.json and generation_config.json of a model that a family can express.
 
-    tokenizer: the flags of its tokenizer (default: of the run). recorded: the `token_ids` of the model that
-    was imported, if it has not been trained since.
+    tokenizer: the flags of the model's tokenizer; None: the flags of the run. recorded: the `token_ids` of
+    the imported model, if it has not been trained since its import.
     """
     from transformers import AutoConfig, GenerationConfig
 
     model_type, family = family_of(config.model)
     settings = family.hf_settings(config.model) | {"vocab_size": vocab_size}
-    # The model has no padding token. It is set to None, because transformers would mask the default padding
-    # token of some classes.
+    # The model has no padding token. The setting must be None, because some classes of transformers have a
+    # default padding token, which they would mask.
     ids = {"bos_token_id": _bos(tokenizer or config.data, eod), "eos_token_id": eod, "pad_token_id": None}
     hf_config = AutoConfig.for_model(
         model_type,
@@ -122,7 +122,7 @@ def write_settings(
         content = json.loads(path.read_text())
         if name == "config.json":
             content |= {"torch_dtype": content["dtype"], **ids, **flat_settings(content)}
-            # Some classes write another name (`attribute_map`), which other readers do not know.
+            # Some classes write a different name (`attribute_map`), which other readers do not know.
             content |= {name: getattr(hf_config, name) for _, name in family.fields if name not in content}
         if isinstance(own := found.get(name), dict):
             content |= {key: own.get(key) for key in ids}
@@ -130,18 +130,18 @@ def write_settings(
 
 
 def token_ids(folder: Path) -> dict[str, dict[str, Any]]:
-    """Returns the ids of special tokens in the settings of a model: file -> setting -> id, or list of ids."""
+    """Returns the ids of special tokens in the settings of a model: file -> setting -> id or list of ids."""
     found = {}
     for name in _FILES_WITH_IDS:
-        with suppress(OSError, ValueError, AttributeError):  # transformers does not need the second file
+        with suppress(OSError, ValueError, AttributeError):  # transformers can do without the second file
             content = read_json(folder / name)
             found[name] = {key: content[key] for key in _TOKEN_IDS if type(content.get(key)) in (int, list)}
     return found
 
 
 def _bos(flags: TokenizerFlags, eod: int | None) -> int | None:
-    """Returns the id of the tokenizer's beginning-of-sequence token. If it has none, or its files are not
-    found, returns `eod`: in training data without BOS it also marks the start of a document."""
+    """Returns the id of the tokenizer's beginning-of-sequence token. If the tokenizer has none, or its files
+    are not found, returns `eod`: in training data without BOS, `eod` also marks the start of a document."""
     if eod is None or not fitting_tokenizer_types(flags):
         return eod
     try:
@@ -152,11 +152,11 @@ def _bos(flags: TokenizerFlags, eod: int | None) -> int | None:
 
 
 def write_tokenizer(config: Config, flags: TokenizerFlags, folder: Path) -> None:
-    """Writes the tokenizer of `flags` for a model whose settings are in `folder`."""
-    # Imported only here: transformers' tokenizers take seconds.
+    """Writes the tokenizer of `flags` into `folder`, which already has the settings of the model."""
+    # The import is late: transformers' tokenizers take seconds to import.
     from megatron.tokenizer.hugging_face import save_as_hugging_face
 
-    # Only learned positions limit the number of tokens.
+    # Only a model with learned positions limits the number of tokens.
     model, kind = config.model, build_tokenizer(flags, config.model.vocab_size).name
     limit = model.max_position_embeddings if model.position_embedding_type == "absolute" else None
     save_as_hugging_face(kind, flags, folder, limit)
@@ -164,20 +164,20 @@ def write_tokenizer(config: Config, flags: TokenizerFlags, folder: Path) -> None
 
 @dataclass(frozen=True)
 class WeightFile:
-    """A file of weights that was written, under a temporary name."""
+    """A weight file that was written under a temporary name."""
 
     path: Path
     sha256: str
     names: tuple[str, ...]
-    """Names of the weights in it."""
+    """Names of the weights in the file."""
     num_bytes: int
 
 
 class HuggingFaceWriter(CheckpointWriter):
-    """Writes a folder of Hugging Face, for a conversion and for the ranks of a run. In a run one process
-    calls `begin` first and `finish` last; in between, each process writes the weights that it has. Only one
-    file of weights at a time is in memory. Moments are not written. A table has the files of weights of a
-    process."""
+    """Writes a Hugging Face folder, for a conversion and for the ranks of a run. In a run one process calls
+    `begin` first and `finish` last; in between, each process writes the weights that it has. Only one weight
+    file at a time is in memory. Moments are not written. A table (see `CheckpointWriter`) has the weight
+    files of a process."""
 
     weights_only = True
 
@@ -191,15 +191,15 @@ class HuggingFaceWriter(CheckpointWriter):
         max_file_bytes: int = MAX_FILE_BYTES,
         prefix: str = "part",
     ) -> None:
-        """source, config: of a conversion the source, of a run the config. precision: 'fp32', 'fp16' or
-        'bf16'; None: the precision of the run. tokenizer: its flags; None: none is written. prefix: of the
-        temporary names of the files, which differ between the processes. Raises UserError if no family can
-        express the model."""
+        """source: the checkpoint's reader, in a conversion. config: the run's config, in a run. precision:
+        'fp32', 'fp16' or 'bf16'; None: the precision of the run. tokenizer: the flags of the tokenizer; None:
+        no tokenizer is written. prefix: prefix of the files' temporary names; it differs between the
+        processes. Raises UserError if no family can express the model."""
         super().__init__(folder, source)
         config = config or self.reader.checkpoint.config
         self._config, self._model, self._max_file_bytes = config, config.model, max_file_bytes
         self._precision = precision or config.precision.name
-        _, family = family_of(config.model)  # before anything is written
+        _, family = family_of(config.model)  # raises UserError before anything is written
         self._parameters = {parameter.megatron: parameter for parameter in family.names(config.model)}
         self._tokenizer, self._prefix = tokenizer, prefix
         self.files: list[WeightFile] = []
@@ -211,8 +211,7 @@ class HuggingFaceWriter(CheckpointWriter):
 
     def begin(self, vocab_size: int, eod: int | None, recorded: Any = None) -> None:
         """Writes all files except the weights. recorded: see `write_settings`."""
-        facts = vocab_size, eod, self._precision, self.folder, self._tokenizer, recorded
-        write_settings(self._config, *facts)
+        write_settings(self._config, vocab_size, eod, self._precision, self.folder, self._tokenizer, recorded)
         if self._tokenizer is not None:
             write_tokenizer(self._config, self._tokenizer, self.folder)
 
@@ -228,7 +227,7 @@ class HuggingFaceWriter(CheckpointWriter):
         return self.reader.weight_pieces(name, mismatch, verify)
 
     def write_parameter(self, name: str, pieces: Iterator[Piece]) -> None:
-        """See `CheckpointWriter`. Raises UserError if the precision cannot hold a value."""
+        """See `CheckpointWriter`. Raises UserError if the precision cannot represent a value."""
         if name.endswith(ONLY_IN_TRAINING):
             return
         parameter = self._parameters[name]
@@ -249,7 +248,7 @@ class HuggingFaceWriter(CheckpointWriter):
                 f"--dtype {self._precision} cannot hold the values of {parameter.megatron}: use bf16 or fp32"
             )
         parts = parameter.transform.to_hf(converted, self._model.of_layer(parameter.block))
-        for part in parts:  # tensors in one file must not share memory
+        for part in parts:  # safetensors accepts no tensors that share memory
             yield part.contiguous() if len(parts) == 1 else part.clone(memory_format=CONTIGUOUS)
 
     def _write_pending(self) -> None:
@@ -257,7 +256,7 @@ class HuggingFaceWriter(CheckpointWriter):
 
         path = self.folder / f"{self._prefix}-{len(self.files)}"
         save_file(self._pending, path, metadata={"format": "pt"})
-        # safetensors writes files that only their owner can read: set the mode of the other files.
+        # safetensors creates files that only their owner can read. Set the mode that the other files have.
         path.chmod((self.folder / "config.json").stat().st_mode)
         # The digest is computed now, while the file is still in the page cache.
         digest = describe_file(path)["sha256"]
@@ -265,19 +264,19 @@ class HuggingFaceWriter(CheckpointWriter):
         self._pending, self._pending_bytes = {}, 0
 
     def close(self) -> tuple[Files, list[WeightFile]]:
-        """See `CheckpointWriter`. Writes the weights that are in no file so far."""
+        """See `CheckpointWriter`. Writes the weights that no file contains yet."""
         if self._pending:
             self._write_pending()
         return {}, self.files
 
     def complete(self) -> None:
-        """See `CheckpointWriter`. The folder has no `run.json`."""
+        """See `CheckpointWriter`. The folder gets no `run.json`."""
         _, files = self.close()
         self.finish({}, [files])
 
     def finish(self, run: dict[str, Any], tables: Sequence[Any]) -> dict[str, Any]:
-        """See `CheckpointWriter`. Names the files of weights of all processes as `save_pretrained` does, and
-        writes the digests. Raises UserError if a weight is in none of the files, or in two."""
+        """See `CheckpointWriter`. Renames the weight files of all processes as `save_pretrained` names them,
+        and writes the digests. Raises UserError if a weight is in no file, or in two files."""
         files: list[WeightFile] = [file for table in tables for file in table]
         found = Counter(name for file in files for name in file.names)
         found.subtract(name for each in self._parameters.values() for name in (*each.hf, *each.copies))
@@ -305,13 +304,13 @@ class HuggingFaceWriter(CheckpointWriter):
 
 
 def write_digests(folder: Path, known: Mapping[str, str]) -> None:
-    """Writes the digests of all files below a folder. known: file name -> digest that is known already."""
+    """Writes the digests of all files below a folder. known: file name -> digest that is already known."""
     digests = {name: known.get(name) or describe_file(folder / name)["sha256"] for name in file_sizes(folder)}
     (folder / DIGEST_FILE).write_text("".join(f"{digest}  {name}\n" for name, digest in digests.items()))
 
 
 def read_digests(folder: Path) -> dict[str, str]:
-    """Returns the SHA-256 of each file that has one, by name; {} for a folder without digests.
+    """Returns file name -> SHA-256; {} for a folder without digests.
 
     Raises UserError if the digests are malformed, and OSError if they cannot be read now.
     """
@@ -326,7 +325,7 @@ def read_digests(folder: Path) -> dict[str, str]:
 
 
 def check_digests(folder: Path) -> None:
-    """Raises UserError if files differ from their digests. The message names the files."""
+    """Raises UserError if files differ from their digests. The message names these files."""
     problems = [file_problem(folder, *entry, DIGEST_FILE) for entry in read_digests(folder).items()]
     if damaged := [problem for problem in problems if problem]:
         raise UserError(

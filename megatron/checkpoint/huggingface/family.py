@@ -1,8 +1,9 @@
-"""How the models of one Hugging Face family map to Megatron models.
+"""The mapping between the models of one Hugging Face family and Megatron models.
 
 A `Family` is a table of corresponding settings and parameters. Names with `megatron` belong to this program,
-names with `hf` to transformers. `exporter` uses the table to write a folder from a checkpoint, and `importer`
-to write a checkpoint from a folder. families/ has the tables, and `FAMILIES` lists them.
+names with `hf` to transformers. `exporter` uses the table to write a folder from a checkpoint, `importer`
+uses it to write a checkpoint from a folder. The folder families/ contains the tables, and `FAMILIES` lists
+them.
 """
 
 from __future__ import annotations
@@ -25,12 +26,12 @@ if TYPE_CHECKING:
     from transformers import PreTrainedConfig
 
 LM_HEAD = "lm_head.weight"
-"""Hugging Face name of the LM head. Some files contain it although it is tied."""
+"""Hugging Face name of the LM head. Some files contain it although the LM head is tied."""
 NEXT_TOKEN_LAYERS = "num_nextn_predict_layers"
-"""Setting with the number of layers for multi-token prediction, which files have after the model's layers."""
+"""Setting with the number of layers for multi-token prediction. In files they follow the model's layers."""
 
 
-# Elements that are checked at a time: the check needs temporaries of twice their size.
+# Number of elements that are checked at a time. The check needs temporaries of twice their size.
 _CHECKED_ELEMENTS = 2**24
 
 
@@ -43,15 +44,17 @@ def count_non_finite(values: Tensor) -> int:
 class Transform:
     """Conversion between one Megatron tensor and one or more Hugging Face tensors of a model.
 
-    slice_dim: equal slices of the Hugging Face tensors along this dimension make a TP shard, if they are
-    converted with the number of heads and groups of one rank. None: they do not, or the dimension varies.
+    slice_dim: dimension along which equal slices of the Hugging Face tensors become tensor-parallel shards,
+    if they are converted with the number of heads and query groups of one rank. None: there is no such
+    dimension, or it varies.
     """
 
     to_hf: Callable[[Tensor, ModelConfig], Sequence[Tensor]]
     to_megatron: Callable[[Sequence[Tensor], ModelConfig], Tensor]
     slice_dim: int | None = None
     needs_whole_groups: bool = False
-    """Whether a slice must hold whole query groups, because keys and values have fewer rows than queries."""
+    """Whether a slice must contain whole query groups, because keys and values have fewer rows than
+    queries."""
 
 
 def one_to_one(
@@ -68,14 +71,14 @@ IDENTITY = one_to_one(lambda x, model: x, lambda x, model: x)
 class Parameter:
     """A parameter's Megatron name and its Hugging Face names. In `megatron`, placeholders stand for indices
     in the pipeline's layer list: `{layer}` for a transformer layer, `{final}` for the final norm, `{head}`
-    for an untied LM head, `{mtp}` for a layer of multi-token prediction. In `hf`, `{block}` counts
-    transformer layers from 0, then layers of multi-token prediction, and `{expert}` the experts of a layer:
-    all names of an expert precede the names of the next.
+    for an untied LM head, `{mtp}` for a layer of multi-token prediction. In `hf`, `{block}` numbers the
+    transformer layers from 0, then the layers of multi-token prediction, and `{expert}` numbers the experts
+    of a layer. All names of one expert precede the names of the next expert.
 
-    exists: whether the model, or its transformer layer of this number from 0, has the parameter.
-    is_fp32: whether Hugging Face's files hold it in fp32, whatever the precision of the weights. block: the
-    number of its transformer layer, which `Family.names` fills in: the `transform` gets the model of it.
-    copies: names of copies in Hugging Face's files, with `{block}` for each layer of multi-token prediction.
+    exists: returns whether the model, or its transformer layer with this number from 0, has the parameter.
+    is_fp32: whether Hugging Face's files store it in fp32, whatever the precision of the weights. block: the
+    number of its transformer layer, which `Family.names` sets; `transform` gets this layer's model. copies:
+    names of copies in Hugging Face's files, with `{block}` for each layer of multi-token prediction.
     """
 
     megatron: str
@@ -90,7 +93,7 @@ class Parameter:
 def with_bias(
     megatron: str, hf: str, weight: Transform = IDENTITY, bias: Transform = IDENTITY
 ) -> tuple[Parameter, Parameter]:
-    """Returns the weight and the bias of a layer."""
+    """Returns the weight and the bias of a linear layer or norm."""
     return (
         Parameter(f"{megatron}.weight", (f"{hf}.weight",), weight),
         Parameter(f"{megatron}.bias", (f"{hf}.bias",), bias),
@@ -104,8 +107,8 @@ LAYER_MODULES = (
 
 
 def layers_of_megatron(layer: str, attention: str = "self_attention") -> tuple[Parameter, ...]:
-    """Returns the parameters of the transformer layers of a family that has Megatron's names in them. layer:
-    the layer's name, with `{block}`. attention: the name of the attention in it."""
+    """Returns the parameters of transformer layers for a family that uses Megatron's names in them. layer:
+    the name of a layer, with `{block}`. attention: the name of the attention in a layer."""
     names = {name: f"{layer}.{name.replace('self_attention', attention)}" for name in LAYER_MODULES}
     pairs = [with_bias(f"{{layer}}.{name}", hf) for name, hf in names.items()]
     return tuple(parameter for pair in pairs for parameter in pair)
@@ -113,12 +116,12 @@ def layers_of_megatron(layer: str, attention: str = "self_attention") -> tuple[P
 
 @dataclass(frozen=True)
 class Conversion:
-    """A group of settings without a one-to-one mapping, with a function for each direction.
+    """A group of settings that do not correspond one to one, with a function for each direction.
 
     megatron: fields of ModelConfig. hf: settings of config.json. `to_megatron` raises UserError for values
-    without an equivalent. megatron_values: field -> its convertible values, if not all are. needed: returns
-    further fields of a model without an equivalent -> the values that the family needs. check_file: raises
-    UserError if a setting of config.json differs from the value that transformers uses.
+    without an equivalent. megatron_values: field -> its convertible values, if some are not convertible.
+    needed: for a model without an equivalent, returns further fields -> the values that the family needs.
+    check_file: raises UserError if a setting of config.json differs from the value that transformers uses.
     """
 
     megatron: tuple[str, ...] = ()
@@ -131,7 +134,7 @@ class Conversion:
 
 
 def inverted(field: str, setting: str) -> Conversion:
-    """Returns the conversion of a setting that is true if the field is false."""
+    """Returns the conversion of a setting that is true when the field is false."""
     return Conversion(
         megatron=(field,),
         hf=(setting,),
@@ -148,17 +151,17 @@ DROPOUT = (("hidden_dropout", "hidden_dropout"), ("attention_dropout", "attentio
 class Family:
     """The mapping of one Hugging Face model type.
 
-    fields: pairs of (field of ModelConfig, Hugging Face setting). training_fields: such pairs for settings
-    that affect only training; if two map to one field, the first is read. megatron_constants, hf_constants:
-    values that every model of the family has. megatron_derived: fields of ModelConfig that other fields
-    determine, unless they are in `fields`. All other fields of ModelConfig that change the model must have
-    their defaults. conversions: see `Conversion`. megatron_training: training settings of a run that starts
-    from the model. default_seq_length: used if config.json has no length. head: the parameter of an untied LM
-    head. prefix: begins all Hugging Face names except the head's; files that were saved without the head lack
-    it. buffers: ignored names in Hugging Face files that are not weights. ignored: Hugging Face settings that
-    do not change the model. aliases: names of weights in files of other transformers versions -> names in the
-    table. config_type: the model type of the same architecture in transformers, if transformers does not have
-    the family's.
+    fields: pairs (field of ModelConfig, Hugging Face setting). training_fields: such pairs for settings that
+    affect only training; if two pairs have the same field, the first pair is read. megatron_constants,
+    hf_constants: values that every model of the family has. megatron_derived: fields of ModelConfig that
+    other fields determine, unless they are in `fields`. All other fields of ModelConfig that change the model
+    must have their defaults. conversions: see `Conversion`. megatron_training: training settings of a run
+    that starts from the model. default_seq_length: the sequence length if config.json has none. head: the
+    parameter of an untied LM head. prefix: begins all Hugging Face names except the head's; files that were
+    saved without the head lack it. buffers: ignored names in Hugging Face files that are not weights.
+    ignored: Hugging Face settings that do not change the model. aliases: names of weights in files of other
+    transformers versions -> names in the table. config_type: if transformers lacks the family's model type, a
+    model type that it has and whose architecture is equal.
     """
 
     title: str
@@ -184,7 +187,7 @@ class Family:
     def differences(self, model: ModelConfig) -> dict[str, Any]:
         """Returns the settings that the family cannot express: field -> the value that the family needs.
 
-        A field that is in no table of the family must have its default value.
+        A field that is in none of the family's tables must have its default value.
         """
         mapped = {field for field, _ in self.fields}.union(*(pair.megatron for pair in self.conversions))
         unused = dataclasses.replace(model, **self.megatron_constants).unused_fields()
@@ -207,8 +210,8 @@ class Family:
         return {name: value for name, value in needed.items() if getattr(model, name) != value}
 
     def megatron_settings(self, hf_config: PreTrainedConfig) -> dict[str, Any]:
-        """Returns values of ModelConfig's fields for a Hugging Face configuration, unchecked."""
-        # If two Hugging Face settings map to one field, the first is read.
+        """Returns ModelConfig fields for a Hugging Face configuration, without a check of the values."""
+        # If two Hugging Face settings have the same field, the first one is read.
         pairs = (*self.fields, *reversed(self.training_fields))
         values = {field: getattr(hf_config, setting, None) for field, setting in pairs}
         fields = {name: value for name, value in values.items() if value is not None}
@@ -218,7 +221,7 @@ class Family:
         return {**self.megatron_training, **self.megatron_constants, **fields}
 
     def hf_settings(self, model: ModelConfig) -> dict[str, Any]:
-        """Returns the settings of the Hugging Face configuration of a model that the family can express."""
+        """Returns the Hugging Face settings of a model that the family can express."""
         mapped = {setting: getattr(model, field) for field, setting in self.fields + self.training_fields}
         converted = [item for pair in self.conversions for item in pair.to_hf(model).items()]
         return {**mapped, **dict(converted), **self.hf_constants}
@@ -229,18 +232,19 @@ class Family:
         return pairs.union(self.hf_constants, self.ignored, *(pair.hf for pair in self.conversions))
 
     def named_experts(self, model: ModelConfig) -> int:
-        """Returns the number of experts of a layer that have weights of their own, not one for all."""
+        """Returns how many experts of a layer have weights of their own; 0 if one tensor holds all
+        experts."""
         is_named = any("{expert}" in name for parameter in self.parameters for name in parameter.hf)
         return (model.num_experts or 0) * is_named
 
     def names_of_head(self, model: ModelConfig) -> tuple[str, ...]:
-        """Returns the names of the LM head, and of its copies, in files of a model."""
+        """Returns the names in files of the LM head and of its copies."""
         tied = dataclasses.replace(model, untie_embeddings_and_output_weights=True)
         heads = [each for each in self.names(tied) if self.head is not None and each.hf == self.head.hf]
         return tuple(name for each in heads for name in (*each.hf, *each.copies))
 
     def names(self, model: ModelConfig) -> Iterator[Parameter]:
-        """Yields the parameters of a model, with the numbers of layers and experts filled in."""
+        """Yields the parameters of a model, with the numbers of layers and experts in their names."""
         final, first_mtp = final_norm_of(model.num_layers), first_mtp_layer_of(model.num_layers)
         later = range(model.num_layers, model.num_layers + (model.mtp_num_layers or 0))
         head = (self.head,) if model.untie_embeddings_and_output_weights and self.head is not None else ()
@@ -249,7 +253,7 @@ class Family:
             blocks = later if "{mtp}" in parameter.megatron else blocks
             is_expert = any("{expert}" in name for name in parameter.hf)
             experts = range(model.num_experts or 0) if is_expert else (0,)
-            # Layers of multi-token prediction are of the last layer's kind.
+            # Layers of multi-token prediction have the kind of the last transformer layer.
             for block in (n for n in blocks if parameter.exists(model, min(n, model.num_layers - 1))):
                 layer, mtp = FIRST_TRANSFORMER_LAYER + block, first_mtp + block - model.num_layers
                 yield dataclasses.replace(
@@ -263,7 +267,7 @@ class Family:
                 )
 
 
-# Fields and settings that several families have.
+# Fields and settings that several families share.
 SIZES = (
     ("num_layers", "num_hidden_layers"),
     ("hidden_size", "hidden_size"),
@@ -274,7 +278,8 @@ SIZES = (
 
 
 def checked_count(name: str, value: Any, at_least: int = 1) -> int:
-    """Returns the integer that a setting of config.json should have. Raises UserError for another value."""
+    """Returns the value of a setting of config.json if it is an integer of at least `at_least`. Raises
+    UserError for any other value."""
     if type(value) is not int or value < at_least:
         raise UserError(
             f"the model has {name} = {one_line(value)}: expected an integer of at least {at_least}"
@@ -283,7 +288,7 @@ def checked_count(name: str, value: Any, at_least: int = 1) -> int:
 
 
 def equal_heads(model: ModelConfig) -> int:
-    """Returns the head dimension if the heads divide the hidden size among them."""
+    """Returns the head dimension that results if the heads divide the hidden size equally."""
     return model.hidden_size // model.num_attention_heads
 
 
@@ -296,7 +301,7 @@ def setting(field: str, value: Any) -> str:
 
 _FAMILIES = "megatron.checkpoint.huggingface.families"
 
-# Instances of `Family`. If several families can express a model, it is exported as the first of them.
+# Instances of `Family`. A model that several families can express is exported as the first of them.
 FAMILIES = Registry(
     "Hugging Face model type",
     {
@@ -355,7 +360,7 @@ FAMILIES = Registry(
 
 
 def family_of(model: ModelConfig) -> tuple[str, Family]:
-    """Returns the model type and family that a model is exported as.
+    """Returns the model type and the family with which a model is exported.
 
     Raises UserError if no family can express the model. The message names the settings in which the model
     differs from the most similar families, and the values that these families need.
@@ -377,12 +382,13 @@ def _joined(settings: Mapping[str, Any]) -> str:
     return " and ".join(setting(field, value) for field, value in settings.items())
 
 
-# Name in --activation -> names of the function in transformers (activations.py).
+# Value of --activation -> names of the function in transformers (activations.py).
 _NAMES = {"gelu_exact": ("gelu",), "gelu": ("gelu_pytorch_tanh", "gelu_new", "gelu_fast")}
 
 
 def exact_or_tanh(setting: str) -> Conversion:
-    """Returns the conversion between --activation and a family's `setting` for exact or tanh GELU."""
+    """Returns the conversion between --activation and a family's `setting`, for exact GELU and its tanh
+    approximation."""
 
     def to_megatron(hf_config: PreTrainedConfig) -> dict[str, Any]:
         found = getattr(hf_config, setting)

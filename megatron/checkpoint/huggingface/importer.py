@@ -1,6 +1,6 @@
 """Reads a Hugging Face model: its settings, and its weights with the names of this program.
 
-It reads folders in the layout of `save_pretrained` and the hub: config.json, and the weights in
+The module reads folders in the layout of `save_pretrained` and the hub: config.json, and the weights in
 `model.safetensors` or `pytorch_model.bin`, or in several files with a JSON index (`weight_map`: weight ->
 file).
 """
@@ -46,9 +46,9 @@ if TYPE_CHECKING:
     from transformers import PreTrainedConfig
 
 WEIGHT_FILES = ("model.safetensors", "pytorch_model.bin")
-# Limit for integers in a config.json: far more than the tokens, layers or units of any model.
+# Largest accepted integer in a config.json: far more than the tokens, layers or units of any model.
 _LARGEST_SETTING = 1 << 40
-# Settings for which transformers creates a list or a dictionary of this length.
+# For each of these settings, transformers creates a list or a dictionary whose length is the setting's value.
 _COUNTS = ("num_labels", "num_hidden_layers", "n_layer", "num_layers")
 _LARGEST_COUNT = 100_000
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "vocab.json", "tokenizer.model")
@@ -56,8 +56,8 @@ _TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "vocab.json", "to
 
 @dataclass(frozen=True)
 class StoredWeight:
-    """A weight in a file. `read` maps it into memory. Freeing the tensor unmaps its pages, so the resident
-    memory does not grow with the size of the model."""
+    """A weight in a file. `read` maps it into memory. When the tensor is freed its pages are unmapped, so the
+    resident memory does not grow with the size of the model."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype
@@ -69,8 +69,8 @@ class HuggingFaceModel:
     """A model in a Hugging Face folder. All of its weights are present.
 
     fields: values for ModelConfig. rows: number of word embeddings, which may exceed the number of tokens.
-    precision: 'fp32', 'fp16' or 'bf16', the dtype of the weights (fp32 if the dtypes differ). stored: Hugging
-    Face name, with prefix -> weight.
+    precision: 'fp32', 'fp16' or 'bf16', the dtype of the weights (fp32 if they have several dtypes). stored:
+    Hugging Face name with prefix -> weight.
     """
 
     folder: Path
@@ -82,19 +82,19 @@ class HuggingFaceModel:
 
     @cached_property
     def model(self) -> ModelConfig:
-        """The settings of the model, without its vocabulary."""
+        """The settings of the model without its vocabulary size."""
         return ModelConfig(**self.fields)
 
     @cached_property
     def parameters(self) -> dict[str, Parameter]:
-        """Megatron name -> parameter."""
+        """Megatron name of a parameter -> its `Parameter`."""
         return {parameter.megatron: parameter for parameter in self.family.names(self.model)}
 
     def parts(self, name: str, rank: int = 0, ranks: int = 1) -> list[Tensor]:
-        """Returns the memory-mapped Hugging Face tensors of a parameter; with several ranks, the share of one
-        of them."""
+        """Returns the memory-mapped Hugging Face tensors of a parameter. If `ranks` > 1, returns the share of
+        `rank`: its experts."""
         names = self.parameters[name].hf
-        if len(names) == 1:  # all experts in one tensor
+        if len(names) == 1:  # one tensor contains all experts
             return [self.stored[names[0]].read().chunk(ranks)[rank]]
         first, stop = (len(names) * end // ranks for end in (rank, rank + 1))
         return [self.stored[hf_name].read() for hf_name in names[first:stop]]
@@ -103,22 +103,24 @@ class HuggingFaceModel:
 def config_without_run(
     fields: Mapping[str, Any], vocab_size: int | None, data: DataConfig, **sections: Any
 ) -> Config:
-    """Returns the config of a run that could have saved a model of another framework. fields: of
-    `ModelConfig`. vocab_size: --vocab-size. sections: other sections; their settings have their defaults."""
+    """Returns the config of a run that could have saved another framework's model. fields: fields of
+    `ModelConfig`. vocab_size: the value of --vocab-size. sections: settings of other sections; all settings
+    that are not given have their defaults."""
     batch = BatchConfig(micro_batch_size=1, global_batch_size=1)
     known = {"batch": batch, "schedule": ScheduleConfig(lr=1.0)} | sections
     return Config(model=ModelConfig(**fields, vocab_size=vocab_size), data=data, **known)
 
 
 def own_tokenizer(folder: Path) -> dict[str, Any]:
-    """Returns the flags of the tokenizer in the model's folder; {} if it has none."""
+    """Returns the flags of the tokenizer in the model's folder; {} if the folder has no tokenizer."""
     has_one = any((folder / name).is_file() for name in _TOKENIZER_FILES)
     return {"tokenizer_name_or_path": str(folder.resolve())} if has_one else {}
 
 
 def read_flags(folder: Path) -> Config:
-    """Returns the flags of a run that starts from the model in `folder`: flags of the model, and of the
-    tokenizer in the folder. Without a tokenizer, every word embedding counts as a token. Reads no weights."""
+    """Returns the config of a run that starts from the model in `folder`: the settings of the model, and of
+    the tokenizer in the folder. Without a tokenizer, every word embedding counts as a token. Reads no
+    weights."""
     _, fields = read_settings(folder)
     rows, tokenizer = fields.pop("vocab_size"), own_tokenizer(folder)
     return config_without_run(fields, None if tokenizer else rows, DataConfig(**tokenizer))
@@ -129,9 +131,9 @@ def read_hugging_face(
 ) -> HuggingFaceModel:
     """Returns the model in `folder`, which must belong to one of the `FAMILIES`.
 
-    read_weights: returns the weights by Hugging Face name; None for files of transformers. Raises UserError
-    if the folder cannot be read, if the model cannot be converted, or if weights are missing, unknown or have
-    other shapes than config.json says.
+    read_weights: returns Hugging Face name -> weight; None to read files of transformers. Raises UserError if
+    the folder cannot be read, if the model cannot be converted, or if weights are missing, unknown or of
+    other shapes than config.json describes.
     """
     folder = Path(folder)
     family, fields = read_settings(folder)
@@ -152,7 +154,7 @@ def read_hugging_face(
 
 
 def read_settings(folder: Path) -> tuple[Family, dict[str, Any]]:
-    """Returns the family of the model in `folder`/config.json, and values for ModelConfig. Their vocab_size
+    """Returns the family of the model in `folder`/config.json, and values for ModelConfig. vocab_size in them
     is the number of word embeddings. Raises UserError for a model that cannot be converted."""
     path, settings = folder / "config.json", _check_settings(folder)
     family: Family = FAMILIES.load(settings["model_type"])
@@ -162,7 +164,7 @@ def read_settings(folder: Path) -> tuple[Family, dict[str, Any]]:
             hf_config = _hf_config(folder, settings, family.config_type)
             fields = _fields(family, hf_config, settings)
             if fields.get("mtp_num_layers") and not _has_layer(folder, family, fields["num_layers"]):
-                fields["mtp_num_layers"] = None  # transformers writes models without these layers
+                fields["mtp_num_layers"] = None  # because transformers writes models without these layers
             raise_first(ModelConfig(**fields).router_mistakes())
         except UserError as error:
             pairs = [(*pair.megatron, *pair.hf) for pair in family.conversions if len(pair.hf) == 1]
@@ -179,16 +181,16 @@ def _hf_config(folder: Path, settings: Mapping[str, Any], config_type: str | Non
     try:
         if config_type is not None:
             return AutoConfig.for_model(config_type).from_dict({**settings, "model_type": config_type})
-        # Without trust_remote_code=False, transformers would ask whether to run the folder's code.
+        # Without trust_remote_code=False, transformers would ask whether it may run code from the folder.
         return AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
     except Exception as error:  # the error's type depends on the problem
-        # The first line names the failed check, the next lines say what it found.
+        # The first line of the message names the failed check, the next lines say what it found.
         reason = " ".join(str(error).split()) or type(error).__name__
         raise UserError(f"transformers rejects it ({one_line(reason)})") from error
 
 
 def _fields(family: Family, hf_config: PreTrainedConfig, settings: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns the values for ModelConfig, of the right types. settings: of config.json."""
+    """Returns the values for ModelConfig, with the right types. settings: the content of config.json."""
     for name, needed in family.hf_constants.items():
         found = getattr(hf_config, name, needed)
         if found != needed:
@@ -206,7 +208,8 @@ def _fields(family: Family, hf_config: PreTrainedConfig, settings: Mapping[str, 
 
 
 def _check_settings(folder: Path) -> dict[str, Any]:
-    """Returns the content of config.json. Raises UserError if reading it could take unbounded time."""
+    """Returns the content of config.json. Raises UserError if transformers could need unbounded time to read
+    it."""
     path = folder / "config.json"
     try:
         settings = read_json(path)
@@ -232,11 +235,12 @@ def _check_settings(folder: Path) -> dict[str, Any]:
 def _check_names(
     folder: Path, settings: dict[str, Any], family: Family, hf_class: type[PreTrainedConfig]
 ) -> None:
-    """Raises UserError for a setting that is in no table and differs from the default of `hf_class`."""
+    """Raises UserError for a setting that is in none of the family's tables and differs from the default of
+    `hf_class`."""
     from transformers import PreTrainedConfig
 
     known = family.known_settings() | harmless_in_hugging_face() | PreTrainedConfig().to_dict().keys()
-    # Names that transformers writes for names in the tables, and older names.
+    # Also the names that transformers writes instead of names in the tables, and older names.
     known |= {stored for name, stored in hf_class.attribute_map.items() if name in known}
     known |= hf_class.attribute_map.keys()
     defaults = hf_class().to_dict()
@@ -248,7 +252,7 @@ def _check_names(
             )
 
 
-# Settings of a model that are not converted -> what happens.
+# Setting of a part of a model that is not converted -> a sentence that says so.
 _NOT_CONVERTED = {
     "router_aux_loss_coef": "transformers normalizes the balance loss in another way, so that "
     "router_aux_loss_coef is not converted: to train with a balance loss, set --moe-aux-loss-coeff",
@@ -262,7 +266,7 @@ def losses(folder: Path) -> list[str]:
 
 
 def _all_weights(folder: Path, _: ModelConfig) -> Mapping[str, StoredWeight]:
-    """Returns every weight in a folder by its stored name."""
+    """Returns stored name -> weight for every weight in a folder."""
     files = _weight_files(folder)
     return with_unpacked({name: tensor for file in files for name, tensor in _read(file).items()})
 
@@ -270,8 +274,8 @@ def _all_weights(folder: Path, _: ModelConfig) -> Mapping[str, StoredWeight]:
 def _known_weights(
     folder: Path, family: Family, stored: Mapping[str, StoredWeight], fields: Mapping[str, Any]
 ) -> dict[str, StoredWeight]:
-    """Returns the weights in the family's table, by Hugging Face name. Raises UserError if a weight is
-    missing, and for any other weight except buffers and equal copies of a weight."""
+    """Returns Hugging Face name -> weight for the weights in the family's table. Raises UserError if one of
+    them is missing, and for any other weight in the folder, except buffers and equal copies of a weight."""
     model = ModelConfig(**fields)
     num_layers = model.num_layers
     num_experts = family.named_experts(model) * sum(map(model.has_experts, range(num_layers)))
@@ -286,7 +290,7 @@ def _known_weights(
     unexpected, copies = [], dict[str, tuple[str, StoredWeight]]()
     (words,) = (name for name, parameter in expected.items() if parameter.megatron == WORD_EMBEDDINGS)
     copied = {copy: one.hf[0] for one in expected.values() for copy in one.copies}
-    # The head of a model with tied embeddings.
+    # The LM head of a model with tied embeddings is a copy of the word embeddings.
     copied |= dict.fromkeys((LM_HEAD, *family.names_of_head(model)), words) if LM_HEAD not in expected else {}
     for stored_name, tensor in stored.items():
         name = family.aliases.get(stored_name, stored_name)
@@ -314,7 +318,7 @@ def _known_weights(
 
 
 def _has_layer(folder: Path, family: Family, layer: int) -> bool:
-    """Returns whether a folder has a weight of a layer, counted from 0."""
+    """Returns whether a folder has a weight of this layer, counted from 0."""
     with suppress(UserError):
         prefix = f"{family.prefix}layers.{layer}."
         return any(name.startswith(prefix) for file in _weight_files(folder) for name in _read(file))
@@ -331,13 +335,14 @@ def _weight_files(folder: Path) -> list[Path]:
                 names = list(read_json(index)["weight_map"].values())
             except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
                 raise UserError(f"{index} is not an index of weights ({one_line(error)})") from error
-            # Each name must be a file in the folder, but the file may be a link, as in the hub's cache.
+            # Each name must be a name in the folder, but the file may be a link, as in the hub's cache.
             return [folder / name for name in sorted({check_plain(name, index) for name in names})]
     raise UserError(f"{folder} holds no weights: expected {' or '.join(WEIGHT_FILES)}, or an index of them")
 
 
 def _read(path: Path) -> Mapping[str, StoredWeight]:
-    """Returns all weights of a file by name. Each weight in a .safetensors file is read when it is used."""
+    """Returns name -> weight for all weights of a file. Weights in a .safetensors file are read when they are
+    used."""
     if path.suffix != ".safetensors":
         content = load_torch_file(path)
         if not isinstance(content, dict) or not all(
@@ -349,7 +354,7 @@ def _read(path: Path) -> Mapping[str, StoredWeight]:
         open_regular(path).close()
         with safe_open(path, "pt") as file:
             mapped = {name: file.get_tensor(name) for name in file.keys()}
-    except Exception as error:  # a damaged file can fail anywhere inside the library
+    except Exception as error:  # a damaged file can raise any error inside the library
         raise UserError(f"the weights in {path} cannot be read ({one_line(error)})") from error
     return {
         name: StoredWeight(tensor.shape, tensor.dtype, partial(_map_weight, path, name))
@@ -380,7 +385,7 @@ def _check_shapes(model: HuggingFaceModel) -> None:
 
 
 def specs_without_padding(config: Config, vocab_size: int, eod: int | None) -> dict[str, ParameterSpec]:
-    """Returns the specs of a model whose word embeddings have no padding, by name."""
+    """Returns parameter name -> spec for a model whose word embeddings have no padding."""
     return {
         name: replace(spec, global_shape=spec.valid_shape)
         for name, spec in model_specs(config, vocab_size, eod).items()
@@ -389,7 +394,7 @@ def specs_without_padding(config: Config, vocab_size: int, eod: int | None) -> d
 
 def start_flags(config: Config, output: Path) -> list[str]:
     """Returns the flags of `pretrain_gpt.py` that start a run from `output`, a universal checkpoint of the
-    model: checkpoint, model and tokenizer. Settings with default values are not included."""
+    model: flags for checkpoint, model and tokenizer. Settings with default values are left out."""
     model, chosen = config.model, config.model.chosen_settings()
     of_model = {setting.field: setting for setting in settings_of_section("model")}
     values = {name: getattr(model, name) for name in of_model}

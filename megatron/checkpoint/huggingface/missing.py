@@ -1,4 +1,5 @@
-"""What models of other types need that this program does not have: one sentence for each type."""
+"""Lists the features that this program lacks, and the model types that cannot be converted for
+this reason."""
 
 from __future__ import annotations
 
@@ -34,5 +35,5 @@ _LACKING = {name: lacking for lacking, names in _MISSING.items() for name in nam
 
 
 def lacking_for(model_type: str) -> str | None:
-    """Returns what a model of this type needs that this program does not have; None if it is not known."""
+    """Returns what this program lacks for models of this type; None if the type is unknown."""
     return _LACKING.get(model_type)

@@ -1,5 +1,5 @@
-"""Weights of 4 bits in blocks with a common scale (MXFP4, OCP Microscaling Formats 1.0), as in the files of
-gpt-oss: `NAME_blocks` and `NAME_scales` instead of `NAME`."""
+"""Weights of 4 bits in blocks with a common scale (MXFP4, OCP Microscaling Formats 1.0). The files of gpt-oss
+store them as `NAME_blocks` and `NAME_scales` instead of `NAME`."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ if TYPE_CHECKING:
 
 _VALUES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 _BYTES = 16
-"""Of a block: each has two values, the first in the lower half."""
+"""Bytes of a block. Each byte has two values; the first value is in the lower four bits."""
 
 
 def with_unpacked(stored: Mapping[str, StoredWeight]) -> dict[str, StoredWeight]:
-    """Returns the weights, with a matrix for each pair of blocks and scales instead of the pair."""
+    """Returns the weights, in which one matrix replaces each pair of blocks and scales."""
     found = dict(stored)
     for name, blocks in stored.items():
         scales = stored.get(f"{name.removesuffix('_blocks')}_scales")
@@ -44,7 +44,8 @@ def _fit(blocks: StoredWeight, scales: StoredWeight) -> bool:
 
 
 def _unpacked(blocks: Tensor, scales: Tensor) -> Tensor:
-    """blocks [rows, groups, 16], scales [rows, groups], exponents + 127 -> bf16 [32 groups, rows]."""
+    """Returns the values in bf16, [32 x groups, rows]. blocks: [rows, groups, 16] bytes. scales: [rows,
+    groups] exponents of 2, plus 127."""
     table = torch.tensor([*_VALUES, *(-value for value in _VALUES)], dtype=torch.bfloat16)
     values = table[torch.stack((blocks & 15, blocks >> 4), -1).flatten(-2).int()]
     return values.ldexp((scales.int() - 127).unsqueeze(-1)).flatten(-2).t()

@@ -1,4 +1,4 @@
-"""Reads a folder of Hugging Face transformers as a checkpoint at iteration 0, weights only."""
+"""Reads a folder of Hugging Face transformers as a checkpoint at iteration 0 that has only weights."""
 
 from __future__ import annotations
 
@@ -28,7 +28,8 @@ from megatron.mpu.parameter_spec import ParameterSpec
 
 
 class HuggingFaceReader(StateReader):
-    """Reads config.json and the memory-mapped weights beside it. `stored_shard` says what one rank reads."""
+    """Reads config.json and the memory-mapped weights beside it. `stored_shard` documents what one rank
+    reads."""
 
     @classmethod
     def open_external(cls, folder: Path) -> Checkpoint:
@@ -48,7 +49,7 @@ class HuggingFaceReader(StateReader):
         return self.model.parameters.keys()
 
     def recorded_model(self) -> tuple[dict[str, Any], int]:
-        """See `StateReader`. The precision is the one of the weights."""
+        """See `StateReader`. The precision of the model is the dtype of the weights."""
         return {**self.model.fields, self.model.precision: True}, self.model.rows
 
     def files_to_verify(self) -> list[str]:
@@ -66,7 +67,8 @@ class HuggingFaceReader(StateReader):
         return [VALUES]
 
     def read(self, name: str, state_name: str, spec: ParameterSpec | None = None) -> Tensor:
-        """See `StateReader`. Raises UserError for values that are not finite in rows that have a token."""
+        """See `StateReader`. Raises UserError for values that are not finite. Rows without a token are not
+        checked."""
         num_rows = spec.num_valid_rows if spec is not None else None
         full = self._converted(name, self.model.parts(name), self._model_of(name), num_rows)
         if spec is not None:
@@ -76,9 +78,9 @@ class HuggingFaceReader(StateReader):
     def stored_shard(
         self, name: str, state_name: str, spec: ParameterSpec, axes: Sequence[Axis]
     ) -> Tensor | None:
-        """See `StateReader`. Reads only the experts of this rank, or a slice of the stored tensors if the
-        slice makes this rank's shard. Reads whole tensors for the vocabulary, for matrices that GPT-2
-        transposes, and for query groups that cannot be divided evenly among the ranks."""
+        """See `StateReader`. Reads only this rank's experts, or a slice of the stored tensors that becomes
+        this rank's shard. Reads whole tensors for the vocabulary, for matrices that GPT-2 transposes, and for
+        query groups that cannot be divided evenly among the ranks."""
         if spec.axis_names == ("ep",):
             ep = place_on(axes, "ep")
             parts = self.model.parts(name, ep.rank, ep.size)
@@ -102,7 +104,7 @@ class HuggingFaceReader(StateReader):
         return self._converted(name, slices, of_rank).reshape(-1)
 
     def _model_of(self, name: str) -> ModelConfig:
-        """Returns the model with the settings of a parameter's layer."""
+        """Returns the model with the settings that it has in the parameter's layer."""
         return self.model.model.of_layer(self.model.parameters[name].block)
 
     def _converted(
@@ -119,8 +121,8 @@ class HuggingFaceReader(StateReader):
     def external_differences(
         self, config: Config, specs: Mapping[str, ParameterSpec], vocab_size: int
     ) -> list[str]:
-        """See `StateReader`. Compares the settings of the model, and the vocabulary with the rows of the word
-        embeddings. Extra rows are allowed."""
+        """See `StateReader`. Compares the settings of the model, and the vocabulary size with the number of
+        word embeddings. There may be more word embeddings than tokens."""
         fields = {field.name for field in dataclasses.fields(ModelConfig)}
         differences = [
             f"{name} was {getattr(self.model.model, name)}, is {value}"

@@ -29,7 +29,7 @@ from megatron.errors import UserError, one_line
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig
 
-# Fields of ModelConfig for the RoPE scaling -> keys of rope_parameters, which are numbers.
+# Fields of ModelConfig for RoPE scaling -> keys of rope_parameters. Their values are numbers.
 _KEYS = {
     "rope_scaling_factor": "factor",
     "rope_original_max_position_embeddings": "original_max_position_embeddings",
@@ -40,7 +40,7 @@ _KEYS = {
 }
 # The values that transformers uses if a key is null, 0 or absent. Other keys have no default.
 _HF_DEFAULTS = {"beta_slow": 1.0, "beta_fast": 32.0}
-# Key -> the value with which transformers treats the key as absent. For all other keys it is null.
+# Key -> a value with which transformers treats the key as absent. For all other keys this value is null.
 _WITHOUT_EFFECT = {"truncate": True, "partial_rotary_factor": 1.0}
 # Settings outside rope_parameters -> the equivalent keys in rope_parameters.
 _OUTSIDE = {"rope_theta": "rope_theta", "partial_rotary_factor": "partial_rotary_factor"}
@@ -59,13 +59,13 @@ def _to_hf(model: ModelConfig) -> dict[str, Any]:
 
 
 def _numbers(kind: str) -> list[str]:
-    """Returns the fields of a RoPE scaling in `_KEYS`."""
+    """Returns the fields in `_KEYS` that a kind of RoPE scaling has."""
     return [name for name in ROPE_SCALINGS[kind].settings if name in _KEYS]
 
 
 def check_numbers(settings: Mapping[str, Any]) -> None:
-    """Raises UserError for a rotary setting of a config.json that is not a number. transformers would fail in
-    a computation, without naming the setting."""
+    """Raises UserError for a rotary setting of a config.json that is not a number. Without this check
+    transformers fails in a computation, with an error that does not name the setting."""
     found = [settings.get("rope_parameters"), settings.get("rope_scaling")]
     found += found[0].values() if isinstance(found[0], dict) else []
     for rope in found:
@@ -76,7 +76,7 @@ def check_numbers(settings: Mapping[str, Any]) -> None:
             continue
         for field in _numbers(kind):
             key = _KEYS[field]
-            # YaRN's factor may be null: it is then the ratio of two context lengths.
+            # YaRN's factor may be null. It is then the ratio of two context lengths.
             optional = key in _HF_DEFAULTS or (kind == "yarn" and key == "factor")
             if key in rope and not (rope[key] is None and optional):
                 _expect_number(key, rope[key], kind)
@@ -91,7 +91,8 @@ def _expect_number(key: str, value: Any, kind: str) -> None:
 
 
 def _to_megatron(hf_config: PreTrainedConfig, read: tuple[str, ...] = ()) -> dict[str, Any]:
-    """Returns fields of ModelConfig. read: keys of rope_parameters that the caller converts."""
+    """Returns fields of ModelConfig for the rotary settings. read: keys of rope_parameters that the caller
+    converts."""
     found = getattr(hf_config, "rope_parameters", None) or {}
     if not isinstance(found, dict):
         raise UserError(f"the model's rope_parameters are {one_line(found)}: expected an object")
@@ -120,15 +121,15 @@ def _fields_of(
         _expect_number(_KEYS.get(name, "rope_theta"), value, kind)
     if kind != "default":
         values["rope_scaling_type"] = kind
-    if kind == "yarn" and not rope.pop("truncate", True):  # transformers also takes null and 0 for false
+    if kind == "yarn" and not rope.pop("truncate", True):  # transformers treats null and 0 as false
         values["rope_exact_range"] = True
-    without_effect = {**_WITHOUT_EFFECT, "type": kind}  # an older name of rope_type
+    without_effect = {**_WITHOUT_EFFECT, "type": kind}  # "type" is an older name of rope_type
     if kind == "yarn" and type(rope.get("attention_factor")) is float:
-        used = 0.1 * math.log(values["rope_scaling_factor"]) + 1.0  # also without this key
+        used = 0.1 * math.log(values["rope_scaling_factor"]) + 1.0  # the default of transformers
         if math.isclose(rope["attention_factor"], used, rel_tol=1e-9):
             del rope["attention_factor"]
     for key, value in rope.items():
-        # transformers adds the model's context length if the file has none.
+        # transformers adds the model's context length to a file that has none.
         unused = key in read or (key == "original_max_position_embeddings" and kind in ("default", "linear"))
         if not unused and value != without_effect.get(key):
             raise UserError(
@@ -144,8 +145,8 @@ def _check_outside_settings(
 ) -> None:
     """Raises UserError for a rotary setting of a config.json that differs from what transformers uses.
 
-    transformers prefers rope_scaling to rope_parameters, and uses settings outside both only for missing
-    keys. keys: name of a setting outside -> its key inside.
+    transformers prefers rope_scaling to rope_parameters, and uses settings outside of both only for keys that
+    are missing inside. keys: name of a setting outside -> its key inside.
     """
     used = getattr(hf_config, "rope_parameters", None) or {}
     _compare_with_used(settings, settings.get("rope_parameters"), used, keys)
@@ -154,7 +155,8 @@ def _check_outside_settings(
 def _compare_with_used(
     settings: Mapping[str, Any], inside: Any, used: Mapping[str, Any], keys: Mapping[str, str]
 ) -> None:
-    """See `_check_outside_settings`. inside: rope_parameters in the file. used: what transformers uses."""
+    """Makes the comparison of `_check_outside_settings`. inside: rope_parameters in the file. used: the
+    rope_parameters that transformers uses."""
     outside = {name: (settings.get(name), key) for name, key in keys.items()}
     if settings.get("rope_scaling") and inside:
         outside |= {f"rope_parameters.{key}": (v, key) for key, v in inside.items()}
@@ -186,7 +188,7 @@ def _partial_to_megatron(hf_config: PreTrainedConfig) -> dict[str, Any]:
 
 
 def _part_of(rope: Any, default: float = 1.0) -> float:
-    """Returns which part of each head is rotated."""
+    """Returns the part of each head that is rotated, from 0 to 1."""
     part = rope.get("partial_rotary_factor", default) if isinstance(rope, dict) else default
     if type(part) not in (int, float) or not 0 < part <= 1:
         raise UserError(
@@ -215,7 +217,8 @@ def _latent_to_hf(model: ModelConfig) -> dict[str, Any]:
 
 
 def _latent_to_megatron(hf_config: PreTrainedConfig) -> dict[str, Any]:
-    """transformers reads both factors only if both are above 0, and one only for the scores."""
+    """Returns fields of ModelConfig. transformers uses the two factors (mscale, mscale_all_dim) only if both
+    are above 0, and mscale_all_dim alone only for the attention scores."""
     rope = getattr(hf_config, "rope_parameters", None)
     fields = _to_megatron(hf_config, _FACTORS)
     if fields.get("rope_scaling_type") != "yarn" or not isinstance(rope, dict):
@@ -257,13 +260,13 @@ def _layers_to_hf(model: ModelConfig) -> dict[str, Any]:
 def _kinds_to_hf(model: ModelConfig) -> dict[str, Any]:
     return {
         "layer_types": [_SLIDING if model.has_window(layer) else _FULL for layer in range(model.num_layers)],
-        # transformers needs a number, even if no layer has a window.
+        # transformers needs a number even if no layer has a window.
         "sliding_window": model.window_size or model.max_position_embeddings,
     }
 
 
 def _kinds_to_megatron(hf_config: PreTrainedConfig) -> dict[str, Any]:
-    """Returns the window, and the layers that have it."""
+    """Returns fields of ModelConfig: the size of the window, and the layers that have it."""
     kinds = hf_config.layer_types
     if (
         not isinstance(kinds, list)
@@ -334,12 +337,13 @@ LAYERED_ROPE = Conversion(
     to_megatron=_layers_to_megatron,
     check_file=_check_layers,
 )
-"""The conversion for families with a sliding window in some layers, and with a rotation for each kind."""
+"""The conversion for families with a sliding window in some layers, and different RoPE settings for both
+kinds."""
 
 
 def partial_layered_rope(default: float) -> Conversion:
-    """Returns the conversion for families that may also rotate another part of each head in each kind of
-    layer. default: the part in files that do not have it."""
+    """Returns `LAYERED_ROPE` for families in which layers with a window may also rotate a part of each head
+    that differs from the part in full layers. default: the part (0 to 1) if config.json does not have it."""
 
     def to_hf(model: ModelConfig) -> dict[str, Any]:
         settings = _layers_to_hf(model)
@@ -386,12 +390,13 @@ WINDOWS = Conversion(
     needed=_scaling_in_windows,
     check_file=_check_windows,
 )
-"""The conversion for families with a sliding window in some layers, and with one rotation for all layers."""
+"""The conversion for families with a sliding window in some layers, and equal RoPE settings for all
+layers."""
 
 
 def rotary_in_windows(without_windows: bool) -> Conversion:
-    """Returns the conversion for families in which only the layers with a window have rotary embeddings.
-    without_windows: whether all layers of a model without `sliding_window` have them."""
+    """Returns the conversion for families in which only layers with a window have rotary embeddings.
+    without_windows: whether all layers have them in a model without `sliding_window`."""
 
     def pattern(has_window: Sequence[bool]) -> tuple[str, ...] | None:
         letters = [ROTARY if each else NO_ROTARY for each in has_window]
@@ -425,13 +430,13 @@ def rotary_in_windows(without_windows: bool) -> Conversion:
     )
 
 
-# Types of transformers 5 only, whose classes apply rope_scaling to all layers.
+# Types that only transformers 5 has. Their classes apply rope_scaling to all layers.
 _ONLY_NEW = ("mellum", "mimo_v2_flash", "laguna")
 
 
 def flat_settings(settings: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns the rotary settings of a config.json with `rope_parameters` as transformers 4, vLLM before 0.24
-    and llama.cpp read them. transformers 5 reads the same values from them.
+    """Returns the rotary settings of a config.json with `rope_parameters` in the form that transformers 4,
+    vLLM before 0.24 and llama.cpp read. transformers 5 reads the same values from this form.
     """
     kind, rope = settings["model_type"], settings.get("rope_parameters")
     if not rope or kind in _ONLY_NEW:
@@ -440,7 +445,7 @@ def flat_settings(settings: Mapping[str, Any]) -> dict[str, Any]:
     names = _OUTSIDE_PARTIAL if kind == "gpt_neox" else _OUTSIDE
     flat = {name: full[key] for name, key in names.items() if key in full}
     scaling = {key: value for key, value in full.items() if key not in names.values()}
-    if kind == "olmo2":  # the only class of transformers 4 that expects the older name
+    if kind == "olmo2":  # in transformers 4 only this class expects the older name
         scaling = {"type": scaling.pop("rope_type"), **scaling}
     flat["rope_scaling"] = None if "default" in scaling.values() else scaling
     if kind == "gemma3_text":
@@ -449,7 +454,7 @@ def flat_settings(settings: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def is_lost_in_flat_settings(settings: Mapping[str, Any]) -> bool:
-    """Returns whether `flat_settings` has no place for the rotary settings of layers with a window."""
+    """Returns whether `flat_settings` would lose the rotary settings of layers with a window."""
     rope = settings.get("rope_parameters") or {}
     if _SLIDING not in settings.get("layer_types", ()) or _SLIDING not in rope:
         return False

@@ -1,8 +1,8 @@
 """Writes the model of a running job as a Hugging Face folder (--save-hf-interval, --save-hf-at-end).
 
-The ranks write files of weights at once, and no rank holds the model: each layer is written by the
-first tensor-parallel rank of one replica of its stage, which receives the other ranks' shards one by one.
-Rank 0 adds the index, the configuration, the tokenizer and the digests.
+All ranks write weight files at the same time, and no rank holds the whole model. The first tensor-parallel
+rank of one replica of each pipeline stage writes the stage's layers; it receives the other ranks' shards one
+by one. Rank 0 adds the index, the configuration, the tokenizer and the digests.
 """
 
 from __future__ import annotations
@@ -39,13 +39,14 @@ from megatron.tokenizer.hugging_face import EXPORTED_TYPES
 
 _LOG = logging.getLogger(__name__)
 
-# Suffix of the folder while it is written.
+# Suffix of the folder's name while it is written.
 _UNFINISHED = ".tmp"
 
 
 @dataclass(frozen=True)
 class Exported:
-    """A folder that was written. architecture: transformers' class. num_bytes: size of the weights."""
+    """A folder that was written. architecture: transformers' class. num_bytes: size of the weights in
+    bytes."""
 
     folder: Path
     architecture: str
@@ -68,12 +69,12 @@ def export_model(
     heartbeat: Callable[[], None],
     check_owner: Callable[[], None] = lambda: None,
 ) -> Exported:
-    """Writes the model in the precision of the run to `folder`, which then replaces an existing folder of
-    that name. Collective.
+    """Writes the model in the precision of the run to `folder`, and replaces an existing folder of that name
+    once the new one is complete. Collective.
 
-    heartbeat: called after each layer. check_owner: called on rank 0; raises an
-    error if another job has taken over --save. Raises UserError on every rank, and leaves nothing behind, if
-    the folder cannot be written.
+    heartbeat: called after each layer. check_owner: called on rank 0; raises an error if another job has
+    taken over --save. If the folder cannot be written, raises UserError on every rank, and leaves nothing
+    behind.
     """
     config = engine.run.config
     prefix = f"rank-{engine.global_rank}-part"
@@ -110,7 +111,7 @@ def export_model(
 def _begin(writer: HuggingFaceWriter, engine: GPTEngine) -> None:
     """Creates the folder with all files except the weights."""
     config, vocab, temporary = engine.run.config, engine.run.vocab, writer.folder
-    if temporary.exists():  # of a killed job: --save belongs to this run
+    if temporary.exists():  # of a killed job of this run, which owns --save
         shutil.rmtree(temporary)
     temporary.mkdir(parents=True)
     specs = (spec_of(parameter) for parameter in engine.module.parameters())
@@ -121,20 +122,20 @@ def _begin(writer: HuggingFaceWriter, engine: GPTEngine) -> None:
     except (OSError, UserError):
         shutil.rmtree(temporary, ignore_errors=True)
         raise
-    except Exception as error:  # transformers raises many kinds, and the other ranks wait
+    except Exception as error:  # transformers raises errors of many types, and the other ranks wait
         raise UserError(f"{temporary}: transformers cannot write the model ({one_line(error)})") from error
 
 
 def _write_layers(engine: GPTEngine, writer: HuggingFaceWriter, heartbeat: Callable[[], None]) -> str | None:
-    """Writes this rank's share of the weights. Returns the first problem. A rank with a problem still takes
-    part in the collectives."""
+    """Writes this rank's share of the weights. Returns the first problem; None if there is none. A rank with
+    a problem still takes part in the collectives."""
     mesh, module = engine.mesh, engine.module
     names = {parameter: name for name, parameter in module.named_parameters()}
     own = (mesh.pp.rank, sorted(names.values()))
     stage_of: dict[str, int] = {}
     for stage, held in sorted(gather_from_all_ranks(own)):
         for name in held:
-            stage_of.setdefault(name, stage)  # a tied embedding is written by its first stage
+            stage_of.setdefault(name, stage)  # the first of its stages writes a tied embedding
     writers = engine.layer_writers
     written: set[str] = set()
     problem: str | None = None
@@ -156,9 +157,9 @@ def _write_layers(engine: GPTEngine, writer: HuggingFaceWriter, heartbeat: Calla
 
 
 def _pieces(name: str, shard: Tensor, spec: ParameterSpec, mesh: Mesh) -> list[Piece]:
-    """Returns the pieces of the full parameter in host memory on the first of the ranks that hold its shards
-    or replicas of one data-parallel rank, none on the others. Collective in the groups that shard the
-    parameter."""
+    """Returns the pieces of the full parameter in host memory, on the first of the ranks that hold its shards
+    or replicas in one data-parallel rank. Returns [] on all other ranks. Collective in the groups that shard
+    the parameter."""
     own = Piece.of_shard(name, spec, mesh.axes_of(spec))
     pieces = [replace(own, values={VALUES: shard.reshape(-1)})]
     axes = [axis for axis in map(mesh.axis, spec.axis_names) if axis.group is not None]
@@ -171,7 +172,7 @@ def _pieces(name: str, shard: Tensor, spec: ParameterSpec, mesh: Mesh) -> list[P
                 dist.broadcast(buffer, source, group=axis.group)
                 place = tuple(replace(a, rank=rank) if a.name == axis.name else a for a in piece.axes)
                 if axis.rank == 0:
-                    # It stays on the device if it is sent along another axis.
+                    # The tensor stays on the device if it is then sent along another axis.
                     kept = buffer if axis is not axes[-1] else buffer.cpu()
                     received.append(replace(piece, axes=place, values={VALUES: kept}))
         if axis.rank != 0:
@@ -179,7 +180,7 @@ def _pieces(name: str, shard: Tensor, spec: ParameterSpec, mesh: Mesh) -> list[P
         pieces = received
     if not mesh.counts(spec):
         return []
-    # A copy in host memory too: ZeRO-3 frees the gathered weights before they are in a file.
+    # A copy even in host memory: ZeRO-3 frees the gathered weights before they are written to a file.
     return pieces if axes else [replace(own, values={VALUES: shard.reshape(-1).to("cpu", copy=True)})]
 
 

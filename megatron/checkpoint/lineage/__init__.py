@@ -1,1 +1,2 @@
-"""Determines the run of a checkpoint and of a --save folder: run ids, lineage, owner, start of a run."""
+"""Determines which run a checkpoint and a --save folder belong to: run ids, lineage, owner, start of a
+run."""

@@ -1,4 +1,5 @@
-"""The branch point of --branch-at: a checkpoint of a run's stable phase, from which another run decays."""
+"""The branch point of --branch-at: a checkpoint in a run's stable phase, from which another run starts its
+decay."""
 
 from __future__ import annotations
 
@@ -80,7 +81,7 @@ def check_stable_phase(checkpoint: Checkpoint) -> None:
 
 
 def is_branch_of(checkpoint: Checkpoint, options: CheckpointConfig) -> bool:
-    """Returns whether a checkpoint in --save belongs to the branch from --load with this --branch-at."""
+    """Returns whether a checkpoint in --save belongs to the branch that --load and --branch-at describe."""
     is_branch = checkpoint.origin.get("branch_at") == options.branch_at
     return is_branch and was_started_from(checkpoint, options.load)
 

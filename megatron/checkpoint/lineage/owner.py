@@ -1,14 +1,16 @@
-"""Ownership of a --save folder: only one job writes checkpoints there, and a second one stops at its start.
+"""Ownership of a --save folder: only one job writes checkpoints there; a second job stops at its start.
 
 A job claims the folder with an empty file `owner-<n>-<token>.json`. The token is random, and n is greater
 than the numbers of all existing claims. Then the job lists the folder again. It withdraws if there is a
-higher claim, or a filled claim that is active, and waits until all other empty claims are gone. So if several
-jobs claim the folder at once, or see an old listing, only one of them fills its file and becomes the owner.
-Rank 0 of the owner then writes heartbeats into the file. In an object store the files are objects.
+higher claim, or if a filled claim is active, and it waits until all other empty claims are gone. So if
+several jobs claim the folder at the same time, or see an old listing, only one of them fills its file and
+becomes the owner. Rank 0 of the owner then writes heartbeats into the file. In an object store the files are
+objects.
 
 A claim is stale if its process has ended on this machine, if Slurm has requeued its job, or if its file did
 not change while this job watched it. The new owner removes stale claims. Clocks of two hosts are never
-compared. A job that lost the folder finds its own file removed, or a higher filled claim, and stops.
+compared. A job that has lost the folder finds that its own file was removed, or that there is a higher filled
+claim, and stops.
 """
 
 from __future__ import annotations
@@ -30,13 +32,14 @@ from megatron.child_processes import process_fields, start_of
 from megatron.errors import UserError
 from megatron.files import open_regular
 
-# Earlier versions wrote names without a token.
+# Names of earlier versions have no token.
 _FILE = re.compile(r"owner-([0-9]{6,12})(?:-([0-9a-f]{32}))?\.json")
 _LAST_NUMBER = 10**12 - 1
-# The file is overwritten in place with a fixed size, so a full disk does not stop the heartbeat.
+# The file is overwritten in place and has a fixed size, so a full disk does not stop the heartbeat.
 _FILE_BYTES = 1024
 _LONGEST_TEXT = 60
-# A heartbeat to a store that does not answer lasts minutes.
+# How long the end of a run waits for the last heartbeat: if a store does not answer, a heartbeat lasts
+# minutes.
 _LAST_HEARTBEAT_S = 10.0
 
 
@@ -54,8 +57,8 @@ class Timing:
 @dataclass(frozen=True)
 class Owner:
     """The content of an owner file. machine: boot id and process-id namespace, "" if unknown. process_start:
-    start time in clock ticks, from /proc. since, seen: times of the claim and the last heartbeat by the
-    owner's clock, only for messages."""
+    start time in clock ticks, from /proc. since, seen: times of the claim and of the last heartbeat by the
+    owner's clock; they appear only in messages."""
 
     token: str
     job: str
@@ -71,7 +74,7 @@ class Owner:
 
     @classmethod
     def of_this_process(cls, host: str, env: Mapping[str, str] = os.environ) -> Owner:
-        """Describes this process as an owner, with the Slurm job that the environment names, if any."""
+        """Returns the owner for this process, with the Slurm job that `env` names, if it names one."""
         now = _clock()
         return cls(
             token=secrets.token_hex(16),
@@ -87,7 +90,7 @@ class Owner:
 
     @property
     def description(self) -> str:
-        """Job, host and process, for messages."""
+        """Returns job, host and process, for messages."""
         job = f"Slurm job {self.job}" if self.job else "another run"
         return f"{job} on {self.host} (process {self.pid}, since {self.since})"
 
@@ -96,7 +99,7 @@ class Owner:
         return bool(self.machine) and self.machine == other.machine
 
     def has_ended(self) -> bool:
-        """Returns whether the process has ended. Valid only on the same machine."""
+        """Returns whether the owner's process has ended. Valid only on the owner's machine."""
         is_gone = process_fields(self.pid)[:1] in (["Z"], ["X"])
         return is_gone or start_of(self.pid) != self.process_start
 
@@ -105,13 +108,13 @@ class FolderOwner:
     """The ownership of a folder, from `acquire` to `release`."""
 
     def __init__(self, folder: ClaimFolder, name: str, owner: Owner, timing: Timing) -> None:
-        """name: of the owner file."""
+        """name: name of the owner file."""
         self._folder = folder
         self._name = name
         self._owner = owner
         self._timing = timing
         self.lost_reason: str | None = None
-        """Why this job must not write to the folder any more, as last found."""
+        """Why this job must not write to the folder any more, as found last; None if it may."""
         self._lock = threading.Lock()
         self._released = threading.Event()
         self._thread = threading.Thread(target=self._run, name="owner-heartbeat", daemon=True)
@@ -120,7 +123,7 @@ class FolderOwner:
         self._thread.start()
 
     def set_run_id(self, run_id: str) -> None:
-        """Adds the id of the run, once it is known."""
+        """Adds the id of the run to the owner file, once it is known."""
         with self._lock:
             self._owner = replace(self._owner, run_id=run_id)
         self.write_heartbeat()
@@ -134,15 +137,15 @@ class FolderOwner:
         return self.lost_reason is None
 
     def problem(self) -> str | None:
-        """Returns why this job must not write to the folder any more; None while it is the owner. Raises
-        OSError if the folder cannot be read."""
+        """Returns why this job must not write to the folder any more; None while this job is the owner.
+        Raises OSError if the folder cannot be read."""
         with self._lock:
             return self._find_problem()
 
     def _find_problem(self) -> str | None:
         if self.lost_reason is None:
             claims = _claims(self._folder)
-            # Opened by name, because a listing of a network file system may be old.
+            # The file is opened by its name, because a listing of a network file system may be old.
             exists = self._folder.read(self._name) is not None
             own = _Claim.of(self._name)
             takers = [claim for claim in claims if claim.owner is not None and claim != own]
@@ -178,19 +181,19 @@ class _Claim:
 
     @classmethod
     def of(cls, name: str, content: bytes = b"") -> _Claim:
-        """Returns the claim in an owner file, by the file's name."""
+        """Returns the claim in an owner file. name: the file's name, which contains number and token."""
         match = _FILE.fullmatch(name)
         assert match is not None
         return cls(int(match[1]), match[2] or "", name, content)
 
     @property
     def owner(self) -> Owner | None:
-        """The owner that filled the file; None while it is empty."""
+        """The owner that the file contains; None while the file is empty."""
         return _parsed(self.content)
 
 
 class ClaimFolder:
-    """The owner files in a folder of a file system. Its text is the folder's name."""
+    """The owner files in a folder of a file system. str() of this object is the folder's name."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
@@ -221,7 +224,7 @@ class ClaimFolder:
         os.close(os.open(self._path / name, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o644))
 
     def write(self, name: str, content: bytes) -> None:
-        """Fills a file, but creates none: if the file was removed, another job owns the folder."""
+        """Fills an existing file. Never creates one: if the file was removed, another job owns the folder."""
         descriptor = os.open(self._path / name, os.O_WRONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
         try:
             os.pwrite(descriptor, content, 0)
@@ -237,7 +240,7 @@ class ClaimFolder:
 def hold_folder(
     folder: ClaimFolder | None, host: str, print_fn: Callable[[str], object]
 ) -> Iterator[FolderOwner | None]:
-    """Owns a folder during the block. Does nothing if folder is None."""
+    """Owns a folder during the block, and yields the ownership. Does nothing if `folder` is None."""
     if folder is None:
         yield None
         return
@@ -252,7 +255,8 @@ def hold_folder(
 def acquire(
     folder: ClaimFolder, me: Owner, print_fn: Callable[[str], object], timing: Timing | None = None
 ) -> FolderOwner:
-    """Makes this process the owner of `folder`. Waits until it is known whether a current owner is active.
+    """Makes this process the owner of `folder`. If there is an owner, first waits until it is known whether
+    it is active.
 
     print_fn: receives a line for the wait and one for the takeover. Raises UserError, which names the current
     owner, if that owner is active.
@@ -270,7 +274,7 @@ def acquire(
 
 
 class _Attempt:
-    """The attempt of a job to become the owner: its own claim, and the last state of other claims."""
+    """A job's attempt to become the owner. It has the job's own claim, and the last state of other claims."""
 
     def __init__(
         self, folder: ClaimFolder, me: Owner, print_fn: Callable[[str], object], timing: Timing
@@ -278,18 +282,18 @@ class _Attempt:
         self.folder, self.me, self.print_fn, self.timing = folder, me, print_fn, timing
         self.own: _Claim | None = None
         self.started = timing.now()
-        self.seen: dict[str, tuple[bytes, float]] = {}  # content of each claim, and when it last changed
+        self.seen: dict[str, tuple[bytes, float]] = {}  # claim -> (its content, when it last changed)
         self.reported: str | None = None
 
     def step(self) -> FolderOwner | None:
-        """Lists the folder once. Returns the ownership if no other job can have it, else None."""
+        """Lists the folder once. Returns the ownership if no other job can become the owner, else None."""
         claims = _claims(self.folder)
         if self.own is not None and self.own not in claims:
             self.withdraw()  # this process was silent for so long that another job removed its file
         others = [claim for claim in claims if claim != self.own]
         before = dict(self.seen)
         stale_reasons = {claim.name: self._observe(claim) for claim in others}
-        # The owner if there is one, else the claim with the highest priority.
+        # The owner if there is one, otherwise the claim with the highest priority.
         active_claims = [claim for claim in others if not stale_reasons[claim.name]]
         other_claim = max(active_claims, key=lambda claim: (claim.owner is not None, claim), default=None)
         if other_claim is not None:
@@ -311,7 +315,7 @@ class _Attempt:
         return self._confirm(self.own, others, stale_reasons)
 
     def withdraw(self) -> None:
-        """Removes this job's claim, if it has one."""
+        """Removes this job's claim if it has one."""
         if self.own is not None:
             with suppress(OSError):
                 self.folder.remove(self.own.name)
@@ -326,12 +330,12 @@ class _Attempt:
         return _stale_reason(claim.owner, self.me, self.timing.now() - since, self.timing)
 
     def _wait_for(self, other_claim: _Claim, before: tuple[bytes, float] | None) -> None:
-        """Raises UserError if the owner of the other claim is active. before: content of the claim in the
-        last listing, and when it last changed."""
+        """Raises UserError if the owner of the other claim is active. before: (content of the claim in the
+        last listing, when it last changed)."""
         timing, other = self.timing, other_claim.owner
         has_heartbeat = before is not None and before[0] != other_claim.content
         if _is_same_job(other, self.me):
-            # An earlier process of this same job may take a while to end.
+            # An earlier process of the same Slurm job may take a while to end.
             is_active = has_heartbeat and timing.now() - self.started >= timing.stale_after_s
         else:
             is_active = has_heartbeat or (other is not None and other.is_on_same_machine(self.me))
@@ -350,7 +354,8 @@ class _Attempt:
     def _confirm(
         self, own: _Claim, stale_claims: list[_Claim], stale_reasons: Mapping[str, str]
     ) -> FolderOwner | None:
-        """Fills this job's claim and removes stale claims. Returns None if another job was faster."""
+        """Fills this job's claim and removes stale claims. Returns None if another job became the owner
+        first."""
         try:
             self.folder.write(own.name, _encoded(self.me))
         except OSError as error:
@@ -375,7 +380,7 @@ class _Attempt:
 
 
 def _stale_reason(other: Owner | None, me: Owner, silent_s: float, timing: Timing) -> str:
-    """Returns why a claim is stale; "" if it may be active. silent_s: time since its file last changed."""
+    """Returns why a claim is stale; "" if it may be active. silent_s: seconds since its file last changed."""
     if other is not None and other.is_on_same_machine(me) and other.has_ended():
         return "its process has ended"
     if _is_same_job(other, me) and other is not None and other.restart != me.restart:
@@ -392,7 +397,7 @@ def _describe(owner: Owner | None) -> str:
 
 
 def _claim(folder: ClaimFolder, number: int, me: Owner) -> _Claim:
-    """Creates the empty file of a claim."""
+    """Creates the empty file of a claim, and returns the claim."""
     name = f"owner-{number:06d}-{me.token}.json"
     try:
         folder.create(name)
@@ -402,7 +407,7 @@ def _claim(folder: ClaimFolder, number: int, me: Owner) -> _Claim:
 
 
 def _claims(folder: ClaimFolder) -> list[_Claim]:
-    """Returns the claims in a folder, the highest last. The content of an unreadable file is empty."""
+    """Returns the claims in a folder, the highest last. A file that cannot be read counts as empty."""
     claims = []
     for name in filter(_FILE.fullmatch, folder.names()):
         try:
@@ -419,7 +424,7 @@ def _encoded(owner: Owner) -> bytes:
 
 
 def _parsed(content: bytes) -> Owner | None:
-    """Parses an owner file. Returns None if it is incomplete."""
+    """Returns the owner in an owner file; None if the file is incomplete."""
     try:
         values: Any = json.loads(content)
     except (ValueError, RecursionError):
@@ -439,7 +444,8 @@ def _clock() -> str:
 
 
 def _machine() -> str:
-    """Returns boot id and process-id namespace: each container has its own process ids."""
+    """Returns boot id and process-id namespace. The namespace matters because each container has its own
+    process ids."""
     try:
         boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
         return f"{boot} {os.readlink('/proc/self/ns/pid')}"

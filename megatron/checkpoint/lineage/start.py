@@ -1,4 +1,5 @@
-"""Decides at the start which checkpoint to load, which run to continue, and whether --save may be written."""
+"""Decides at the start which checkpoint to load, which run to continue, and whether --save may be written
+to."""
 
 from __future__ import annotations
 
@@ -50,13 +51,13 @@ from megatron.object_store.store import is_url
 from megatron.text_table import first_few
 
 PathOf = Callable[[str], Path]
-"""Returns the path of --save or --load: see `Folders.at` for a run that may have URLs."""
+"""Returns the path of --save or --load; for a run whose folders may be URLs this is `Folders.at`."""
 
 
 def check_save_is_outside_checkpoints(config: Config) -> None:
-    """Raises UserError if --save is a checkpoint or lies inside one: deleting that checkpoint would delete
-    the run as well. Each rank calls it before it creates --save, because this program does not delete a
-    checkpoint with an unknown folder in it."""
+    """Raises UserError if --save is a checkpoint or lies inside one: deleting that checkpoint would also
+    delete the run. Each rank calls it before --save is created, because this program never deletes a
+    checkpoint that contains an unknown folder."""
     if config.checkpoint.save is None or is_url(config.checkpoint.save) or config.training.no_train:
         return
     save = Path(os.path.realpath(config.checkpoint.save))
@@ -67,7 +68,7 @@ def check_save_is_outside_checkpoints(config: Config) -> None:
                 f"{folder}: give a folder outside it ({folder.parent} to continue the run of this checkpoint)"
             )
         if os.path.ismount(folder):
-            return  # above a mount point, a lookup may make an automounter ask its servers
+            return  # above a mount point: a lookup there may make an automounter ask its servers
 
 
 def _is_checkpoint(folder: Path) -> bool:
@@ -83,7 +84,7 @@ def _is_checkpoint(folder: Path) -> bool:
 
 @stop_at_access_error(MAY_BE_INTACT)
 def check_load_folder(config: Config, path_of: PathOf = Path) -> None:
-    """Raises UserError if --load does not exist, unless it equals --save, which a new run creates."""
+    """Raises UserError if --load does not exist, unless --load equals --save, which a new run creates."""
     load, save = config.checkpoint.load, config.checkpoint.save
     if load is None or path_of(load).is_dir():
         return
@@ -100,10 +101,12 @@ def check_load_folder(config: Config, path_of: PathOf = Path) -> None:
 def choose_checkpoint(
     config: CheckpointConfig, damaged: Mapping[str, str] | None, path_of: PathOf = Path
 ) -> Checkpoint | None:
-    """Returns the checkpoint in --load (None if there is none). If this run was started from it before,
-    returns the newest checkpoint that the run has saved to --save since: repeating a command resumes its run.
+    """Returns the checkpoint in --load; None if there is none. If this run was started from that checkpoint
+    before, returns the newest checkpoint that the run has saved to --save since then: repeating a command
+    resumes its run.
 
-    --finetune, --no-load-optim and --branch-at apply to the checkpoint in --load, not to the run's own."""
+    --finetune, --no-load-optim and --branch-at apply to the checkpoint in --load, not to the run's own
+    checkpoints."""
     if config.load is None:
         return None
     try:
@@ -116,7 +119,7 @@ def choose_checkpoint(
         if given is not None and (problem := (damaged or {}).get(str(given.folder))):
             raise UserError(f"checkpoint {given.folder}: {problem}; pass another checkpoint to --load")
     except UserError as error:
-        # If the run has saved its own checkpoints since, it no longer needs --load.
+        # A run that has saved checkpoints of its own no longer needs --load.
         continued = _continuation(config, damaged, path_of)
         if continued is None:
             raise
@@ -140,7 +143,7 @@ def choose_checkpoint(
         own = find_latest(save, damaged)
     except MissingCheckpointError:
         raise
-    except UserError as error:  # no checkpoint in --save is complete
+    except UserError as error:  # raised if no checkpoint in --save is complete
         return _with_reasons(given, given.skip_reason, str(error))
     if own is None or (start := _start_of(own, given, config, path_of)) is None:
         return given
@@ -149,15 +152,15 @@ def choose_checkpoint(
 
 
 def _with_reasons(checkpoint: Checkpoint, *reasons: str) -> Checkpoint:
-    """Returns the checkpoint with the non-empty reasons for its selection."""
+    """Returns the checkpoint with the non-empty ones of `reasons` added to its `skip_reason`."""
     return replace(checkpoint, skip_reason="; ".join(filter(None, reasons)))
 
 
 def _continuation(
     config: CheckpointConfig, damaged: Mapping[str, str] | None, path_of: PathOf
 ) -> Checkpoint | None:
-    """Returns the newest checkpoint in --save if its run was started from --load, according to the path that
-    its `origin` records; otherwise None. Returns None also if --load and --save are one folder."""
+    """Returns the newest checkpoint in --save if its run was started from --load, judged by the path in its
+    `origin`; otherwise None. Returns None also if --load and --save are the same folder."""
     if config.load is None or config.save is None or is_same_path(config.load, config.save):
         return None
     try:
@@ -174,9 +177,9 @@ def _continuation(
 def _start_of(
     own: Checkpoint, given: Checkpoint, config: CheckpointConfig, path_of: PathOf
 ) -> Checkpoint | None:
-    """Returns the checkpoint from which the run of `own` was started with these flags: `given`, or without
-    --universal_checkpoint a universal checkpoint beside it, if another run has saved `given` since; otherwise
-    None."""
+    """Returns the checkpoint from which the run of `own` was started with these flags; None if there is none.
+    It is `given`, or without --universal_checkpoint a universal checkpoint beside `given`, if another run has
+    saved `given` since."""
     if origin_matches(own.origin, given, config):
         return given
     if config.load is None or config.universal_checkpoint or config.branch_at is not None:
@@ -189,11 +192,12 @@ def _start_of(
 
 
 def origin_record(checkpoint: Checkpoint) -> dict[str, Any]:
-    """Identifies a checkpoint. A run that starts from it stores the result as its `origin`.
+    """Returns the record that identifies a checkpoint. A run that starts from the checkpoint stores it as
+    `origin`.
 
-    path: the path at the start of the run. It is compared only if there is no digest, or if the checkpoint no
-    longer exists or is damaged. weights_only, no_optimizer: see `Checkpoint`. branch_at: the iteration at
-    which a decay branch starts; None for any other run.
+    path: the checkpoint's path at the start of the run. It is compared only if there is no digest, or if the
+    checkpoint no longer exists or is damaged. weights_only, no_optimizer: see `Checkpoint`. branch_at: the
+    iteration at which a decay branch starts; None for any other run.
     """
     return {
         "folder": checkpoint.folder.name,
@@ -208,12 +212,12 @@ def origin_record(checkpoint: Checkpoint) -> dict[str, Any]:
 
 def origin_matches(origin: Any, given: Checkpoint, config: CheckpointConfig) -> bool:
     """Returns whether a run with this origin was started with these flags from the given checkpoint. If
-    --load is the folder of the checkpoint's run, earlier checkpoints of that run count too."""
+    --load is the folder of the checkpoint's run, earlier checkpoints of that run count as well."""
     if not isinstance(origin, dict) or not _has_same_load_flags(origin, config):
         return False
     digest, now = origin.get("sha256"), origin_record(given)
     if digest is None or digest == now["sha256"]:
-        # Checkpoints without digests, such as those of other frameworks, are distinguished by name and path.
+        # Checkpoints without digests, such as other frameworks', are distinguished by name and path.
         keys = ("folder", "iteration", "sha256", *(["path"] if digest is None and "path" in origin else []))
         return all(origin.get(key) == now[key] for key in keys)
     if format_of(given.folder) == UNIVERSAL or is_same_path(given.folder, config.load):
@@ -222,8 +226,8 @@ def origin_matches(origin: Any, given: Checkpoint, config: CheckpointConfig) -> 
 
 
 def _has_same_load_flags(origin: Mapping[str, Any], config: CheckpointConfig) -> bool:
-    """Returns whether a run with this origin was started with the --finetune, --no-load-optim and --branch-at
-    of `config`."""
+    """Returns whether a run with this origin was started with the values of --finetune, --no-load-optim and
+    --branch-at in `config`."""
     was = (origin.get("weights_only", False), origin.get("no_optimizer", False), origin.get("branch_at"))
     return was == (config.finetune, config.finetune or config.no_load_optim, config.branch_at)
 
@@ -231,11 +235,11 @@ def _has_same_load_flags(origin: Mapping[str, Any], config: CheckpointConfig) ->
 def start_identity(
     checkpoint: Checkpoint | None, config: CheckpointConfig, path_of: PathOf = Path
 ) -> RunIdentity:
-    """Returns the identity of the run that is continued from `checkpoint`, or of a new run.
+    """Returns the identity of the run that continues from `checkpoint`, or of a new run.
 
-    The run is continued if the checkpoint is the newest in --save, or if a user has set `latest` to it. A
-    start from a different folder, or with --finetune, begins a new run with the checkpoint as its origin.
-    A local checkpoint continues its run, and is not part of the lineage.
+    The run continues if the checkpoint is the newest in --save, or if a user has set `latest` to it. A start
+    from a different folder, or with --finetune, begins a new run with the checkpoint as its origin. A local
+    checkpoint continues its run, but is not part of the lineage.
     """
     if checkpoint is None:
         return RunIdentity()
@@ -243,7 +247,7 @@ def start_identity(
         old = _checkpoints_without_run_id(Path(str(config.save)), checkpoint.lineage, None)
         return RunIdentity(str(checkpoint.run_id), checkpoint.lineage, checkpoint.run.get("origin"), old)
     # A converted checkpoint has the run.json of its source, but is not part of the source's lineage, which
-    # consists of names that runs give.
+    # contains only names that runs give.
     converted = not (is_run_format(checkpoint.folder) and CHECKPOINT_NAME.fullmatch(checkpoint.entry.name))
     lineage = () if converted or checkpoint.weights_only else (*checkpoint.lineage, checkpoint.entry)
     origin: Any = origin_record(checkpoint)
@@ -278,9 +282,9 @@ def _is_current(checkpoint: Checkpoint, config: CheckpointConfig, save: Path) ->
 def _checkpoints_without_run_id(
     save: Path, lineage: Sequence[Any], record: LatestRecord | None
 ) -> frozenset[str]:
-    """Returns the checkpoints in --save that belong to the resumed run although they have no run id. They are
-    unfinished, or unreadable but named in `latest` or `latest.json`, or they are in this lineage and were
-    saved before run ids existed."""
+    """Returns the checkpoints in --save that belong to the resumed run although they have no run id:
+    unfinished ones, unreadable ones that `latest` or `latest.json` names, and ones in this lineage that a
+    version without run ids saved."""
     recorded = {read_latest(save), *(entry.name for entry in (record.entries if record else ()))}
     old_names = {entry.name for entry in lineage if entry.run_id is None}
     found = set()
@@ -297,13 +301,14 @@ def _checkpoints_without_run_id(
 
 
 def may_replace(save: Path, name: str, identity: RunIdentity) -> bool:
-    """Returns whether no checkpoint of this name exists, or the existing one belongs to this run."""
+    """Returns whether no checkpoint of this name exists in --save, or the existing one belongs to this
+    run."""
     path = current_path(save, name)
     return not path.exists() or identity.owns(name, _run_record(path))
 
 
 def _run_record(path: Path) -> Mapping[str, Any] | None:
-    """Returns the `run.json` of a checkpoint without retrying failed reads; None if it cannot be read."""
+    """Returns the `run.json` of a checkpoint; None if it cannot be read. Does not repeat failed reads."""
     with suppress(OSError):
         if (found := open_or_none(path, ())) is not None:
             return found.run
@@ -318,16 +323,16 @@ def _lacks_run_file(path: Path) -> bool:
 
 
 def check_save_folder(checkpoint: Checkpoint | None, config: Config, path_of: PathOf = Path) -> None:
-    """Raises UserError if a new run would start in a --save folder with checkpoints of another run, or if a
-    resumed run would reach iterations for which another run has checkpoints. --overwrite-checkpoints allows
-    both."""
+    """Raises UserError if a new run would start in a --save folder with checkpoints of another run, or if
+    a resumed run would reach iterations for which another run has checkpoints in --save. Raises nothing
+    with --overwrite-checkpoints."""
     options = config.checkpoint
     if options.save is None or config.training.no_train or options.overwrite_checkpoints:
         return
     save = path_of(options.save)
     identity = start_identity(checkpoint, options, path_of)
     found = [name for name, path in saved_names(save).items() if not identity.owns(name, _run_record(path))]
-    if options.load is None:  # the first local save of a new run would delete them
+    if options.load is None:  # the first local save of a new run would delete the local checkpoints
         found += [f"local {entry.name}" for entry in read_local_entries(save)]
     remedy = (
         "give another --save, or pass --overwrite-checkpoints, which replaces a checkpoint once a new one of "
@@ -362,7 +367,7 @@ def check_save_folder(checkpoint: Checkpoint | None, config: Config, path_of: Pa
 
 
 def is_same_path(one: str | Path, other: str | Path | None) -> bool:
-    """Returns whether two paths name the same folder, which need not exist."""
+    """Returns whether two paths name the same folder. The folder need not exist."""
     return other is not None and real_path(one) == real_path(other)
 
 
@@ -371,12 +376,13 @@ def share_checkpoint(
     leads_node: bool,
     share: Callable[[Checkpoint | None], Checkpoint | None] = broadcast_from_rank_0,
 ) -> Checkpoint | None:
-    """Returns rank 0's checkpoint on every rank. leads_node: set on the first rank of each node. share: sends
-    it to the other ranks. Collective.
+    """Returns the checkpoint that rank 0 passes, on every rank. leads_node: true on the first rank of each
+    node. share: sends the checkpoint to the other ranks. Collective.
 
-    Rank 0 has compared the sizes of all files. The first rank of every other node reads `run.json` and lists
-    the folder: one request per file and rank would overload the metadata server if a checkpoint has thousands
-    of files. Raises UserError on every rank if one node cannot see the checkpoint after some retries.
+    Rank 0 has already compared the sizes of all files. The first rank of every other node only reads
+    `run.json` and lists the folder: for a checkpoint of thousands of files, one request per file and rank
+    would overload the metadata server. Raises UserError on every rank if one node cannot see the checkpoint
+    after some retries.
     """
     checkpoint = share(checkpoint)
     if checkpoint is None or isinstance(checkpoint.folder, ObjectPath):
@@ -394,7 +400,8 @@ def share_checkpoint(
 
 
 def _open_with_retries(folder: Path, sha256: str | None) -> None:
-    """Raises UserError unless the folder holds all files of the checkpoint with this digest."""
+    """Raises UserError unless the folder contains all files of the checkpoint whose `run.json` has this
+    digest."""
     for delay_s in (*RETRY_DELAYS_S, None):
         try:
             run = open_checkpoint(folder, with_files=False).run

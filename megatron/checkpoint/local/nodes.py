@@ -1,8 +1,8 @@
 """The nodes of a run, and the copies of files between their disks.
 
 A node is a host: ranks with equal node names share its disk. The nodes form a ring in the order of their
-first ranks, and each node keeps a second copy of the files of the node before it. Files are sent over a gloo
-process group of their own, because a thread sends them while training uses the other groups.
+first ranks, and each node keeps a second copy of the files of the node before it. A thread sends files over a
+gloo process group of its own, because training uses the other groups at the same time.
 """
 
 from __future__ import annotations
@@ -22,15 +22,15 @@ from megatron.errors import one_line
 from megatron.files import open_regular
 from megatron.mpu.world import gather_from_all_ranks
 
-# A file is sent in pieces of this size.
+# Size of the pieces in which a file is sent, in bytes.
 PIECE_BYTES = 1 << 24
-# A rank may wait for a slow disk of its partner; the watchdog detects hangs.
+# Largest time that a rank waits for its partner, whose disk may be slow. The watchdog detects hangs.
 _MAX_WAIT = timedelta(hours=2)
 
 
 @dataclass(frozen=True)
 class Nodes:
-    """The nodes of a run, and the place of one rank. names, ranks: of each node, in ring order."""
+    """The nodes of a run as one rank sees them. names, ranks: name and ranks of each node, in ring order."""
 
     names: tuple[str, ...]
     ranks: tuple[tuple[int, ...], ...]
@@ -45,12 +45,12 @@ class Nodes:
         return cls(ordered, ranks, dist.get_rank())
 
     def node_of(self, rank: int) -> int:
-        """Returns the number of a rank's node."""
+        """Returns the index of a rank's node."""
         return next(node for node, ranks in enumerate(self.ranks) if rank in ranks)
 
     @property
     def index(self) -> int:
-        """The number of this rank's node."""
+        """The index of this rank's node."""
         return self.node_of(self.rank)
 
     @property
@@ -64,7 +64,8 @@ class Nodes:
         return self.rank == self.ranks[self.index][0]
 
     def partner_of(self, rank: int) -> int | None:
-        """Returns the rank on the next node that keeps the copies of a rank's files; None with one node."""
+        """Returns the rank on the next node that keeps copies of `rank`'s files; None if there is only one
+        node."""
         if len(self.ranks) == 1:
             return None
         node = self.node_of(rank)
@@ -72,27 +73,27 @@ class Nodes:
         return next_ranks[self.ranks[node].index(rank) % len(next_ranks)]
 
     def sources(self) -> list[int]:
-        """Returns the ranks whose files this rank keeps copies of."""
+        """Returns the ranks whose files this rank copies to its node."""
         every = (rank for ranks in self.ranks for rank in ranks)
         return sorted(rank for rank in every if self.partner_of(rank) == self.rank)
 
 
 class FileTransfer:
-    """Sends files of this rank's node to other ranks, and receives theirs.
+    """Sends files of this rank's node to other ranks, and receives files from other ranks.
 
-    A failure to read or to write a file is a returned problem: both sides exchange all pieces of all files,
-    so that they never wait for each other in vain. A lost connection is a RuntimeError.
+    A file that cannot be read or written is returned as a problem, not raised: both sides exchange all pieces
+    of all files in any case, so that neither waits forever. A lost connection raises RuntimeError.
     """
 
     def __init__(self) -> None:
-        """Collective."""
+        """Creates the process group. Collective."""
         self._group = dist.new_group(backend="gloo", timeout=_MAX_WAIT)
 
     def mirror(self, folder: Path, files: Files, nodes: Nodes, count_bytes: Callable[[int], object]) -> str:
-        """Sends a rank's files in a folder to its partner, and receives into the folder the files that this
-        rank keeps copies of. Returns the first problem; "" if there is none.
+        """Sends this rank's files in a folder to its partner, and receives into the folder the files that
+        this rank copies from another node. Returns the first problem; "" if there is none.
 
-        files: none if this rank has failed. count_bytes: called with the bytes of each piece.
+        files: {} if this rank's save has failed. count_bytes: called with the number of bytes of each piece.
         """
         partner = nodes.partner_of(nodes.rank)
         if partner is None:
@@ -106,7 +107,8 @@ class FileTransfer:
             except RuntimeError as error:
                 problems.append(one_line(error))
 
-        # Both directions at once: in a ring nobody could begin to receive otherwise.
+        # The rank sends and receives at the same time. If all ranks first sent to their partners, none
+        # would receive.
         thread = threading.Thread(target=receive, name="mirror", daemon=True)
         thread.start()
         sent = self._send_files(folder, files, partner, count_bytes)
@@ -126,22 +128,24 @@ class FileTransfer:
         return next(filter(None, problems), "")
 
     def send(
-        self, path: Path, facts: Mapping[str, Any], rank: int, count_bytes: Callable[[int], object]
+        self, path: Path, file_record: Mapping[str, Any], rank: int, count_bytes: Callable[[int], object]
     ) -> str:
-        """Sends a file. facts: its size and digest, which `receive` gets as well. Returns why it could not be
-        read, "" if it could: then the receiver gets other bytes, and finds that their digest differs."""
+        """Sends a file to `rank`. file_record: the file's size and digest; `receive` gets the same record.
+
+        Returns why the file could not be read; "" if it was. If the file could not be read, the receiver gets
+        wrong bytes, and finds that their digest differs from the record."""
         problem = ""
-        piece = torch.zeros(min(PIECE_BYTES, facts["bytes"]), dtype=torch.uint8)
+        piece = torch.zeros(min(PIECE_BYTES, file_record["bytes"]), dtype=torch.uint8)
         content = piece.numpy().data
         try:
             file = open_regular(path)
         except OSError as error:
             file, problem = None, f"{path}: {error.strerror}"
-        for begin in range(0, facts["bytes"], PIECE_BYTES):
-            count = min(PIECE_BYTES, facts["bytes"] - begin)
+        for begin in range(0, file_record["bytes"], PIECE_BYTES):
+            count = min(PIECE_BYTES, file_record["bytes"] - begin)
             try:
                 if file is not None and file.readinto(content[:count]) != count:  # type: ignore[attr-defined]
-                    problem = f"{path} is shorter than {facts['bytes']:,} bytes"
+                    problem = f"{path} is shorter than {file_record['bytes']:,} bytes"
             except OSError as error:
                 problem = f"{path}: {error.strerror}"
             dist.send(piece[:count], rank, self._group)
@@ -151,17 +155,19 @@ class FileTransfer:
         return problem
 
     def receive(
-        self, path: Path, facts: Mapping[str, Any], rank: int, count_bytes: Callable[[int], object]
+        self, path: Path, file_record: Mapping[str, Any], rank: int, count_bytes: Callable[[int], object]
     ) -> str:
-        """Receives a file and syncs it. Returns why it is not what `facts` says; "" if it is."""
+        """Receives a file from `rank` and syncs it to disk.
+
+        Returns why the file differs from `file_record`; "" if it is equal."""
         problem, file = "", None
         try:
             file = HashedFile(path)
         except OSError as error:
             problem = f"{path}: {error.strerror}"
-        piece = torch.empty(min(PIECE_BYTES, facts["bytes"]), dtype=torch.uint8)
-        for begin in range(0, facts["bytes"], PIECE_BYTES):
-            count = min(PIECE_BYTES, facts["bytes"] - begin)
+        piece = torch.empty(min(PIECE_BYTES, file_record["bytes"]), dtype=torch.uint8)
+        for begin in range(0, file_record["bytes"], PIECE_BYTES):
+            count = min(PIECE_BYTES, file_record["bytes"] - begin)
             dist.recv(piece[:count], rank, self._group)
             count_bytes(count)
             try:
@@ -170,7 +176,7 @@ class FileTransfer:
             except OSError as error:
                 problem = f"{path}: {error.strerror}"
         try:
-            if file is not None and file.close() != facts and not problem:
+            if file is not None and file.close() != file_record and not problem:
                 problem = f"{path}: the copy from rank {rank} differs from the file"
         except OSError as error:
             problem = problem or f"{path}: {error.strerror}"

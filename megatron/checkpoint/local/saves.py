@@ -1,9 +1,9 @@
 """Saves to --save-local: each node's disk gets the files of its own ranks and of the node before it.
 
-Such a checkpoint is a native checkpoint whose files are on several disks. Each node has `run.json`. A save
-is always in the background. Once all files are written and mirrored, rank 0 sends `run.json` to the first
-rank of each node, which gives its part of the checkpoint the final name. When all have answered, rank 0
-records the checkpoint in `latest_local`: only then a restart may use it.
+Such a checkpoint is a native checkpoint whose files are on several disks. Each node has `run.json`. A save is
+always in the background. Once all files are written and mirrored, rank 0 sends `run.json` to the first rank
+of each node, which gives its part of the checkpoint the final name. When all nodes have answered, rank 0
+records the checkpoint in `latest_local`. Only then a restart may use the checkpoint.
 """
 
 from __future__ import annotations
@@ -31,16 +31,16 @@ from megatron.files import rename_synced, sync_file, write_json
 from megatron.mpu.world import broadcast_from_rank_0
 
 _LOG = logging.getLogger(__name__)
-# A restart uses the newest one; the one before is for the case that the newest is damaged.
+# Number of kept checkpoints. A restart uses the newest; the one before it is needed if the newest is damaged.
 NUM_KEPT = 2
 
 
 @dataclass
 class LocalCheckpoints:
-    """A run's local checkpoints, as one rank sees them.
+    """A run's local checkpoints as one rank sees them.
 
-    options: with --save and --save-local. folder: of the local checkpoints, on this rank's node. store: of
-    all ranks.
+    options: contain --save and --save-local. folder: the folder of the local checkpoints on this rank's node.
+    store: the ranks' key-value store.
     """
 
     options: CheckpointConfig
@@ -49,11 +49,11 @@ class LocalCheckpoints:
     transfer: FileTransfer
     store: dist.Store
     entries: tuple[LineageEntry, ...] = ()
-    """The checkpoints in `latest_local`, oldest first; on rank 0."""
+    """The checkpoints in `latest_local`, oldest first. Only rank 0 has them."""
     present: tuple[frozenset[str], ...] = ()
-    """The intact files of the checkpoint that the run starts from, of each node."""
+    """For each node, the intact files on its disk of the checkpoint that the run starts from."""
     num_left_out: int = 0
-    """Saves that were due while another save was in flight."""
+    """Number of saves that were skipped because another save was in flight."""
     _num_saves: int = field(default=0, init=False)
 
     @classmethod
@@ -68,7 +68,7 @@ class LocalCheckpoints:
         return cls(options, folder, nodes, FileTransfer(), dist.PrefixStore("local checkpoints", store))
 
     def notes(self) -> list[str]:
-        """Returns a sentence if nothing is mirrored."""
+        """Returns a sentence if files are not mirrored, because the run has only one node; otherwise []."""
         if len(self.nodes.names) > 1:
             return []
         return ["--save-local: the run has one node, so its local checkpoints are not mirrored"]
@@ -81,13 +81,14 @@ class LocalCheckpoints:
         return self.folder / broadcast_from_rank_0(saving_name)
 
     def mirror(self, save: BackgroundSave, files: Files, problem: str) -> str:
-        """Copies this rank's files to the partner. Returns the first problem. Runs in a thread of each
-        rank. problem: why this rank's files are not complete; "" if they are."""
+        """Copies this rank's files to its partner. Returns the first problem; "" if there is none. Runs in a
+        thread of each rank. problem: why this rank's files are not complete; "" if they are."""
         copied = self.transfer.mirror(save.saving, {} if problem else files, self.nodes, save.count_bytes)
         return problem or copied
 
     def commit(self, saving: Path, run: dict[str, Any] | None) -> str:
-        """Completes a save on all nodes. Returns the first problem. Runs in a thread of rank 0.
+        """Completes a save on all nodes. Returns the first problem; "" if there is none. Runs in a thread of
+        rank 0.
 
         saving: the folder on rank 0's node. run: the content of `run.json`; None if the save has failed.
         """
@@ -110,26 +111,31 @@ class LocalCheckpoints:
         return problem
 
     def follow(self, save: BackgroundSave) -> None:
-        """Does on this node what rank 0 has decided. Runs in a thread of each node's first rank."""
+        """Completes or deletes the save on this node, as rank 0 decides. Runs in a thread of each node's
+        first rank."""
         if not self.nodes.leads:
             return
         run, kept = json.loads(wait_for_value(self.store, self._key("decision")))
         self.store.set(self._key(self.nodes.rank), self._commit_on_node(save.saving, run, kept))
 
     def set_entries(self, entries: tuple[LineageEntry, ...]) -> None:
-        """Writes `latest_local`, on rank 0. Raises OSError if it cannot."""
-        facts = {"folder": str(self.options.save_local), "nodes": self.nodes.names}
-        write_local_entries(Path(str(self.options.save)), entries, **facts)
+        """Writes `latest_local`, on rank 0. Raises OSError if it cannot be written."""
+        write_local_entries(
+            Path(str(self.options.save)),
+            entries,
+            folder=str(self.options.save_local),
+            nodes=self.nodes.names,
+        )
         self.entries = entries
 
     def _key(self, what: object) -> str:
-        # No rank begins a save before the one before has ended.
+        # The number is equal on all ranks: no rank begins a save before the previous save has ended.
         return f"{self._num_saves} {what}"
 
     def _commit_on_node(self, saving: Path, run: dict[str, Any] | None, kept: list[str]) -> str:
-        """Gives this node's part of a checkpoint its name, and deletes all others except `kept`. Without
-        `run` it deletes only the failed save: the folder may belong to the next job of the run by now.
-        Returns the problem of the save; "" if there is none."""
+        """Gives this node's part of a checkpoint its name, and deletes all other local checkpoints except
+        `kept`. Without `run` it deletes only the failed save, because the folder may already belong to the
+        run's next job. Returns the problem of the save; "" if there is none."""
         try:
             if run is None:
                 remove_checkpoint(saving)
@@ -137,7 +143,7 @@ class LocalCheckpoints:
             final = saving.with_name(f"global_step{run['state']['iteration']}")
             write_json(saving / RUN_FILE, run)
             sync_file(saving)
-            remove_checkpoint(final)  # of an earlier start that was not resumed from it
+            remove_checkpoint(final)  # of an earlier start; the run did not resume from it
             rename_synced(saving, final)
         except OSError as error:
             return f"node {self.nodes.name}: {error}"
@@ -146,14 +152,14 @@ class LocalCheckpoints:
             if is_old or UNFINISHED.fullmatch(path.name):
                 try:
                     remove_checkpoint(path)
-                except OSError as error:  # the new checkpoint is complete
+                except OSError as error:  # the new checkpoint is complete in any case
                     _LOG.warning("the local checkpoint %s cannot be deleted: %s", path, error)
         return ""
 
 
 def _check_disks(options: CheckpointConfig, folder: Path, nodes: Nodes) -> None:
-    """Raises UserError on every rank unless the ranks of a node share a folder, and nodes have different
-    ones. Collective."""
+    """Raises UserError on every rank unless all ranks of a node share a folder, and different nodes have
+    different folders. Collective."""
     token = f".node-{broadcast_from_rank_0(secrets.token_hex(8))}"
     own = folder / f"{token}-{nodes.index}"
     try:
@@ -176,7 +182,8 @@ def _check_disks(options: CheckpointConfig, folder: Path, nodes: Nodes) -> None:
 
 
 def _check_sharing(options: CheckpointConfig, folder: Path, nodes: Nodes, token: str) -> None:
-    """Raises UserError unless only this node's leader has a file in this folder. token: begins the names."""
+    """Raises UserError unless this node's first rank alone has written a file to this folder. token: prefix
+    of the names of these files."""
     try:
         found = {path.name for path in folder.glob(f"{token}-*")}
     except OSError as error:

@@ -1,9 +1,9 @@
 """Starts a run from the newest complete checkpoint of --save and the nodes' disks.
 
 A local checkpoint is used if it continues the checkpoint that would be loaded otherwise, and if the disks of
-all nodes together hold all its files. Each rank then reads its files from its own node's disk. A node that
-lacks a file, because it replaces a lost node or because the layout has changed, gets it from a node that has
-it.
+all nodes together have all its files. Each rank then reads its files from its own node's disk. A node may
+lack a file, because it replaces a lost node or because the layout has changed. It then gets the file from a
+node that has it.
 """
 
 from __future__ import annotations
@@ -44,8 +44,9 @@ def select_checkpoint(
 ) -> Checkpoint | None:
     """Returns the checkpoint that the run starts from, on all ranks; None if it initializes from scratch.
 
-    shared: what `find_checkpoint` has returned on rank 0; other ranks may pass None. Its files are read only
-    if no local checkpoint is newer. local: None without --save-local. folders: of the run. Collective.
+    shared: the result of `find_checkpoint` on rank 0; other ranks may pass None. Its files are read only if
+    no local checkpoint is newer. local: None without --save-local. folders: the folders of the run.
+    Collective.
     """
     if local is None or run.config.checkpoint.load is None:
         return select_valid_checkpoint(shared, run, heartbeat, folders)
@@ -62,7 +63,7 @@ def select_checkpoint(
     if checkpoint is None:
         valid = select_valid_checkpoint(shared, run, heartbeat, folders)
         if shared is not None and (valid is None or valid.folder != shared.folder):
-            checkpoint, reasons = newest_local(valid)  # the damaged one may have been newer
+            checkpoint, reasons = newest_local(valid)  # `shared` was damaged, and may have been newer
         if checkpoint is None and valid is not None:
             return replace(valid, skip_reason="; ".join(filter(None, [valid.skip_reason, *reasons])))
     return checkpoint
@@ -71,8 +72,8 @@ def select_checkpoint(
 def _newest_complete(
     shared: Checkpoint | None, local: LocalCheckpoints, heartbeat: Callable[[], None]
 ) -> tuple[Checkpoint | None, list[str]]:
-    """Returns the newest complete local checkpoint that continues `shared`, and why newer local ones are not
-    used. Collective."""
+    """Returns the newest complete local checkpoint that continues `shared` (None if there is none), and why
+    newer local checkpoints are not used. Collective."""
     entries: tuple[LineageEntry, ...] = ()
     latest = None
     save = Path(str(local.options.save))
@@ -108,8 +109,8 @@ def _newest_complete(
 
 
 def _open_on_a_node(folder: Path, entry: LineageEntry) -> Checkpoint | None:
-    """Returns the local checkpoint of an entry, from the first rank whose node has its `run.json`, with the
-    folder of this rank's node. Collective."""
+    """Returns the local checkpoint of an entry. The first rank whose node has the checkpoint's `run.json`
+    reads it for all ranks. `folder` of the result is the folder on this rank's node. Collective."""
     own: Checkpoint | None = None
     with suppress(OSError):
         own = open_or_none(folder, ())
@@ -126,11 +127,12 @@ def _open_on_a_node(folder: Path, entry: LineageEntry) -> Checkpoint | None:
 def continues(
     checkpoint: Checkpoint, shared: Checkpoint | None, latest: str | None, options: CheckpointConfig
 ) -> bool:
-    """Returns whether a local checkpoint continues the run that would start from `shared`, or from scratch if
-    that is None. latest: the name in `latest` of --save.
+    """Returns whether a local checkpoint continues the run that would start from `shared` (None: from
+    scratch). latest: the name in `latest` of --save.
 
-    A local checkpoint that was saved before a newer one in --save does not, nor does one that was saved after
-    it if a user has set `latest` to an older one.
+    A local checkpoint does not continue the run if --save has a checkpoint that was saved later. If a user
+    has set `latest` to an older checkpoint, a local checkpoint that was saved after the newest checkpoint in
+    --save does not continue the run either.
     """
     save = str(options.save)
     if shared is None:
@@ -139,7 +141,8 @@ def continues(
         return origin_matches(checkpoint.origin, shared, options)
     lineage = checkpoint.lineage
     digests = [entry.sha256 for entry in lineage]
-    # If the newest one in the lineage is damaged, `shared` is older, and `latest` names the damaged one.
+    # If the newest checkpoint of the lineage is damaged, `shared` is an older one, and `latest` names the
+    # damaged one.
     digest = shared.run.get("sha256")
     return digest is not None and digest in digests and (digests[-1] == digest or lineage[-1].name == latest)
 
@@ -147,12 +150,12 @@ def continues(
 def _intact_files(
     checkpoint: Checkpoint, names: Sequence[str], local: LocalCheckpoints, heartbeat: Callable[[], None]
 ) -> tuple[frozenset[str], ...]:
-    """Returns for each node which of the files are on its disk with the size and digest in `run.json`. The
-    ranks of a node share the work. Collective."""
+    """Returns for each node which of the files `names` are on its disk with the size and digest in
+    `run.json`. The ranks of a node share the work. Collective."""
     ranks = local.nodes.ranks[local.nodes.index]
     own = set()
     on_disk: set[str] = set()
-    with suppress(OSError):  # a disk that fails, or a node without the folder: others may have copies
+    with suppress(OSError):  # the disk fails, or the folder is missing: other nodes may have copies
         on_disk = set(os.listdir(checkpoint.folder))
     present = [name for name in names if name in on_disk]
     for name in present[ranks.index(local.nodes.rank) :: len(ranks)]:
@@ -168,8 +171,8 @@ def fetch_files(
     checkpoint: Checkpoint, local: LocalCheckpoints, engine: GPTEngine, heartbeat: Callable[[], None]
 ) -> str:
     """Copies to each node the files that its disk lacks and that its ranks, or the ranks of the node before
-    it, read: so a node may be lost before the next save. Returns a sentence on them; "" if there are none.
-    Collective.
+    it, read. After that, any one node may be lost before the next save. Returns a sentence about the copies;
+    "" if there are none. Collective.
 
     Raises OSError on every rank if a file cannot be copied. The next start then does not use the checkpoint.
     """
@@ -188,17 +191,17 @@ def fetch_files(
         checkpoint.folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         problem = str(error)
-    # In one order on all ranks, so that no two ranks wait for each other.
+    # All ranks use the same order, so that no two ranks wait for each other.
     for name, source, target in copies:
-        path, facts = checkpoint.folder / name, checkpoint.run["files"][name]
+        path, record = checkpoint.folder / name, checkpoint.run["files"][name]
         found = ""
         if nodes.rank == source:
-            found = local.transfer.send(path, facts, target, lambda count: heartbeat())
+            found = local.transfer.send(path, record, target, lambda count: heartbeat())
         if nodes.rank == target:
-            found = local.transfer.receive(path, facts, source, lambda count: heartbeat())
+            found = local.transfer.receive(path, record, source, lambda count: heartbeat())
         problem = problem or found or None
     try:
-        if nodes.leads and not problem:  # a node that was lost may have the one of another checkpoint
+        if nodes.leads and not problem:  # a node that was lost may have another checkpoint's `run.json`
             write_json(checkpoint.folder / RUN_FILE, checkpoint.run)
             sync_file(checkpoint.folder.parent)
     except OSError as error:

@@ -1,1 +1,1 @@
-"""Saves: the files of each rank, in the background or not, their publication and their deletion."""
+"""Saves: how each rank's files are written (in the background or not), published and deleted."""

@@ -1,4 +1,5 @@
-"""Saves to a folder: removes leftovers, renames the new checkpoint into place, deletes old ones."""
+"""Saves to a folder: removes what killed jobs left, renames the new checkpoint into place, deletes old
+ones."""
 
 from __future__ import annotations
 
@@ -30,35 +31,35 @@ from megatron.files import HostileFileError, read_json, sync_file
 from megatron.object_store.path import ObjectPath
 from megatron.text_table import first_few
 
-# Folder names of unfinished saves. Older versions wrote no suffix.
+# Folder names of unfinished saves. Older versions wrote names without a suffix.
 UNFINISHED = re.compile(rf"{SAVING}global_step[0-9]+(\.[0-9a-f]{{8}})?")
 
 _LOG = logging.getLogger(__name__)
 
 
 def saving_name(name: str) -> str:
-    """Returns a temporary name of a checkpoint that is being written or deleted. It differs in each save,
-    because a process of a previous job may still be writing."""
+    """Returns a temporary name for a checkpoint that is being written or deleted. The name differs in each
+    save, because a process of a previous job may still be writing."""
     return f"{SAVING}{name}.{secrets.token_hex(4)}"
 
 
 def with_final_names(text: str) -> str:
-    """Returns a message about a save with the checkpoint's final name instead of the temporary one."""
+    """Returns a message about a save with the checkpoint's final name instead of its temporary name."""
     return re.sub(rf"{SAVING}(global_step[0-9]+)(\.[0-9a-f]{{8}})?", r"\1", text)
 
 
 class Folder:
-    """A --save folder in a file system. `ObjectFolder` is one in an object store.
+    """A --save folder in a file system. (`ObjectFolder` is a --save folder in an object store.)
 
-    path: of its checkpoints; an `ObjectPath` in an object store. saving: the folder on this rank's node with
-    the files of a save, under its temporary name.
+    path: the folder of the checkpoints; an `ObjectPath` in an object store. The argument `saving` of methods
+    is the folder with the files of a save on this rank's node, under its temporary name.
     """
 
     def __init__(self, path: Path) -> None:
         self.path = path
 
     def claims(self) -> ClaimFolder:
-        """Returns the owner files of the folder."""
+        """Returns the owner files of the folder, which show which job may write to it."""
         return ClaimFolder(self.path)
 
     def begin(self, saving_name: str) -> None:
@@ -75,15 +76,15 @@ class Folder:
                 _LOG.warning("%s cannot be removed: %s", path, error)
 
     def staging(self, saving_name: str) -> Path:
-        """Returns the `saving` of a save."""
+        """Returns the folder `saving` of a new save."""
         return self.path / saving_name
 
     def upload(self, saving: Path, names: Collection[str], count_bytes: Callable[[int], object]) -> None:
-        """Moves files of a save to the store, if there is one. count_bytes: called with the bytes of each.
-        Raises OSError."""
+        """Moves files of a save to the object store; does nothing in a file system. count_bytes: called with
+        the number of bytes of each file. Raises OSError."""
 
     def size_mismatch(self, saving: Path, files: Files) -> str | None:
-        """Describes the first file of a save that is missing or has the wrong size, on rank 0."""
+        """Returns, on rank 0, which file of a save is missing or has the wrong size; None if none is."""
         return first_size_mismatch(saving, files)
 
     def publish(
@@ -94,11 +95,11 @@ class Folder:
         check_owner: Callable[[], object] = lambda: None,
     ) -> RunIdentity:
         """Gives a complete checkpoint its name and updates `latest`, on rank 0. Returns the run's new
-        identity. At every instant each complete checkpoint has a name under which a resume finds it. Raises
+        identity. At any time each complete checkpoint has a name under which a resume finds it. Raises
         OSError if the checkpoint cannot get its name.
 
         check_owner: raises an error if another job has taken over the folder. An object store calls it
-        directly before each request for `run.json`.
+        immediately before each request for `run.json`.
         """
         folder = saving.parent
         sync_file(saving)
@@ -116,7 +117,8 @@ class Folder:
         try:
             sync_file(folder)
             set_latest(folder, entry, identity)
-        except OSError as error:  # the checkpoint has its name: a resume finds it through `latest.json`
+        # The checkpoint already has its name: a resume finds it through `latest.json`.
+        except OSError as error:
             _LOG.warning("%s is saved, but %s cannot be updated: %s", final, folder / LATEST_FILE, error)
         try:
             remove_checkpoint(replaced)
@@ -130,10 +132,11 @@ class Folder:
         remove_checkpoint(checkpoint)
 
     def delete_old(self, identity: RunIdentity, options: CheckpointConfig, protected: str | None) -> None:
-        """Deletes checkpoints beyond --keep-last. identity: its lineage ends with the new checkpoint.
+        """Deletes the checkpoints that --keep-last does not keep. identity: the run, whose lineage ends with
+        the new checkpoint.
 
         protected: name of a checkpoint that is always kept. Deletes only checkpoints that this run saved,
-        identified by the checksum of `run.json`, and none of the run that it started from. Failures are
+        identified by the checksum of `run.json`, and none of the run that this run started from. Failures are
         logged, not raised.
         """
         if options.keep_last is None:
@@ -159,7 +162,8 @@ class Folder:
                     return  # the object store has not answered for minutes
 
     def note_on_space(self, problem: str) -> str:
-        """Describes the free space on the disk, unless the problem of a save says that it is full."""
+        """Returns a text on the free space of the disk; "" if the problem of a save says that the disk is
+        full."""
         return "" if DISK_IS_FULL in problem else f"; {free_space_text(self.path)}"
 
 
@@ -170,12 +174,12 @@ def _finish_replacement(replaced: Path, final: Path) -> None:
     try:
         open_checkpoint(final)
     except UserError:
-        return  # the new one is damaged: keep the old one
+        return  # the new checkpoint is damaged: keep the old one
     remove_checkpoint(replaced)
 
 
 def warn_of_replacement(checkpoint: Path, identity: RunIdentity) -> None:
-    """Warns if the checkpoint that a save replaces is not in the lineage of the run."""
+    """Logs a warning if a save replaces a checkpoint that is not in the lineage of the run."""
     own = (entry for entry in identity.lineage if entry.name == checkpoint.name)
     with suppress(OSError):
         if any(is_same_checkpoint(checkpoint.parent, entry, ()) for entry in own):
@@ -184,9 +188,9 @@ def warn_of_replacement(checkpoint: Path, identity: RunIdentity) -> None:
 
 
 def _set_aside_unknown(folder: Path) -> None:
-    """Renames a folder whose files may not belong to this run, so that a save does not delete them. Such a
-    folder cannot be read now, has files but no `run.json` (a checkpoint of another framework, or the remains
-    of one), or contains files that its `run.json` does not list."""
+    """Renames the folder if its files may not belong to this run, so that a save does not delete them. It is
+    renamed if it cannot be read now, if it has files but no `run.json` (a complete or incomplete checkpoint
+    of another framework), or if its `run.json` does not list all of its files."""
     if not folder.exists():
         return
     try:
@@ -205,7 +209,7 @@ def _set_aside_unknown(folder: Path) -> None:
 
 def _unlisted(folder: Path) -> list[str]:
     """Returns the names in a checkpoint's folder that its `run.json` does not list, such as another run's
-    checkpoints. A save writes no sub-folders, so without an intact `run.json` all sub-folders are returned.
+    checkpoints. A save writes no sub-folders, so without an intact `run.json` it returns all sub-folders.
     Raises OSError if the folder cannot be read now."""
     try:
         own = {RUN_FILE, *read_json(folder / RUN_FILE)["files"]}
@@ -223,12 +227,12 @@ def _unlisted_text(names: list[str]) -> str:
 def is_same_checkpoint(
     folder: Path, entry: LineageEntry, retry_delays_s: Sequence[float] = RETRY_DELAYS_S
 ) -> bool:
-    """Returns whether the folder's checkpoint of this name is the one in the lineage entry. Raises OSError if
-    it cannot be read now. retry_delays_s: pass () where retries would delay every save."""
+    """Returns whether the checkpoint with the entry's name in `folder` is the checkpoint of the entry. Raises
+    OSError if it cannot be read now. retry_delays_s: () if retries would delay every save."""
     if CHECKPOINT_NAME.fullmatch(entry.name) is None or not (folder / entry.name / RUN_FILE).is_file():
         return False
     found = open_or_none(folder / entry.name, retry_delays_s)
-    if found is None or entry.sha256 is None:  # written before run ids existed: only the name can be compared
+    if found is None or entry.sha256 is None:  # of a version without run ids: only the name can be compared
         return found is not None and "run_id" not in found.run
     return bool(found.run["sha256"] == entry.sha256)
 
@@ -236,18 +240,18 @@ def is_same_checkpoint(
 def remove_checkpoint(folder: Path) -> None:
     """Deletes a checkpoint or an unfinished save. Raises OSError if it contains unlisted files."""
     if folder.is_symlink():
-        folder.unlink()  # never delete the target of a link
+        folder.unlink()  # removes a link, never the target of the link
     elif folder.exists():
         if unlisted := _unlisted(folder):
             raise OSError(f"it {_unlisted_text(unlisted)}")
         if not UNFINISHED.fullmatch(folder.name):
-            # Deletion takes time. If the job is killed during it, `Folder.begin` finds the rest.
+            # The deletion takes time. If the job is killed during it, `Folder.begin` removes the rest.
             folder = folder.rename(folder.with_name(saving_name(folder.name.removesuffix(REPLACED))))
         shutil.rmtree(folder)
 
 
 def free_space_text(folder: Path) -> str:
-    """Describes the free space on a folder's disk."""
+    """Returns a text on the free space of a folder's disk."""
     try:
         free = shutil.disk_usage(folder).free
         return f"{free / 1e6:,.1f} MB are free there" if free else DISK_IS_FULL

@@ -1,4 +1,4 @@
-"""The content of `run.json`: what a save records of the run beside its files."""
+"""The content of `run.json`: what a save records about the run, besides the files."""
 
 from __future__ import annotations
 
@@ -25,12 +25,12 @@ if TYPE_CHECKING:
 
 def run_record(engine: GPTEngine, specs: dict[str, ParameterSpec], state: TrainingState) -> dict[str, Any]:
     """Returns the content of `run.json` without the files, the integrity record and the run's identity.
-    specs: of all parameters of the model."""
+    specs: the specs of all parameters of the model, by name."""
     config, vocab = engine.run.config, engine.run.vocab
     return {
         "state": asdict(state),
         **model_record(config, vocab, engine.module.stages_record(), specs, ("torch", "deepspeed")),
-        # The precision of the moments in memory. The files always hold them in fp32.
+        # The precision of moments in memory. In the files moments are always fp32.
         "optimizer_state": rule_record() if config.optimizer.use_bnb_optimizer else {"bits": 32},
         "data": engine.run.fingerprint,
         INFO_KEY: derive_info(specs, vocab.size),
@@ -44,8 +44,8 @@ def model_record(
     specs: dict[str, ParameterSpec],
     packages: tuple[str, ...],
 ) -> dict[str, Any]:
-    """Returns the entries of `run.json` that describe a model and its layout. packages: to record versions
-    of."""
+    """Returns the entries of `run.json` that describe a model and its layout. packages: names of the packages
+    whose versions are recorded."""
     return {
         "config": config.to_dict(),
         "layout": layout_record(config),
@@ -58,7 +58,7 @@ def model_record(
 
 
 def layout_record(config: Config) -> dict[str, Any]:
-    """Returns the layout as `run.json` records it, for users and tools."""
+    """Returns the layout in the form of `run.json`. Users and tools read it."""
     parallel = config.parallel
     return {
         "tensor_model_parallel_size": parallel.tensor_model_parallel_size,
@@ -84,7 +84,7 @@ def all_specs(engine: GPTEngine) -> dict[str, ParameterSpec]:
 
 
 def check_sharding(engine: GPTEngine) -> None:
-    """Raises UserError on all ranks if a format in which the run saves cannot hold the sharding of a
+    """Raises UserError on all ranks if a format in which the run saves cannot store the sharding of a
     parameter. Collective."""
     options = engine.run.config.checkpoint
     names = [options.save_format] if options.save else []
@@ -95,9 +95,9 @@ def check_sharding(engine: GPTEngine) -> None:
 
 
 def within_limit(*contents: dict[str, Any]) -> dict[str, Any]:
-    """Returns the first content of `run.json` whose size readers accept. Raises OSError if there is none."""
+    """Returns the first content of `run.json` that is small enough for readers. Raises OSError if none is."""
     for content in contents:
-        # The checksum is added later.
+        # The checksum, which is added later, takes less than 100 bytes.
         if (size := len(json.dumps(content, indent=2)) + 100) <= MAX_JSON_BYTES:
             return content
     raise OSError(f"{RUN_FILE} would have {size:,} bytes, expected at most {MAX_JSON_BYTES:,}")

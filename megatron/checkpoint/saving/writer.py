@@ -3,8 +3,8 @@
 The rank serializes its state with torch.save into a ring buffer in shared memory, which takes as long as a
 copy. The writer process takes the bytes from the ring, writes them to the files and computes digests from
 them: the SHA-256 of each file, and the digests of the parameters in it (see `megatron.checkpoint.digests`).
-Nothing is read a second time. If the ring is smaller than the state, torch.save waits until the writer has
-freed a part of it.
+No file is read again. If the ring is smaller than the state, torch.save waits until the writer has freed a
+part of the ring.
 
 Messages to the writer: ("open", path), ("table", table of fragments), ("data", offset, length, used bytes,
 fragments in the piece), ("close",), ("end",). Messages to the rank: ("freed", bytes), ("written", Written),
@@ -37,37 +37,38 @@ from megatron.mpu.mesh import Axis
 from megatron.mpu.parameter_spec import ParameterSpec
 from megatron.mpu.pieces import Piece
 
-if TYPE_CHECKING:  # the process that writes files needs no configuration and no torch
+if TYPE_CHECKING:  # the writer process needs no configuration and no torch
     from megatron.checkpoint.formats.writing import Content
     from megatron.config import Config
 
-# The writer frees the ring in pieces of at most this size.
+# The writer frees the ring in pieces of at most this many bytes.
 PIECE_BYTES = 1 << 24
-# Pieces begin at multiples of it, so that none ends inside an element of a tensor.
+# Pieces begin at multiples of this many bytes, so that no piece ends inside an element of a tensor.
 ALIGNMENT = 64
-# Added to the nice value of the writer process: training has the processor first.
+# The nice value of the writer process is increased by this number, so that training has priority.
 NICENESS = 19
-# Ctrl-C and signals of Slurm reach the process group: the rank decides when its writer ends.
+# Ctrl-C and signals of Slurm reach the whole process group. The writer ignores them: its rank ends it.
 IGNORED_SIGNALS = (
     *(signal.SIGINT, signal.SIGTERM, signal.SIGHUP),
     *(signal.SIGQUIT, signal.SIGUSR1, signal.SIGUSR2),
 )
-# With `python -m` the classes of messages would belong to another module, __main__.
+# The command is not `python -m`, with which the classes of messages would belong to the module __main__.
 _PROGRAM = f"from {__name__} import main; main()"
-# What the archives of all files of a rank, and the padding of its part of the state, add to the tensors.
+# Bytes that a rank's files need in addition to the tensors: for the archives and for padding.
 _OVERHEAD_BYTES = 1 << 24
-# Number in the table of fragments, offset in the piece in bytes, first element of the shard, number of
-# elements.
+# (number of the fragment in the table, offset in the piece in bytes, first element of the shard, number of
+# elements)
 _Part = tuple[int, int, int, int]
 
 
 def ring_bytes(layer_parameters: Sequence[int], config: Config) -> int:
-    """Returns the bytes of the ring of one rank: enough for its state, at most --async-save-memory-gb.
+    """Returns the bytes of the ring of one rank: enough for its state, but at most --async-save-memory-gb.
 
-    layer_parameters: number of parameters of each layer of the rank, on one tensor-parallel rank.
+    layer_parameters: number of parameters of each layer of the rank, in the shard of one tensor-parallel
+    rank.
     """
     parallel, total = config.parallel, sum(layer_parameters)
-    # The replicas share the layer files, a file at a time.
+    # The replicas share the layer files, one file at a time.
     replicas = parallel.dp_cp_size
     weights = min(total, -(-total // replicas) + max(layer_parameters, default=0))
     if not config.checkpoint.saves_layer_files:
@@ -84,20 +85,20 @@ def ring_bytes(layer_parameters: Sequence[int], config: Config) -> int:
 
 @dataclass
 class Written:
-    """What the writer of a rank has done for a save."""
+    """What a rank's writer has done for a save."""
 
     files: Files = field(default_factory=dict)
     digests: dict[str, dict[str, int]] = field(default_factory=dict)
-    """Parts of the digests of this rank's elements, by parameter and state."""
+    """Parameter -> state -> this rank's contribution to the digest."""
     problem: str = ""
     """Why the files are not complete; "" if they are."""
 
 
 class BackgroundWriter:
-    """The rank's side: sends files to the writer process and receives what it has done."""
+    """The rank's side of the connection: sends files to the writer process and receives results from it."""
 
     def __init__(self, ring_bytes: int, heartbeat: Callable[[], None]) -> None:
-        """ring_bytes: size of the shared memory. heartbeat: called for every piece."""
+        """ring_bytes: size of the shared memory. heartbeat: called for every piece that is sent."""
         self._size = max(-(-ring_bytes // ALIGNMENT) * ALIGNMENT, ALIGNMENT)
         self._heartbeat = heartbeat
         descriptor = os.memfd_create("checkpoint")
@@ -116,7 +117,7 @@ class BackgroundWriter:
         os.close(descriptor)
         self._pipe = Connection(ours.detach())
         self._sent = self.num_written = 0
-        """Bytes that this rank has put into the ring, and that the writer has taken from it so far."""
+        """Number of bytes that this rank has put into the ring, and that the writer has taken from it."""
         self._changed = threading.Condition()
         self._written: Written | None = None
         self._problem = ""
@@ -127,8 +128,8 @@ class BackgroundWriter:
     def write_file(self, path: Path | None, contents: Iterable[Content]) -> None:
         """Writes the contents of a file, one after the other. Returns once all bytes are in the ring.
 
-        path: None if only digests are computed. contents: the digests of their pieces, which are in host
-        memory, are computed. Raises OSError if the writer has failed.
+        path: the file; None to compute only digests. contents: the digests of their pieces, which must be in
+        host memory, are computed. Raises OSError if the writer has failed.
         """
         self._send("open", None if path is None else str(path))
         for content in contents:
@@ -139,13 +140,13 @@ class BackgroundWriter:
         self._send("close")
 
     def end_save(self) -> None:
-        """Ends the files of a save: `written` has the result once all are on the disk."""
+        """Ends the files of a save. `written` then waits until all files are on disk."""
         with self._changed:
             self._written = None
         self._send("end")
 
     def written(self) -> Written:
-        """Waits until the writer has done what came before `end_save`, and returns it."""
+        """Waits until the writer has finished the save that `end_save` ended. Returns what it has done."""
         with self._changed:
             self._changed.wait_for(lambda: self._written is not None or self._problem != "")
             return self._written or Written(problem=self._problem)
@@ -154,10 +155,10 @@ class BackgroundWriter:
         """Ends the writer process."""
         self.process.kill()
         self.process.wait()
-        self._outbox.put(("end",))  # cannot be sent, which ends the thread
+        self._outbox.put(("end",))  # the process is dead, so sending this message fails and the thread ends
 
     def append(self, data: memoryview, parts: Callable[[int, int], list[_Part]]) -> None:
-        """Copies data to the ring. parts: the fragments between two offsets in the data."""
+        """Copies data to the ring. parts: returns the fragments between two offsets in the data."""
         done = 0
         while done < len(data):
             begin = self._sent % self._size
@@ -166,26 +167,27 @@ class BackgroundWriter:
             with self._changed:
                 while not self._problem and self._size - (self._sent - self.num_written) < used:
                     self._changed.wait()
-            self._heartbeat()  # the ring has space: the writer progresses
+            self._heartbeat()  # there is space in the ring, so the writer progresses
             self._ring[begin : begin + count] = data[done : done + count]
             self._sent += used
             self._send("data", begin, count, used, parts(done, done + count))
             done += count
 
     def _send(self, *message: Any) -> None:
-        """Never waits: the messages of a save may not fit in the connection while the writer is busy."""
+        """Queues a message. It never waits, because a busy writer may not read the messages of a save for
+        long."""
         if self._problem:
             raise OSError(self._problem)
         self._outbox.put(message)
 
     def _transmit(self) -> None:
-        """Runs in a thread until the writer ends; `_receive` then says how."""
+        """Sends the queued messages, in a thread. `_receive` reports how the writer ended."""
         with suppress(OSError):
             while True:
                 self._pipe.send(self._outbox.get())
 
     def _receive(self) -> None:
-        """Runs in a thread until the writer ends."""
+        """Receives the writer's messages until the writer ends, in a thread."""
         problem = ""
         while not problem:
             try:
@@ -208,7 +210,7 @@ class _RingFile:
 
     def __init__(self, writer: BackgroundWriter, pieces: Sequence[Piece]) -> None:
         self._writer = writer
-        # Address, first element in the shard and number of elements of each state of each piece.
+        # For each state of each piece: (address, first element in the shard, number of elements).
         self._fragments = [
             (values.data_ptr(), piece.start, values.numel())
             for piece in pieces
@@ -216,14 +218,15 @@ class _RingFile:
         ]
 
     def write(self, data: Any) -> int:
-        """Appends the bytes of a buffer, which for a tensor's storage is the tensor's own memory."""
+        """Appends the bytes of a buffer. For the storage of a tensor this buffer is the tensor's own
+        memory."""
         content = memoryview(data).cast("B")
         base = int(np.frombuffer(content, np.uint8).ctypes.data) if len(content) else 0
         self._writer.append(content, lambda begin, end: self._parts(base + begin, base + end))
         return len(content)
 
     def flush(self) -> None:
-        """Does nothing: torch.save calls it at the end."""
+        """Does nothing. torch.save calls it at the end."""
 
     def _parts(self, begin: int, end: int) -> list[_Part]:
         parts = []
@@ -236,7 +239,7 @@ class _RingFile:
 
 
 class _WriterProcess:
-    """The writer's side."""
+    """The writer's side of the connection."""
 
     def __init__(self, pipe: Connection, ring: mmap.mmap) -> None:
         self._pipe, self._ring = pipe, ring
@@ -254,7 +257,7 @@ class _WriterProcess:
         except EOFError:
             pass
         except OSError as error:
-            with suppress(OSError):  # the rank has ended
+            with suppress(OSError):  # if the rank has ended
                 self._pipe.send(("failed", write_problem(error, self._path)))
 
     def _open(self, path: str | None) -> None:
@@ -294,6 +297,6 @@ def main() -> None:
         signal.signal(number, signal.SIG_IGN)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, IGNORED_SIGNALS)
     os.nice(NICENESS)
-    # All pages are taken now: page faults would make the first save several times as long.
+    # All pages are allocated now: page faults would make the first save several times slower.
     shared = mmap.mmap(ring, 0, flags=mmap.MAP_SHARED | mmap.MAP_POPULATE)
     _WriterProcess(Connection(connection), shared).run()

@@ -21,8 +21,9 @@ _WINDOW: dict[str, Any] = {"model.window_pattern": "only some layers can have ot
 
 @dataclass(frozen=True, kw_only=True)
 class AttentionConfig(Section):
-    """What the attention does beyond softmax(query @ key.T * scale) @ value. The first three names and
-    defaults are Megatron-LM's; the others are Hugging Face's and Megatron-Bridge's."""
+    """Variants of the attention, which change softmax(query @ key.T * scale) @ value. The names and defaults
+    of the first three fields are Megatron-LM's, and the remaining ones are Hugging Face's and
+    Megatron-Bridge's."""
 
     group: ClassVar[str] = "attention variants"
 
@@ -30,23 +31,23 @@ class AttentionConfig(Section):
         "vanilla",
         choices=SOFTMAX_TYPES,
         summary="{} softmax",
-        help="denominator of the attention's softmax. A sink is one more score without a value, so that a "
-        "head can attend to nothing\n"
+        help="denominator of the attention's softmax. A sink is an additional score without a value, with "
+        "which a head can attend to nothing\n"
         "vanilla: the sum of exp(score)\n"
-        "off-by-one: with a sink of 0, which adds 1\n"
-        "learnable: with a learned sink for each head, as in gpt-oss",
+        "off-by-one: the sum and a sink of 0, which adds 1\n"
+        "learnable: the sum and a learned sink for each head, as in gpt-oss",
     )
     attention_output_gate: bool = flag(
         False,
         summary="attention output gate",
         help="multiply the attention's output by the activation of a gate, before the output projection. "
-        "The projection to queries, keys and values then also has the gate",
+        "The projection to queries, keys and values then also computes the gate",
     )
     attention_output_gate_scope: str = flag(
         "element",
         choices=GATE_SCOPES,
         summary="a gate per {}",
-        help="what has a gate of its own: each element of the attention's output, or each head",
+        help="what has a separate gate: each element of the attention's output, or each head",
         **_GATE,
     )
     attention_output_gate_activation: str = flag(
@@ -60,13 +61,14 @@ class AttentionConfig(Section):
         1.0,
         above=0,
         summary="values x {:g}",
-        help="multiplier of the attention's values, as in MiMo-V2",
+        help="multiplier of the attention's values, as in MiMo-V2; 1: values are not scaled",
         excludes=_NOT_LATENT,
     )
     v_channels: int | None = flag(
         None,
         summary="{} per value head",
-        help="dimension of each value head, without latent attention (default: --kv-channels)",
+        help="dimension of each value head in attention without --multi-latent-attention (default: "
+        "--kv-channels)",
         excludes=_NOT_LATENT,
         **_SIZE,
     )
@@ -108,28 +110,30 @@ class AttentionConfig(Section):
         metavar="R|N",
         group="rotary embeddings",
         summary="rotary layers {}",
-        help="layers without rotary embeddings, as in R R R N: an R has them, an N has none, and the letters "
-        "are repeated to --num-layers (default: all layers have them). Megatron-LM's N (every Nth layer has "
-        "none) and its lists, such as ([0]*3+[1])*8, are accepted, too",
+        help="layers without rotary embeddings, as in R R R N: an R is a layer with them, an N is a layer "
+        "without them, and the letters are repeated to --num-layers (default: all layers have them). "
+        "Megatron-LM's number N (every Nth layer has none) and its lists, such as ([0]*3+[1])*8, are "
+        "accepted, too",
         changes_layer_time=False,
         needs={"model.position_embedding_type=rotary": "other position embeddings are not in the layers"},
     )
     attn_logit_softcapping: float | None = flag(
         None,
         summary="scores capped at {:g}",
-        help="limit the attention scores to (-X, X): X * tanh(score / X), as in Gemma 2",
+        help="limit the attention scores to (-X, X): X * tanh(score / X), as in Gemma 2 (default: no limit)",
         excludes=_NO_ALIBI,
         **_CAP,
     )
     final_logit_softcapping: float | None = flag(
         None,
         summary="logits capped at {:g}",
-        help="limit the logits of the LM head to (-X, X): X * tanh(logit / X), as in Gemma 2",
+        help="limit the logits of the LM head to (-X, X): X * tanh(logit / X), as in Gemma 2 (default: no "
+        "limit)",
         **_CAP,
     )
 
     def has_rotary(self, layer: int) -> bool:
-        """Returns whether rotary embeddings, if the model has them, apply to a transformer layer, counted
-        from 0."""
+        """Returns whether rotary embeddings apply to a transformer layer, if the model has them. layer:
+        index, counted from 0."""
         pattern = self.no_rope_freq
         return not pattern or pattern[layer % len(pattern)] != NO_ROTARY

@@ -14,11 +14,11 @@ from megatron.config.sections.layer_pattern import WINDOW
 
 _WINDOW_PARAMETERS = ("num_attention_heads", "num_query_groups", "kv_channels", "softmax_type")
 _WINDOW_FIELDS = (*_WINDOW_PARAMETERS, "rotary_base", "rotary_percent")
-"""Fields that the field window_... replaces in the layers with a window."""
+"""Fields that a field window_NAME replaces in the layers with a window."""
 
 
 class AttentionSizes(AttentionConfig, LatentAttentionConfig):
-    """Base class of ModelConfig, whose fields it reads."""
+    """Properties of the attention: a base class of ModelConfig, which defines the fields that it reads."""
 
     hidden_size: int
     num_attention_heads: int
@@ -38,17 +38,19 @@ class AttentionSizes(AttentionConfig, LatentAttentionConfig):
     window_rope_scaling: bool
 
     def has_window(self, layer: int) -> bool:
-        """Returns whether a transformer layer, counted from 0, has the window of --window-size."""
+        """Returns whether a transformer layer has the window of --window-size. layer: index, counted from
+        0."""
         pattern = self.window_pattern
         return self.window_size is not None and (not pattern or pattern[layer % len(pattern)] == WINDOW)
 
     def of_layer(self, layer: int) -> Self:
-        """Returns the model with the settings of a transformer layer, counted from 0: see `of_kind`."""
+        """Returns the model with the settings of one transformer layer, see `of_kind`. layer: index, counted
+        from 0."""
         return self.of_kind(self.has_window(layer))
 
     def of_kind(self, has_window: bool) -> Self:
-        """Returns the model whose sizes and rotation of the attention are those of the layers with a window,
-        or of the others."""
+        """Returns the model with the attention sizes and rotation of one kind of layers. has_window: whether
+        these are the layers with a window."""
         return self._window_model if has_window and self.window_pattern is not None else self
 
     @cached_property
@@ -62,23 +64,25 @@ class AttentionSizes(AttentionConfig, LatentAttentionConfig):
         return getattr(self, f"window_{name}")
 
     def option_of(self, name: str, has_window: bool) -> str:
-        """Returns the flag of a field for layers with a window, or for the others."""
+        """Returns the flag that sets a field in the layers with a window, or in the layers without one."""
         own = has_window and self._window_value(name) is not None
         return option_name(f"window_{name}" if own else name)
 
     @property
     def windows_have_own_parameters(self) -> bool:
-        """Whether the layers with a window may have parameters of other shapes than the other layers."""
+        """Returns whether the layers with a window may have parameters whose shapes differ from the
+        parameters of layers without a window."""
         return any(self._window_value(name) is not None for name in _WINDOW_PARAMETERS)
 
     @property
     def query_groups(self) -> int:
-        """Number of key heads, and of value heads. Without grouped queries, the number of query heads."""
+        """Returns the number of key heads, which is also the number of value heads. Without grouped queries
+        it is the number of query heads."""
         return self.num_query_groups if self.group_query_attention else self.num_attention_heads
 
     def heads_problem(self, tp_size: int) -> str | None:
-        """Returns why the tensor-parallel ranks cannot have whole query groups or equal parts of one, and the
-        remedy; None if they can."""
+        """Returns a sentence with the remedy if the tensor-parallel ranks cannot have whole query groups or
+        equal parts of one query group; None if they can."""
         problem = self._heads_problem(tp_size, False)
         return problem or self.of_kind(True)._heads_problem(tp_size, True)
 
@@ -110,28 +114,29 @@ class AttentionSizes(AttentionConfig, LatentAttentionConfig):
 
     @property
     def query_width(self) -> int:
-        """Total size of the query heads."""
+        """Returns the total size of the query heads."""
         return self.num_attention_heads * self.kv_channels
 
     @property
     def value_channels(self) -> int:
-        """Size of a value head."""
+        """Returns the size of a value head."""
         return self.v_head_dim if self.multi_latent_attention else self.v_channels or self.kv_channels
 
     @property
     def output_width(self) -> int:
-        """Size of the attention's output: a value head for each query head."""
+        """Returns the size of the attention's output, which has a value head for each query head."""
         return self.num_attention_heads * self.value_channels
 
     @property
     def attention_head_dim(self) -> int:
-        """Size of the heads for which attention kernels compute: the smaller ones are padded."""
+        """Returns the size of the heads in attention kernels. Smaller query, key or value heads are padded to
+        it."""
         return max(self.kv_channels, self.value_channels)
 
     @property
     def group_rows(self) -> tuple[int, ...]:
-        """Rows of the projection for a group of heads: of its queries, with --attention-output-gate of their
-        gates, of its key and of its value."""
+        """Returns the numbers of rows that the projection has for a group of heads: rows of the group's
+        queries, with --attention-output-gate rows of their gates, rows of its key, rows of its value."""
         heads = self.num_attention_heads // self.query_groups
         gates = heads * (1 if self.attention_output_gate_scope == "head" else self.value_channels)
         return (
@@ -143,7 +148,8 @@ class AttentionSizes(AttentionConfig, LatentAttentionConfig):
 
     @property
     def attention_matrices(self) -> dict[str, tuple[int, int]]:
-        """Name of each linear layer of an attention layer -> (size of its output, size of its input)."""
+        """Returns a dictionary: name of each linear layer of an attention layer -> (output size, input
+        size)."""
         if self.multi_latent_attention:
             return self.latent_matrices(self.hidden_size, self.num_attention_heads)
         return {
@@ -153,24 +159,24 @@ class AttentionSizes(AttentionConfig, LatentAttentionConfig):
 
     @property
     def key_width(self) -> int:
-        """Total size of the key heads."""
+        """Returns the total size of the key heads."""
         return self.query_groups * self.kv_channels
 
     @property
     def rotary_dim(self) -> int:
-        """Number of rotated elements in each head."""
+        """Returns the number of rotated elements in each head."""
         if self.multi_latent_attention:
             return self.qk_pos_emb_head_dim
         return int(self.kv_channels * self.rotary_percent)
 
     @property
     def qkv_bias(self) -> bool:
-        """Whether the projection to queries, keys and values has a bias."""
+        """Returns whether the projection to queries, keys and values has a bias."""
         return self.add_qkv_bias or not self.disable_bias_linear
 
     @property
     def attention_scale(self) -> float:
-        """Multiplier of the attention scores."""
+        """Returns the multiplier of the attention scores."""
         default = self.mup_attn_mult / self.kv_channels if self.mup else 1.0 / math.sqrt(self.kv_channels)
         if self.multi_latent_attention and self.rope_scaling_type == "yarn":
             default *= yarn_mscale(self.rope_scaling_factor, self.mscale_all_dim) ** 2

@@ -10,7 +10,7 @@ from megatron.config.fields import COMMON_FLAGS, Section, flag
 
 @dataclass(frozen=True, kw_only=True)
 class BatchConfig(Section):
-    """Batch sizes. megatron.optimizer.batch_schedule computes steps and samples from them."""
+    """The batch sizes. `megatron.optimizer.batch_schedule` computes steps and samples from them."""
 
     group: ClassVar[str] = "training"
 
@@ -32,6 +32,7 @@ class BatchConfig(Section):
         nargs=3,
         at_least=1,
         metavar=("START", "INCREMENT", "SAMPLES"),
-        help="batch size ramp-up: start with batches of START samples and add INCREMENT samples at regular "
-        "intervals, so that --global-batch-size is reached after SAMPLES samples",
+        help="batch-size ramp-up: start with batches of START samples and add INCREMENT samples at regular "
+        "intervals, so that --global-batch-size is reached after SAMPLES samples (default: all batches have "
+        "--global-batch-size)",
     )

@@ -23,15 +23,17 @@ class CheckpointConfig(Section):
         None,
         metavar="FOLDER",
         help="folder for checkpoints, which are saved every --save-interval iterations, at the end of the "
-        "run and on exit. A URL s3://BUCKET/FOLDER is a folder in an object store",
+        "run and on exit (default: no checkpoint is saved). A URL s3://BUCKET/FOLDER is a folder in an "
+        "object store",
         group=COMMON_FLAGS,
     )
     load: str | None = flag(
         None,
         metavar="FOLDER",
-        help="resume from the checkpoint in this folder; once the run has saved checkpoints in --save, "
-        "resume from the newest of those. If --load and --save name one folder that is empty or missing, the "
-        "run is initialized from scratch. A URL s3://BUCKET/FOLDER is a folder in an object store",
+        help="resume from the checkpoint in this folder (default: the run is initialized from scratch). "
+        "Once the run has saved checkpoints in --save, it resumes from the newest of those. If --load and "
+        "--save name one folder that is empty or missing, the run is initialized from scratch. A URL "
+        "s3://BUCKET/FOLDER is a folder in an object store",
         group=COMMON_FLAGS,
     )
     save_interval: int | None = flag(
@@ -43,23 +45,24 @@ class CheckpointConfig(Section):
     save_format: str = flag(
         "native",
         choices=SAVE_FORMATS,
-        help="format of the checkpoints in --save; with --num-experts, the default is dcp, since DeepSpeed's "
-        "files have no place for experts. Local checkpoints (--save-local) are always native",
+        help="format of the checkpoints in --save. With --num-experts the default is dcp, because "
+        "DeepSpeed's files cannot hold experts. Local checkpoints (--save-local) are always native",
         used_with=("checkpoint.save",),
     )
     async_save: bool = flag(
         False,
-        help="save in the background: training waits only until the state is copied to host memory, and a "
-        "process beside each rank writes the files. A run ends when its last save is complete",
+        help="save in the background: training waits only until the state is copied to host memory, and one "
+        "process beside each rank writes the files (without the flag, training waits until the files are "
+        "written). A run ends when its last save is complete",
         needs={"checkpoint.save_interval": ""},
     )
     save_local: str | None = flag(
         None,
         metavar="FOLDER",
         help="folder on each node's own disk for local checkpoints, which are saved in the background every "
-        "--save-local-interval iterations; each node also keeps a copy of the files of the node before it. A "
-        "restart loads the newest one if it is complete and newer than the checkpoint in --save. In the "
-        "path, {node} stands for the node's name",
+        "--save-local-interval iterations (default: no local checkpoints). Each node also keeps a copy of "
+        "the files of the preceding node. A restart loads the newest local checkpoint if it is complete and "
+        "newer than the checkpoint in --save. In the path, {node} stands for the node's name",
         needs={
             "checkpoint.save": "it is a shared folder",
             "checkpoint.save_local_interval": "",
@@ -73,14 +76,14 @@ class CheckpointConfig(Section):
     save_local_interval: int | None = flag(
         None,
         at_least=1,
-        help="iterations between local checkpoints",
+        help="with --save-local: iterations between local checkpoints",
         needs={"checkpoint.save_local": ""},
     )
     async_save_memory_gb: float | None = flag(
         None,
         above=0.0,
-        help="host memory per rank, in GB, for the copy of --async-save and --save-local; with less than the "
-        "state needs, training waits longer",
+        help="host memory per rank, in GB, for the copy of the state that --async-save and --save-local "
+        "make. If the state needs more than this, training waits longer",
         derived="as much as the state needs",
         needs={
             "checkpoint.async_save|checkpoint.save_local": "set --async-save or --save-local, or remove "
@@ -92,7 +95,8 @@ class CheckpointConfig(Section):
         at_least=1,
         metavar="N",
         help="every N iterations write the model as a Hugging Face transformers folder "
-        "(huggingface_step<iteration> in --save), in the precision of the run; each rank writes a part of it",
+        "(huggingface_step<iteration> in --save), in the precision of the run (default: never). Each rank "
+        "writes a part of it",
         needs={"checkpoint.save": ""},
     )
     save_hf_at_end: bool = flag(
@@ -104,8 +108,9 @@ class CheckpointConfig(Section):
     universal_checkpoint: bool = flag(
         False,
         aliases=("--universal_checkpoint",),
-        help="start from the universal checkpoint of --load, even if the folder also has native ones: one of "
-        "tools/ds_to_universal.py, tools/convert_huggingface.py or DeepSpeed, or one published for BLOOM",
+        help="start from the universal checkpoint in --load, even if the folder also has native "
+        "checkpoints. tools/ds_to_universal.py, tools/convert_huggingface.py and DeepSpeed write universal "
+        "checkpoints, and BLOOM is published as one",
         needs=_LOAD,
     )
     load_huggingface: str | None = flag(
@@ -129,7 +134,7 @@ class CheckpointConfig(Section):
     moe_use_upcycling: bool = flag(
         False,
         help="with --finetune: start a model with experts from the dense model in --load. Each expert gets "
-        "the weights of the dense MLP of its layer, the router is initialized (arXiv:2212.05055)",
+        "the weights of the dense MLP of its layer, and the router is initialized (arXiv:2212.05055)",
         needs={
             "model.num_experts": "",
             "checkpoint.finetune": "experts start without moments",
@@ -143,10 +148,10 @@ class CheckpointConfig(Section):
         None,
         at_least=1,
         metavar="ITERATION",
-        help="start a cooldown branch: resume the checkpoint of this iteration in --load, which must be in a "
-        "phase of constant learning rate, as a new run in --save. The learning rate then decays over "
-        "--lr-wsd-decay-iters or --lr-wsd-decay-samples, see docs/learning_rate.md. Running the same command "
-        "again resumes from --save",
+        help="start a cooldown branch: a new run in --save that continues from the checkpoint of this "
+        "iteration in --load. The checkpoint must be in a phase of constant learning rate. The learning "
+        "rate then decays over --lr-wsd-decay-iters or --lr-wsd-decay-samples, see docs/learning_rate.md. "
+        "Running the same command again resumes from --save",
     )
     no_load_optim: bool = flag(
         False,
@@ -157,46 +162,46 @@ class CheckpointConfig(Section):
     )
     use_checkpoint_args: bool = flag(
         False,
-        help="take the model and tokenizer flags from the checkpoint in --load; a model flag that is also "
+        help="take the model and tokenizer flags from the checkpoint in --load. A model flag that is also "
         "given must have the checkpoint's value",
     )
     override_data: bool = flag(
         False,
-        help="resume with data different from the checkpoint's, at the checkpoint's number of consumed "
-        "samples",
+        help="resume with data that differ from the checkpoint's data, at the checkpoint's number of "
+        "consumed samples (without the flag, such a resume is an error)",
         used_with=("checkpoint.load",),
     )
     allow_replica_mismatch: bool = flag(
         False,
         aliases=("--allow-drift",),
-        help="resume from a checkpoint in which replicas of a parameter differ; the first rank's copy is "
-        "used",
+        help="resume from a checkpoint in which replicas of a parameter differ, with the first rank's copy "
+        "(without the flag, such a resume is an error)",
         used_with=("checkpoint.load",),
     )
     keep_last: int | None = flag(
         None,
         at_least=1,
-        help="after each save, delete this run's earlier checkpoints in --save except the newest N; the "
-        "newest checkpoint that can be resumed is never deleted",
+        help="after each save, delete all of this run's checkpoints in --save except the newest N (default: "
+        "keep all). The newest checkpoint from which a run can resume is never deleted",
         used_with=("checkpoint.save",),
     )
     save_retain_interval: int | None = flag(
         None,
         at_least=1,
         metavar="STEPS",
-        help="with --keep-last: also keep the first checkpoint at or after each multiple of STEPS",
+        help="with --keep-last: also keep the first checkpoint at or after each multiple of STEPS iterations",
         used_with=("checkpoint.keep_last",),
     )
     overwrite_checkpoints: bool = flag(
         False,
-        help="start even if --save holds checkpoints of another run; a checkpoint is replaced when a new one "
-        "of the same name is complete",
+        help="start even if --save holds checkpoints of a different run (without the flag, this is an "
+        "error). A checkpoint is replaced when a new one of the same name is complete",
         used_with=("checkpoint.save",),
     )
 
     @property
     def save_is_load_folder(self) -> bool:
-        """Whether --save is --load, or the folder that contains the checkpoint --load."""
+        """Returns whether --save is the folder --load, or the folder that contains the checkpoint --load."""
         if self.load is None or self.save is None:
             return False
         load = os.path.realpath(self.load)
@@ -204,12 +209,13 @@ class CheckpointConfig(Section):
 
     @property
     def saves_layer_files(self) -> bool:
-        """Whether a rank saves weights in the precision of the run, beside the optimizer's fp32 values."""
+        """Returns whether the checkpoint has files of layers, with weights in the precision of the run, in
+        addition to the optimizer's fp32 values."""
         return self.save_format == "native" or self.save_local is not None
 
     def local_folder(self, node: str) -> str:
-        """Returns the folder of this run's local checkpoints on a node, by the name of the node. Runs with
-        different --save folders have different ones."""
+        """Returns the folder of this run's local checkpoints on a node. node: name of the node. Runs with
+        different --save folders have different local folders."""
         save = os.path.abspath(str(self.save))
         digest = hashlib.sha256(save.encode(errors="surrogateescape")).hexdigest()[:8]
         folder = str(self.save_local).replace("{node}", node)

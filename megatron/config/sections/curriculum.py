@@ -14,9 +14,9 @@ SOURCE = "the DeepSpeed config's curriculum_learning"
 class LengthCurriculum:
     """The sequence length over the run, in tokens. Samples are truncated to it.
 
-    fixed_linear, fixed_root: the length grows from min_length to max_length over total_steps, with the root
-    of degree root_degree, and is rounded down to multiples of `multiple`. fixed_discrete: the length is
-    lengths[i] up to step last_steps[i], then lengths[-1].
+    With fixed_linear and fixed_root, the length grows from min_length to max_length over total_steps, with
+    the root of degree root_degree, and is rounded down to multiples of `multiple`. With fixed_discrete, the
+    length is lengths[i] up to step last_steps[i], and lengths[-1] after the last of these steps.
     """
 
     schedule: str
@@ -48,7 +48,7 @@ class LengthCurriculum:
 
     @property
     def steps(self) -> int:
-        """The first step with the final sequence length."""
+        """Returns the number of the first step with the final sequence length, counted from 1."""
         return self.last_steps[-1] + 1 if self.schedule == "fixed_discrete" else self.total_steps
 
     def all_lengths(self) -> list[int]:
@@ -56,7 +56,7 @@ class LengthCurriculum:
         return sorted({self.length_at(step) for step in range(1, self.steps + 1)})
 
     def describe(self) -> str:
-        """Returns one sentence for the startup log."""
+        """Returns one sentence about the curriculum for the log."""
         return (
             f"curriculum: sequence length {self.length_at(1)} at first, {self.length_at(self.steps)} from "
             f"step {self.steps:,} on ({self.schedule}); evaluations use the full sequence length"

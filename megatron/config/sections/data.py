@@ -25,14 +25,14 @@ class DataConfig(Section):
 
     data_path: tuple[str, ...] = _prefixes(
         help="token files: the path of a .bin/.idx pair without suffix (made by tools/preprocess_data.py), "
-        "or a blend WEIGHT PREFIX WEIGHT PREFIX ...; without weights (PREFIX PREFIX ...) each data set is "
+        "or a blend WEIGHT PREFIX WEIGHT PREFIX .... Without weights (PREFIX PREFIX ...) each data set is "
         "read in proportion to its size",
         group=COMMON_FLAGS,
     )
     mock_data: bool = flag(
         False,
-        help="train on random tokens of the vocabulary, to measure steps without token files; the tokens "
-        "depend only on --seed and the number of the sample",
+        help="train on random tokens of the vocabulary, to measure speed and memory without token files. The "
+        "tokens depend only on --seed and on the number of the sample",
         excludes={
             f"data.{name}": "mock data read no files"
             for name in (
@@ -46,12 +46,12 @@ class DataConfig(Section):
             )
         },
     )
-    data_args_path: str | None = _file(help="file with the words of --data-path, separated by white space")
+    data_args_path: str | None = _file(help="file with the values of --data-path, separated by white space")
     split: str = flag(
         "969, 30, 1",
         strip_quotes=True,
         metavar="WEIGHTS",
-        help="weights of the training, validation and test splits",
+        help="weights of the training, validation and test splits of --data-path, as parts of the documents",
     )
     train_weighted_split_paths: tuple[str, ...] = _groups(
         help="training data, which replaces --data-path and --split: one quoted group 'NAME: WEIGHT "
@@ -77,7 +77,7 @@ class DataConfig(Section):
     valid_data_path: tuple[str, ...] = _prefixes(help="validation data, with --train-data-path")
     test_data_path: tuple[str, ...] = _prefixes(help="test data, with --train-data-path")
     per_split_data_args_path: str | None = _file(
-        help="JSON file with the words of --train-data-path, --valid-data-path and --test-data-path under "
+        help="JSON file with the values of --train-data-path, --valid-data-path and --test-data-path under "
         "the keys train, valid and test, each a list or one string"
     )
     data_cache_path: str | None = flag(
@@ -94,36 +94,39 @@ class DataConfig(Section):
     data_order: str = flag(
         "native",
         choices=DATA_ORDERS,
-        help="order of the samples: splits, last epoch and blends as in this or another program. A resume "
-        "needs the order of its checkpoint. To continue a run of another program, choose its order and the "
-        "length of its run",
+        help="rules for the order of the samples (splits, last epoch, blends): the rules of this program "
+        "(native) or of a different program. A resume needs the order of its checkpoint. To continue a run "
+        "of a different program, choose that program's order and the length of its run",
     )
     max_epochs_per_dataset: float = flag(
         4.0,
         above=0,
-        help="limit of the epochs for which training reads a data set, also one that is named several times, "
-        "see --max-epochs-action; up to 4 epochs are almost as good as new data (arXiv:2305.16264)",
+        help="number of epochs over a data set above which --max-epochs-action applies. A data set that is "
+        "named several times is counted as one. Up to 4 epochs are almost as good as new data "
+        "(arXiv:2305.16264)",
     )
     max_epochs_action: str = flag(
         "repeat",
         choices=("repeat", "stop", "renormalize"),
-        help="what happens to a data set that training would read for more than --max-epochs-per-dataset\n"
-        "repeat: it is read as often as its weight asks for, with a warning\n"
-        "stop: the run stops before it starts\n"
-        "renormalize: it is read exactly to the limit, and the others share the rest by their weights",
+        help="what happens to a data set that training would read for more than --max-epochs-per-dataset "
+        "epochs\n"
+        "repeat: the run reads it as often as its weight requires, and prints a warning\n"
+        "stop: the run ends with an error before its processes connect\n"
+        "renormalize: the run reads it exactly to the limit, and the remaining data sets share the rest in "
+        "proportion to their weights",
     )
     data_order_samples: int | None = flag(
         None,
         at_least=1,
-        help="number of training samples over which the data order is planned; another number gives another "
-        "order. A longer run plans over its own length (default: the length of the run in samples; with "
-        "--branch-at, the value of the run in --load)",
+        help="number of training samples for which the order of the data is planned; the order depends on "
+        "this number. If the run is longer, the order is planned for the run's length (default: "
+        "the length of the run in samples; with --branch-at, the value of the run in --load)",
     )
     data_first_sample: int = flag(
         0,
         at_least=0,
-        help="number of consumed samples at which the run begins to read this training data; with "
-        "--branch-at and --override-data, the checkpoint's number",
+        help="number of consumed samples at which the run begins to read this training data. With "
+        "--branch-at and --override-data, it is set to the checkpoint's number of consumed samples",
     )
     num_workers: int = flag(
         2, at_least=0, help="number of data loading threads for training; 0 loads in the main thread"
@@ -134,16 +137,23 @@ class DataConfig(Section):
     reset_position_ids: bool = flag(
         False,
         changes_model=True,
-        help="reset position ids after each end-of-document token",
+        help="restart the position ids at 0 after each end-of-document token",
         excludes={
             "model.position_embedding_type=alibi": "ALiBi's positions are relative, so it has no effect: "
             "remove --reset-position-ids (--reset-attention-mask separates documents)"
         },
     )
     reset_attention_mask: bool = flag(
-        False, changes_model=True, help="restrict attention to tokens of the same document"
+        False,
+        changes_model=True,
+        help="restrict attention to tokens of the same document (without the flag, tokens attend to all "
+        "earlier tokens of the sample)",
     )
-    eod_mask_loss: bool = flag(False, changes_model=True, help="exclude end-of-document tokens from the loss")
+    eod_mask_loss: bool = flag(
+        False,
+        changes_model=True,
+        help="exclude the first token after each end-of-document token from the loss",
+    )
     tokenizer_type: str | None = flag(
         derived="inferred from the tokenizer files",
         choices=TOKENIZERS,
@@ -167,7 +177,8 @@ class DataConfig(Section):
 
     @property
     def resets_documents(self) -> bool:
-        """Whether a document's attention or positions do not depend on the documents before it."""
+        """Returns whether the attention or the positions of a document do not depend on the documents before
+        it in a sample."""
         return self.reset_attention_mask or self.reset_position_ids
 
     def derive(self) -> dict[str, Any]:
@@ -195,8 +206,8 @@ def data_option(data: DataConfig, split_name: str) -> str:
 
 
 def fitting_tokenizer_types(flags: Any) -> list[str]:
-    """Returns the tokenizer types that use some of the files in `flags` (a DataConfig, or a tool's
-    arguments)."""
+    """Returns the tokenizer types that use at least one of the files in `flags` (a DataConfig, or the
+    arguments of a tool)."""
     return [
         name
         for name, tokenizer in TOKENIZERS.items()

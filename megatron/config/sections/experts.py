@@ -16,7 +16,7 @@ _NEEDS: dict[str, Any] = {
     }
 }
 SIZE: dict[str, Any] = {"at_least": 1, "at_most": 2**24}
-"""Bounds of the size of a layer, and of a length in tokens."""
+"""Bounds of fields that are the size of a layer or a length in tokens."""
 _COUNT: dict[str, Any] = {"at_least": 1, "at_most": 2**16}
 _TRAINING: dict[str, Any] = {**_NEEDS, "changes_model": False, "changes_layer_time": False}
 SCORE_FUNCTIONS = ("softmax", "sigmoid")
@@ -25,8 +25,8 @@ BALANCE_LOSSES = ("seq_aux_loss", "global_aux_loss", "none")
 
 @dataclass(frozen=True, kw_only=True)
 class ExpertConfig(Section):
-    """Sizes of expert layers, and how their router chooses the experts of a token. Names and defaults are
-    Megatron-LM's, except the default of --moe-router-load-balancing-type."""
+    """The sizes of expert layers, and the rules by which their router chooses the experts of a token. Names
+    and defaults are Megatron-LM's, except the default of --moe-router-load-balancing-type."""
 
     group: ClassVar[str] = "mixture of experts"
 
@@ -34,7 +34,7 @@ class ExpertConfig(Section):
         None,
         summary="{} experts",
         help="number of experts of each expert layer: the MLP of a transformer layer becomes a router and "
-        "this many MLPs, of which each token uses --moe-router-topk; 1 is a dense model",
+        "this many MLPs, and each token uses --moe-router-topk of them (default, and with 1: a dense model)",
         several="all expert layers have it, and --moe-layer-freq chooses these layers",
         excludes={
             "model.mup": "muP has no rule for the initial values and learning rates of routers and experts; "
@@ -79,7 +79,7 @@ class ExpertConfig(Section):
         2,
         summary="{} per token",
         summarizes_default=True,
-        help="experts that each token uses",
+        help="number of experts that each token uses",
         **_COUNT,
         **_NEEDS,
     )
@@ -88,23 +88,23 @@ class ExpertConfig(Section):
         choices=SCORE_FUNCTIONS,
         rejected={"sqrtsoftplus": "it is not implemented; set softmax or sigmoid"},
         summary="{} scores",
-        help="function that turns the router's logits into scores, which determine the experts of a token "
+        help="function that converts the router's logits to scores, which determine the experts of a token "
         "and their weights",
         **_NEEDS,
     )
     moe_router_pre_softmax: bool = flag(
         False,
         summary="softmax over all experts",
-        help="weight the outputs of the chosen experts by their softmax over all experts, whose sum is below "
-        "1; by default the softmax is over the chosen experts",
+        help="weight the outputs of the chosen experts by their softmax over all experts, so that the "
+        "weights add up to less than 1 (without the flag, the softmax is over the chosen experts)",
         unused_with=("model.moe_router_score_function=sigmoid",),
         **_NEEDS,
     )
     moe_router_num_groups: int | None = flag(
         None,
         summary="{} expert groups",
-        help="number of groups of consecutive experts. A token chooses experts only in its "
-        "--moe-router-group-topk groups with the highest scores",
+        help="number of groups of consecutive experts (default: no groups). A token chooses experts only in "
+        "the --moe-router-group-topk groups with the highest scores",
         needs={
             **_NEEDS["needs"],
             "model.moe_router_group_topk": "",
@@ -114,15 +114,15 @@ class ExpertConfig(Section):
     moe_router_group_topk: int | None = flag(
         None,
         summary="{} groups per token",
-        help="number of groups in which a token chooses experts",
+        help="with --moe-router-num-groups: number of groups in which a token chooses experts",
         needs={"model.moe_router_num_groups": ""},
         **_COUNT,
     )
     moe_router_group_score_topk: int | None = flag(
         None,
         summary="group score of {} experts",
-        help="the score of a group is the sum of its N highest scores of experts: 1 in DeepSeek-V2, 2 in "
-        "DeepSeek-V3 (default: --moe-router-topk / --moe-router-group-topk, as in Megatron-LM)",
+        help="the score of a group is the sum of its N highest expert scores; 1 in DeepSeek-V2, "
+        "2 in DeepSeek-V3 (default: --moe-router-topk / --moe-router-group-topk, as in Megatron-LM)",
         needs={"model.moe_router_num_groups": ""},
         **_COUNT,
     )
@@ -130,17 +130,17 @@ class ExpertConfig(Section):
         None,
         above=0,
         summary="expert weights x {:g}",
-        help="multiplier of the weights of the chosen experts",
+        help="multiplier of the weights of the chosen experts (default: 1)",
         changes_layer_time=False,
         **_NEEDS,
     )
     moe_router_enable_expert_bias: bool = flag(
         False,
         summary="expert bias",
-        help="balance the load by a bias per expert, which is added to its scores for the choice of experts, "
-        "but not for their weights (arXiv:2408.15664). After each step, the bias of an expert with fewer "
-        "tokens than the mean grows by --moe-router-bias-update-rate, and the bias of one with more tokens "
-        "shrinks",
+        help="balance the load by a bias per expert, which is added to the expert's scores when experts are "
+        "chosen, but not to their weights (arXiv:2408.15664). After each step, the bias of an expert with "
+        "fewer tokens than the mean grows by --moe-router-bias-update-rate, and the bias of an expert with "
+        "more tokens than the mean shrinks by it",
         needs={"model.moe_router_score_function=sigmoid": "the bias is added to sigmoid scores"},
     )
     moe_router_bias_update_rate: float = flag(
@@ -148,7 +148,7 @@ class ExpertConfig(Section):
         above=0,
         changes_model=False,
         changes_layer_time=False,
-        help="change of each expert's bias per step",
+        help="with --moe-router-enable-expert-bias: change of each expert's bias per step",
         needs={"model.moe_router_enable_expert_bias": ""},
     )
     moe_router_load_balancing_type: str = flag(
@@ -161,10 +161,11 @@ class ExpertConfig(Section):
             "quantile_balancing": "it is not implemented; set none, and --moe-router-enable-expert-bias",
         },
         several="a run has one balance loss, so keep one of them",
-        help="balance loss, which is multiplied by --moe-aux-loss-coeff. No choice depends on the layout\n"
-        "seq_aux_loss: mean over the sequences of a loss of each sequence\n"
-        "global_aux_loss: loss with the tokens per expert in the global batch of the previous step; "
-        "Megatron-LM's running mean over micro-batches depends on the layout\n"
+        help="balance loss, which is multiplied by --moe-aux-loss-coeff. Its value does not "
+        "depend on the layout\n"
+        "seq_aux_loss: the loss of each sequence, averaged over the sequences\n"
+        "global_aux_loss: the loss with the tokens per expert in the global batch of the previous step "
+        "(Megatron-LM uses a running mean over micro-batches, which depends on the layout)\n"
         "none: no balance loss",
         **_TRAINING,
     )
@@ -179,14 +180,14 @@ class ExpertConfig(Section):
     moe_z_loss_coeff: float | None = flag(
         None,
         above=0,
-        help="coefficient of the router's z-loss, which is added to the loss: the mean of "
-        "logsumexp(logits)^2 over all tokens (arXiv:2202.08906)",
+        help="coefficient of the router's z-loss, which is added to the loss (default: no z-loss): the mean "
+        "of logsumexp(logits)^2 over all tokens (arXiv:2202.08906)",
         **_TRAINING,
     )
     moe_router_force_load_balancing: bool = flag(
         False,
-        help="for benchmarks: give equal numbers of tokens to all experts, whatever the scores are. The "
-        "experts of a token, and so the losses, then depend on the layout",
+        help="for benchmarks: give equal numbers of tokens to all experts and ignore the scores. The "
+        "experts of a token, and therefore the losses, then depend on the layout",
         excludes={
             "model.moe_router_enable_expert_bias": "the scores, which the bias changes, choose no experts"
         },
@@ -195,24 +196,24 @@ class ExpertConfig(Section):
 
     @property
     def expert_hidden_size(self) -> int:
-        """Hidden size of each expert."""
+        """Returns the hidden size of each expert."""
         if self.moe_ffn_hidden_size is None:
             raise ValueError("a dense model has no experts")
         return self.moe_ffn_hidden_size
 
     @property
     def experts_of_group_score(self) -> int:
-        """Number of experts whose scores make the score of a group."""
+        """Returns the number of expert scores whose sum is the score of a group."""
         groups = self.moe_router_group_topk or self.moe_router_num_groups or 1
         return self.moe_router_group_score_topk or self.moe_router_topk // groups
 
     @property
     def has_balance_loss(self) -> bool:
-        """Whether a balance loss is added to the loss."""
+        """Returns whether a balance loss is added to the loss."""
         return self.moe_aux_loss_coeff > 0 and self.moe_router_load_balancing_type != "none"
 
     def router_mistakes(self) -> Iterator[str]:
-        """Yields a sentence for each setting of the router that does not fit another."""
+        """Yields a sentence for each setting of the router that contradicts a different setting."""
         experts, chosen = self.num_experts, self.moe_router_topk
         groups, best = self.moe_router_num_groups, self.moe_router_group_topk
         top_k, of_groups = f"--moe-router-topk {chosen}", f"--moe-router-group-topk {best}"
@@ -251,16 +252,16 @@ class ExpertConfig(Section):
 
     @property
     def has_dense_mlp(self) -> bool:
-        """Whether a layer has an MLP that each token uses: a dense one or a shared expert."""
+        """Returns whether a layer has an MLP that each token uses: a dense MLP or a shared expert."""
         is_dense = self.num_experts is None or DENSE in self.moe_layer_freq
         return is_dense or self.moe_shared_expert_intermediate_size is not None
 
     def has_experts(self, layer: int) -> bool:
-        """Returns whether a transformer layer, counted from 0, has experts."""
+        """Returns whether a transformer layer has experts. layer: index, counted from 0."""
         return self.num_experts is not None and (
             self.moe_layer_freq[layer % len(self.moe_layer_freq)] == EXPERTS
         )
 
 
 OPTIONS_OF_EXPERTS = frozenset(field.name for field in fields(ExpertConfig)) - {"num_experts"}
-"""Fields without effect on a dense model."""
+"""Fields that have no effect on a dense model."""

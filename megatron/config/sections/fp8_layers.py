@@ -1,4 +1,4 @@
-"""Which transformer layers multiply FP8 matrices, and which matrices."""
+"""The transformer layers, and their matrices, that are multiplied in FP8."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ from typing import Any, ClassVar
 from megatron.config.fields import Section, flag
 
 BLOCK = 128
-"""Elements that share a scale: of a row, or of a row and a column."""
+"""Number of consecutive elements of a row, or of a row and a column, that share a scale."""
 MIN_SIZE = 768
-"""Default of --fp8-min-size, from the planner's rates of an H100. Two FP8 products of m rows
-save 4 m n_in n_out (1 / 702 - 1 / 1187) ps. Quantizing their m (n_in + n_out) elements moves 3 bytes each at
-2.6 / 1.55 TB/s. Both times are equal if n_in n_out / (n_in + n_out) = 770."""
+"""Default of --fp8-min-size, computed from the planner's rates of an H100. Two FP8 products of m rows with a
+matrix [n_out, n_in] save 4 m n_in n_out (1 / 702 - 1 / 1187) ps. Quantizing m (n_in + n_out) elements moves 3
+bytes per element at 2.6 / 1.55 TB/s. Both times are equal if n_in n_out / (n_in + n_out) = 770."""
 
 _NEEDS_FP8: dict[str, Any] = {
     "needs": {"precision.fp8_format": "all layers are in bf16; set --fp8-format, or remove the flag"},
@@ -25,8 +25,9 @@ _COUNT: dict[str, Any] = {
 
 
 def is_small(n_out: int, n_in: int, min_size: int) -> bool:
-    """Returns whether a matrix [n_out, n_in] computes in bf16 because of --fp8-min-size. It is the whole
-    matrix, not a rank's shard, so that all layouts choose alike."""
+    """Returns whether products with a matrix [n_out, n_in] are computed in bf16 because of --fp8-min-size.
+    n_out and n_in are the sizes of the whole matrix, not of a rank's shard, so that all layouts decide
+    equally."""
     return n_out * n_in < min_size * (n_out + n_in)
 
 
@@ -40,24 +41,25 @@ class Fp8LayerConfig(Section):
     first_last_layers_bf16: bool = flag(
         False,
         summary="first and last layers in bf16",
-        help="with FP8, compute the first and the last transformer layers in bf16: "
-        "--num-layers-at-start-in-bf16 and --num-layers-at-end-in-bf16 of them",
+        help="with FP8: compute the first --num-layers-at-start-in-bf16 and the last "
+        "--num-layers-at-end-in-bf16 transformer layers in bf16",
         excludes={"model.fp8_layer_pattern": "remove one of the two"},
         **_NEEDS_FP8,
     )
     num_layers_at_start_in_bf16: int = flag(
-        1, help="number of layers that --first-last-layers-bf16 computes in bf16 at the start", **_COUNT
+        1, help="number of first layers that --first-last-layers-bf16 computes in bf16", **_COUNT
     )
     num_layers_at_end_in_bf16: int = flag(
-        1, help="number of layers that --first-last-layers-bf16 computes in bf16 at the end", **_COUNT
+        1, help="number of last layers that --first-last-layers-bf16 computes in bf16", **_COUNT
     )
     fp8_layer_pattern: tuple[str, ...] | None = flag(
         None,
         nargs="+",
         metavar="F|B",
         summary="layers with FP8 {}",
-        help="with FP8, the precision of each transformer layer, as in F F F B: an F multiplies FP8 "
-        "matrices, a B computes in bf16, and the letters are repeated to --num-layers (default: all layers "
-        "multiply FP8 matrices, except the layers of --first-last-layers-bf16)",
+        help="with FP8: the precision of each transformer layer, as in F F F B. An F is a layer that "
+        "multiplies FP8 matrices, a B is a layer that computes in bf16, and the letters are repeated to "
+        "--num-layers (default: all layers multiply FP8 matrices, except the layers of "
+        "--first-last-layers-bf16)",
         **_NEEDS_FP8,
     )

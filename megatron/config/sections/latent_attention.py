@@ -49,41 +49,47 @@ class LatentAttentionConfig(Section):
     q_lora_rank: int | None = flag(
         None,
         summary="queries of rank {}",
-        help="size of the compressed queries (default: queries are not compressed)",
+        help="with --multi-latent-attention: size of the compressed queries (default: queries are not "
+        "compressed)",
         **_NEEDS,
         **_SIZE,
     )
     kv_lora_rank: int = flag(
         32,
         summary="keys and values of rank {}",
-        help="size of the compressed keys and values",
+        help="with --multi-latent-attention: size of the compressed keys and values",
         **_NEEDS,
         **_SIZE,
     )
     qk_head_dim: int = flag(
         128,
         summary="{} per query without rotation",
-        help="elements of each query and key head that are not rotated",
+        help="with --multi-latent-attention: number of elements of each query and key head that are not "
+        "rotated",
         **_NEEDS,
         **_SIZE,
     )
     qk_pos_emb_head_dim: int = flag(
         64,
         summary="{} with rotation",
-        help="elements of each query head, and of the key that all heads share, that are rotated in pairs of "
-        "neighbors",
+        help="with --multi-latent-attention: number of rotated elements in each query head and in the key "
+        "that all heads share; neighboring elements are rotated in pairs",
         **_NEEDS,
         **_SIZE,
     )
     v_head_dim: int = flag(
-        128, summary="{} per value", help="dimension of each value head", **_NEEDS, **_SIZE
+        128,
+        summary="{} per value",
+        help="with --multi-latent-attention: dimension of each value head",
+        **_NEEDS,
+        **_SIZE,
     )
     latent_layernorm_epsilon: float | None = flag(
         None,
         above=0,
         summary="their norms' epsilon {:g}",
-        help="epsilon of the norms of compressed vectors (default: --layernorm-epsilon); transformers has "
-        "1e-6 in all models",
+        help="epsilon of the norms of compressed vectors (default: --layernorm-epsilon). All models in "
+        "transformers use 1e-6",
         changes_layer_time=False,
         **_NEEDS,
     )
@@ -91,15 +97,16 @@ class LatentAttentionConfig(Section):
         1.0,
         above=0,
         summary="mscale {:g}",
-        help="with YaRN's factor k: cosines and sines are multiplied by (0.1 X ln k + 1) / (0.1 Y ln k + 1), "
-        "where X is --mscale and Y is --mscale-all-dim",
+        help="with --rope-scaling-type yarn and its factor k: cosines and sines are multiplied by (0.1 X ln "
+        "k + 1) / (0.1 Y ln k + 1), where X is --mscale and Y is --mscale-all-dim",
         **_YARN,
     )
     mscale_all_dim: float = flag(
         0.0,
         at_least=0,
         summary="mscale of all elements {:g}",
-        help="with YaRN's factor k: the attention scores are multiplied by (0.1 Y ln k + 1)^2",
+        help="with --rope-scaling-type yarn and its factor k: the attention scores are multiplied by (0.1 Y "
+        "ln k + 1)^2, where Y is this number",
         **{
             **_YARN,
             "needs": {
@@ -112,11 +119,11 @@ class LatentAttentionConfig(Section):
 
     @property
     def latent_head_dim(self) -> int:
-        """Size of a query head, and of a key head."""
+        """Returns the size of a query head, which is also the size of a key head."""
         return self.qk_head_dim + self.qk_pos_emb_head_dim
 
     def latent_matrices(self, hidden: int, heads: int) -> dict[str, tuple[int, int]]:
-        """Returns name of each linear layer -> (size of its output, size of its input).
+        """Returns a dictionary: name of each linear layer of latent attention -> (output size, input size).
 
         hidden: hidden size. heads: number of heads.
         """
@@ -132,7 +139,7 @@ class LatentAttentionConfig(Section):
         }
 
     def yarn_multiplier(self, factor: float) -> float:
-        """Returns the multiplier of cosines and sines for YaRN's factor."""
+        """Returns the multiplier of cosines and sines for YaRN's scaling factor."""
         return yarn_mscale(factor, self.mscale) / yarn_mscale(factor, self.mscale_all_dim)
 
     def unused_fields(self) -> set[str]:
@@ -148,4 +155,4 @@ def yarn_mscale(factor: float, mscale: float) -> float:
 OPTIONS_OF_LATENT_ATTENTION = frozenset(field.name for field in fields(LatentAttentionConfig)) - {
     "multi_latent_attention"
 }
-"""Fields without effect on other attention."""
+"""Fields that have no effect without --multi-latent-attention."""

@@ -1,4 +1,4 @@
-"""The syntax of flags that give each transformer layer one of two kinds, as in `--window-pattern`.
+"""The syntax of flags that assign one of two kinds to each transformer layer, such as `--window-pattern`.
 
 W W W F            one letter per layer, repeated to --num-layers
 4                  Megatron-LM's number: every fourth layer (see `LayerPattern.letters_of_number`)
@@ -20,8 +20,8 @@ _MAX_LAYERS = 100_000
 class LayerPattern:
     """The syntax of one flag.
 
-    one, zero: letters of the two kinds, which Megatron-LM's lists call 1 and 0. example: of letters.
-    letters_of_number: the letters that repeat, for Megatron-LM's number.
+    one, zero: letters of the two kinds, which Megatron-LM's lists call 1 and 0. example: example of letters,
+    for errors. letters_of_number: function that returns the repeated letters for Megatron-LM's number.
     """
 
     flag: str
@@ -62,7 +62,8 @@ class LayerPattern:
 
 
 def _evaluated(node: ast.expr) -> list[int]:
-    """Returns the list of an expression of [0, 1], + and *. Raises ValueError for anything else."""
+    """Returns the value of an expression of lists of 0 and 1, + and *. Raises ValueError for anything
+    else."""
     match node:
         case ast.List(elts=elements):
             values = [element.value for element in elements if isinstance(element, ast.Constant)]
@@ -85,22 +86,25 @@ WINDOW, FULL = "W", "F"
 WINDOW_PATTERN = LayerPattern(
     "--window-pattern", WINDOW, FULL, "W W W F", lambda number: WINDOW * (number - 1) + FULL
 )
-"""Layers with the window of --window-size, and without. N: every Nth layer has none."""
+"""Pattern of layers with the window of --window-size, and without a window. The number N: every Nth layer has
+no window."""
 
 EXPERTS, DENSE = "E", "D"
 EXPERT_PATTERN = LayerPattern(
     "--moe-layer-freq", EXPERTS, DENSE, "D E E E", lambda number: EXPERTS + DENSE * (number - 1)
 )
-"""Layers with experts, and with a dense MLP. N: layers 0, N, 2N, ... have experts."""
+"""Pattern of layers with experts, and with a dense MLP. The number N: layers 0, N, 2N, ... have experts."""
 
 FP8, BF16 = "F", "B"
 FP8_PATTERN = LayerPattern(
     "--fp8-layer-pattern", FP8, BF16, "F F F B", lambda number: FP8 * (number - 1) + BF16
 )
-"""Layers that multiply FP8 matrices, and layers in bf16. N: every Nth layer is in bf16."""
+"""Pattern of layers that multiply FP8 matrices, and layers that compute in bf16. The number N: every Nth
+layer computes in bf16."""
 
 NO_ROTARY, ROTARY = "N", "R"
 ROTARY_PATTERN = LayerPattern(
     "--no-rope-freq", NO_ROTARY, ROTARY, "R R R N", lambda number: ROTARY * (number - 1) + NO_ROTARY
 )
-"""Layers without rotary embeddings, and with them. N: every Nth layer has none."""
+"""Pattern of layers without rotary embeddings, and with them. The number N: every Nth layer has no rotary
+embeddings."""

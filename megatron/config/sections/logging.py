@@ -1,4 +1,4 @@
-"""What a run logs, and to which places."""
+"""What a run logs, and to which outputs."""
 
 from __future__ import annotations
 
@@ -17,8 +17,12 @@ class LoggingConfig(Section):
 
     group: ClassVar[str] = "logging"
 
-    log_interval: int = flag(100, at_least=1, help="iterations between log lines of loss and throughput")
-    tensorboard_dir: str | None = flag(None, metavar="FOLDER", help="write TensorBoard logs to this folder")
+    log_interval: int = flag(
+        100, at_least=1, help="iterations between two console lines with loss and throughput"
+    )
+    tensorboard_dir: str | None = flag(
+        None, metavar="FOLDER", help="write TensorBoard logs to this folder (default: no TensorBoard logs)"
+    )
     tensorboard_queue_size: int = flag(
         1000,
         at_least=1,
@@ -26,7 +30,9 @@ class LoggingConfig(Section):
         used_with=("logging.tensorboard_dir",),
     )
     wandb_project: str | None = flag(
-        None, metavar="NAME", help="log to this Weights & Biases project (pip install wandb)"
+        None,
+        metavar="NAME",
+        help="log to this Weights & Biases project (needs pip install wandb; default: no log)",
     )
     wandb_name: str | None = flag(
         None,
@@ -57,23 +63,26 @@ class LoggingConfig(Section):
         used_with=("logging.tensorboard_dir", "logging.wandb_project"),
     )
     log_bubble: bool = flag(
-        False, help="print the fraction of the step in which each pipeline rank is idle, with each log line"
+        False,
+        help="with each console line, print the fraction of the last step's passes in which each pipeline "
+        "rank was idle",
     )
     log_max_attention_logit: bool = flag(
         False,
-        help="log the largest attention logit of training steps (before --attn-logit-softcapping); it is "
-        "always logged with --qk-clip",
+        help="log the largest attention logit of training steps (before --attn-logit-softcapping). With "
+        "--qk-clip it is always logged",
         unused_with=("optimizer.qk_clip",),
     )
     moe_per_layer_logging: bool = flag(
         False,
-        help="with --num-experts: also log what is logged of the experts for each layer",
+        help="with --num-experts: log the metrics of experts for each layer, too",
         used_with=("model.num_experts",),
     )
     profile: bool = flag(
         False,
-        help="profile some iterations: by PyTorch's profiler with --use-pytorch-profiler, otherwise by "
-        "Nsight Systems (nsys profile --capture-range=cudaProfilerApi)",
+        help="profile the iterations from --profile-step-start to --profile-step-end: with PyTorch's "
+        "profiler if --use-pytorch-profiler is given, otherwise with Nsight Systems (nsys profile "
+        "--capture-range=cudaProfilerApi)",
         excludes={"training.no_train": "only training iterations are profiled"},
     )
     profile_step_start: int = flag(
@@ -104,5 +113,5 @@ class LoggingConfig(Section):
     log_level_replica: str = flag("error", choices=LOG_LEVELS, help="log level of all other ranks")
 
     def is_logged(self, iteration: int, last: int) -> bool:
-        """Returns whether a log line follows this iteration. last: the run's last iteration."""
+        """Returns whether a log line follows this iteration. last: last iteration of the run."""
         return iteration % self.log_interval == 0 or iteration == last

@@ -44,7 +44,7 @@ class ModelConfig(AttentionSizes, ExpertConfig, Fp8LayerConfig, MultiTokenConfig
     """Sizes and variants of the GPT. Two runs with equal ModelConfigs have parameters of equal shapes.
 
     The arguments of `flag` are the only description of a field. The command line, checkpoints, summaries,
-    profiles of layer times and conversions read them.
+    profiles of layer times and conversions read this description.
     """
 
     group: ClassVar[str] = "network size"
@@ -99,7 +99,7 @@ class ModelConfig(AttentionSizes, ExpertConfig, Fp8LayerConfig, MultiTokenConfig
         choices=QK_NORMS,
         unused_with=("model.multi_latent_attention",),
         summary="over the {}",
-        help="elements that --qk-layernorm normalizes together",
+        help="what --qk-layernorm normalizes as one vector",
         excludes={"model.apply_layernorm_1p": "norms over all heads have no 1 + weight"},
         needs={"model.qk_layernorm": "", "model.normalization=RMSNorm": "norms over all heads are RMS norms"},
     )
@@ -115,8 +115,9 @@ class ModelConfig(AttentionSizes, ExpertConfig, Fp8LayerConfig, MultiTokenConfig
         None,
         metavar="TOKENS",
         summary="window of {} tokens",
-        help="use sliding-window attention: each token attends to itself and to the TOKENS - 1 tokens before "
-        "it. Megatron-LM's LEFT,0 does not count the token itself: give LEFT + 1",
+        help="use sliding-window attention: each token attends to itself and to the TOKENS - 1 tokens "
+        "before it (default: to all tokens before it). Megatron-LM's LEFT,0 does not count the token "
+        "itself: give LEFT + 1",
         **SIZE,
     )
     window_pattern: tuple[str, ...] | None = flag(
@@ -124,11 +125,11 @@ class ModelConfig(AttentionSizes, ExpertConfig, Fp8LayerConfig, MultiTokenConfig
         nargs="+",
         metavar="W|F",
         summary="layers {}",
-        help="layers that have the window of --window-size, as in W W W F: a W has it, an F attends to the "
-        "whole sequence, and the letters are repeated to --num-layers (default: all layers have it). "
-        "--rope-scaling-type then applies only to the layers without a window, unless "
-        "--window-rope-scaling is given. Megatron-LM's "
-        "--window-attn-skip-freq N (every Nth layer is an F) and its lists are accepted, too",
+        help="layers with the window of --window-size, as in W W W F: a W is a layer with the window, an F "
+        "is a layer that attends to the whole sequence, and the letters are repeated to --num-layers "
+        "(default: all layers have the window). --rope-scaling-type then applies only to the layers without "
+        "a window, unless --window-rope-scaling is given. Megatron-LM's --window-attn-skip-freq N (every "
+        "Nth layer is an F) and its lists are accepted, too",
         changes_layer_time=False,
         needs={"model.window_size": ""},
     )
@@ -181,14 +182,15 @@ class ModelConfig(AttentionSizes, ExpertConfig, Fp8LayerConfig, MultiTokenConfig
         group="rotary embeddings",
         unused_with=("model.multi_latent_attention",),
         summary="interleaved rotation",
-        help="rotate pairs of neighboring elements (2i, 2i + 1), as in the RoPE paper, instead of pairs (i, "
-        "i + dimension / 2)",
+        help="rotate pairs of neighboring elements (2i, 2i + 1), as in the RoPE paper (without the flag: "
+        "pairs (i, i + dimension / 2))",
     )
     rope_scaling_type: str | None = flag(
         None,
         choices=ROPE_SCALINGS,
         summary="{} RoPE scaling",
-        help="scale the rotary frequencies for a context longer than the original context of the model",
+        help="scale the rotary frequencies for a context longer than the original context of the model "
+        "(default: no scaling)",
         **_ROPE_SCALING_FLAG,
     )
     rope_scaling_factor: float = flag(
@@ -207,36 +209,36 @@ class ModelConfig(AttentionSizes, ExpertConfig, Fp8LayerConfig, MultiTokenConfig
     rope_low_freq_factor: float = flag(
         1.0,
         above=0,
-        help="with --rope-scaling-type llama3: frequencies with at most X rotations in the original context "
-        "are divided by --rope-scaling-factor",
+        help="with --rope-scaling-type llama3: frequencies with at most this many rotations in the original "
+        "context are divided by --rope-scaling-factor",
         **_ROPE_SCALING_FLAG,
     )
     rope_high_freq_factor: float = flag(
         4.0,
         above=0,
-        help="with --rope-scaling-type llama3: frequencies with at least X rotations in the original context "
-        "are unchanged",
+        help="with --rope-scaling-type llama3: frequencies with at least this many rotations in the "
+        "original context are unchanged",
         **_ROPE_SCALING_FLAG,
     )
     rope_beta_slow: float = flag(
         1.0,
         above=0,
-        help="with --rope-scaling-type yarn: frequencies with fewer than X rotations in the original context "
-        "are divided by --rope-scaling-factor",
+        help="with --rope-scaling-type yarn: frequencies with fewer than this many rotations in the "
+        "original context are divided by --rope-scaling-factor",
         **_ROPE_SCALING_FLAG,
     )
     rope_beta_fast: float = flag(
         32.0,
         above=0,
-        help="with --rope-scaling-type yarn: frequencies with more than X rotations in the original context "
-        "are unchanged",
+        help="with --rope-scaling-type yarn: frequencies with more than this many rotations in the original "
+        "context are unchanged",
         **_ROPE_SCALING_FLAG,
     )
     rope_exact_range: bool = flag(
         False,
         summary="exact YaRN range",
         help="with --rope-scaling-type yarn: interpolate between the exact indices of --rope-beta-fast and "
-        "--rope-beta-slow, as in gpt-oss, instead of rounding them outwards",
+        "--rope-beta-slow, as in gpt-oss (without the flag, the indices are rounded outwards)",
         **_ROPE_SCALING_FLAG,
     )
     window_rope_scaling: bool = flag(
@@ -249,7 +251,8 @@ class ModelConfig(AttentionSizes, ExpertConfig, Fp8LayerConfig, MultiTokenConfig
     # Layer times depend only on the padded vocabulary size, which layer_times.py records.
     vocab_size: int | None = flag(
         None,
-        help="vocabulary size before padding; needed if no tokenizer is given, for example with --dry-run",
+        help="vocabulary size before padding. It is required if no tokenizer is given, for example with "
+        "--dry-run",
         **_VOCABULARY,
     )
     make_vocab_size_divisible_by: int = flag(
@@ -259,7 +262,10 @@ class ModelConfig(AttentionSizes, ExpertConfig, Fp8LayerConfig, MultiTokenConfig
         unused_with=("model.pad_vocab_size_to",),
     )
     pad_vocab_size_to: int | None = flag(
-        None, help="pad the vocabulary to exactly this size, whatever the tensor-parallel size", **_VOCABULARY
+        None,
+        help="pad the vocabulary to exactly this size, independent of the tensor-parallel size (default: "
+        "see --make-vocab-size-divisible-by)",
+        **_VOCABULARY,
     )
     layernorm_epsilon: float = flag(1e-5, above=0, help="epsilon of all norms", changes_layer_time=False)
     embed_layernorm: bool = flag(False, summary="embedding norm", help="apply a norm to the word embeddings")
@@ -273,8 +279,8 @@ class ModelConfig(AttentionSizes, ExpertConfig, Fp8LayerConfig, MultiTokenConfig
     apply_layernorm_1p: bool = flag(
         False,
         summary="zero-centered norms",
-        help="multiply by 1 + weight in all norms, as in Gemma, instead of by the weight; the weights are "
-        "initialized to 0",
+        help="multiply by 1 + weight in all norms, as in Gemma (without the flag: by the weight). The "
+        "weights are initialized to 0",
     )
     scale_embeddings: bool = flag(
         False,
@@ -306,14 +312,15 @@ class ModelConfig(AttentionSizes, ExpertConfig, Fp8LayerConfig, MultiTokenConfig
         None,
         choices=GLU_ACTIVATIONS,
         summary="{}",
-        help="use a gated MLP with this activation function of the gate; replaces --activation",
+        help="use a gated MLP with this activation function of the gate, instead of --activation (default: "
+        "no gate)",
     )
     activation_func_clamp_value: float | None = flag(
         None,
         above=0,
         summary="clamped at {:g}",
-        help="with --glu-activation: limit the gate to at most X and the value to -X to X, before the "
-        "activation",
+        help="with --glu-activation: limit the gate to at most X and the value to the range -X to X, before "
+        "the activation (default: no limit)",
         needs={"model.glu_activation": ""},
         changes_layer_time=False,
     )
@@ -339,7 +346,7 @@ class ModelConfig(AttentionSizes, ExpertConfig, Fp8LayerConfig, MultiTokenConfig
     apply_residual_connection_post_layernorm: bool = flag(
         False,
         summary="residual after norm",
-        help="take the residual connection from the norm's output instead of its input",
+        help="take the residual connection from the output of the norm (without the flag: from its input)",
     )
     init_method_std: float = flag(
         0.02,
@@ -354,9 +361,9 @@ class ModelConfig(AttentionSizes, ExpertConfig, Fp8LayerConfig, MultiTokenConfig
         group="initialization",
         help="use maximal update parametrization for Adam (muP, arXiv:2203.03466), with which "
         "hyperparameters transfer from a narrow model to a wide one. With W = hidden size / "
-        "--mup-base-hidden-size, weight matrices of transformer layers are initialized with "
+        "--mup-base-hidden-size, the weight matrices of transformer layers are initialized with "
         "--init-method-std / sqrt(W) and trained with --lr / W. The logits are multiplied by "
-        "--mup-output-mult / W, the attention scores by --mup-attn-mult / head dimension",
+        "--mup-output-mult / W, and the attention scores by --mup-attn-mult / head dimension",
         needs={"optimizer.optimizer=adam|optimizer.optimizer=adamw": "muP's learning rates hold for Adam"},
         excludes={"model.softmax_scale": "muP's scale is --mup-attn-mult / head dimension, which can be set"},
     )
@@ -387,18 +394,19 @@ class ModelConfig(AttentionSizes, ExpertConfig, Fp8LayerConfig, MultiTokenConfig
         at_least=0,
         below=1,
         group="regularization",
-        help="dropout probability of the attention weights. Without the Triton kernels (on CPUs, and on GPUs "
-        "below compute capability 8.0), a value above 0 makes memory grow with the square of the sequence "
-        "length; --recompute-granularity selective avoids this growth",
+        help="dropout probability of the attention weights. Without the Triton kernels (on CPUs, and on "
+        "GPUs below compute capability 8.0), a value above 0 makes the memory grow with the square of the "
+        "sequence length; --recompute-granularity selective avoids this growth",
     )
 
     @property
     def normalizes_inputs(self) -> bool:
-        """Whether attention and MLP read the output of a norm."""
+        """Returns whether attention and MLP read the output of a norm."""
         return "input_layernorm" in LAYER_ARRANGEMENTS[self.layer_arrangement].norms
 
     def is_bf16_layer(self, layer: int) -> bool:
-        """Returns whether a transformer layer, counted from 0, computes in bf16 in an FP8 run."""
+        """Returns whether a transformer layer computes in bf16 in an FP8 run. layer: index, counted from
+        0."""
         if self.fp8_layer_pattern is not None:
             return self.fp8_layer_pattern[layer % len(self.fp8_layer_pattern)] == BF16
         inner = range(self.num_layers_at_start_in_bf16, self.num_layers - self.num_layers_at_end_in_bf16)
@@ -406,33 +414,34 @@ class ModelConfig(AttentionSizes, ExpertConfig, Fp8LayerConfig, MultiTokenConfig
 
     @property
     def width_ratio(self) -> float:
-        """Hidden size divided by the base hidden size of --mup; 1 without --mup."""
+        """Returns the hidden size divided by the base hidden size of --mup; 1 without --mup."""
         return self.hidden_size / self.mup_base_hidden_size if self.mup else 1.0
 
     @property
     def matrix_init_std(self) -> float:
-        """Standard deviation of the initial weight matrices in transformer layers."""
+        """Returns the standard deviation of the initial weight matrices in transformer layers."""
         return self.init_method_std / math.sqrt(self.width_ratio)
 
     @property
     def output_init_std(self) -> float:
-        """Standard deviation of the initial weight matrices whose output is added to the residual stream. As
-        in GPT-2, the stream's variance does not grow with the number of layers."""
+        """Returns the standard deviation of the initial weight matrices whose output is added to the residual
+        stream. It decreases with the number of layers, so that the variance of the stream does not grow (as
+        in GPT-2)."""
         return self.matrix_init_std / math.sqrt(2.0 * self.num_layers)
 
     @property
     def matrix_lr_mult(self) -> float:
-        """Multiplier of the learning rate of the weight matrices in transformer layers."""
+        """Returns the multiplier of the learning rate of the weight matrices in transformer layers."""
         return 1.0 / self.width_ratio
 
     @property
     def embedding_multiplier(self) -> float:
-        """Multiplier of the embedding output."""
+        """Returns the multiplier of the embedding output."""
         return self.mup_input_mult if self.mup else 1.0
 
     @property
     def logits_multiplier(self) -> float:
-        """Multiplier of the logits."""
+        """Returns the multiplier of the logits."""
         return self.logit_scale * (self.mup_output_mult / self.width_ratio if self.mup else 1.0)
 
     def derive(self) -> dict[str, Any]:

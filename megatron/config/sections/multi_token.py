@@ -21,10 +21,10 @@ class MultiTokenConfig(Section):
         at_most=64,
         summary="{} layers for multi-token prediction",
         changes_layer_time=False,
-        help="number of layers for multi-token prediction: layer k predicts, in training, the token k places "
-        "after the next one, from the next k tokens' embeddings and the hidden state before it. Each layer "
-        "has a transformer layer of the last layer's kind, and shares the word embedding and the LM head. "
-        "Evaluations and generated texts do not use it",
+        help="number of layers for multi-token prediction (default: none). In training, layer k predicts "
+        "the kth token after the next one, from the embeddings of the next k tokens and the hidden state of "
+        "the layer before it. Each of these layers has a transformer layer like the model's last one, and "
+        "shares the word embedding and the LM head. Evaluations and generated texts do not use them",
         excludes={
             "model.position_embedding_type=absolute": "the embedding of a later token has no position, as in "
             "Megatron-LM; set --position-embedding-type rotary or remove --mtp-num-layers",
@@ -38,7 +38,7 @@ class MultiTokenConfig(Section):
         above=0,
         changes_model=False,
         changes_layer_time=False,
-        help="factor of the mean of the losses of all --mtp-num-layers, which is added to the loss",
+        help="factor of the mean loss of the --mtp-num-layers layers, which is added to the loss",
         needs={"model.mtp_num_layers": "no layer has such a loss; set --mtp-num-layers or remove the flag"},
     )
 

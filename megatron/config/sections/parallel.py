@@ -33,15 +33,16 @@ class ParallelConfig(Section):
         at_least=1,
         metavar="N",
         help="context-parallel size (CP), for long sequences: number of ranks that share the tokens of each "
-        "sequence. Attention all-gathers keys and values over them, see docs/context_parallel.md. "
-        "--seq-length must be divisible by 2 x CP, with --sequence-parallel by 2 x CP x TP",
+        "sequence. Attention all-gathers keys and values over these ranks, see docs/context_parallel.md. "
+        "--seq-length must be divisible by 2 x CP, and with --sequence-parallel by 2 x CP x TP",
     )
     expert_model_parallel_size: int = flag(
         1,
         at_least=1,
         metavar="N",
-        help="expert-parallel size (EP): number of ranks that share the experts of each layer; it divides TP "
-        "x CP x DP. With --tensor-model-parallel-size above 1, experts need --sequence-parallel",
+        help="expert-parallel size (EP): number of ranks that share the experts of each layer. TP x CP x DP "
+        "must be divisible by it. With --tensor-model-parallel-size above 1, experts need "
+        "--sequence-parallel",
         needs={
             "model.num_experts": "only experts are divided over these ranks; set --num-experts (or, with "
             "--load, --use-checkpoint-args), or remove --expert-model-parallel-size"
@@ -53,7 +54,7 @@ class ParallelConfig(Section):
         rejected={"flex": "DeepEP and similar libraries are not used; set alltoall"},
         help="how tokens reach the ranks of their experts, and return\n"
         "alltoall: each token is sent to the ranks of its experts\n"
-        "allgather: each rank receives all tokens, for few ranks and many experts per token",
+        "allgather: each rank receives all tokens; suitable for few ranks and many experts per token",
         unused_with=("parallel.expert_model_parallel_size=1",),
     )
     partition_method: str = flag(
@@ -67,7 +68,8 @@ class ParallelConfig(Section):
     partition_profile: str | None = flag(
         None,
         metavar="FILE",
-        help="with --partition-method profile: file of layer times, written if missing and read if present",
+        help="with --partition-method profile: file of layer times. If the file exists, the run reads it; "
+        "otherwise the run measures the times and writes it (default: measure at each start)",
         needs={"parallel.partition_method=profile": "only this method uses it"},
     )
     pipeline_schedule: str = flag(
@@ -81,7 +83,8 @@ class ParallelConfig(Section):
         at_least=1,
         at_most=10_000,
         metavar="N",
-        help="with --pipeline-schedule interleaved: pipeline stages per pipeline rank, at least 2",
+        help="with --pipeline-schedule interleaved: number of pipeline stages on each pipeline rank, at "
+        "least 2",
     )
     sequence_parallel: bool = flag(
         False,
@@ -92,7 +95,8 @@ class ParallelConfig(Section):
     tp_comm_overlap: bool = flag(
         False,
         help="with --sequence-parallel: split each all-gather before a GEMM and each reduce-scatter after a "
-        "GEMM into chunks of the sequence. The communication of one chunk overlaps with the GEMM of another",
+        "GEMM into chunks of the sequence. The communication of one chunk then overlaps with the GEMM of "
+        "the next or previous chunk",
         needs={"parallel.sequence_parallel": "it splits collectives along the sequence"},
         unused_with=("parallel.tensor_model_parallel_size=1",),
     )
@@ -101,8 +105,8 @@ class ParallelConfig(Section):
         at_least=2,
         at_most=64,
         metavar="N",
-        help="with --tp-comm-overlap: maximum number of chunks; the largest number up to N that divides "
-        "--seq-length / TP is used",
+        help="with --tp-comm-overlap: maximum number of chunks. The run uses the largest number up to N "
+        "that divides --seq-length / TP",
         used_with=("parallel.tp_comm_overlap",),
         unused_with=("parallel.tensor_model_parallel_size=1",),
     )
@@ -114,29 +118,30 @@ class ParallelConfig(Section):
         "--pipeline-model-parallel-size 1\n"
         "0: nothing\n"
         "1: optimizer states\n"
-        "2: optimizer states, and gradients of the transformer layers\n"
-        "3: optimizer states, and gradients and parameters of the transformer layers, from initialization on",
+        "2: optimizer states, and the gradients of the transformer layers\n"
+        "3: optimizer states, and the gradients and parameters of the transformer layers, from "
+        "initialization on",
     )
     ddp_bucket_size: int | None = flag(
         None,
         at_least=1,
         aliases=("--bucket-size",),
         metavar="ELEMENTS",
-        help="with --zero-stage 1: minimum bucket size, in parameters per rank. The gradients of a bucket, "
-        "which holds whole layers, are reduced in one message, and its weights are gathered in one message "
+        help="with --zero-stage 1: minimum bucket size, in parameters per rank. A bucket holds whole "
+        "layers. Its gradients are reduced in one message, and its weights are gathered in one message "
         "(default: 40 million, or 1 million x data-parallel size if that is larger)",
     )
     no_overlap_grad_reduce: bool = flag(
         False,
         help="do not overlap gradient reduction with the backward pass. With --zero-stage 1, the reduction "
-        "starts after the last backward pass; with --zero-stage 2 or 3, the backward pass waits for the "
+        "starts after the last backward pass. With --zero-stage 2 or 3, the backward pass waits for the "
         "reduction of each layer's gradients",
     )
     no_overlap_param_gather: bool = flag(
         False,
         help="do not overlap the all-gather of parameters with the forward pass. With --zero-stage 1, all "
-        "weights are gathered right after the update; with --zero-stage 3, a layer's weights are gathered "
-        "when the layer runs, not while the layer before it runs",
+        "weights are gathered right after the update. With --zero-stage 3, the weights of a layer are "
+        "gathered when the layer runs, instead of while the preceding layer runs",
     )
     cpu_offload: bool = flag(
         False,
@@ -154,11 +159,14 @@ class ParallelConfig(Section):
         600.0,
         above=0,
         metavar="SECONDS",
-        help="seconds to wait at startup for processes that have not connected to MASTER_ADDR:MASTER_PORT "
-        "and make no progress with their preparation; missing processes are logged every 30 s",
+        help="seconds without progress after which the startup ends with an error. Progress is a process "
+        "that connects to MASTER_ADDR:MASTER_PORT or completes a part of its preparation. "
+        "Missing processes are logged every 30 s",
     )
     world_size: int = flag(
-        1, at_least=1, help="number of processes to plan for with --dry-run; in a run the launcher sets it"
+        1,
+        at_least=1,
+        help="number of processes of the run that --dry-run plans; in a run the launcher sets it",
     )
     local_rank: int = flag(
         0,
@@ -178,28 +186,29 @@ class ParallelConfig(Section):
         None,
         above=0,
         metavar="GBIT_PER_S",
-        help="with --gpu: Gbit/s per direction from one GPU to the other GPUs of its node (default: depends "
-        "on --gpu)",
+        help="with --gpu: bandwidth from one GPU to the other GPUs of its node, in Gbit/s per direction "
+        "(default: depends on --gpu)",
     )
     inter_node_gbps: float | None = flag(
         None,
         above=0,
         metavar="GBIT_PER_S",
-        help="with --gpu: Gbit/s per direction from one node to the other nodes (default: depends on --gpu)",
+        help="with --gpu: bandwidth from one node to the other nodes, in Gbit/s per direction (default: "
+        "depends on --gpu)",
     )
     host_us_per_kernel: float | None = flag(
         None,
         at_least=0,
         metavar="US",
-        help="with --gpu: us of host time to issue a kernel, as benchmarks/host_time.py measures them "
-        "(default: 8)",
+        help="with --gpu: host time to launch a kernel, in microseconds, as benchmarks/host_time.py "
+        "measures it (default: 8)",
     )
     network_figures: str | None = flag(
         None,
         metavar="FILE",
-        help="JSON file of measured network rates. A run with several processes measures them at startup and "
-        "writes the file. With --dry-run and --gpu, the plan takes from it the rates that --node-size, "
-        "--intra-node-gbps and --inter-node-gbps do not set",
+        help="JSON file of measured network rates. A run of several processes measures the rates at startup "
+        "and writes the file. With --dry-run and --gpu, the plan reads from the file the rates that "
+        "--node-size, --intra-node-gbps and --inter-node-gbps do not set",
     )
 
     def derive(self) -> dict[str, Any]:
@@ -209,34 +218,35 @@ class ParallelConfig(Section):
 
     @property
     def schedule(self) -> PipelineSchedule:
-        """The properties of --pipeline-schedule."""
+        """Returns the properties of --pipeline-schedule."""
         return PIPELINE_SCHEDULES[self.pipeline_schedule]
 
     @property
     def stages_per_rank(self) -> int:
-        """Number of pipeline stages on each pipeline rank."""
+        """Returns the number of pipeline stages on each pipeline rank."""
         return self.schedule.stages_per_rank or self.virtual_pipeline_stages
 
     @property
     def sends_parts(self) -> bool:
-        """Whether each tensor-parallel rank sends only a part of a replicated activation to the next
-        stage."""
+        """Returns whether each tensor-parallel rank sends only its part of a replicated activation to the
+        next stage."""
         return self.tensor_model_parallel_size > 1 and not self.sequence_parallel
 
     @property
     def schedule_title(self) -> str:
-        """The schedule in a list of settings; with --virtual-pipeline-stages, such as 'interleaved x 2'."""
+        """Returns a text about the schedule for lists of settings, with --virtual-pipeline-stages for example
+        'interleaved x 2'."""
         stages = "" if self.schedule.stages_per_rank else f" x {self.stages_per_rank}"
         return self.pipeline_schedule + stages
 
     @property
     def num_stages(self) -> int:
-        """Number of pipeline stages of all pipeline ranks."""
+        """Returns the number of pipeline stages of all pipeline ranks."""
         return self.stages_per_rank * self.pipeline_model_parallel_size
 
     @property
     def rank_of_stage(self) -> tuple[int, ...]:
-        """The pipeline rank of each stage."""
+        """Returns the pipeline rank of each stage."""
         ranks = range(self.pipeline_model_parallel_size)
         if self.schedule.is_v_schedule:
             return (*ranks, *reversed(ranks))
@@ -249,18 +259,19 @@ class ParallelConfig(Section):
 
     @property
     def min_micro_batches(self) -> int:
-        """Minimum number of micro-batches per step and replica."""
+        """Returns the minimum number of micro-batches per step and replica."""
         return max(self.schedule.micro_batches_per_rank * self.pipeline_model_parallel_size, 1)
 
     @property
     def micro_batch_multiple(self) -> int:
-        """Number that must divide the micro-batches per step and replica."""
+        """Returns the number that must divide the number of micro-batches per step and replica."""
         return self.pipeline_model_parallel_size if self.schedule.micro_batches_multiple_of_ranks else 1
 
     @property
     def bucket_size(self) -> int | None:
-        """Minimum number of parameters in a bucket of layers; None without buckets. The default is
-        Megatron-LM's: larger messages for more ranks, since a ring collective takes a step per rank."""
+        """Returns the minimum number of parameters in a bucket of layers; None without buckets. The default
+        is Megatron-LM's. It grows with the number of ranks, because a ring collective takes one step per
+        rank."""
         overlaps = not (self.no_overlap_grad_reduce and self.no_overlap_param_gather)
         if self.zero_stage != 1 or self.dp_cp_size == 1 or not overlaps:
             return None
@@ -268,50 +279,53 @@ class ParallelConfig(Section):
 
     @property
     def needs_one_queue(self) -> bool:
-        """Whether the GPU must start kernels in the order of their launches (one hardware queue).
+        """Returns whether the GPU must start kernels in the order of their launches (one hardware queue).
 
-        A tensor-parallel collective then starts before the GEMM that it overlaps with (Megatron-LM requires
-        this). With ZeRO-2 and ZeRO-3 the all-gathers of the weights would wait for the computation.
+        With one queue, a tensor-parallel collective starts before the GEMM that it overlaps with (Megatron-LM
+        requires this). With ZeRO-2 and ZeRO-3 there must be more queues, because the all-gathers of the
+        weights would wait for the computation.
         """
         return self.tensor_model_parallel_size > 1 and self.zero_stage < 2
 
     @property
     def overlap_chunks(self) -> int:
-        """Maximum number of chunks of --tp-comm-overlap; 1 without it."""
+        """Returns the maximum number of chunks of --tp-comm-overlap; 1 without the flag."""
         return self.tp_comm_overlap_chunks if self.tp_comm_overlap else 1
 
     @property
     def data_parallel_size(self) -> int:
-        """Data-parallel size (DP): number of replicas of the model."""
+        """Returns the data-parallel size (DP): number of replicas of the model."""
         return self.world_size // self.ranks_per_replica
 
     @property
     def ranks_per_replica(self) -> int:
-        """Number of ranks that compute the samples of one data-parallel replica: TP x CP x PP."""
+        """Returns the number of ranks that compute the samples of one data-parallel replica: TP x CP x PP."""
         return (
             self.tensor_model_parallel_size * self.context_parallel_size * self.pipeline_model_parallel_size
         )
 
     @property
     def dp_cp_size(self) -> int:
-        """Number of ranks with equal parameters: DP x CP. Gradients are reduced over them."""
+        """Returns the number of ranks with equal parameters: DP x CP. Gradients are reduced over these
+        ranks."""
         return self.data_parallel_size * self.context_parallel_size
 
     @property
     def expert_replicas(self) -> int:
-        """Number of ranks with equal experts: TP x CP x DP / EP."""
+        """Returns the number of ranks with equal experts: TP x CP x DP / EP."""
         return self.tensor_model_parallel_size * self.dp_cp_size // self.expert_model_parallel_size
 
     @property
     def length_multiple(self) -> int:
-        """Number that must divide the length of a sequence, so that its shards have equal lengths."""
+        """Returns the number that must divide the length of a sequence, so that its shards have equal
+        lengths."""
         context = self.context_parallel_size
         chunks = 2 * context if context > 1 else 1
         return chunks * (self.tensor_model_parallel_size if self.sequence_parallel else 1)
 
     @property
     def length_multiple_terms(self) -> str:
-        """The flags whose product is `length_multiple`, for messages."""
+        """Returns a text of the flags whose product is `length_multiple`, for errors."""
         context, tensor = self.context_parallel_size, self.tensor_model_parallel_size
         terms = [f"2 x --context-parallel-size {context}"] if context > 1 else []
         if self.sequence_parallel:
@@ -320,16 +334,16 @@ class ParallelConfig(Section):
 
     @property
     def optimizer_partitions(self) -> int:
-        """Number of data- and context-parallel ranks across which optimizer states are sharded; 1 without
-        ZeRO."""
+        """Returns the number of data- and context-parallel ranks across which optimizer states are sharded; 1
+        without ZeRO."""
         return self.dp_cp_size if self.zero_stage >= 1 else 1
 
     @property
     def shards_gradients(self) -> bool:
-        """Whether gradients of the transformer layers are sharded (ZeRO-2, ZeRO-3)."""
+        """Returns whether gradients of the transformer layers are sharded (ZeRO-2, ZeRO-3)."""
         return self.zero_stage >= 2 and self.dp_cp_size > 1
 
     @property
     def shards_weights(self) -> bool:
-        """Whether weights of the transformer layers are sharded (ZeRO-3)."""
+        """Returns whether weights of the transformer layers are sharded (ZeRO-3)."""
         return self.zero_stage == 3 and self.dp_cp_size > 1

@@ -29,35 +29,36 @@ class ScheduleConfig(Section):
         None, at_least=1, help="consumed samples at which the decay ends (default: --train-samples)"
     )
     lr_decay_tokens: int | None = flag(
-        None, at_least=1, help="consumed tokens at which the decay ends, instead of --lr-decay-samples"
+        None, at_least=1, help="consumed tokens at which the decay ends; replaces --lr-decay-samples"
     )
     lr_wsd_decay_style: str = flag(
         "exponential",
         choices=WSD_DECAY_STYLES,
-        help="with --lr-decay-style WSD: shape of the final decay, a factor between --min-lr (0) and --lr "
-        "(1)",
+        help="with --lr-decay-style WSD: shape of the final decay from --lr to --min-lr. In the formulas 1 "
+        "is --lr and 0 is --min-lr",
     )
     lr_wsd_decay_iters: int | None = flag(
         None,
         at_least=0,
-        help="with --lr-decay-style WSD: iterations of the final decay, which ends at --lr-decay-iters; 0 "
-        "disables it",
+        help="with --lr-decay-style WSD: length of the final decay in iterations; the decay ends at "
+        "--lr-decay-iters; 0: no decay",
     )
     lr_wsd_decay_samples: int | None = flag(
         None,
         at_least=0,
-        help="with --lr-decay-style WSD: samples of the final decay, which ends at --lr-decay-samples; 0 "
-        "disables it",
+        help="with --lr-decay-style WSD: length of the final decay in samples; the decay ends at "
+        "--lr-decay-samples; 0: no decay",
     )
-    lr_warmup_iters: int = flag(0, at_least=0, help="iterations of the linear warm-up")
-    lr_warmup_samples: int = flag(0, at_least=0, help="samples of the linear warm-up")
+    lr_warmup_iters: int = flag(0, at_least=0, help="length of the linear warm-up in iterations")
+    lr_warmup_samples: int = flag(0, at_least=0, help="length of the linear warm-up in samples")
     lr_warmup_fraction: float | None = flag(
         None, at_least=0, below=1, help="length of the warm-up as a fraction of the length of the decay"
     )
     override_lr_scheduler: bool = flag(
         False,
         aliases=("--override-opt_param-scheduler", "--override-opt-param-scheduler"),
-        help="on resume, use the learning-rate schedule of the flags where the checkpoint's schedule differs",
+        help="if the checkpoint's learning-rate schedule differs from the flags, resume with the schedule "
+        "of the flags (without this flag and --use-checkpoint-lr-scheduler, such a resume is an error)",
         excludes={
             "schedule.use_checkpoint_lr_scheduler": "the first selects the schedule of the flags, the "
             "second the checkpoint's"
@@ -67,6 +68,7 @@ class ScheduleConfig(Section):
     use_checkpoint_lr_scheduler: bool = flag(
         False,
         aliases=("--use-checkpoint-opt_param-scheduler", "--use-checkpoint-opt-param-scheduler"),
-        help="on resume, use the checkpoint's learning-rate schedule where the schedule of the flags differs",
+        help="if the checkpoint's learning-rate schedule differs from the flags, resume with the "
+        "checkpoint's schedule (see --override-lr-scheduler)",
         used_with=("checkpoint.load",),
     )

@@ -9,7 +9,8 @@ from megatron.config.fields import COMMON_FLAGS, Section, flag
 from megatron.config.registries import GPUS
 from megatron.errors import ConfigError
 
-# Signals that a process can handle and that a run does not use otherwise.
+# Signals that --exit-signal can name: a process can handle them, and a run does not use them for anything
+# else.
 EXIT_SIGNALS = ("SIGHUP", "SIGINT", "SIGQUIT", "SIGTERM", "SIGUSR1", "SIGUSR2")
 
 
@@ -24,7 +25,7 @@ _OTHER_MODULES = {
     "shared_experts": f"{_WHOLE_LAYERS}, or mlp_act",
     "mla_up_proj": "it is not implemented; set core_attn, or remove it",
 }
-"""Modules of Megatron-LM -> the alternative."""
+"""Modules of Megatron-LM that --recompute-modules rejects -> the alternative."""
 _HARNESS = {"training.eval_harness_tasks": ""}
 
 
@@ -37,21 +38,21 @@ class TrainingConfig(Section):
     train_iters: int | None = flag(
         None,
         at_least=1,
-        help="length of the training in iterations, including those before a resume; alternative to "
-        "--train-samples",
+        help="length of the training in iterations, including the iterations before a resume; alternative "
+        "to --train-samples",
         group=COMMON_FLAGS,
     )
     train_samples: int | None = flag(
         None,
         at_least=1,
-        help="length of the training in samples, including those before a resume, whatever their batch "
-        "size was; alternative to --train-iters",
+        help="length of the training in samples, including the samples before a resume; alternative to "
+        "--train-iters",
     )
     train_tokens: int | None = flag(
         None,
         at_least=1,
-        help="end the training at this number of tokens, including those before a resume, if it is reached "
-        "before --train-iters or --train-samples",
+        help="end the training at this number of tokens, including the tokens before a resume, if it is "
+        "reached before --train-iters or --train-samples",
     )
     eval_interval: int = flag(
         1000,
@@ -101,18 +102,18 @@ class TrainingConfig(Section):
         needs=_HARNESS,
     )
     exit_interval: int | None = flag(
-        None, at_least=1, help="save and exit when the iteration is a multiple of N"
+        None, at_least=1, help="save and exit when the iteration is a multiple of N (default: never)"
     )
     exit_duration_in_mins: int | None = flag(
-        None, at_least=1, help="save and exit N minutes after the launch"
+        None, at_least=1, help="save and exit N minutes after the launch (default: never)"
     )
     exit_signal: tuple[str, ...] = flag(
         ("SIGUSR2", "SIGTERM", "SIGHUP"),
         nargs="*",
         metavar="SIGNAL",
-        help="save and exit on these signals, with code 75 (0 under torch's launcher); without a value, on "
-        "no signal. Closing a terminal sends SIGHUP, which nohup ignores. Ctrl-C (SIGINT) saves and exits "
-        "with code 130, unless SIGINT is listed; a second Ctrl-C ends the process at once",
+        help="save and exit on these signals, with exit code 75 (0 under torch's launcher); without a "
+        "value, on no signal. Closing a terminal sends SIGHUP, which nohup ignores. Ctrl-C (SIGINT) saves "
+        "and exits with code 130, unless SIGINT is listed; a second Ctrl-C ends the process at once",
     )
     kill_switch_path: str | None = flag(
         None, metavar="FILE", help="save and exit as soon as this file exists"
@@ -122,28 +123,28 @@ class TrainingConfig(Section):
         at_least=0,
         metavar="SECONDS",
         help="seconds without progress (a micro-batch, a step, bytes of a checkpoint) after which the run "
-        "prints the stacks of all threads and aborts; 0 disables the limit. The limit is 4 times as long for "
-        "a load or save, and 10 times for startup and, with --compile, for the first step and the first "
-        "evaluation. A limit is at least 3 times the median duration of the past steps, evaluations or saves "
-        "that it applies to",
+        "prints the stacks of all threads and aborts; 0 disables the limit. The limit is 4 times as long "
+        "for a load or save, and 10 times as long for the startup and, with --compile, for the first step "
+        "and the first evaluation. It is at least 3 times the median duration of the past steps, "
+        "evaluations or saves",
     )
     no_preflight: bool = flag(
         False,
-        help="skip the startup check that the nodes are consistent, have enough memory and room for "
-        "checkpoints, and see the files",
+        help="skip the startup checks: that all nodes have equal versions and see the same files, and that "
+        "there is enough memory and enough disk space for checkpoints",
     )
     seed: int = flag(
         1234,
         at_least=0,
         at_most=2**32 - 1,
         group="initialization",
-        help="random seed of initialization, data order and dropout",
+        help="random seed of the initialization, the data order and dropout",
     )
     no_train: bool = flag(
         False,
         aliases=("--eval-only",),
         metavar="1",
-        help="evaluate the checkpoint in --load without training; the value 1 is optional",
+        help="evaluate the checkpoint in --load without training. --no-train and --no-train 1 are equal",
     )
     checkpoint_activations: bool = flag(
         False,
@@ -157,14 +158,14 @@ class TrainingConfig(Section):
     checkpoint_num_layers: int = flag(
         1,
         at_least=1,
-        help="with --checkpoint-activations: number of layers that are recomputed together, from one stored "
+        help="with --checkpoint-activations: number of layers that are recomputed together from one stored "
         "input",
         needs=_RECOMPUTED_LAYERS,
     )
     recompute_granularity: str | None = flag(
         None,
         choices=("selective", "full"),
-        help="activations that the backward pass recomputes instead of storing them\n"
+        help="activations that the backward pass recomputes instead of storing them (default: none)\n"
         "selective: the outputs of --recompute-modules\n"
         "full: whole transformer layers, as with --checkpoint-activations",
     )
@@ -173,9 +174,9 @@ class TrainingConfig(Section):
         nargs="+",
         choices=RECOMPUTE_MODULES,
         rejected=_OTHER_MODULES,
-        help="with --recompute-granularity selective: what is recomputed, one or several (default: "
-        "core_attn)\n"
-        "core_attn: softmax and dropout of the attention, where no fused kernel computes them\n"
+        help="with --recompute-granularity selective: one or several modules whose output is recomputed "
+        "(default: core_attn)\n"
+        "core_attn: softmax and dropout of the attention, in layers that no fused kernel computes\n"
         "layernorm: outputs of the norms before attention and MLP\n"
         "mlp_act: outputs of the activation of MLPs and shared experts\n"
         "moe_act: outputs of the activation of experts",
@@ -205,9 +206,10 @@ class TrainingConfig(Section):
     cuda_graph_impl: str = flag(
         "none",
         choices=("none", "local"),
-        help="local: capture the forward and backward pass of a micro-batch as one CUDA graph and replay it. "
-        "A replay takes one call of the host, so that small models are not limited by the host. Gradients "
-        "are reduced after the last micro-batch, without overlap",
+        help="none: no CUDA graph\n"
+        "local: capture the forward and backward pass of a micro-batch as one CUDA graph and replay "
+        "it. A replay takes one call of the host, so the host does not limit the speed of small models. "
+        "Gradients are reduced after the last micro-batch, without overlap",
         excludes={
             "parallel.pipeline_model_parallel_size": "a graph has the passes of one stage",
             "parallel.zero_stage=2|parallel.zero_stage=3": "hooks gather and reduce within the passes; set "
@@ -222,15 +224,15 @@ class TrainingConfig(Section):
     )
     deterministic_mode: bool = flag(
         False,
-        help="use only deterministic algorithms of PyTorch, cuBLAS and NCCL, as in Megatron-LM: two runs on "
+        help="use only deterministic algorithms of PyTorch, cuBLAS and NCCL, as in Megatron-LM. Two runs on "
         "equal GPUs and layouts, or a resumed and an uninterrupted run, then have bitwise equal losses. "
-        "Slower. Sets NCCL_ALGO=Ring and CUBLAS_WORKSPACE_CONFIG=:4096:8, unless the environment has other "
-        "deterministic values",
+        "Steps take longer. Sets NCCL_ALGO=Ring and CUBLAS_WORKSPACE_CONFIG=:4096:8, unless the environment "
+        "has different deterministic values",
         excludes={"training.compile": "the compiler chooses kernels by their measured times"},
     )
     require_kernels: bool = flag(
         False,
-        help="exit at startup if a rank cannot run the Triton kernels. By default, all ranks then use "
+        help="exit at startup if a rank cannot run the Triton kernels. Without the flag, all ranks then use "
         "PyTorch's operations, and the log names the rank and the reason",
     )
     loss_implementation: str = flag(
@@ -244,19 +246,20 @@ class TrainingConfig(Section):
         0.0,
         at_least=0,
         group="regularization",
-        help="coefficient of the z-loss log(Z)^2 per token, where Z is the sum of exp(logits); PaLM used "
-        "1e-4. The logged lm loss includes the z-loss, the validation loss does not",
+        help="coefficient of the z-loss log(Z)^2 per token, where Z is the sum of exp(logits); 0: no "
+        "z-loss; PaLM used 1e-4. The logged lm loss includes the z-loss, and the validation loss does not",
         excludes={"training.loss_implementation=plain": "only the fused loss supports it"},
     )
     dry_run: bool = flag(
         False,
-        help="check all flags, print layout, batch sizes and pipeline stages, and exit without training",
+        help="check all flags, print layout, batch sizes, pipeline stages and planned memory, and exit "
+        "without training",
     )
     gpu: str | None = flag(
         None,
         choices=GPUS,
-        help="with --dry-run: GPU for which memory and step time are planned; exit code 2 if the run does "
-        "not fit its memory",
+        help="with --dry-run: plan memory and step time for this GPU. The exit code is 2 if the run does "
+        "not fit the GPU's memory",
         excludes={"training.device_memory": "both set the memory of a device"},
         used_with=("training.dry_run",),
     )
@@ -265,8 +268,8 @@ class TrainingConfig(Section):
         metavar="GIB",
         above=0,
         at_most=1_000_000,
-        help="with --dry-run: plan for a device with this memory in GiB, instead of --gpu; exit code 2 if "
-        "the run does not fit",
+        help="with --dry-run: plan for a device with this memory in GiB, instead of --gpu. The exit code is "
+        "2 if the run does not fit",
         used_with=("training.dry_run",),
     )
     deepspeed_config: str | None = flag(
@@ -274,8 +277,8 @@ class TrainingConfig(Section):
         aliases=("--deepspeed_config",),
         group="distributed",
         metavar="FILE",
-        help="JSON file with additional DeepSpeed settings. They must not contradict the flags, except for "
-        "the loss scale, for which the file takes precedence",
+        help="JSON file with additional DeepSpeed settings (default: none). The settings must not "
+        "contradict the flags, except for the loss scale, for which the file takes precedence",
     )
 
     def derive(self) -> dict[str, Any]:
@@ -286,17 +289,18 @@ class TrainingConfig(Section):
 
     @property
     def has_length(self) -> bool:
-        """Whether exactly one flag sets the length of the run."""
+        """Returns whether exactly one flag sets the length of the run."""
         return (self.train_iters is None) != (self.train_samples is None)
 
     @property
     def recomputes_layers(self) -> bool:
-        """Whether whole transformer layers are recomputed, from the stored input of each group of layers."""
+        """Returns whether whole transformer layers are recomputed, from the stored input of each group of
+        layers."""
         return self.checkpoint_activations or self.recompute_granularity == "full"
 
     @property
     def recomputed_modules(self) -> tuple[str, ...]:
-        """The modules of `RECOMPUTE_MODULES` whose output is recomputed."""
+        """Returns the modules of `RECOMPUTE_MODULES` whose output this run recomputes."""
         return (self.recompute_modules or ("core_attn",)) * (self.recompute_granularity == "selective")
 
     def recomputes(self, module: str) -> bool:
@@ -305,12 +309,14 @@ class TrainingConfig(Section):
 
     @property
     def uses_cuda_graph(self) -> bool:
-        """Whether a CUDA graph runs the passes of a micro-batch. Then no Python hook runs in them."""
+        """Returns whether a CUDA graph executes the passes of a micro-batch. No Python hook runs in these
+        passes then."""
         return self.cuda_graph_impl != "none"
 
 
 def recomputation(modules: tuple[str, ...] = (), layers: bool = False) -> dict[str, Any]:
-    """Returns the settings that recompute only these modules of `RECOMPUTE_MODULES`, or whole layers."""
+    """Returns settings ('section.field' -> value) with which a run recomputes only these modules of
+    `RECOMPUTE_MODULES`, or whole layers."""
     return {
         "training.checkpoint_activations": layers,
         "training.recompute_granularity": "selective" if modules else None,

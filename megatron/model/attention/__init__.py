@@ -1,1 +1,1 @@
-"""Attention: which implementation computes it, and the implementations; parts of its layers."""
+"""Attention: its implementations, the choice among them, and the parts of attention layers."""

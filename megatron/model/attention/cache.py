@@ -1,4 +1,4 @@
-"""The keys and values of texts that a model continues token by token."""
+"""The cache of keys and values for generation token by token."""
 
 from __future__ import annotations
 
@@ -13,17 +13,17 @@ T = TypeVar("T")
 
 
 class KeyValueCache:
-    """Keys and values of this rank's layers and heads, for the texts of a batch. A text has a row, and its
-    tokens have the columns 0, 1, ... of the row, whatever the lengths of the other texts are.
+    """Keys and values of this rank's layers and heads, for the texts of a batch. Each text has a row of the
+    cache, and its tokens have the columns 0, 1, ... of the row, whatever the lengths of the other texts are.
 
-    In a `starting` pass the layers compute the first tokens of texts as usual, and their keys and values are
-    kept. In an `extending` pass they compute only the next tokens, whose queries attend to the kept keys. In
-    any other pass, such as one of training, the cache does nothing.
+    In a `starting` pass the layers compute the first tokens of texts as usual, and the cache stores their
+    keys and values. In an `extending` pass the layers compute only the next tokens, whose queries attend to
+    the stored keys. In every other pass, for example in training, the cache does nothing.
     """
 
     def __init__(self) -> None:
         self.positions: Tensor | None = None
-        """In an extending pass, the positions of the new tokens: int64 [batch, new]. Otherwise None."""
+        """The positions of the new tokens, int64 [batch, new], inside of `extending`; otherwise None."""
         self._rows: list[int] | None = None
         self._num_keys = 0
         self._places: tuple[Tensor, Tensor]
@@ -32,7 +32,8 @@ class KeyValueCache:
 
     @contextmanager
     def starting(self, rows: Sequence[int]) -> Iterator[None]:
-        """Keeps what the pass computes. rows: of the texts of the batch. Their old content is lost."""
+        """Returns a context that stores the keys and values of a pass. rows: the cache's row of each text of
+        the batch. The old content of these rows is lost."""
         self._rows = list(rows)
         try:
             yield
@@ -41,8 +42,8 @@ class KeyValueCache:
 
     @contextmanager
     def extending(self, positions: Tensor, num_keys: int) -> Iterator[None]:
-        """Extends the texts of the rows 0, 1, ... of the batch by tokens at `positions`, which are below
-        `num_keys`."""
+        """Returns a context in which a pass extends the texts of the rows 0, 1, ... of the cache by the
+        tokens at `positions`. All positions are below `num_keys`."""
         self.positions, self._num_keys = positions, num_keys
         self._places = positions.t(), torch.arange(len(positions), device=positions.device)
         try:
@@ -52,25 +53,25 @@ class KeyValueCache:
             self._of_pass.clear()
 
     def clear(self) -> None:
-        """Frees the memory."""
+        """Frees the memory of all keys and values."""
         self._kept.clear()
 
     def new_tokens(self, x: Tensor) -> Tensor:
-        """Returns the elements of `x` [batch or 1, seq] that the pass computes: in an extending pass only
-        the new tokens', [batch, new]."""
+        """Returns the elements of `x` [batch or 1, seq] that the pass computes: all of them, or inside of
+        `extending` the elements of the new tokens, [batch, new]."""
         if self.positions is None:
             return x
         return x.expand(len(self.positions), -1).gather(1, self.positions)
 
     def once_per_pass(self, owner: object, compute: Callable[[], T]) -> T:
-        """Returns compute(). The layers of an extending pass share the result for an owner."""
+        """Returns compute(). In an extending pass all layers share one result per `owner`."""
         if owner not in self._of_pass:
             self._of_pass[owner] = compute()
         return cast(T, self._of_pass[owner])
 
     def update(self, layer_index: int, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor] | None:
-        """Keeps the keys and values of a layer's new tokens, [new, batch, groups, head_dim]. In an extending
-        pass returns the keys and values of all tokens, [keys, batch, groups, head_dim]; otherwise None."""
+        """Stores the keys and values of a layer's new tokens, [new, batch, groups, head_dim]. In an extending
+        pass it returns the keys and values of all tokens, [keys, batch, groups, head_dim]; otherwise None."""
         if self.positions is None:
             if self._rows is None:
                 return None
@@ -86,12 +87,12 @@ class KeyValueCache:
     def _reserve(
         self, layer_index: int, key: Tensor, value: Tensor, length: int, rows: int
     ) -> tuple[Tensor, Tensor]:
-        """Returns the buffers of a layer. If they are too small, their sizes grow to powers of two."""
+        """Returns the buffers of a layer. If they are too short, their length grows to a power of two."""
         kept = self._kept.get(layer_index)
         if kept is None or kept[0].shape[0] < length or kept[0].shape[1] < rows:
             old_length, old_rows = (0, 0) if kept is None else kept[0].shape[:2]
             sizes = (1 << (max(length, old_length) - 1).bit_length(), max(rows, old_rows))
-            # Zeros, since a masked key counts as 0 x value, and NaN x 0 is NaN.
+            # The buffers start with zeros: a masked key counts as 0 x value, and 0 x NaN is NaN.
             grown = key.new_zeros(*sizes, *key.shape[2:]), value.new_zeros(*sizes, *value.shape[2:])
             if kept is not None:
                 for new, old in zip(grown, kept, strict=True):

@@ -1,4 +1,4 @@
-"""Chooses the implementation that computes attention, and gives the reason."""
+"""Chooses the implementation that computes attention, and returns the reason for the choice."""
 
 from __future__ import annotations
 
@@ -9,7 +9,6 @@ from enum import Enum
 from functools import lru_cache
 from importlib import import_module
 from importlib.util import find_spec
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -53,8 +52,8 @@ class AttentionRequirements:
 
     dropout: the dropout rate, 0 outside of training. window: number of tokens that a token attends to, itself
     included; None: no limit. kernels_unsupported_reason: why the Triton kernels cannot be used; None if they
-    can. flash: whether PyTorch's flash kernels compute with the dtype; they need the GPUs that Triton needs.
-    sink, softcapping: see --softmax-type and --attn-logit-softcapping.
+    can. flash: whether PyTorch's flash kernels support the dtype and the device. sink, softcapping: see
+    --softmax-type and --attn-logit-softcapping.
     """
 
     dropout: float
@@ -72,7 +71,7 @@ class AttentionRequirements:
 
     @property
     def features(self) -> list[str]:
-        """Features beyond plain causal attention."""
+        """The names of all requirements beyond plain causal attention."""
         found = [f"dropout {self.dropout:g}"] if self.dropout else []
         found += ["ALiBi"] if self.alibi else []
         found += ["document boundaries"] if self.documents else []
@@ -82,7 +81,8 @@ class AttentionRequirements:
 
     @property
     def fits_flash(self) -> bool:
-        """Whether a window and a sink are the only features, and the flash kernels accept the heads."""
+        """Whether PyTorch's flash kernels can compute this attention: they support the size of its heads, and
+        it has no features except a window and a sink."""
         fits = self.head_dim % 8 == 0 and self.head_dim <= windowed_attention.MAX_HEAD_DIM
         return fits and len(self.features) == bool(self.window) + self.sink
 
@@ -90,16 +90,17 @@ class AttentionRequirements:
 def choose_attention(required: AttentionRequirements) -> tuple[Implementation, str]:
     """Returns the implementation and the reason for it.
 
-    PyTorch's fused kernel computes plain causal attention: it is faster than the Triton kernel. Its flash
-    kernel computes a window and a sink, without other features, in 16 bits. Dropout, ALiBi, document
-    boundaries, capped scores, and windows and sinks in fp32 need the Triton kernel. PyTorch's kernels would
-    draw a different dropout mask; they take biases only as [seq, seq] tensors, and documents only as lengths
-    whose number the host must know. Without kernels, CPUs and short sequences use [seq, seq] tensors; with
-    context parallelism, whose queries are chunks of the sequence, they never do.
+    PyTorch's fused kernel computes plain causal attention, because it is faster than the Triton kernel.
+    PyTorch's flash kernel computes windows and sinks in 16 bits if no other feature is needed. The Triton
+    kernels compute dropout, ALiBi, document boundaries, capped scores, and windows and sinks in fp32.
+    PyTorch's kernels do not suit these features: they draw a different dropout mask, take biases only as
+    [seq, seq] tensors, and take documents only as lengths whose number the host must know. Without Triton
+    kernels, CPUs and short sequences use [seq, seq] tensors. Context parallelism never uses such tensors,
+    since its queries are chunks of the sequence.
 
-    Values of another size than the keys (latent attention, --v-channels) are supported only by unfused
-    attention and some of PyTorch's kernels. The smaller ones are padded with zeros, which change no score and
-    no sum, so that all implementations compute them.
+    Only unfused attention and some of PyTorch's kernels support values whose size differs from the keys'
+    (latent attention, --v-channels). For all implementations the smaller tensors are padded with zeros, which
+    change no score and no sum.
     """
     features = ", ".join(required.features)
     if not features:
@@ -128,15 +129,15 @@ def choose_attention(required: AttentionRequirements) -> tuple[Implementation, s
 
 
 def run_uses_kernels(config: Config) -> bool:
-    """Returns whether a run on GPUs (of kind --gpu, if given) uses the Triton kernels. They are off with
-    MEGATRON_KERNELS=pytorch, and they do not support a V100 (compute capability 7.0)."""
+    """Returns whether a run on GPUs (of the kind --gpu, if given) uses the Triton kernels.
+    MEGATRON_KERNELS=pytorch turns them off, and they do not support a V100 (compute capability 7.0)."""
     is_old = (config.training.gpu or "").startswith("v100")
     return not is_old and os.environ.get("MEGATRON_KERNELS") != "pytorch"
 
 
 def training_attention(config: Config, window: int | None = None, on_cpu: bool = False) -> Implementation:
-    """Returns the implementation that a training run on GPUs, or `on_cpu`, uses in its layers with this
-    window."""
+    """Returns the implementation that training uses in layers with this window, on GPUs or (`on_cpu`) on
+    CPUs."""
     model = config.model.of_kind(has_window=window is not None)
     required = AttentionRequirements(
         dropout=model.attention_dropout,
@@ -163,7 +164,7 @@ def implementation_for(
     sink: bool = False,
     softcapping: float | None = None,
 ) -> Implementation:
-    """Returns the implementation for query [seq / CP, batch, heads, head_dim]; logs each reason once."""
+    """Returns the implementation for query [seq / CP, batch, heads, head_dim]. It logs each reason once."""
     local, _, _, head_dim = query.shape
     alibi, documents, window = masks.slopes is not None, masks.within_documents, masks.window_of(seq)
     if not (dropout or alibi or documents or window or sink or softcapping):
@@ -174,19 +175,17 @@ def implementation_for(
     if not uses_kernels(query):
         against = reason_against_kernels(query.device.type) or f"kernels do not support {query.dtype}"
     flash = query.dtype != torch.float32 and _has_flash_kernels(query.device.type)
-    required = (
-        *(dropout, alibi, documents, seq, head_dim, on_cpu, against, window, local < seq, flash),
-        *(sink, softcapping),
+    split = local < seq
+    required = AttentionRequirements(
+        dropout, alibi, documents, seq, head_dim, on_cpu, against, window, split, flash, sink, softcapping
     )
-    if torch.compiler.is_compiling():
-        return choose_attention(AttentionRequirements(*required))[0]
-    return _logged_choice(*required)
+    return choose_attention(required)[0] if torch.compiler.is_compiling() else _logged_choice(required)
 
 
 def use_flash_attention_3() -> list[str]:
-    """Replaces PyTorch's flash kernels, FlashAttention 2, by FlashAttention 3 if each rank has a Hopper GPU
-    and the package flash_attn_interface; returns a sentence for the log. The flash kernels compute windows in
-    16 bits and, with context parallelism, causal attention. Collective."""
+    """Replaces PyTorch's flash kernels (FlashAttention 2) by FlashAttention 3 if each rank has a Hopper GPU
+    and the package flash_attn_interface. It returns a sentence for the log. The flash kernels compute windows
+    in 16 bits, and with context parallelism also causal attention. The function is collective."""
     if not all(gather_from_all_ranks(_has_flash_attention_3())):
         return []
     activate_flash_attention_impl("FA3")
@@ -197,7 +196,7 @@ def use_flash_attention_3() -> list[str]:
 
 
 def flash_attention_remedy() -> str:
-    """Returns what a user can do about wrong results of PyTorch's flash kernels."""
+    """Returns advice for the user if PyTorch's flash kernels give wrong results."""
     if current_flash_attention_impl() == "FA3":
         return "set MEGATRON_FLASH_ATTENTION=2 to keep FlashAttention 2"
     return "install another version of torch"
@@ -213,7 +212,7 @@ def _has_flash_attention_3() -> bool:
         return False
     try:
         import_module("flash_attn_interface")
-    except Exception as error:  # a package that was built for another torch raises any kind
+    except Exception as error:  # a package built for another torch version raises any kind of exception
         _LOG.warning(
             "FlashAttention 3 is not used: flash_attn_interface cannot be imported: %s "
             "(MEGATRON_FLASH_ATTENTION=2 keeps FlashAttention 2)",
@@ -224,16 +223,17 @@ def _has_flash_attention_3() -> bool:
 
 
 def _has_flash_kernels(device_type: str) -> bool:
-    """Returns whether PyTorch was built with flash kernels for this device. The simulated one has them."""
+    """Returns whether PyTorch was built with flash kernels for this device. The simulated device counts as
+    one that has them."""
     if device_type == "cuda":
         return torch.backends.cuda.is_flash_attention_available()
     return device_type != "cpu"
 
 
 @lru_cache(maxsize=1024)
-def _logged_choice(*required: Any) -> Implementation:
-    """required: the fields of `AttentionRequirements`."""
-    choice, reason = choose_attention(AttentionRequirements(*required))
+def _logged_choice(required: AttentionRequirements) -> Implementation:
+    """Returns the implementation that `choose_attention` chooses, and logs the reason."""
+    choice, reason = choose_attention(required)
     _log_once(reason)
     return choice
 

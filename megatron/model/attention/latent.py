@@ -8,12 +8,13 @@ Shapes: s, b, h, n as in gpt_model.py; r = --kv-lora-rank, p = --qk-pos-emb-head
     key           = key_d, and the rotated key_p for all n heads
     output        = dense(attention(query, key, value))
 
-Without --q-lora-rank, query = q_proj(x). The last p elements of a query are rotated, too, in pairs of
-neighbors. The norms exist with --qk-layernorm.
+Without --q-lora-rank, query = q_proj(x). The last p elements of each query are rotated like key_p, in pairs
+of neighbors. The norms exist only with --qk-layernorm.
 
-TP shards the heads. The down projections and the norms are replicated: each rank computes them for all
-tokens, or with --sequence-parallel for its shard, and then gathers the compressed vectors, which are smaller
-than hidden states. CP gathers `latent` and `key_p`, and each rank computes the keys and values of its heads.
+TP shards the heads. The down projections and the norms are replicated. Each rank computes them for all
+tokens; with --sequence-parallel only for its shard of the tokens, and then it gathers the compressed vectors,
+which are smaller than hidden states. CP gathers `latent` and `key_p`, and each rank computes the keys and
+values of its heads.
 """
 
 from __future__ import annotations
@@ -34,7 +35,8 @@ from megatron.mpu.mappings import copy_to_tensor_region
 
 
 class LatentSelfAttention(nn.Module):
-    """Causal self-attention with compressed keys and values: [seq, batch, hidden] -> [seq, batch, hidden].
+    """Causal self-attention with compressed keys and values. It maps [seq, batch, hidden] to [seq, batch,
+    hidden].
 
     Rows of q_up_proj: (heads, d + p). Rows of kv_up_proj: (heads, d + --v-head-dim).
     """
@@ -42,7 +44,8 @@ class LatentSelfAttention(nn.Module):
     def __init__(
         self, context: LayerContext, layer_index: int, first: dict[str, Any], second: dict[str, Any]
     ) -> None:
-        """first, second: settings of the linear layers before and after attention."""
+        """first, second: keyword arguments of the linear layers before attention, and of the linear layers
+        after it."""
         super().__init__()
         model, tp_group = context.config.model, context.tp_group
         self.dims = model.qk_head_dim, model.qk_pos_emb_head_dim, model.v_head_dim
@@ -62,12 +65,13 @@ class LatentSelfAttention(nn.Module):
             self.q_down_proj = ReplicatedLinear(*sizes["q_down_proj"], tp_group, **first)
             self.q_layernorm = norm(model.q_lora_rank)
             self.q_up_proj = ColumnParallelLinear(*sizes["q_up_proj"], tp_group, **first)
-        # In bf16 also with FP8: its rows are no multiple of an FP8 block (512 + 64 in DeepSeek-V3).
-        parts = {"matrix_rows": (self.kv_rank, self.dims[1]), "fp8": None}
-        self.kv_down_proj = ReplicatedLinear(*sizes["kv_down_proj"], tp_group, **{**first, **parts})
+        # The layer is in bf16 even with FP8: its number of rows is not a multiple of an FP8 block (512 + 64
+        # in DeepSeek-V3).
+        settings = first | {"matrix_rows": (self.kv_rank, self.dims[1]), "fp8": None}
+        self.kv_down_proj = ReplicatedLinear(*sizes["kv_down_proj"], tp_group, **settings)
         self.kv_layernorm = norm(self.kv_rank)
-        parts = {"matrix_rows": (self.dims[0], self.dims[2])}
-        self.kv_up_proj = ColumnParallelLinear(*sizes["kv_up_proj"], tp_group, **{**first, **parts})
+        settings = first | {"matrix_rows": (self.dims[0], self.dims[2])}
+        self.kv_up_proj = ColumnParallelLinear(*sizes["kv_up_proj"], tp_group, **settings)
         self.rotary = context.rotary(layer_index)
         self.reset_position_ids = context.resets_rotary_positions
         self.core_attention = CoreAttention(context, layer_index)
@@ -77,11 +81,11 @@ class LatentSelfAttention(nn.Module):
 
     @property
     def skipped_bias(self) -> Tensor | None:
-        """See `RowParallelLinear`."""
+        """The bias of the output projection that the residual addition adds: see `RowParallelLinear`."""
         return self.dense.skipped_bias
 
     def logit_weights(self) -> list[LogitWeight]:
-        """See `qk_clip`."""
+        """Returns the weights of queries and keys for QK-clip: see `qk_clip`."""
         plain, rotated, value = self.dims
         queries = self.q_up_proj if self.compresses_queries else self.q_proj
         return [
@@ -90,7 +94,7 @@ class LatentSelfAttention(nn.Module):
         ]
 
     def forward(self, hidden: Tensor, document_ids: Tensor | None) -> Tensor:
-        """hidden [seq / CP, batch, hidden], document_ids [batch, seq] or None -> the shape of hidden."""
+        """Returns the output [seq / CP, batch, hidden]. document_ids: [batch, seq] or None."""
         positions = positions_within_documents(document_ids) if self.reset_position_ids else None
         query = self._queries(hidden)
         latent, shared_key = self.kv_down_proj(hidden).split((self.kv_rank, self.dims[1]), dim=-1)
@@ -102,7 +106,7 @@ class LatentSelfAttention(nn.Module):
         return self.dense(self.core_attention(query, key, value, document_ids))
 
     def _queries(self, hidden: Tensor) -> Tensor:
-        """Returns [seq / CP, batch, heads / TP, d + p], without rotation."""
+        """Returns the queries [seq / CP, batch, heads / TP, d + p] before the rotation."""
         if self.compresses_queries:
             projected = self.q_up_proj(self.q_layernorm(self.q_down_proj(hidden)))
         else:
@@ -110,15 +114,16 @@ class LatentSelfAttention(nn.Module):
         return projected.unflatten(-1, (-1, self.dims[0] + self.dims[1]))
 
     def _rotated(self, query: Tensor, key: Tensor, positions: Tensor | None) -> tuple[Tensor, Tensor]:
-        """Rotates the last p elements of the queries, and key [seq / CP, batch, 1, p]."""
+        """Returns query and key after the rotation of the last p elements of the queries, and of key [seq /
+        CP, batch, 1, p]."""
         assert self.rotary is not None
         plain, turned = query.split(self.dims[:2], dim=-1)
         turned, key = self.rotary.rotate(turned, key, positions)
         return torch.cat((plain, turned), dim=-1), key
 
     def _keys_and_values(self, latent: Tensor, shared_key: Tensor) -> tuple[Tensor, Tensor]:
-        """latent [seq / CP, batch, r], shared_key [seq / CP, batch, 1, p] -> the keys [seq, batch, heads /
-        TP, d + p] and the values of this rank's heads."""
+        """Returns the keys [seq, batch, heads / TP, d + p] and the values of this rank's heads. latent: [seq
+        / CP, batch, r]. shared_key: [seq / CP, batch, 1, p]."""
         gathered = gather_from_sequence(torch.cat((latent, shared_key.squeeze(2)), dim=-1), self.cp_group)
         latent, shared = gathered.split((self.kv_rank, self.dims[1]), dim=-1)
         projected = self.kv_up_proj.multiply(latent).unflatten(-1, (-1, self.dims[0] + self.dims[2]))

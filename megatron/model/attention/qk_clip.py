@@ -1,15 +1,15 @@
 """QK-clip: scales the weights of queries and keys, so that attention logits stay below a threshold.
 
-Part of MuonClip (Kimi K2, arXiv 2507.20534, section 2.1). A logit is a score, query @ key.T * scale + bias.
-After the update of a step, with m = the largest logit of a head in the global batch, threshold t, and
-eta = min(1, t / m), as Megatron-LM's `clip_qk` does:
+QK-clip is a part of MuonClip (Kimi K2, arXiv 2507.20534, section 2.1). A logit is a score, query @ key.T *
+scale + bias. Let m be the largest logit of a head in the global batch, t the threshold, and eta = min(1, t /
+m). After the optimizer's update, weights are scaled as in Megatron-LM's `clip_qk`:
 
     rows of the query's weight                    x eta^alpha
     rows of the key's weight                      x eta^(1 - alpha)
     latent attention: rows of the rotated query   x eta        (all heads share the rotated key)
 
-Heads that share a key have the largest logit of their group. Biases are unchanged. The layers for multi-token
-prediction are scaled, too; Megatron-LM leaves them out.
+Heads that share a key use the largest logit of their group. Biases are unchanged. The layers for multi-token
+prediction are scaled, too, unlike in Megatron-LM.
 """
 
 from __future__ import annotations
@@ -30,19 +30,20 @@ from megatron.mpu.parameters import spec_of
 from megatron.mpu.step_metrics import StepMetrics
 
 _SCORES_AT_ONCE, _QUERIES_AT_ONCE = 2**26, 1024
-"""Limits of a block of queries. A score takes at most 6 bytes."""
+"""Limits of a block of queries: number of scores (each takes at most 6 bytes), and number of queries."""
 
 
 def records_logits(config: Config) -> bool:
-    """Returns whether a run needs the largest logits of its training steps."""
+    """Returns whether a run needs the largest logits of its training steps (for QK-clip or as a metric)."""
     return config.optimizer.qk_clip or config.logging.log_max_attention_logit
 
 
 class LargestLogits(nn.Module):
-    """The largest logit of each of this rank's heads since `reset`. A recomputed pass does not change it."""
+    """Stores the largest logit of each of this rank's heads since `reset`. A recomputed pass does not change
+    it."""
 
     largest: Tensor
-    """fp32 [heads / TP]; -inf before the first pass."""
+    """The largest logits, fp32 [heads / TP]; -inf before the first pass."""
 
     def __init__(self, heads: int, masks: AttentionMasks, scale: float) -> None:
         super().__init__()
@@ -50,24 +51,24 @@ class LargestLogits(nn.Module):
         self.register_buffer("largest", torch.full((heads,), -torch.inf), persistent=False)
 
     def _apply(self, fn: Callable, recurse: bool = True) -> LargestLogits:
-        """Overrides torch's method, which `to` calls: the logits stay fp32 in a 16-bit model."""
+        """Overrides torch's method, which `to` calls, so that the logits stay fp32 in a 16-bit model."""
         super()._apply(fn, recurse)
         self.largest = self.largest.float()
         return self
 
     def reset(self) -> None:
-        """Forgets all passes."""
+        """Sets the largest logits to -inf."""
         self.largest.fill_(-torch.inf)
 
-    @not_compiled  # writes to a buffer
+    @not_compiled  # this method writes to a buffer
     @torch.no_grad()
     def record(
         self, query: Tensor, key: Tensor, document_ids: Tensor | None, chunks: Sequence[range]
     ) -> None:
-        """Computes the logits of a micro-batch, a block of queries at a time.
+        """Computes the logits of a micro-batch, a block of queries at a time, and updates the largest ones.
 
         query: [queries, batch, heads, head_dim]. key: [seq, batch, groups, head_dim]. chunks: positions of
-        the queries in the sequence, in equal parts. document_ids: [batch, seq] or None."""
+        the queries in the sequence; chunks of equal length. document_ids: [batch, seq] or None."""
         _, batch, groups, _ = key.shape
         size = max(_SCORES_AT_ONCE // (batch * query.shape[2] * len(key)), 1)
         size, masks = min(size, _QUERIES_AT_ONCE), self.masks
@@ -78,7 +79,7 @@ class LargestLogits(nn.Module):
                 keys = key[: rows.stop].permute(1, 2, 3, 0)  # [batch, groups, head_dim, keys]
                 block = block.unflatten(2, (groups, -1)).permute(1, 2, 3, 0, 4)
                 scores = torch.matmul(block.flatten(2, 3), keys).view(batch, -1, len(rows), rows.stop)
-                if is_plain:  # without an fp32 copy of the scores
+                if is_plain:  # needs no fp32 copy of the scores
                     later = torch.ones(len(rows), len(rows), dtype=torch.bool, device=query.device).triu_(1)
                     scores[..., rows.start :].masked_fill_(later, -torch.inf)
                     logits = scores.amax((0, 2, 3)).float() * self.scale
@@ -89,7 +90,7 @@ class LargestLogits(nn.Module):
 
 
 class Rows(Enum):
-    """What consecutive rows of a weight compute."""
+    """The result that consecutive rows of a weight compute."""
 
     QUERY = "a query, whose product with a key is a part of the logit"
     KEY = "a key"
@@ -98,12 +99,13 @@ class Rows(Enum):
 
 
 LogitWeight = tuple[nn.Parameter, tuple[tuple[int, Rows], ...]]
-"""A weight, and its consecutive rows for a group of heads: (number of rows, what they compute). The pattern
-repeats for all groups."""
+"""A weight, and pairs (number of rows, what these rows compute) for its consecutive rows. The pairs describe
+one group of heads, and repeat for each group."""
 
 
 def fused_weight(weight: nn.Parameter, has_gate: bool) -> LogitWeight:
-    """Describes the weight of queries, keys and values. has_gate: whether it also has the rows of gates."""
+    """Returns the `LogitWeight` of the fused weight of queries, keys and values. has_gate: whether the weight
+    also has the rows of gates."""
     kinds = (Rows.QUERY, *[Rows.OTHER] * has_gate, Rows.KEY, Rows.OTHER)
     return weight, tuple(zip(spec_of(weight).matrix_rows, kinds, strict=True))
 
@@ -116,10 +118,11 @@ class _Attention(Protocol):
 
 
 class QKClip:
-    """A `StateRule` that returns the factors of the rows of weights; records the largest logit."""
+    """A `StateRule` that returns the factors of the weights' rows, and records the largest logit as a
+    metric."""
 
     def __init__(self, module: nn.Module, mesh: Mesh, config: Config, metrics: StepMetrics) -> None:
-        """module: this rank's stages."""
+        """module: the module with this rank's pipeline stages."""
         found = [child for child in module.modules() if hasattr(child, "logit_weights")]
         self._attentions = [cast(_Attention, child) for child in found]
         self._mesh, self._metrics, self._options = mesh, metrics, config.optimizer
@@ -128,14 +131,15 @@ class QKClip:
         return (attention.core_attention.largest_logits for attention in self._attentions)
 
     def begin_step(self) -> None:
-        """Forgets the passes outside of a step, such as measurements."""
+        """Resets the largest logits, so that passes outside of a step (such as measurements) have no
+        effect."""
         for logits in self._logits():
             logits.reset()
 
     @torch.no_grad()
     def end_step(self) -> dict[nn.Parameter, Tensor]:
-        """Returns the factors, fp32, of all rows of each full weight. Collective on the ranks of a pipeline
-        rank."""
+        """Returns the factors of all rows of each full weight, fp32 [rows]. It is collective over the ranks
+        with this rank's pipeline rank."""
         if not self._attentions:
             return {}
         tp, own = self._mesh.tp, [logits.largest for logits in self._logits()]  # each [heads / TP]
@@ -155,7 +159,8 @@ class QKClip:
         }
 
     def _factors(self, largest: Tensor, parts: Sequence[tuple[int, Rows]], rows: int) -> Tensor:
-        """Returns [rows]. largest: of all heads of a layer."""
+        """Returns the factor of each row of a weight, [rows]. largest: the largest logits of all heads of a
+        layer."""
         threshold, alpha = self._options.qk_clip_threshold, self._options.qk_clip_alpha
         powers = {
             Rows.QUERY: alpha,

@@ -1,7 +1,7 @@
 """Norms of queries and keys (--qk-layernorm).
 
-These norms bound the attention scores (arXiv 2302.05442, section 2). Their parameters are replicated over the
-tensor-parallel ranks. Each rank applies them to its own heads, so each rank's gradients are partial.
+These norms bound the attention scores (arXiv 2302.05442, section 2). All tensor-parallel ranks hold their
+full parameters. Each rank applies the norms to its own heads, so each rank's gradients are partial sums.
 """
 
 from typing import Any
@@ -22,14 +22,16 @@ from megatron.mpu.parameters import mark_sequence_parallel_grad, new_parameter
 
 
 def head_norms(context: LayerContext) -> tuple[nn.Module, nn.Module]:
-    """Returns the norms of queries and keys for --qk-layernorm-scope head: --normalization over each head."""
+    """Returns the norms for --qk-layernorm-scope head, which apply --normalization to each query and key
+    head."""
     norm = norm_class(context.config)
     arguments = norm_arguments(context.config, context.config.model.kv_channels)
     return _with_partial_gradients(context, norm(*arguments), norm(*arguments))
 
 
 def head_norm_vectors(queries: Any, keys: Any) -> HeadNorms:
-    """Returns the parameters of the modules of `head_norms`, or of none, for the kernel that also rotates."""
+    """Returns the parameters of two modules of `head_norms` for the kernel that also rotates; without norms,
+    none."""
     if queries is None:
         return NO_NORMS
     vectors = queries.weight, keys.weight, queries.bias, keys.bias
@@ -37,7 +39,8 @@ def head_norm_vectors(queries: Any, keys: Any) -> HeadNorms:
 
 
 def projection_norms(context: LayerContext) -> tuple[nn.Module, nn.Module]:
-    """Returns the norms of queries and keys for --qk-layernorm-scope projection: RMS norms over all heads."""
+    """Returns the norms for --qk-layernorm-scope projection: RMS norms over all query heads and over all key
+    heads."""
     model, tp_group = context.config.model, context.tp_group
     queries = ProjectionNorm(model.query_width, model.layernorm_epsilon, tp_group)
     replicas = max(tp_group.size // model.query_groups, 1)
@@ -55,13 +58,14 @@ def _with_partial_gradients(
 
 
 class ProjectionNorm(nn.Module):
-    """RMS norm over the heads of all tensor-parallel ranks; statistics in fp32.
+    """RMS norm over the heads of all tensor-parallel ranks. Its statistics are in fp32.
 
     The ranks all-reduce their sums of squares, and in the backward pass their sums of gradient x input.
     """
 
     def __init__(self, width: int, epsilon: float, tp_group: Axis, replicas: int = 1) -> None:
-        """width: size of all heads. replicas: number of consecutive ranks that hold the same heads."""
+        """width: number of elements of all heads. replicas: number of consecutive ranks that hold the same
+        heads."""
         super().__init__()
         self.epsilon, self.tp_group, self.replicas = epsilon, tp_group, replicas
         self.width = width
@@ -69,7 +73,7 @@ class ProjectionNorm(nn.Module):
         self.weight = new_parameter(spec)
 
     def forward(self, heads: Tensor) -> Tensor:
-        """[seq, batch, heads / TP, head_dim] -> the same shape, in the dtype of the parameter."""
+        """Returns the norm of [seq, batch, heads / TP, head_dim], in the dtype of the parameter."""
         x = heads.flatten(2)
         if self.tp_group.size == 1:
             normed = F.rms_norm(x, (self.width,), self.weight, self.epsilon)
@@ -86,10 +90,10 @@ def _norm_over_ranks(x: Tensor, weight: Tensor, norm: ProjectionNorm) -> Tensor:
 
 @first_order
 class _NormOverRanks(torch.autograd.Function):
-    """x [seq, batch, n] and weight [n], this rank's part -> x * r * weight.
+    """Maps x [seq, batch, n] and weight [n], which are this rank's parts, to x * r * weight.
 
-    r = (sum(x^2) / width + epsilon)^(-1/2), where the sum is over all ranks. If the gradient of the output is
-    g, the gradient of x is r * weight * g - r^3 * x * sum(g * weight * x) / width.
+    r = (sum(x^2) / width + epsilon)^(-1/2), where the sum is over all ranks. If g is the gradient of the
+    output, the gradient of x is r * weight * g - r^3 * x * sum(g * weight * x) / width.
     """
 
     @staticmethod
@@ -106,7 +110,7 @@ class _NormOverRanks(torch.autograd.Function):
         norm, grad = ctx.norm, grad.float()
         scaled = grad * x * rate
         grad_weight = scaled.flatten(0, -2).sum(0)
-        # Ranks with the same heads have different parts of their gradient: each subtracts its share.
+        # Ranks with the same heads have different parts of the gradient, so each subtracts only its share.
         inner = all_reduce_((scaled * weight).sum(-1, keepdim=True), norm.tp_group)
         grad_x = rate * (grad * weight - x * rate * (inner / (norm.replicas * norm.width)))
         return grad_x.to(x.dtype), grad_weight.to(weight.dtype), None

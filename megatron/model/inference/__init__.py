@@ -1,1 +1,1 @@
-"""The model without training: generated text, scored texts, in one process or on a layout."""
+"""Inference with the model: generates and scores texts, in one process or on a parallel layout."""

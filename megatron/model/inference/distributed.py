@@ -1,12 +1,12 @@
 """Scores texts with a model that is distributed over ranks, without the training schedule.
 
-Rank 0 sends requests (`score`, `next_token_logits`). The other ranks take part in them (`serve`) until rank 0
-calls `stop`. So only rank 0 runs the code that chooses the texts. Each request broadcasts the tokens. The
-result is a sum over all ranks, to which all stages but the last add zeros.
+Rank 0 sends requests (`score`, `next_token_logits`). The other ranks compute them together with rank 0
+(`serve`) until rank 0 calls `stop`. So only rank 0 runs the code that chooses the texts. Each request
+broadcasts the tokens. The result is a sum over all ranks, to which all stages except the last one add zeros.
 
-The rows of a request are divided over the data-parallel replicas. Each replica divides its rows into
-micro-batches, which follow each other through the stages. Every rank processes (micro-batch, stage) in the
-same order, so no message can wait for a later one, whatever the training schedule is.
+The rows of a request are divided among the data-parallel replicas. Each replica divides its rows into
+micro-batches, which follow each other through the stages. Every rank processes the pairs (micro-batch, stage)
+in the same order, so no message waits for a later one, whatever the training schedule is.
 """
 
 from __future__ import annotations
@@ -27,7 +27,8 @@ from megatron.mpu.context_parallel import gather_sequence
 from megatron.mpu.mesh import Mesh, chunks_of_rank
 
 MICRO_BATCHES_PER_STAGE = 4
-"""Micro-batches of a request per stage: the pipeline is then idle for a fifth of the time."""
+"""Number of micro-batches per stage into which a request is divided. The pipeline is then idle for a fifth of
+the time."""
 
 
 class _Request(IntEnum):
@@ -38,7 +39,7 @@ class _Request(IntEnum):
 
 
 class InferenceStopped(Exception):
-    """Raised on all ranks if the run was asked to stop."""
+    """Raised on all ranks if a stop of the run was requested."""
 
 
 class DistributedGPT:
@@ -52,16 +53,16 @@ class DistributedGPT:
         stop_requested: Callable[[], bool] = lambda: False,
         heartbeat: Callable[[], None] = lambda: None,
     ) -> None:
-        """stop_requested: called at each request; collective, and equal on all ranks. heartbeat: called for
-        every micro-batch."""
+        """stop_requested: is called at each request; collective, with the same result on all ranks.
+        heartbeat: is called for every micro-batch."""
         self.module, self.mesh, self.tp_group = module, mesh, mesh.tp
         self.micro_batch_size = micro_batch_size
         self.vocab_size = module.cross_entropy.vocab_size
         self.is_responding = False
-        """Whether a request is being computed, so that an exception may come from a collective."""
+        """Whether a request is being computed. An exception may then come from a collective."""
         self._stop_requested, self._heartbeat = stop_requested, heartbeat
         parallel = module.config.parallel
-        # A context-parallel rank has no place for one token of a sequence.
+        # With context parallelism the cache is not used: no rank holds a single new token of a sequence.
         self._cache = module.context.cache if parallel.context_parallel_size == 1 else None
         self._texts = GrowingTexts(self._send_pass, micro_batch_size, self._cache is not None)
         self._rank_of_stage = parallel.rank_of_stage
@@ -73,24 +74,25 @@ class DistributedGPT:
 
     @property
     def batch_size(self) -> int:
-        """The number of rows of a request that keeps all ranks busy."""
+        """The smallest number of rows of a request that keeps all ranks busy."""
         stages = len(self._rank_of_stage)
         micro_batches = 1 if stages == 1 else MICRO_BATCHES_PER_STAGE * stages
         return self.micro_batch_size * self.mesh.dp_size * micro_batches
 
     @property
     def generation_batch_size(self) -> int:
-        """See `LanguageModel`. The activations of a micro-batch in training need more memory."""
+        """The number of texts to generate at a time: the micro-batch size. Keys and values need less memory
+        than the activations of a micro-batch in training."""
         return self.micro_batch_size
 
     def score(self, tokens: Tensor, targets: Tensor, document_ids: Tensor | None = None) -> Scores:
-        """See `LanguageModel`. Only rank 0 calls it."""
+        """Returns the scores of `targets`: see `LanguageModel`. Only rank 0 calls it."""
         content = (tokens, targets) if document_ids is None else (tokens, targets, document_ids)
         log_probs, is_greedy = self._send_request(_Request.SCORE, torch.stack(content))
         return Scores(log_probs, is_greedy > 0)
 
     def next_token_logits(self, texts: Sequence[list[int]]) -> Tensor:
-        """See `LanguageModel`. Only rank 0 calls it."""
+        """Returns the logits of the next token after each text: see `LanguageModel`. Only rank 0 calls it."""
         return self._texts.logits(texts)
 
     def _send_pass(self, content: Pass) -> Tensor:
@@ -102,7 +104,7 @@ class DistributedGPT:
         dist.broadcast(self._header(_Request.STOP), 0)
 
     def serve(self) -> None:
-        """Takes part in the requests of rank 0. All other ranks call it."""
+        """Computes the requests of rank 0 together with it. All ranks except rank 0 call this."""
         while True:
             header = self._header(_Request.STOP)
             dist.broadcast(header, 0)
@@ -117,7 +119,7 @@ class DistributedGPT:
         return torch.tensor([request, *shape], device=self._device)
 
     def _send_request(self, request: _Request, content: Tensor) -> Tensor:
-        """Broadcasts a request of rank 0, and returns its result. content: [tensors, rows, length]."""
+        """Broadcasts a request of rank 0 and returns its result. content: int64 [tensors, rows, length]."""
         self.is_responding = True
         content = content.to(self._device)
         dist.broadcast(self._header(request, tuple(content.shape)), 0)
@@ -128,7 +130,8 @@ class DistributedGPT:
 
     @torch.no_grad()
     def _respond(self, request: _Request, content: Tensor) -> Tensor:
-        """Returns [2, rows, length] for SCORE, [texts, vocab_size] for others; equal on all ranks."""
+        """Returns [2, rows, length] for a SCORE request and [texts, vocab_size] for others. All ranks get
+        equal results."""
         if self._stop_requested():
             raise InferenceStopped
         if request is _Request.SCORE:
@@ -140,12 +143,12 @@ class DistributedGPT:
         return result
 
     def _scores(self, tokens: Tensor, targets: Tensor, document_ids: Tensor | None = None) -> Tensor:
-        """Returns [2, rows, length] with this rank's part of the rows, and zeros elsewhere."""
+        """Returns [2, rows, length]: the scores of this rank's part of the rows, and zeros elsewhere."""
         rows, length = tokens.shape
         own_rows = -(-rows // self.mesh.dp_size)
         first = self.mesh.dp.rank * own_rows
-        # The last replicas may have fewer rows. They repeat the last row: with ZeRO-3 all replicas must take
-        # part in each forward pass.
+        # The last replicas may have fewer rows. They repeat the last row, because with ZeRO-3 all replicas
+        # must take part in each forward pass.
         index = torch.arange(first, first + own_rows, device=self._device).clamp(max=rows - 1)
         own = torch.zeros(2, own_rows, length, device=self._device)
         for start in range(0, own_rows, self.micro_batch_size):
@@ -163,8 +166,8 @@ class DistributedGPT:
         return result
 
     def _next_tokens(self, request: Pass) -> Tensor:
-        """Returns logits [texts, vocab_size]: this rank's columns, zeros elsewhere. All replicas compute all
-        texts."""
+        """Returns logits [texts, vocab_size]: this rank's columns, and zeros elsewhere. All replicas compute
+        all texts."""
         result = torch.zeros(len(request.table), self.vocab_size, device=self._device)
         tokens, keeping = request.prepare(self._cache, self._length_multiple)
         with keeping:
@@ -177,7 +180,7 @@ class DistributedGPT:
         return result
 
     def _head(self, hidden: Tensor) -> Tensor:
-        """Returns this rank's logits. From the final norm on, positions are independent."""
+        """Returns this rank's logits. The final norm and the head compute each position independently."""
         logits: LayerIO = hidden
         for layer_index, function in self._functions_of(len(self._rank_of_stage) - 1).items():
             if layer_index in self._after_norm:
@@ -191,13 +194,13 @@ class DistributedGPT:
         return self.module.functions_of_chunk(held.index(stage))
 
     def _run_stages(self, tokens: Tensor, document_ids: Tensor | None = None) -> Tensor | None:
-        """Runs tokens [rows, length], perhaps with document ids, through this rank's stages. Returns the
-        input of the final norm, [rows, padded length, hidden], on the rank of the last stage; None on
-        others."""
+        """Runs tokens [rows, length], with document ids if they are given, through this rank's stages. On the
+        rank of the last stage it returns the input of the final norm, [rows, padded length, hidden]; on other
+        ranks None."""
         self._heartbeat()
         padding = -tokens.shape[1] % self._length_multiple
         padded = torch.nn.functional.pad(tokens, (0, padding))
-        # The padding is a document of its own, after all others.
+        # The padding forms a document of its own after all other documents.
         ids = document_ids
         if ids is not None:
             ids = torch.nn.functional.pad(ids, (0, padding), value=tokens.shape[1])
@@ -230,10 +233,11 @@ class DistributedGPT:
         return tensors[0] if len(tensors) == 1 else (tensors[0], tensors[1])
 
     def _exchange(self, operation: Callable, tensors: list[Tensor], stage: int) -> None:
-        """Sends tensors to the rank of a stage, or receives them. A batch uses the communicator of the
-        pipeline's group; a single message would need a communicator of the two ranks."""
+        """Sends tensors to the rank of a stage, or receives them from it. The messages are batched, because a
+        batch uses the communicator of the pipeline's group, while a single message would need a communicator
+        of the two ranks."""
         per_stage = self.mesh.ranks_per_stage
-        # The rank with this rank's tensor- and data-parallel coordinates.
+        # The rank of this stage that has this rank's tensor- and data-parallel coordinates.
         rank = self._rank_of_stage[stage] * per_stage + self.mesh.rank % per_stage
         messages = [dist.P2POp(operation, tensor, rank, self._pipeline) for tensor in tensors]
         for work in dist.batch_isend_irecv(messages):

@@ -1,4 +1,4 @@
-"""Text generation: samples one token at a time after a prompt."""
+"""Text generation: samples the tokens after a prompt, one at a time."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from torch import Tensor
 from megatron.config import ConfigError
 from megatron.model.inference.scoring import LanguageModel
 
-# Sampling is already greedy at temperatures far above this one.
+# A temperature of this size already makes sampling greedy.
 _MIN_TEMPERATURE = 1e-6
-# Decoders return this for an incomplete UTF-8 character. The next token may complete it.
+# Decoders return this character for an incomplete UTF-8 character, which the next token may complete.
 INCOMPLETE = "\N{REPLACEMENT CHARACTER}"
 
 
@@ -53,7 +53,8 @@ class Sampling:
         if self.top_k:
             probabilities[self.top_k :] = 0.0
         if self.top_p < 1:
-            # A token is kept if the more likely ones do not reach top_p. So the most likely one is kept.
+            # A token is kept if the more likely tokens do not reach top_p. So the most likely token is always
+            # kept.
             probabilities[probabilities.cumsum(dim=0) - probabilities >= self.top_p] = 0.0
         return int(tokens[torch.multinomial(probabilities, 1, generator=generator)])
 
@@ -70,18 +71,18 @@ class Continuation:
         after: Sequence[int] = (),
     ) -> None:
         """decode: a tokenizer's `detokenize`. stop: strings that end the text, which is cut before the first
-        of them. after: tokens that are decoded together with the new ones, since some tokenizers decode a
-        token differently at a start."""
+        of them. after: tokens that are decoded together with the new tokens, since some tokenizers decode the
+        first token of a text differently."""
         self.prompt, self.tokens = list(prompt), list[int]()
         self.max_new_tokens = max_new_tokens
         self.text, self.is_complete = "", False
-        """The text so far, without what the next token may change: an incomplete UTF-8 character, and the
-        beginning of a stop string."""
+        """The text so far, without the end that the next token may change: an incomplete UTF-8 character, or
+        the beginning of a stop string."""
         self._decode, self._stop, self._after = decode, stop, list(after)
         self._start = len(self._decode(self._after)) if after else 0
 
     def append(self, token: int) -> None:
-        """Adds a token; completes the text after `max_new_tokens` tokens and at a stop string."""
+        """Adds a token. Ends the text after `max_new_tokens` tokens or at a stop string."""
         self.tokens.append(token)
         text = self._decode([*self._after, *self.tokens])[self._start :]
         found = [text.index(stop) for stop in self._stop if stop in text]
@@ -93,16 +94,17 @@ class Continuation:
             self.text = text[: len(text) - held]
 
     def complete(self) -> None:
-        """Ends the text: the model has ended the document."""
+        """Ends the text, because the model has ended the document."""
         self.text, self.is_complete = self._decode([*self._after, *self.tokens])[self._start :], True
 
 
 def first_visible(length: int, window: int) -> int:
-    """Returns the first token that the model sees of a text of `length` tokens: the smallest multiple of half
-    the window from which the text fits in the window.
+    """Returns the index of the first token that the model sees of a text of `length` tokens. It is the
+    smallest multiple of half the window from which the rest of the text fits in the window.
 
-    So the model sees the last tokens, between half and all of the window. The first of them changes only once
-    in half a window: between, cached keys and values stay valid, and a new token takes a pass over one token.
+    Of a text that is longer than the window, the model sees between half a window and a whole window of the
+    last tokens. The first token that it sees changes only every half window. Until then cached keys and
+    values stay valid, and a new token needs a pass over one token only.
     """
     half = (window + 1) // 2
     return half * -(-max(length - window, 0) // half)
@@ -118,12 +120,12 @@ def generate(
     seed: int,
     batch_size: int | None = None,
 ) -> Iterator[Continuation]:
-    """Continues all texts, up to `batch_size` at a time (None: the model's number). Yields a text when it has
-    a new token, and when it is complete.
+    """Continues all texts, up to `batch_size` at a time (None: the model's `generation_batch_size`). Yields a
+    text whenever it has a new token, and when it is complete.
 
-    The model sees a text from `first_visible` on. An empty prompt is the start of a document. Equal arguments
-    give equal tokens: sampling runs on the CPU, and each text has its own generator with the seed. So, to the
-    rounding of the logits, a text does not depend on the texts beside it.
+    The model sees the tokens of a text from `first_visible` on. An empty prompt stands for the start of a
+    document. Equal arguments give equal tokens: sampling runs on the CPU, and each text has its own generator
+    with the seed `seed`. A text therefore depends on the other texts only by the rounding of the logits.
     """
 
     def visible(tokens: list[int]) -> list[int]:
@@ -143,7 +145,8 @@ def generate(
             else:
                 text.append(token)
             yield text
-        # Another text takes the place of a complete one. The others keep theirs, and are fast to continue.
+        # A waiting text takes the place of a complete one. All other texts keep their places, so that their
+        # cached keys and values stay valid.
         for place in reversed(range(len(active))):
             if active[place][0].is_complete:
                 following = begin(waiting.popleft()) if waiting else active.pop()

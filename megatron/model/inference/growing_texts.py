@@ -1,4 +1,4 @@
-"""Logits of the next token for texts that grow, in passes over as few tokens as possible."""
+"""Computes logits of the next token for texts that grow, with passes over as few tokens as possible."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from megatron.model.attention.cache import KeyValueCache
 
 
 class Pass(NamedTuple):
-    """The content of a pass, equal on all ranks.
+    """The input of a forward pass, equal on all ranks.
 
-    is_start: computes all tokens of the texts, and otherwise only the last one of each.
-    table: int64 [texts, 2 + longest text]: the text's row in the cache, its number of tokens, its tokens,
-        padded on the right, where no token attends to the padding.
+    is_start: whether the pass computes all tokens of the texts; otherwise it computes only the last token of
+    each text. table: int64 [texts, 2 + longest text]. Each row has the text's row in the cache, its number of
+    tokens, and its tokens, padded on the right. No token attends to the padding.
     """
 
     is_start: bool
@@ -25,7 +25,7 @@ class Pass(NamedTuple):
 
     @classmethod
     def of(cls, is_start: bool, texts: dict[int, list[int]]) -> Pass:
-        """texts: by row."""
+        """Returns a pass over `texts`, whose keys are rows of the cache."""
         rows = [[row, len(text), *text] for row, text in texts.items()]
         return cls(is_start, padded(rows, 0))
 
@@ -34,14 +34,14 @@ class Pass(NamedTuple):
 
     @property
     def tokens(self) -> Tensor:
-        """[texts, longest text]"""
+        """The tokens of the texts, int64 [texts, longest text]."""
         return self.table[:, 2:]
 
     def prepare(
         self, cache: KeyValueCache | None, multiple: int = 1
     ) -> tuple[Tensor, AbstractContextManager[None]]:
-        """Returns the tokens of the forward pass and the context to run it in. cache: None if the layers keep
-        nothing. multiple: the number of new tokens of a text is padded to it."""
+        """Returns the tokens of the forward pass and the context to run it in. cache: None if the layers do
+        not use the cache. multiple: the number of new tokens per text is padded to a multiple of it."""
         if cache is None:
             return self.tokens, nullcontext()
         if self.is_start:
@@ -51,33 +51,35 @@ class Pass(NamedTuple):
         return tokens, cache.extending(positions, tokens.shape[1])
 
     def last_of(self, hidden: Tensor) -> Tensor:
-        """Returns the last token of each text: [texts, computed tokens, hidden] -> [texts, 1, hidden]."""
+        """Returns the hidden state of each text's last token, [texts, 1, hidden]. hidden:
+        [texts, computed tokens, hidden]."""
         if not self.is_start:
             return hidden[:, :1]
         return hidden[torch.arange(len(hidden), device=hidden.device), self.table[:, 1] - 1].unsqueeze(1)
 
 
 class GrowingTexts:
-    """Computes the logits of the next token of texts, and remembers the texts whose keys and values the cache
-    has. The result depends only on the texts."""
+    """Computes the logits of the next token of texts. It remembers the texts whose keys and values are in the
+    cache; the result does not depend on them."""
 
     def __init__(
         self, run: Callable[[Pass], Tensor], max_rows: int | None = None, caches: bool = True
     ) -> None:
-        """run: computes logits [texts, vocab_size] of a pass. max_rows: most texts of a pass that computes
-        all their tokens; None: no limit. caches: whether the layers use the cache."""
+        """run: computes the logits [texts, vocab_size] of a pass. max_rows: largest number of texts in a pass
+        that computes all their tokens; None: no limit. caches: whether the layers use the cache."""
         self._run, self._max_rows, self._caches = run, max_rows, caches
         self._texts: list[list[int]] = []
 
     def logits(self, texts: Sequence[list[int]]) -> Tensor:
-        """See `LanguageModel.next_token_logits`."""
+        """Returns the logits of the next token after each text: see `LanguageModel.next_token_logits`."""
         known = self._texts
         extended = {row for row, text in enumerate(texts) if row < len(known) and known[row] == text[:-1]}
-        self._texts = []  # of a pass that fails, nothing is known
+        self._texts = []  # if a pass fails, the content of the cache is unknown
         started = [row for row in range(len(texts)) if row not in extended]
         result: dict[int, Tensor] = {}
         if extended:
-            # The rows of a batch are consecutive: a row between is filled by a token, and overwritten below.
+            # The rows of a pass are consecutive. A row that is not extended gets one token, which is
+            # overwritten below.
             rows = {row: text if row in extended else text[:1] for row, text in enumerate(texts)}
             logits = self._run(Pass.of(False, rows))
             result = {row: logits[row] for row in extended}

@@ -1,4 +1,5 @@
-"""What an evaluation needs from a model: log-probabilities of given tokens, and logits of the next token."""
+"""The interface that evaluations use of a model: log-probabilities of given tokens, and logits of the next
+token."""
 
 from __future__ import annotations
 
@@ -13,7 +14,7 @@ from megatron.mpu.cross_entropy import vocab_parallel_cross_entropy
 from megatron.mpu.logit_chunks import own_tokens
 from megatron.mpu.mesh import Axis
 
-# Maximum number of tokens whose logits exist at a time.
+# Maximum number of tokens whose logits are stored at a time.
 _HEAD_TOKENS = 1024
 
 
@@ -25,25 +26,27 @@ class Scores(NamedTuple):
 
 
 class LanguageModel(Protocol):
-    """A model in one process, or distributed over ranks."""
+    """A model in one process, or a model that is distributed over ranks."""
 
     @property
     def generation_batch_size(self) -> int:
-        """Number of texts to generate at a time, whose keys and values fit in memory."""
+        """Number of texts to generate at a time. Their keys and values fit in memory."""
 
     def score(self, tokens: Tensor, targets: Tensor, document_ids: Tensor | None = None) -> Scores:
         """Returns the scores of `targets` [batch, seq], where targets[:, i] follows tokens[:, :i + 1].
         document_ids: [batch, seq], see `MicroBatch`."""
 
     def next_token_logits(self, texts: Sequence[list[int]]) -> Tensor:
-        """Returns the fp32 logits [texts, vocab_size], without padding, of the token after each text. It is
-        fast if each text, at its place in `texts`, is the text of the last call and one more token."""
+        """Returns the fp32 logits [texts, vocab_size], without padding, of the token after each text. The
+        call is fast if each text is the text at the same index in the previous call plus one token."""
 
 
 def score(logits: Tensor, targets: Tensor, tp_group: Axis, vocab_size: int) -> Scores:
-    """Returns scores from this rank's columns of the logits [..., padded_vocab / TP]; equal on all TP ranks.
+    """Returns the scores from this rank's columns of the logits [..., padded_vocab / TP]. All TP ranks get
+    equal scores.
 
-    vocab_size: size without padding. Of equally likely tokens, the smallest id counts as the most likely.
+    vocab_size: number of tokens without padding. Among equally likely tokens, the smallest id counts as the
+    most likely.
     """
     losses = vocab_parallel_cross_entropy(logits, targets, tp_group, vocab_size)
     return Scores(-losses, _argmax(logits, tp_group, vocab_size) == targets)
@@ -52,9 +55,10 @@ def score(logits: Tensor, targets: Tensor, tp_group: Axis, vocab_size: int) -> S
 def score_in_parts(
     head: Callable[[Tensor], Tensor], hidden: Tensor, targets: Tensor, tp_group: Axis, vocab_size: int
 ) -> Scores:
-    """Computes `score` of head(hidden) in parts, since all logits of a long text do not fit in memory.
+    """Computes `score` of head(hidden) in parts, because the logits of a long text may not fit in memory.
 
-    hidden [batch, seq, hidden], targets [batch, seq]. head: returns this rank's logits, position by position.
+    hidden: [batch, seq, hidden]. targets: [batch, seq]. head: returns this rank's logits; it computes each
+    position independently.
     """
     width = max(_HEAD_TOKENS // len(hidden), 1)
     parts = [

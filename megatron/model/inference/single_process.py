@@ -1,4 +1,4 @@
-"""The whole GPT in one process, without DeepSpeed's engine, for generation and for tools."""
+"""The whole GPT model in one process, without DeepSpeed's engine, for generation and for tools."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -29,10 +29,10 @@ class GPTModel(nn.Module):
     """
 
     generation_batch_size = 8
-    """See `scoring.LanguageModel`."""
+    """The number of texts to generate at a time: see `scoring.LanguageModel`."""
 
     def __init__(self, config: Config, vocab_size: int, eod: int | None) -> None:
-        """`vocab_size`: number of real tokens, without padding. `eod`: the end-of-document token, or None."""
+        """vocab_size: number of real tokens, without padding. eod: the end-of-document token, or None."""
         super().__init__()
         config = replace(config, optimizer=replace(config.optimizer, use_apex=False))
         context = LayerContext(config, ONE_RANK, DropoutRNG(config.training.seed))
@@ -53,23 +53,25 @@ class GPTModel(nn.Module):
         (self._final_norm,) = (index for index, step in enumerate(self._steps) if isinstance(step, norm))
 
     def _tied_step(self, layer: TiedLayerSpec) -> Callable:
-        """Builds the module at the first layer of a key. Later layers share it, with their `forward_fn`."""
+        """Returns the function of a layer with shared weights. The first layer of a key builds the module;
+        later layers use it with their `forward_fn`."""
         if layer.key not in self.tied_modules:
             self.tied_modules[layer.key] = layer.build()
         module = self.tied_modules[layer.key]
         return module if layer.forward_fn is None else partial(layer.forward_fn, module)
 
     def forward(self, tokens: Tensor, last_only: bool = False) -> Tensor:
-        """tokens [batch, seq] -> logits [batch, seq, vocab_size], without the padding.
+        """Returns the logits [batch, seq, vocab_size], without the padding, of tokens [batch, seq].
 
-        `last_only`: only logits of the last position, [batch, 1, vocab_size]; the head then does less work.
+        last_only: returns only the logits of the last position, [batch, 1, vocab_size], so the head does less
+        work.
         """
         hidden = self._hidden(tokens)
         return self._head(hidden[:, -1:] if last_only else hidden)
 
     def _hidden(self, inputs: LayerIO) -> Tensor:
-        """tokens [batch, seq], perhaps with document ids -> [batch, seq, hidden], the input of the final
-        norm."""
+        """Returns the input of the final norm, [batch, seq, hidden]. inputs: tokens [batch, seq], with or
+        without document ids."""
         state = inputs
         for step in self._steps[: self._final_norm]:
             state = step(state)
@@ -77,19 +79,20 @@ class GPTModel(nn.Module):
         return state
 
     def _head(self, hidden: Tensor) -> Tensor:
-        """Returns the logits without padding. From the final norm on, positions are independent."""
+        """Returns the logits without padding. The final norm and the head compute each position
+        independently."""
         state = hidden
         for step in self._steps[self._final_norm :]:
             state = step(state)
         return state[..., : self.vocab_size]
 
     def next_token_logits(self, texts: Sequence[list[int]]) -> Tensor:
-        """See `scoring.LanguageModel`."""
+        """Returns the logits of the next token after each text: see `scoring.LanguageModel`."""
         return self._texts.logits(texts)
 
     @torch.no_grad()
     def _run(self, request: Pass) -> Tensor:
-        """Returns the logits [texts, vocab_size] of a pass with the cache."""
+        """Returns the logits [texts, vocab_size] of a pass that uses the cache."""
         request = request.to(next(self.parameters()).device)
         tokens, keeping = request.prepare(self._cache)
         with keeping:
@@ -98,7 +101,7 @@ class GPTModel(nn.Module):
 
     @torch.no_grad()
     def score(self, tokens: Tensor, targets: Tensor, document_ids: Tensor | None = None) -> Scores:
-        """See `scoring.LanguageModel`."""
+        """Returns the scores of `targets`: see `scoring.LanguageModel`."""
         device = next(self.parameters()).device
         ids = None if document_ids is None else document_ids.to(device)
         hidden = self._hidden(join_layer_io(tokens.to(device), ids))
@@ -106,7 +109,7 @@ class GPTModel(nn.Module):
 
 
 def model_specs(config: Config, vocab_size: int, eod: int | None) -> dict[str, ParameterSpec]:
-    """Returns the spec of every parameter of the model, by name. Builds the model on the meta device."""
+    """Returns the spec of every parameter, by name. It builds the model on the meta device."""
     with torch.device("meta"):
         model = GPTModel(config, vocab_size, eod)
     return {name: spec_of(parameter) for name, parameter in model.named_parameters()}

@@ -3,10 +3,10 @@
 function sweepSections(data) {
   const { sweep } = data;
   const hosts = sweep.hosts.length ? sweep.hosts : [sweep.host];
-  const facts = `${sweep.steps} steps, ${sweep.repeat} repeats, commit ${sweep.commits.join(", ") || sweep.commit || "unknown"}, `
+  const origin = `${sweep.steps} steps, ${sweep.repeat} repeats, commit ${sweep.commits.join(", ") || sweep.commit || "unknown"}, `
     + `${hosts.join(", ")}, ${sweep.created}`;
   const remarks = element("ul", {}, ...data.remarks.map((remark) => element("li", {}, ...prose(remark))));
-  return [element("p", { class: "muted" }, facts), section("Rows", data.times.length ? "The fastest row of each group is marked; the remarks say which differences may be noise." : null, sweepTable(data)),
+  return [element("p", { class: "muted" }, origin), section("Rows", data.times.length ? "The fastest row of each group is marked; the remarks say which differences may be noise." : null, sweepTable(data)),
     data.remarks.length ? section("Remarks", null, remarks) : null, ...sweepCharts(data.rows)].filter((part) => part !== null);
 }
 

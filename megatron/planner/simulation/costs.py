@@ -1,4 +1,4 @@
-"""The costs of layers and optimizer steps. All types are frozen and can be pickled."""
+"""The types of the costs of layers and optimizer steps. All of them are frozen and can be pickled."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from megatron.planner.simulation.passes import Action, Collective, Kernel, Wait
 
 _Action = TypeVar("_Action", bound=Action)
 Spec = tuple[tuple[int, ...], torch.dtype]
-"""Shape and dtype of a tensor."""
+"""(shape, dtype) of a tensor."""
 
 
 def spec_bytes(specs: Sequence[Spec]) -> int:
@@ -25,10 +25,10 @@ def spec_bytes(specs: Sequence[Spec]) -> int:
 
 @dataclass(frozen=True)
 class PassCost:
-    """A pass of a micro-batch through a layer.
+    """The cost of a pass of a micro-batch through a layer.
 
-    peak: maximum of the allocated bytes, minus the bytes at the start of the pass. change: allocated bytes at
-    the end of the pass, minus the bytes at its start.
+    peak: largest number of allocated bytes during the pass, minus the bytes at its start. change: allocated
+    bytes at the end of the pass, minus the bytes at its start.
     """
 
     actions: tuple[Action, ...] = ()
@@ -38,12 +38,12 @@ class PassCost:
 
 @dataclass(frozen=True)
 class LayerCost:
-    """The costs of an entry of the layer list, or of several that are recomputed together or computed with
-    the loss.
+    """The costs of an entry of the layer list, or of several entries that are recomputed together or computed
+    with the loss.
 
     first, end: range of indices in the layer list. weight: the weight-gradient pass of --pipeline-schedule
     zero-bubble. frees_input: bytes of the input that only the caller holds after the forward pass. output:
-    shapes and dtypes of what the layer returns on this rank.
+    shapes and dtypes of the layer's output on this rank.
     """
 
     first: int
@@ -59,8 +59,8 @@ class LayerCost:
 class ModelCosts:
     """The costs of a model with few layers.
 
-    tables: bytes that stay allocated between micro-batches, without the state. host: bytes that a micro-batch
-    in flight keeps in host memory.
+    tables: bytes that stay allocated between micro-batches, without the state. host: bytes in host memory
+    that each micro-batch in flight keeps.
     """
 
     layers: tuple[LayerCost, ...]
@@ -74,9 +74,9 @@ class UpdateCosts:
 
     host: bytes of the state in host memory. reductions: gradient reductions of the buckets of layers, which
     start in the last backward pass, last layers first. reduce: the reductions after that pass. step: the rest
-    of the step. gathers: starts of the all-gathers of each bucket's weights. chained: whether the first layer
-    of a bucket starts the all-gathers of the next bucket; otherwise all start at the end of the step. peak:
-    maximum of the bytes that the step allocates in addition to the state.
+    of the step. gathers: for each bucket the starts of the all-gathers of its weights. chained: whether the
+    first layer of a bucket starts the all-gathers of the next bucket; otherwise all of them start at the end
+    of the step. peak: largest number of bytes that the step allocates in addition to the state.
     """
 
     parameters: int
@@ -104,8 +104,8 @@ class UpdateCosts:
         return replace(self, reduce=reduce, step=_sum(self.step, times, fewer.step, more.step), **sizes)
 
     def with_buckets(self, buckets: Sequence[Sequence[int]]) -> UpdateCosts:
-        """Returns the costs with larger buckets than these costs, which have one bucket per layer. buckets:
-        for each layer of a new bucket the index of a layer with equal costs."""
+        """Returns the costs with larger buckets. These costs must have one bucket per layer. buckets: for
+        each layer of a new bucket the index of a layer with equal costs."""
         if not buckets or not self.reductions:
             return self
         reductions = self.reductions[::-1]
@@ -116,8 +116,9 @@ class UpdateCosts:
         )
 
     def gathers_and(self, layers: Action) -> list[Action]:
-        """Returns the starts of the all-gathers at the end of the step, then for each bucket the waits and
-        starts before its first layer's next forward pass, and `layers`, the forward pass of its layers."""
+        """Returns the starts of all-gathers at the end of the step, followed by the next forward pass. In
+        this pass, each bucket's waits and starts precede the actions of its layers. layers: an action that
+        stands for the layers of one bucket."""
         at_once = 1 if self.chained else len(self.gathers)
         actions: list[Action] = list(chain(*self.gathers[:at_once]))
         pending = len(actions)
@@ -144,7 +145,8 @@ class UpdateCosts:
 
 
 def _together(parts: Sequence[Sequence[_Action]]) -> tuple[_Action, ...]:
-    """Returns the actions of several layers as those of one bucket: bytes of equal actions are added."""
+    """Returns the actions of several layers, merged into the actions of one bucket: bytes of equal actions
+    are added."""
     numbered, sizes = list(map(_numbered, parts)), defaultdict[tuple[Any, int], float](float)
     for part in numbered:
         for key, action in part.items():
@@ -157,7 +159,7 @@ def _together(parts: Sequence[Sequence[_Action]]) -> tuple[_Action, ...]:
 
 
 def _numbered(actions: Sequence[_Action]) -> dict[tuple[Any, int], _Action]:
-    """Returns the actions by their kind and the number of such actions before them."""
+    """Returns the actions by (kind, number of earlier actions of this kind)."""
     found: dict[tuple[Any, int], _Action] = {}
     for action in actions:
         kind = _kind(action)
@@ -166,7 +168,7 @@ def _numbered(actions: Sequence[_Action]) -> dict[tuple[Any, int], _Action]:
 
 
 def _kind(action: Action) -> tuple[Any, ...]:
-    """Returns what equal actions have in common, besides their bytes."""
+    """Returns what equal actions have in common, apart from their bytes."""
     if isinstance(action, Collective):
         return action.group, action.operation
     return (action.name if isinstance(action, Kernel) else type(action),)
@@ -175,10 +177,10 @@ def _kind(action: Action) -> tuple[Any, ...]:
 def _sum(
     actions: Sequence[Action], times: float, fewer: Sequence[Action], more: Sequence[Action]
 ) -> tuple[Action, ...]:
-    """Returns `actions` plus `times` x (`more` - `fewer`), computed for each kind of action, first to first,
-    second to second; those that only `actions` has do not change. If the numbers of a kind differ
-    otherwise, the number and the total bytes are extrapolated, and each action has the mean bytes. Each
-    collective is followed by its wait."""
+    """Returns `actions` plus `times` x (`more` - `fewer`). It is computed for each kind of action: the first
+    action of a kind with the first, the second with the second. Actions that only `actions` has do not
+    change. If a kind has different numbers of actions otherwise, their number and total bytes are
+    extrapolated, and each action gets the mean bytes. Each collective is followed by its wait."""
     sizes: dict[tuple[Any, ...], tuple[list[float], ...]] = {}
     for index, part in enumerate((actions, more, fewer)):
         for action in part:

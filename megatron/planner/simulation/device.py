@@ -1,4 +1,4 @@
-"""The simulated device 'sim', on which tensors have shapes and dtypes, but no values.
+"""The simulated device 'sim'. Its tensors have shapes and dtypes, but no values.
 
 `SimulatedDevice` is a dispatch mode, so it sees every PyTorch operation of the program, in forward and
 backward passes. An operation on the device runs on fake tensors and is counted: FLOPs, bytes, collective
@@ -7,8 +7,8 @@ calls, host synchronizations, memory. (`FakeTensorMode` also raises an error for
 Operations on host tensors run for real, so that the program's own bookkeeping works. Only large host tensors
 are fake, such as offloaded optimizer state, and weights before they are moved to the device.
 
-Small integer tensors on the device also have true values, which are computed on the CPU. So tables of
-indices are real, and the code that reads them runs unchanged.
+Small integer tensors on the device also have true values, which are computed on the CPU. Tables of indices
+are therefore real, and the code that reads them runs unchanged.
 """
 
 from __future__ import annotations
@@ -46,12 +46,12 @@ _NO_KERNEL = frozenset(
 # Operations whose output size depends on values, for which the host must wait.
 _VALUE_SIZED = frozenset("nonzero masked_select _unique2 unique_dim unique_consecutive equal".split())
 _PRODUCTS = frozenset("mm addmm bmm baddbmm".split())
-# Products of the groups of rows of experts.
+# Operations that multiply the groups of rows of experts.
 _GROUPED_PRODUCTS = frozenset("multiply_groups multiply_within_groups add_products_within_groups".split())
 # In-place operations without an implementation for fake tensors.
 _WITHOUT_META = frozenset(["_fused_sgd_"])
 _FP8_PRODUCT = "multiply_fp8"
-_ADD_PRODUCT = torch.ops.aten.addmm.dtype_out  # its implementation in torch 2.11 raises TypeError
+_ADD_PRODUCT = torch.ops.aten.addmm.dtype_out  # in torch 2.11 its implementation raises TypeError
 POINT_TO_POINT = ("send", "recv_")
 """c10d's names of the operations that send and receive a message."""
 
@@ -63,12 +63,12 @@ class CollectiveCall:
     operation: str
     """Name of the c10d operation, such as 'allreduce_', 'send' or 'recv_'."""
     ranks: tuple[int, ...]
-    """Global ranks of the process group, sorted; for 'send' and 'recv_' only the other rank."""
+    """Global ranks of the process group, sorted. For 'send' and 'recv_' only the other rank."""
     dtype: str
     elements: int
-    """Elements of the full tensor: the output of an all-gather, the input of a reduce-scatter."""
+    """Number of elements of the full tensor: the output of an all-gather, the input of a reduce-scatter."""
     bytes: int
-    """Bytes of the full tensor."""
+    """Number of bytes of the full tensor."""
 
 
 class Trace(Protocol):
@@ -85,7 +85,7 @@ class Trace(Protocol):
 
     def add_sync(self, cause: str) -> None:
         """Counts that the host waits until the device has finished all its work. cause: 'item', 'copy to
-        host', 'copy to device', 'synchronize' or the name of the operation."""
+        host', 'copy to device', 'synchronize', or the name of the operation."""
 
 
 class SimulatedDevice(TorchDispatchMode):
@@ -120,7 +120,7 @@ class SimulatedDevice(TorchDispatchMode):
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        if func is torch.ops.prim.device.default:  # the most frequent call, so it comes first
+        if func is torch.ops.prim.device.default:  # checked first, because it is the most frequent call
             return args[0].fake_device
         try:
             return self._run(func, args, kwargs or {})
@@ -158,8 +158,8 @@ class SimulatedDevice(TorchDispatchMode):
         return result
 
     def _view(self, func: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
-        """Runs a view. Views are half of all operations, so this takes a shortcut: the full `FakeTensorMode`
-        is four times as slow."""
+        """Runs a view. Views are half of all operations, so they bypass the full `FakeTensorMode`, which is
+        four times as slow."""
         with in_kernel_invocation_manager(self._fake):
             result = func(*args, **kwargs)
         return tree_map_only(Tensor, lambda view: FakeTensor(self._fake, view, args[0].fake_device), result)
@@ -184,7 +184,7 @@ class SimulatedDevice(TorchDispatchMode):
         if func.is_view or name in _NO_KERNEL:
             return
         inputs = {id(x): x for x in _tensors(args, kwargs)}
-        # An in-place variant counts as the plain operation.
+        # An in-place variant counts as the operation without the underscore.
         packet = getattr(torch.ops.aten, name.removesuffix("_"), func.overloadpacket)
         shaped = _with_all_heads(name, [x for x in args if not isinstance(x, torch.dtype)])
         flops = (
@@ -207,7 +207,8 @@ class SimulatedDevice(TorchDispatchMode):
     # --- operations that connect host and device ---
 
     def _item(self, args: tuple, kwargs: dict[str, Any]) -> tuple[bool, Any]:
-        """Returns the number that the host reads from the device: 1, or True, if its value is not known."""
+        """Returns the number that the host reads from the device. If its value is not known, returns 1 or
+        True."""
         (tensor,) = args
         self.trace.add_sync("item")
         value = self.value_of(tensor)
@@ -216,7 +217,8 @@ class SimulatedDevice(TorchDispatchMode):
         return True, True if tensor.dtype == torch.bool else torch.ones((), dtype=tensor.dtype).item()
 
     def _to_copy(self, args: tuple, kwargs: dict[str, Any]) -> tuple[bool, Any]:
-        """Copies a tensor to another device; not handled (False) if the device stays the same."""
+        """Copies a tensor to a different device. Returns (True, copy); (False, None) if the device stays the
+        same."""
         (source,), device = args, kwargs.get("device")
         target = source.device.type if device is None else torch.device(device).type
         if target == source.device.type:
@@ -247,12 +249,13 @@ class SimulatedDevice(TorchDispatchMode):
         return result
 
     def _copy_(self, args: tuple, kwargs: dict[str, Any]) -> tuple[bool, Any]:
-        """Copies a tensor in place between devices; not handled (False) within one device."""
+        """Copies a tensor in place between devices. Returns (True, target); (False, None) within one
+        device."""
         target, source = args[0], args[1]
         if target.device.type == source.device.type:
             return False, None
         non_blocking = bool(args[2] if len(args) > 2 else kwargs.get("non_blocking"))
-        non_blocking &= source.dtype == target.dtype  # PyTorch converts through pageable memory
+        non_blocking &= source.dtype == target.dtype  # PyTorch converts dtypes through pageable memory
         if target.device.type == "cpu":
             if not non_blocking or target.untyped_storage() not in self._pinned:
                 self.trace.add_sync("copy to host")
@@ -292,13 +295,14 @@ class SimulatedDevice(TorchDispatchMode):
     # --- true values of small integer tensors ---
 
     def _keep_values(self, func: Any, args: tuple, kwargs: dict[str, Any], outputs: list[FakeTensor]) -> None:
-        """Runs the operation also on the true values, if all are known and the outputs are small integers."""
+        """Runs the operation also on the true values, if all are known and the outputs are small integer
+        tensors."""
         if not outputs or not all(map(_may_have_values, outputs)):
             return
         inputs = _tensors(args, kwargs)
         if any(isinstance(x, FakeTensor) and x not in self._values for x in inputs):
             for tensor in _mutated(func, args, kwargs):
-                self._values.pop(tensor, None)  # its value has changed to an unknown one
+                self._values.pop(tensor, None)  # the operation has changed its value to an unknown one
             return
 
         def real(x: Any) -> Any:
@@ -325,9 +329,9 @@ def _iterate(values: Any) -> Iterator[Tensor]:
 
 
 def describe_call(name: str, args: tuple) -> CollectiveCall | None:
-    """Describes the call of the c10d operation `name`; None for operations that exchange no tensors."""
+    """Returns the call of the c10d operation `name`; None for operations that exchange no tensors."""
     lists = [_tensors((argument,), {}) for argument in args]
-    # The longest list of tensors is the full tensor: the output of an all-gather, the input of a
+    # The longest list of tensors is the full tensor: the output of an all-gather, or the input of a
     # reduce-scatter.
     full = max(lists, key=lambda tensors: sum(x.numel() for x in tensors), default=[])
     if not full:
@@ -350,15 +354,15 @@ def process_group_of(args: tuple) -> dist.ProcessGroup:
 
 
 def _product(func: Any, args: tuple) -> tuple[float, float, float] | None:
-    """Returns `Kernel.product`: (rows, columns, inner length) of a matrix product, or of each product in a
-    batch; with experts, of each expert's product if all have equally many rows; (queries, keys, elements of a
-    head) of attention. Its operands are [batch, heads, seq, head_dim] in PyTorch, and [seq, batch, heads,
-    head_dim] in `megatron.kernels`."""
+    """Returns `Kernel.product`. For a matrix product, or for each product in a batch, it is (rows, columns,
+    inner length); with experts it is each expert's product if all experts have equally many rows. For
+    attention it is (queries, keys, elements of a head). Operands of attention are [batch, heads, seq,
+    head_dim] in PyTorch, and [seq, batch, heads, head_dim] in `megatron.kernels`."""
     name = func.overloadpacket.__name__
     if "attention" in name:
         is_aten = func.namespace == "aten"
         operands = [x for x in args if isinstance(x, Tensor) and x.dim() == 4]
-        # PyTorch's backward passes get the gradient of the output first.
+        # The first argument of PyTorch's backward passes is the gradient of the output.
         queries, keys = operands[1:3] if is_aten and "backward" in name else operands[:2]
         seq = 2 if is_aten else 0
         return queries.shape[seq], keys.shape[seq], queries.shape[-1]
@@ -375,8 +379,8 @@ def _product(func: Any, args: tuple) -> tuple[float, float, float] | None:
 
 
 def _grouped_product(tensors: list[Tensor]) -> tuple[float, float, float]:
-    """Returns `Kernel.product` of a group of mean length: of its rows with a matrix, or of its rows of two
-    tensors. The last tensor has the ends of the groups."""
+    """Returns `Kernel.product` of a group with the mean number of rows: of its rows with a matrix, or of its
+    rows of two tensors. tensors: the last one has the ends of the groups."""
     groups = len(tensors[-1])
     matrices = next((x for x in tensors if x.dim() == 3 and x is not tensors[0]), None)
     if matrices is not None:
@@ -387,16 +391,17 @@ def _grouped_product(tensors: list[Tensor]) -> tuple[float, float, float]:
 
 
 def _alignment(args: tuple) -> int:
-    """Returns `Kernel.alignment` of the operands of a matrix product."""
+    """Returns `Kernel.alignment` of a matrix product, from its operands."""
     matrices = [x for x in args if isinstance(x, Tensor) and x.dim() >= 2][-2:]
-    # A row's length in memory is the larger stride. cuBLAS needs a contiguous dimension, so PyTorch copies a
-    # matrix that has none.
+    # The length of a row in memory is the larger stride. cuBLAS needs one contiguous dimension, so PyTorch
+    # copies a matrix that has none.
     rows = [max(x.stride()[-2:]) if 1 in x.stride()[-2:] else x.shape[-1] for x in matrices]
     return math.gcd(8, *rows)
 
 
 def _bytes_of(tensor: Tensor) -> int:
-    """Returns the bytes read for a tensor. Repeated elements of an expanded tensor are read once."""
+    """Returns the bytes that an operation reads for a tensor. Repeated elements of an expanded tensor are
+    read once."""
     elements = tensor.numel()
     if elements and 0 in tensor.stride():
         elements = math.prod(n for n, step in zip(tensor.shape, tensor.stride(), strict=True) if step)
@@ -408,11 +413,11 @@ def _may_have_values(tensor: Tensor) -> bool:
 
 
 def _with_all_heads(name: str, args: list[Any]) -> list[Any]:
-    """Returns the arguments of attention with as many heads of keys and values as of queries, which torch's
-    formula for FLOPs expects before 2.13. A shared head saves no FLOPs."""
+    """Returns the arguments of attention with as many heads of keys and values as of queries. torch's formula
+    for FLOPs expects this before version 2.13. A shared head saves no FLOPs."""
     if not name.startswith("_scaled_dot_product"):
         return args
-    first = int("backward" in name)  # the gradient of the output comes first
+    first = int("backward" in name)  # in a backward pass the first argument is the gradient of the output
     heads = args[first].shape[1]
     for place in (first + 1, first + 2):
         batch, _, *rest = args[place].shape
@@ -421,7 +426,8 @@ def _with_all_heads(name: str, args: list[Any]) -> list[Any]:
 
 
 def _mutated(func: Any, args: tuple, kwargs: dict[str, Any], only: str | None = None) -> list[Tensor]:
-    """Returns the arguments that the operation writes to. only: of this name."""
+    """Returns the arguments that the operation writes to. only: the name of the argument to return; None for
+    all."""
     found: list[Tensor] = []
     for index, argument in enumerate(func._schema.arguments):
         if only not in (None, argument.name):
@@ -447,7 +453,7 @@ def _indexes_by_mask(name: str, args: tuple) -> bool:
 
 
 def _is_large_factory(args: tuple, kwargs: dict[str, Any]) -> bool:
-    """Returns whether the operation makes a large host tensor without reading another tensor."""
+    """Returns whether the operation creates a large host tensor without reading another tensor."""
     shape = args[0] if args else None
     if not isinstance(shape, (list, torch.Size)) or _tensors(args, kwargs):
         return False

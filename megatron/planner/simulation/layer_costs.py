@@ -1,13 +1,13 @@
 """Records the costs of a run's layers and of its optimizer step on the simulated device.
 
-The run's own code makes and runs a small model without pipeline parallelism: embedding, two transformer
+The run's own code builds and runs a small model without pipeline parallelism: embedding, two transformer
 layers (or recomputed groups of layers; four with ZeRO-2 and 3, which prefetch), final norm, head and loss.
 One micro-batch is recorded, after tables and buffers exist. The costs of any stage are then assembled from
-these layers, since all transformer layers between the first and the last cost the same.
+these layers, because all transformer layers between the first and the last have equal costs.
 
 The optimizer step is recorded with all parameters of a rank, without passes of micro-batches.
 
-The process that calls this module cannot be used for anything else afterwards: see `processes`.
+A process that has called this module cannot be used for anything else afterwards: see `processes`.
 """
 
 from __future__ import annotations
@@ -50,16 +50,16 @@ _MOST_CHUNKS = 8192
 
 
 class _Recorder:
-    """Records actions and memory between two calls of `begin`. See `device.Trace` for the `add_` methods."""
+    """Records actions and memory between `begin` and `end`. See `device.Trace` for the `add_` methods."""
 
     def __init__(self, memory: MemoryTracker, mesh: Mesh) -> None:
-        """layout: names the process groups of collectives."""
+        """mesh: the layout, which gives the process groups of collectives their names."""
         self._memory, self._layout = memory, mesh
         self._started: list[dist.Work | None] = []
         self.restart()
 
     def restart(self) -> None:
-        """Discards everything recorded so far."""
+        """Discards everything that was recorded so far."""
         self._costs: dict[tuple[str, int], PassCost] = {}
         self._pass: tuple[str, int] | None = None
         self._start, self._actions = 0, list[Action]()
@@ -78,7 +78,7 @@ class _Recorder:
         self._pass = None
 
     def cost(self, name: str, index: int = 0) -> PassCost:
-        """Returns the recorded cost of a pass; an empty one if it was not recorded."""
+        """Returns the recorded cost of a pass; an empty cost if the pass was not recorded."""
         return self._costs.get((name, index), PassCost())
 
     def add_operation(self, kernel: Kernel, bytes_written: int) -> None:
@@ -96,7 +96,7 @@ class _Recorder:
                 return
 
     def add_sync(self, cause: str) -> None:
-        """Records nothing: predictions do not count the time of host synchronizations."""
+        """Records nothing, because predictions do not count the time of host synchronizations."""
 
 
 class _ObservedModel(GPTModelPipe):
@@ -117,7 +117,7 @@ class _ObservedModel(GPTModelPipe):
         self.entries.append((positions, _specs(outputs)))
         hidden, _ = split_layer_io(outputs)
         if hidden.requires_grad and hidden is not split_layer_io(inputs)[0]:
-            # After the tensor's hooks: a hook of the next layer copies the gradient.
+            # Registered after the tensor's own hooks: a hook of the next layer copies the gradient.
             assert hidden.grad_fn is not None
             hidden.grad_fn.register_prehook(lambda gradients: self.recorder.begin("backward", index))
         return outputs
@@ -128,14 +128,15 @@ class _ObservedModel(GPTModelPipe):
         return super().loss(outputs, loss_inputs)
 
     def begin_backward(self, host_bytes: int) -> None:
-        """Ends the forward pass and begins the backward pass. host_bytes: bytes allocated in host memory."""
+        """Ends the forward pass and begins the backward pass. host_bytes: bytes that are allocated in host
+        memory."""
         self.recorder.begin("backward", len(self.entries))
         self._note_freed_input()
         self.host_bytes = host_bytes
 
     def deferred_by_entry(self, deferred: Deferred) -> dict[int, Deferred]:
-        """Moves the deferred gradients to a list for each entry. Lists that share them would keep their
-        memory."""
+        """Moves the deferred gradients to one list for each entry. If lists shared gradients, they would keep
+        each other's memory."""
         owners: dict[torch.Tensor, int] = {
             parameter: index
             for index, (positions, _) in enumerate(self.entries)
@@ -145,12 +146,12 @@ class _ObservedModel(GPTModelPipe):
         }
         found: dict[int, Deferred] = {}
         while deferred:
-            owner = owners.get(deferred[0][0], len(self.entries))  # the loss, with multi-token prediction
+            owner = owners.get(deferred[0][0], len(self.entries))  # no owner: a layer that the loss runs
             found.setdefault(owner, []).append(deferred.pop(0))
         return found
 
     def _note_freed_input(self) -> None:
-        """Records how many bytes of the last layer's input have been freed: all or none."""
+        """Records how many bytes of the last layer's input are freed: all or none."""
         if self._input is not None:
             key, size = self._input
             self.freed_inputs.append(0 if self._is_alive(key) else size)
@@ -163,15 +164,15 @@ class _ObservedModel(GPTModelPipe):
 
 
 def record_layers(config: Config, vocab_size: int, num_entries: int, kernels: bool) -> ModelCosts:
-    """Records the layers of a configuration with few layers and without pipeline parallelism. Raises
-    ConfigError if the loss is computed in too many chunks to record. num_entries: length of the layer list.
-    kernels: whether the device runs Triton kernels."""
+    """Returns the costs of the layers of a configuration with few layers and without pipeline parallelism.
+    num_entries: length of the layer list. kernels: whether the device runs Triton kernels. Raises ConfigError
+    if the loss is computed in too many chunks to record."""
     _check_chunks(config, vocab_size)
     with _rank_on_device(config, vocab_size, (0, num_entries), 0, kernels) as rank:
         simulated, model, recorder = rank.simulated, rank.model, rank.recorder
         before = simulated.memory.total
         model.observe(recorder, simulated.memory.is_alive)
-        if config.parallel.shards_gradients:  # the first one finds the order for prefetching
+        if config.parallel.shards_gradients:  # the first pass finds the order of prefetching
             _run_micro_batch(rank)
         else:
             _make_tables(rank)
@@ -197,7 +198,8 @@ def record_layers(config: Config, vocab_size: int, num_entries: int, kernels: bo
 
 
 def _check_chunks(config: Config, vocab_size: int) -> None:
-    """Raises ConfigError if the fused loss has too many chunks. Recording one chunk takes milliseconds."""
+    """Raises ConfigError if the fused loss has too many chunks, because recording one chunk takes
+    milliseconds."""
     tokens = config.batch.micro_batch_size * config.seq_length_per_rank
     tp_size = config.parallel.tensor_model_parallel_size
     element_size = 4 if config.precision.name == "fp32" else 2
@@ -212,7 +214,8 @@ def _check_chunks(config: Config, vocab_size: int) -> None:
 
 
 def _run_micro_batch(rank: _Rank) -> tuple[Spec, ...]:
-    """Runs the passes of a micro-batch, as the engine does. Returns shapes and dtypes of the loss's input."""
+    """Runs the passes of a micro-batch as the engine does. Returns the shapes and dtypes of the loss's
+    input."""
     model, optimizer, tokens = rank.model, rank.optimizer, rank.tokens()
     mask = torch.ones(tokens.shape, device=tokens.device)
     inputs = [tokens] * model.loss_reads_tokens
@@ -235,7 +238,8 @@ def _run_micro_batch(rank: _Rank) -> tuple[Spec, ...]:
 
 @torch.no_grad()
 def _make_tables(rank: _Rank) -> None:
-    """Runs the layers once, so that they make the tables and metrics that they keep for all micro-batches."""
+    """Runs the layers once, so that they create the tables and metrics that they keep for all
+    micro-batches."""
     tokens = rank.tokens()
     with rank.model.metrics.recording(), rank.model.dropout_rng.use_samples(range(len(tokens))):
         rank.model(tokens)
@@ -244,11 +248,11 @@ def _make_tables(rank: _Rank) -> None:
 def record_update(
     config: Config, vocab_size: int, bounds: tuple[int, ...], rank: int, kernels: bool
 ) -> UpdateCosts:
-    """Records the state and the optimizer step of a rank. bounds: layer indices at which the stages begin,
-    and the end of the last one. kernels: whether the device runs Triton kernels."""
+    """Returns the state and the optimizer step of a rank. bounds: layer indices at which the stages begin,
+    and the end of the last stage. kernels: whether the device runs Triton kernels."""
     with _rank_on_device(config, vocab_size, bounds, rank, kernels) as on_device:
         simulated, optimizer, recorder = on_device.simulated, on_device.optimizer, on_device.recorder
-        optimizer.master_update.run(1.0)  # optimizers allocate their state in the first step
+        optimizer.master_update.run(1.0)  # because optimizers allocate their state in the first step
         optimizer.begin_step()
         for index, bucket in enumerate(reversed(optimizer.buckets)):
             recorder.begin("reduction", index)
@@ -269,7 +273,7 @@ def record_update(
         waits = [sum(isinstance(action, Wait) for action in part) for part in before_layers]
         chained = [action for action in chain(*before_layers) if isinstance(action, Collective)]
         step = recorder.cost("step").actions
-        # The step ends with the other starts for which layers wait.
+        # At its end the step starts the all-gathers for which layers of the next step wait.
         end = len(step) - (sum(waits) - len(chained))
         starts = iter([*(action for action in step[end:] if isinstance(action, Collective)), *chained])
         return UpdateCosts(
@@ -306,7 +310,7 @@ class _Rank:
 def _rank_on_device(
     config: Config, vocab_size: int, bounds: tuple[int, ...], rank: int, kernels: bool
 ) -> Iterator[_Rank]:
-    """Makes the model and the optimizer of a rank on the simulated device, within this context."""
+    """Yields the model and the optimizer of a rank on the simulated device."""
     initialize_vector_math()
     mesh = Mesh.from_config(config.parallel, rank)
     memory = MemoryTracker()
@@ -316,8 +320,8 @@ def _rank_on_device(
         processes.init_distributed(config, FakeStore())
         mesh = mesh.connect()
         model = _ObservedModel(config, mesh, vocab_size, _EOD, bounds, no_values)
-        for weight in islice(model.parameters(), 1):  # none on a rank without layers
-            supports_fused_accumulation(weight)  # it asks the device once per process
+        for weight in islice(model.parameters(), 1):  # a rank without layers has no parameters
+            supports_fused_accumulation(weight)  # asks the device, once per process
         plain = plain_optimizer(config, model)
         optimizer = mixed_precision_optimizer(config, mesh, model, plain)
         yield _Rank(config, simulated, model, optimizer, recorder)

@@ -16,12 +16,12 @@ ROUNDING = 512
 
 
 def rounded(size: int) -> int:
-    """Returns the bytes that the allocator gives out for a storage of this size."""
+    """Returns the bytes that the allocator uses for a storage of this size."""
     return -(-size // ROUNDING) * ROUNDING
 
 
 class MemoryTracker:
-    """Counts the bytes of the storages passed to `add`, until they are freed."""
+    """Counts the bytes of the storages that were passed to `add`, until they are freed."""
 
     def __init__(self) -> None:
         self._sizes: dict[int, int] = {}
@@ -29,7 +29,7 @@ class MemoryTracker:
         self.peak = 0
 
     def add(self, storage: torch.UntypedStorage) -> None:
-        """Counts a storage once."""
+        """Counts a storage, but only once."""
         key = storage._cdata
         if key not in self._sizes:
             weakref.finalize(storage, self._free, key)
@@ -45,7 +45,8 @@ class MemoryTracker:
         return storage_key in self._sizes
 
     def sizes_of(self, tensors: Mapping[str, Iterable[Tensor]]) -> dict[str, int]:
-        """Returns the bytes of the tensors of each name. A storage counts for the first of its names."""
+        """Returns name -> bytes of its tensors. A storage that several names share counts for the first of
+        them."""
         named: dict[int, str] = {}
         for name, parts in tensors.items():
             for tensor in parts:
@@ -56,7 +57,7 @@ class MemoryTracker:
         return sums
 
     def restart_peak(self) -> None:
-        """Sets the peak to the memory at this time."""
+        """Sets the peak to the memory that is allocated now."""
         self.peak = self.total
 
     def _resize(self, key: int, size: int) -> None:

@@ -1,14 +1,15 @@
-"""The actions of a device in a pass of a micro-batch, and their time.
+"""The actions of a device in a pass of a micro-batch, and the time that they take.
 
-A pass is a list of kernels, starts of collectives, and waits for collectives. A replay gives its time:
-kernels run one after the other; the collectives of one process group also run one after the other,
+A pass is a list of kernels, starts of collectives, and waits for collectives. A replay of the list gives its
+time: kernels run one after the other; the collectives of one process group also run one after the other,
 concurrently with the kernels; a wait delays the kernels until its collective is complete. So a collective
-costs only the time that is not hidden by kernels between its start and its wait.
+costs only the time that no kernel between its start and its wait hides.
 
-With one hardware queue (`ParallelConfig.needs_one_queue`) the device also starts all of them in the order of
-their launches: a collective that waits for the previous one of its process group delays the kernels after it.
+With one hardware queue (`ParallelConfig.needs_one_queue`) the device also starts all actions in the order of
+their launches. Then a collective that waits for the previous one of its process group delays the kernels
+after it.
 
-`layer_costs` records the lists of a run's layers on the simulated device. The lists of other programs can be
+`layer_costs` records the lists of a run's layers on the simulated device. Lists for other programs can be
 written by hand.
 """
 
@@ -20,7 +21,7 @@ from dataclasses import dataclass
 from megatron.mpu.mesh import DENSE, Mesh
 
 Group = str | tuple[int, ...]
-"""A process group: a name of `GROUP_AXES`, or some pipeline ranks. See `group_name`."""
+"""A process group: a name in `GROUP_AXES`, or a tuple of pipeline ranks. See `group_name`."""
 GROUP_AXES = {
     "context": ("cp",),
     "data": ("dp", "cp"),
@@ -33,13 +34,14 @@ GROUP_AXES = {
     "expert": ("ep",),
     "expert data": ("edp",),
 }
-"""The axes along which the ranks of a process group differ. The first name of several equal groups counts."""
+"""Name -> the axes along which the ranks of the process group differ. Equal groups have the first of their
+names."""
 
 
 def group_name(ranks: Sequence[int], mesh: Mesh) -> Group:
-    """Names a process group after its axes, see `GROUP_AXES`. A group of only some pipeline ranks is named by
-    these pipeline ranks. 'data' is also a single rank, and the data-parallel without the context-parallel
-    ranks."""
+    """Returns the name of a process group, after its axes (see `GROUP_AXES`). A group of only some pipeline
+    ranks is named by the tuple of these pipeline ranks. 'data' is also the name of a single rank, and of the
+    data-parallel ranks without the context-parallel ranks."""
     members = tuple(sorted(ranks))
     for name, axes in GROUP_AXES.items() if len(members) > 1 else ():
         if mesh.ranks_along(axes, members[0]) == members:
@@ -52,11 +54,11 @@ def group_name(ranks: Sequence[int], mesh: Mesh) -> Group:
 class Kernel:
     """An operation that the device runs.
 
-    flops: FLOPs, counted for matrix products and attention only. bytes: bytes of the tensors that it reads
-    and writes. product: (rows, columns, inner length) of a matrix product, or of each product in a batch or
-    of experts; (queries, keys, elements of a head) of fused attention; None for other kernels. alignment:
-    largest power of two, up to 8, that divides the row length in memory, in elements, of a product's
-    matrices.
+    flops: FLOPs; only matrix products and attention have them. bytes: bytes of the tensors that the operation
+    reads and writes. product: (rows, columns, inner length) of a matrix product, or of each product in a
+    batch or of experts; (queries, keys, elements of a head) of fused attention; None for other kernels.
+    alignment: largest power of two, up to 8, that divides the row length in memory of a product's matrices,
+    in elements.
     """
 
     name: str
@@ -71,7 +73,7 @@ class Collective:
     """The start of a collective.
 
     operation: name of the c10d operation, such as 'allreduce_'. bytes: bytes of the full tensor: the output
-    of an all-gather, the input of a reduce-scatter; of an all-to-all, the larger of input and output.
+    of an all-gather, the input of a reduce-scatter; for an all-to-all, the larger of input and output.
     """
 
     group: Group
@@ -81,15 +83,15 @@ class Collective:
 
 @dataclass(frozen=True)
 class Wait:
-    """The wait for a collective. age: number of collectives that have started after it. A collective of an
-    earlier pass is assumed to be complete."""
+    """The wait for a collective. age: number of collectives that have started after that collective. A
+    collective of an earlier pass is assumed to be complete."""
 
     age: int
 
 
 @dataclass(frozen=True)
 class Busy:
-    """Other work of the device, whose time is known."""
+    """Other work of the device that takes a known time."""
 
     seconds: float
 
@@ -99,8 +101,9 @@ Action = Kernel | Collective | Wait | Busy
 
 @dataclass(frozen=True)
 class PassTime:
-    """Seconds of a pass. products: in matrix products and attention. others: in other kernels, and in waits
-    for kernel launches. waits: in waits for collectives, and for their starts with one hardware queue."""
+    """The seconds of a pass. products: seconds in matrix products and attention. others: seconds in other
+    kernels, and in waits for kernel launches. waits: seconds in waits for collectives and, with one hardware
+    queue, for their starts."""
 
     products: float = 0.0
     others: float = 0.0

@@ -1,7 +1,7 @@
 """Runs simulations in parallel, each in its own process.
 
-A simulation permanently changes its process: the device type, DeepSpeed's accelerator, the default process
-group. The processes are forked from a server that has already imported all modules.
+A simulation permanently changes its process: the device type, DeepSpeed's accelerator and the default process
+group. The processes are forked from a server process that has already imported all modules.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from megatron.torch_versions import missing_name
 
 _PRELOADED = ["torch._dynamo", "setuptools", "megatron.planner.simulation.layer_costs"]
 _SHOWN_LINES = 30
-# Threads start workers, and the start of the server changes the environment for a moment, so they take turns.
+# Threads take turns to start workers, because the start of the server changes the environment for a moment.
 _STARTING = threading.Lock()
 
 
@@ -36,10 +36,10 @@ class SimulationError(RuntimeError):
 
 
 class Worker:
-    """A process that runs one function after the other."""
+    """A process that runs functions, one after the other."""
 
     def __init__(self, environment: Mapping[str, str]) -> None:
-        """Starts the process. environment: variables to set in it."""
+        """Starts the process. environment: environment variables for it."""
         self._folder = tempfile.TemporaryDirectory()
         self._output = Path(self._folder.name) / "output"
         context = _server()
@@ -50,10 +50,10 @@ class Worker:
         theirs.close()
 
     def run(self, function: Callable[..., Any], *arguments: Any) -> Any:
-        """Runs a function in the process, and returns its result. Raises the function's UserError, and a
-        UserError if the process is killed. If it fails in another way, raises SimulationError with its last
-        lines of output."""
-        with suppress(BrokenPipeError):  # the process has ended, which is reported below
+        """Runs a function in the process and returns its result. Raises the function's UserError, a UserError
+        if the process is killed, and for any other failure a SimulationError with the last lines of the
+        process's output."""
+        with suppress(BrokenPipeError):  # the process has ended; the code below reports it
             self._connection.send((function, arguments))
         try:
             succeeded, value = self._connection.recv()
@@ -83,11 +83,11 @@ class Worker:
 
     def end(self) -> None:
         """Ends the process."""
-        self._process.kill()  # SIGTERM may be ignored, see `exit_on_interrupt`
+        self._process.kill()  # SIGTERM might be ignored, see `exit_on_interrupt`
 
 
 def _serve(connection: Connection, output: str, environment: dict[str, str]) -> None:
-    """Runs functions in the new process, until the other end of the connection is closed."""
+    """Runs functions in the new process until the other end of the connection is closed."""
     os.environ.update(environment)
     with _to_file(output):
         with suppress(EOFError):
@@ -97,14 +97,15 @@ def _serve(connection: Connection, output: str, environment: dict[str, str]) -> 
 
 
 def start_server() -> None:
-    """Starts the server from which processes are forked. This takes seconds in the background, so a command
-    that plans calls it before its own imports."""
+    """Starts the server process from which processes are forked. This takes seconds in the background, so a
+    command that plans calls it before its own imports."""
     _server()
 
 
 def _server() -> ForkServerContext:
-    """Returns the server from which processes are forked; starts it if it does not run. It gets two
-    environment variables: DeepSpeed must not look for a GPU, and a simulation needs only one thread."""
+    """Returns the server process from which processes are forked, and starts it if it does not run. Two
+    environment variables are set for it: DeepSpeed must not look for a GPU, and a simulation needs only one
+    thread."""
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(_PRELOADED)
     with _STARTING, temporary_environment({"DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1"}):
@@ -114,9 +115,10 @@ def _server() -> ForkServerContext:
 
 @contextmanager
 def _to_file(output: str) -> Iterator[None]:
-    """Sends all output of this process to a file within this context, including crashes of libraries."""
+    """Sends all output of this process to a file during the block, including the messages of crashes in
+    libraries."""
     os.environ["DS_ACCELERATOR"] = "cpu"
-    gc.freeze()  # garbage collection skips the server's imports, so their memory pages stay shared
+    gc.freeze()  # garbage collection then skips the server's imports, so their memory pages stay shared
     with open(output, "w") as file:
         os.dup2(file.fileno(), sys.stderr.fileno())
         with redirect_stdout(file):
@@ -124,7 +126,7 @@ def _to_file(output: str) -> Iterator[None]:
 
 
 def _answer(function: Callable[..., Any], arguments: Sequence[Any]) -> tuple[bool, Any]:
-    """Calls the function; returns (True, result) or (False, message of a UserError)."""
+    """Calls the function. Returns (True, result), or (False, message) if it raises a UserError."""
     try:
         return True, function(*arguments)
     except UserError as error:

@@ -1,4 +1,4 @@
-"""Makes a process a rank of a run on the simulated device."""
+"""Turns a process into a rank of a run on the simulated device."""
 
 from __future__ import annotations
 
@@ -84,7 +84,7 @@ class SimulatedAccelerator(CPU_Accelerator):
 
 
 class _Event:
-    """A device event. Waiting for it counts as a host synchronization."""
+    """A device event. Waiting for the event counts as a host synchronization."""
 
     def __init__(self, **_: Any) -> None:
         pass
@@ -104,8 +104,8 @@ class _Event:
 
 @contextmanager
 def simulated_process(mesh: Mesh, accelerator: SimulatedAccelerator) -> Iterator[None]:
-    """Makes this process the rank of `layout` on the accelerator's device, within this context. The process
-    may have been another rank before."""
+    """Makes this process the rank of `mesh` on the accelerator's device, during the block. The process may
+    have been a different rank before."""
     _register()
     if dist.is_initialized():
         dist.destroy_process_group()
@@ -117,7 +117,7 @@ def simulated_process(mesh: Mesh, accelerator: SimulatedAccelerator) -> Iterator
         MASTER_ADDR="localhost",
         MASTER_PORT="1",
     )
-    # Backward passes must run in this thread, since the dispatch mode is active only here.
+    # Backward passes must run in this thread, because the dispatch mode is active only in this thread.
     simulated = accelerator.simulated
     with patched_torch(simulated), torch.autograd.set_multithreading_enabled(False), simulated:
         yield
@@ -133,12 +133,13 @@ def _register() -> None:
 def no_values(
     spec: ParameterSpec, seed: int, name: str, axes: Sequence[Axis], elements: range | None = None
 ) -> Tensor:
-    """Returns a parameter of the right shape without initial values."""
+    """Returns a parameter of the right shape that has no initial values. It replaces the initialization."""
     return torch.empty(spec.local_shape(axes))
 
 
 def state_tensors(model: GPTModelPipe, optimizer: MixedPrecisionOptimizer) -> dict[str, list[Tensor]]:
-    """Returns the weights with their FP8 copies, the gradients, and the master weights with their moments."""
+    """Returns three lists: weights with their FP8 copies, gradients, and master weights with their
+    moments."""
     copies = [] if model.fp8 is None else model.fp8.copies
     found: dict[str, list[Tensor]] = {"parameters": [*copies], "gradients": [], "optimizer": []}
     for flat in optimizer.flat:
@@ -150,7 +151,7 @@ def state_tensors(model: GPTModelPipe, optimizer: MixedPrecisionOptimizer) -> di
 
 
 def _tensors_of(state: Any) -> list[Tensor]:
-    """Returns the tensors of a moment, which has several if it is quantized."""
+    """Returns the tensors of a moment. A quantized moment has several."""
     if isinstance(state, Tensor):
         return [state]
     return [x for x in getattr(state, "__dict__", {}).values() if isinstance(x, Tensor)]

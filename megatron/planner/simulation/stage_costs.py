@@ -2,7 +2,7 @@
 
 Other processes, one per core, record the layers on the simulated device (`layer_costs`): a model with few
 layers for each tensor-parallel layout, micro-batch size and kind of recomputation, and an optimizer step for
-each kind of rank. The processes and all recordings are kept, since a search needs dozens of models.
+each kind of rank. The processes and all recordings are kept, because a search needs dozens of models.
 """
 
 from __future__ import annotations
@@ -45,10 +45,11 @@ from megatron.planner.simulation.processes import Worker
 from megatron.run import Run
 
 _FEW_LAYERS, _MANY_LAYERS = 2, 4
-"""The optimizer step of a rank with more than `_MANY_LAYERS` transformer layers is extrapolated from the
-steps with `_FEW_LAYERS` and with one more."""
+"""For a rank with more than `_MANY_LAYERS` transformer layers, the optimizer step is extrapolated from the
+steps with `_FEW_LAYERS` layers and with one more layer."""
 _MANY_REPLICAS = 64
-"""The optimizer step of a run with more replicas is extrapolated from this number and half of it."""
+"""For a run with more replicas than this, the optimizer step is extrapolated from this number and half of
+it."""
 _NO_BUCKETS = 10**15
 ONE_STAGE: dict[str, Any] = {
     "parallel.pipeline_model_parallel_size": 1,
@@ -56,7 +57,7 @@ ONE_STAGE: dict[str, Any] = {
     "parallel.virtual_pipeline_stages": 1,
 }
 """The settings of a run without pipeline parallelism."""
-# Settings on which neither the layers nor the optimizer step depend.
+# Settings that affect neither the layers nor the optimizer step.
 _NEUTRAL: dict[str, Any] = {
     "parallel.partition_method": "type:transformer",
     "parallel.partition_profile": None,
@@ -83,10 +84,10 @@ class StageCosts:
     """The costs of the passes of a micro-batch through a stage.
 
     layers: costs of the layers, in order. inputs: shapes and dtypes of the stage's input. receives: number of
-    parts in which the tensor-parallel ranks receive the input, one part each; 1 if each rank receives all of
-    it, 0 in the first stage. sends: number of parts in which they send the output; 0 in the last stage.
-    tables: bytes that stay allocated between micro-batches, without the state. host: bytes that a micro-batch
-    in flight keeps in host memory.
+    parts in which the tensor-parallel ranks receive the input, each rank one part; 1 if each rank receives
+    all of it, 0 in the first stage. sends: number of parts in which they send the output; 0 in the last
+    stage. tables: bytes that stay allocated between micro-batches, without the state. host: bytes in host
+    memory that each micro-batch in flight keeps.
     """
 
     layers: tuple[LayerCost, ...]
@@ -98,7 +99,7 @@ class StageCosts:
 
     @property
     def outputs(self) -> tuple[Spec, ...]:
-        """Shapes and dtypes of the stage's output; for the last stage, of the loss's input."""
+        """Shapes and dtypes of the stage's output; in the last stage, of the loss's input."""
         return self.layers[-1].output if self.layers else self.inputs
 
     @cached_property
@@ -128,12 +129,13 @@ class StageCosts:
 
 
 def _gather(specs: Sequence[Spec], parts: int) -> tuple[Action, ...]:
-    """Returns the all-gather of a hidden state that was received in parts; nothing for one part."""
+    """Returns the all-gather of a hidden state that was received in parts; () if it was received in one
+    part."""
     return (Collective("tensor", "_allgather_base_", spec_bytes(specs[:1])), Wait(0)) if parts > 1 else ()
 
 
 def stage_costs(run: Run, stage: int) -> StageCosts:
-    """Returns the costs of a stage of the plan."""
+    """Returns the costs of a pipeline stage of the run."""
     plan = run.stages
     costs = _stage(run.config, plan.layers, run.vocab.size, plan.bounds[stage], plan.bounds[stage + 1])
     own, following = plan.rank_of(stage), plan.rank_of_stage[stage + 1 :][:1]
@@ -168,17 +170,17 @@ def whole_model_costs(config: Config, layers: Sequence[LayerDescription], vocab_
 
 
 _Group = tuple[LayerKind, ...]
-"""The kinds of layers that are recomputed together; without recomputation of one layer."""
+"""The kinds of layers that are recomputed together. Without recomputation a group has one layer."""
 
 
 @dataclass(frozen=True)
 class _Parts:
     """The layers of a small recorded model, from which the costs of the run's layers are taken.
 
-    begins: index of the first transformer layer. few: transformer layers of the recorded model. many:
-    transformer layers of the run. prefetches: a layer starts collectives of the layer after the next (ZeRO-2
-    and 3). stage, kinds: the groups of layers that are recomputed together, of the stage and of the recorded
-    model. rest: transformer layers in the smaller group at the end of a
+    begins: index of the first transformer layer. few: number of transformer layers of the recorded model.
+    many: number of transformer layers of the run. prefetches: whether a layer starts collectives of the layer
+    after the next (ZeRO-2 and 3). stage, kinds: the groups of layers that are recomputed together, in the
+    stage and in the recorded model. rest: number of transformer layers in the smaller group at the end of a
     stage, if its layers do not fill the last group.
     """
 
@@ -195,11 +197,11 @@ class _Parts:
     def record(
         cls, config: Config, layers: Sequence[LayerDescription], vocab_size: int, entries: range
     ) -> _Parts:
-        """Records a model for a stage with these entries of the layer list.
+        """Returns the recording of a model for a stage with these entries of the layer list.
 
-        It has a first group of each kind, which also computes tensors that all layers of the kind share, a
-        second group of each kind, and the smaller group at the end of the stage. With ZeRO-2 and 3 the
-        stage's first two groups precede them, and its last group follows.
+        The model has a first group of each kind, which also computes tensors that all layers of the kind
+        share, a second group of each kind, and the smaller group at the end of the stage. With ZeRO-2 and 3
+        the stage's first two groups precede these groups, and its last group follows them.
         """
         transformer = transformer_layers(layers)
         begins, many = transformer.start, len(transformer)
@@ -231,7 +233,8 @@ class _Parts:
         return [layer for layer in self.model.layers if self.begins <= layer.first < end]
 
     def layers_between(self, first: int, end: int) -> list[LayerCost]:
-        """Returns the costs of the run's layers `first` to `end` - 1, the entries of `record`."""
+        """Returns the costs of the run's layers `first` to `end` - 1, which must be the entries given to
+        `record`."""
         last = self.begins + self.few
         found = [layer for layer in self.model.layers if first <= layer.first < min(self.begins, end)]
         found += self._groups_of(end >= self.begins + self.many, first <= self.begins)
@@ -248,13 +251,13 @@ class _Parts:
         return [replace(layer, first=a, end=b) for layer, (a, b) in zip(found, pairwise(ends), strict=True)]
 
     def _groups_of(self, has_last: bool, has_first: bool) -> list[LayerCost]:
-        """Returns the costs of the stage's groups. has_last, has_first: whether the stage has the last or the
-        first transformer layer of the model."""
+        """Returns the costs of the stage's groups. has_last, has_first: whether the stage contains the last
+        or the first transformer layer of the model."""
         known, count = self._groups, len(self.stage)
         if has_first and has_last and count <= len(known):
             return known
         groups = list(zip(self.kinds, known, strict=True))
-        inner = dict(groups)  # the last group of each kind
+        inner = dict(groups)  # keeps the last group of each kind
         if self.prefetches and len(known) > 2:  # the last group of the model prefetches nothing
             inner |= dict(groups[:-1])
         found = [inner[kind] for kind in self.stage]
@@ -279,8 +282,8 @@ class _Parts:
 
 def rank_update(run: Run, rank: int) -> UpdateCosts:
     """Returns the state and the optimizer step of the first device (TP rank 0, DP rank 0) of a pipeline rank.
-    For many layers or replicas they are extrapolated from fewer, except with an optimizer of whole matrices:
-    how many matrices the most loaded rank owns grows in steps."""
+    For many layers or replicas they are extrapolated from fewer. With an optimizer of whole matrices they are
+    not, because the number of matrices that the most loaded rank owns grows in steps."""
     config, plan = run.config, run.stages
     held = [stage for stage, holder in enumerate(plan.rank_of_stage) if holder == rank]
     entries = [entry for stage in held for entry in range(plan.bounds[stage], plan.bounds[stage + 1])]
@@ -317,12 +320,12 @@ def rank_update(run: Run, rank: int) -> UpdateCosts:
         return update
 
     replicas, many = parallel.dp_cp_size, _MANY_REPLICAS
-    if config.model.num_experts is not None:  # as in `_layers_config`, also with half as many
+    if config.model.num_experts is not None:  # `many` and half of `many` must be possible with the experts
         multiple = 2 * fewest_replicas(parallel) * parallel.context_parallel_size
         many = max(many // multiple, 2) * multiple
     if replicas <= many or not extrapolates:
         update = with_replicas(replicas)
-    else:  # the costs are affine in 1 / replicas
+    else:  # because the costs are affine in 1 / replicas
         update, fewer = with_replicas(many), with_replicas(many // 2)
         update = update.plus(1 - many / replicas, fewer, update)
     same_costs = [*map(recorded.index, kinds), *range(len(recorded), len(recorded) + len(predicted))]
@@ -333,11 +336,11 @@ def rank_update(run: Run, rank: int) -> UpdateCosts:
 def _short_pipeline(
     layers: Sequence[LayerDescription], entries: Sequence[int], count: int, ranks: int
 ) -> tuple[int, tuple[int, ...]]:
-    """Makes a pipeline of at most three ranks, of which one has the `entries` of the layer list, but with
-    only `count` transformer layers. Returns (that rank, bounds of the stages).
+    """Returns a pipeline of at most three ranks: (rank, bounds of the stages). Its rank `rank` has the
+    `entries` of the layer list, but with only `count` transformer layers.
 
-    It stands for the run's pipeline of `ranks` ranks: the optimizer step of a rank depends neither on the
-    layers of other ranks, nor on how its layers form stages.
+    The pipeline stands for the run's pipeline of `ranks` ranks: the optimizer step of a rank depends neither
+    on the layers of other ranks, nor on how its own layers form stages.
     """
     transformer, few = transformer_layers(layers), max(count, 1)
     begins, fewer = transformer.start, len(transformer) - few
@@ -354,8 +357,8 @@ def _short_pipeline(
 
 
 class _Recordings:
-    """Recordings that are complete or running, and the idle processes, separately with and without Triton
-    kernels. One thread per core waits for a process."""
+    """Recordings that are complete or running, and idle processes. Processes with and without Triton kernels
+    are kept separately. One thread per core waits for a process."""
 
     def __init__(self) -> None:
         self._lock = Lock()
@@ -364,8 +367,8 @@ class _Recordings:
         self._idle: dict[bool, list[Worker]] = {True: [], False: []}
 
     def get(self, function: Callable[..., Any], *arguments: Any) -> Future[Any]:
-        """Calls a function of `layer_costs` in a process, once for equal arguments. The last argument is
-        whether the device runs Triton kernels. Returns the future result."""
+        """Returns the future result of a function of `layer_costs`, which runs in a process. It runs only
+        once for equal arguments. The last argument is whether the device runs Triton kernels."""
         with self._lock:
             call = (function, *arguments)
             if call not in self._recordings:
@@ -389,15 +392,16 @@ _RECORDINGS = _Recordings()
 
 
 def _layers_config(config: Config, kinds: Sequence[LayerKind]) -> Config:
-    """Returns the configuration of a model with layers of these kinds. Settings on which the costs of layers
-    do not depend are reset, so that equal configurations are recorded once."""
+    """Returns the configuration of a model with layers of these kinds. Settings that do not affect the costs
+    of layers are reset, so that equal configurations are recorded only once."""
     parallel = config.parallel
     shards = parallel.shards_gradients
     context = parallel.context_parallel_size
-    # Sharded layers have at least as many replicas as context-parallel ranks.
+    # With sharded layers the recorded run has at least as many replicas as context-parallel ranks.
     replicas = max(min(parallel.dp_cp_size, _MANY_REPLICAS) // context, 1) if shards else 1
     if config.model.num_experts is not None:
-        # Several expert-parallel groups if the run has several, so that all process groups have their names.
+        # If the run has several expert-parallel groups, the recorded run has several, too. Then all process
+        # groups have their names.
         fewest = fewest_replicas(parallel)
         replicas = max(replicas // fewest * fewest, min(parallel.data_parallel_size, 2 * fewest))
     settings = {
@@ -423,14 +427,14 @@ def fewest_replicas(parallel: ParallelConfig) -> int:
 def _update_config(
     config: Config, ranks: int, kinds: Sequence[LayerKind], replicas: int, has_buckets: bool
 ) -> Config:
-    """Returns the configuration of a pipeline with these numbers of ranks and replicas, layers of these
-    kinds (or one layer), and one bucket per layer or none. Settings on which the optimizer step does not
-    depend are reset."""
+    """Returns the configuration of a pipeline with these numbers of ranks and replicas, layers of these kinds
+    (or one layer), and one bucket per layer or no buckets. Settings that do not affect the optimizer step are
+    reset."""
     parallel, has_experts = config.parallel, config.model.num_experts is not None
     settings = {
         **_NEUTRAL,
         "parallel.world_size": parallel.tensor_model_parallel_size * replicas * ranks,
-        # Only groups of experts can have parts of the data- and context-parallel ranks.
+        # Only process groups of experts can be parts of the data- and context-parallel ranks.
         "parallel.context_parallel_size": parallel.context_parallel_size if has_experts else 1,
         "parallel.pipeline_model_parallel_size": ranks,
         "parallel.pipeline_schedule": "1f1b",
@@ -449,8 +453,8 @@ def _update_config(
 
 
 def _without_run(config: Config, optimizer: OptimizerConfig) -> Config:
-    """Returns the configuration with these optimizer settings, without what reads, writes or logs. All
-    experts get equal numbers of tokens, which are then known without values."""
+    """Returns the configuration with these optimizer settings and without settings that read, write or log.
+    All experts get equal numbers of tokens, which are then known although tensors have no values."""
     balanced = {"model.moe_router_force_load_balancing": config.model.num_experts is not None}
     return replace(
         config.with_settings(balanced),

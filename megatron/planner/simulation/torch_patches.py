@@ -1,7 +1,7 @@
-"""Patches PyTorch for the simulated device, within a context.
+"""Patches PyTorch for the simulated device, during a block.
 
-Each patch replaces code that depends on the device type before a dispatch mode sees the operation. Each has a
-test in tests/simulated/test_torch_patches.py that fails without it.
+Each patch replaces code that depends on the device type before a dispatch mode sees the operation. For each
+patch there is a test in tests/simulated/test_torch_patches.py that fails without it.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _WORK = torch._C._distributed_c10d.FakeWork
 
 
 class _BackendModule(_DummyBackendModule):
-    """The module `torch.sim`, which torch.amp and torch.utils.checkpoint use."""
+    """The module `torch.sim`. torch.amp and torch.utils.checkpoint use it."""
 
     def get_amp_supported_dtype(self) -> list[torch.dtype]:
         return [torch.bfloat16, torch.float16]
@@ -40,8 +40,8 @@ def register_device() -> None:
 
 @contextmanager
 def patched_torch(simulated: SimulatedDevice) -> Iterator[None]:
-    """Applies all patches within this context."""
-    # Imported on use: it loads torch's compiler, for a second, also in a process that only reads results.
+    """Applies all patches during the block."""
+    # The import is late: it loads torch's compiler for a second, even in a process that only reads results.
     from torch.nn.attention import bias as attention_bias
 
     patches: list[tuple[Any, str, Callable]] = [
@@ -65,8 +65,8 @@ def patched_torch(simulated: SimulatedDevice) -> Iterator[None]:
 
 
 def _tensor(original: Callable[..., Tensor]) -> Callable[..., Tensor]:
-    """Makes the tensor on the host and copies it to the device, as with CUDA. The original
-    `torch.tensor(data, device=...)` fills the tensor outside of any dispatch mode."""
+    """Returns a replacement of torch.tensor that creates the tensor on the host and copies it to the device,
+    as with CUDA. `torch.tensor(data, device=...)` itself fills the tensor outside of any dispatch mode."""
 
     def tensor(data: Any, *args: Any, device: Any = None, **kwargs: Any) -> Tensor:
         if device is None or torch.device(device).type != NAME:
@@ -77,8 +77,8 @@ def _tensor(original: Callable[..., Tensor]) -> Callable[..., Tensor]:
 
 
 def _apply(self: nn.Module, function: Callable[[Tensor], Tensor], recurse: bool = True) -> nn.Module:
-    """Changes parameters in place, as `Module._apply` does for real devices. For fake tensors the original
-    makes new parameters, without the attributes of the old ones."""
+    """Changes parameters in place, as `Module._apply` does on real devices. For fake tensors the original
+    creates new parameters without the attributes of the old ones."""
     for child in self.children() if recurse else ():
         child._apply(function)
     for parameter in self._parameters.values():
@@ -103,20 +103,21 @@ def _convert(parameter: nn.Parameter, function: Callable[[Tensor], Tensor]) -> N
 
 
 def _swap(one: Tensor, other: Tensor) -> None:
-    """Swaps two tensors, even with weak references, which torch.utils.swap_tensors rejects."""
+    """Swaps two tensors, even if they have weak references, which torch.utils.swap_tensors rejects."""
     one.__class__, other.__class__ = other.__class__, one.__class__
     one.__dict__, other.__dict__ = other.__dict__, one.__dict__
     torch._C._swap_tensor_impl(one, other)
 
 
 def _tolist(self: FakeTensor) -> Any:
-    """Copies the tensor to the host once, as for a real device. Fake tensors would read each element."""
+    """Copies the tensor to the host once, as from a real device. The original would read each element
+    separately."""
     return self.to("cpu").tolist()
 
 
 def _resize_(original: Callable, simulated: SimulatedDevice) -> Callable:
-    """Reports the new size of a storage to the device. ZeRO-2 and 3 resize storages to free and allocate
-    buffers, which no dispatch mode sees."""
+    """Returns a replacement that also reports the new size of a storage to the device. ZeRO-2 and 3 resize
+    storages to free and allocate buffers, which no dispatch mode sees."""
 
     def resize_(storage: torch.UntypedStorage, size: int) -> None:
         original(storage, size)
@@ -130,17 +131,18 @@ _MAX_CUDNN_HEAD = 128
 
 @dataclass(frozen=True)
 class _CausalLowerRight:
-    """Replaces `torch.nn.attention.bias.CausalBias`, a class of tensors that cannot be fake tensors."""
+    """Replaces `torch.nn.attention.bias.CausalBias`, whose tensors cannot be fake tensors."""
 
     queries: int
     keys: int
 
 
 def _attention(original: Callable[..., Tensor]) -> Callable[..., Tensor]:
-    """Runs the kernel that PyTorch chooses on CUDA: the memory-efficient kernel with a bias or for fp32,
-    FlashAttention for a mask aligned to the lower right, for wide heads and for deterministic algorithms,
-    otherwise cuDNN's, which PyTorch 2.11 and newer prefer on Hopper and Blackwell. On other GPUs this kernel
-    has the rate of the one that PyTorch chooses there (`megatron.planner.rates`)."""
+    """Returns a replacement that runs the kernel which PyTorch chooses on CUDA: the memory-efficient kernel
+    with a bias or for fp32; FlashAttention for a mask aligned to the lower right, for wide heads and for
+    deterministic algorithms; otherwise cuDNN's kernel, which PyTorch 2.11 and newer prefer on Hopper and
+    Blackwell. On other GPUs this kernel has the rate of the one that PyTorch chooses there
+    (`megatron.planner.rates`)."""
 
     def attention(
         query: Tensor,
@@ -173,8 +175,9 @@ def _attention(original: Callable[..., Tensor]) -> Callable[..., Tensor]:
 
 
 def _rms_norm(original: Callable[..., Tensor]) -> Callable[..., Tensor]:
-    """Runs the fused kernel, as on CUDA, which keeps the reciprocal deviation of each row. For other devices
-    PyTorch uses elementary operations, which keep several tensors of the input's size."""
+    """Returns a replacement that runs the fused kernel, as on CUDA, which keeps the reciprocal deviation of
+    each row. For other devices PyTorch uses elementary operations, which keep several tensors of the input's
+    size."""
 
     def rms_norm(x: Tensor, shape: Any, weight: Tensor, eps: float) -> Tensor:
         if x.device.type != NAME:
@@ -199,7 +202,7 @@ class _FusedRMSNorm(torch.autograd.Function):
 
 
 def _without_values(function: Callable) -> Any:
-    """Registers a function that returns tensors without values, as an operation with its name."""
+    """Registers a function that returns tensors without values as an operation, under the function's name."""
     name = f"megatron_simulation::{function.__name__.strip('_')}"
     operation = torch.library.custom_op(name, function, mutates_args=())
     operation.register_fake(function)
@@ -208,12 +211,14 @@ def _without_values(function: Callable) -> Any:
 
 @_without_values
 def _fused_rms_norm(x: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
-    """Returns outputs like `aten::_fused_rms_norm` on CUDA: the norm, and each row's reciprocal deviation."""
+    """Returns the outputs of `aten::_fused_rms_norm` on CUDA: the norm, and the reciprocal deviation of each
+    row."""
     return torch.empty_like(x), x.new_empty(*x.shape[:-1], 1, dtype=torch.float32)
 
 
 def _silu(original: Callable[..., Tensor]) -> Callable[..., Tensor]:
-    """Runs one kernel in the backward pass, as on CUDA. For unknown devices PyTorch runs seven."""
+    """Returns a replacement whose backward pass is one kernel, as on CUDA. For unknown devices PyTorch runs
+    seven kernels."""
 
     def silu(x: Tensor, inplace: bool = False) -> Tensor:
         return original(x, inplace) if x.device.type != NAME else _FusedSiLU.apply(x)
@@ -234,12 +239,13 @@ class _FusedSiLU(torch.autograd.Function):
 
 @_without_values
 def _silu_backward(grad: Tensor, x: Tensor) -> Tensor:
-    """Returns an output like `aten::silu_backward`."""
+    """Returns a tensor like the output of `aten::silu_backward`."""
     return torch.empty_like(x)
 
 
 def _wait(original: Callable, simulated: SimulatedDevice) -> Callable:
-    """Reports the wait for a collective, which is not an operation that a dispatch mode sees."""
+    """Returns a replacement that also reports the wait for a collective. A dispatch mode does not see such a
+    wait."""
 
     def wait(work: dist.Work, *args: Any) -> Any:
         simulated.trace.add_wait(work)
@@ -249,10 +255,10 @@ def _wait(original: Callable, simulated: SimulatedDevice) -> Callable:
 
 
 def _all_gather_object(objects: list[Any], mine: Any, group: Any = None) -> None:
-    """Fills the objects of all ranks with this rank's object. The original sends objects as bytes, but
-    tensors on the simulated device have no values."""
+    """Fills the objects of all ranks with this rank's object. The original sends objects as bytes of tensors,
+    but tensors on the simulated device have no values."""
     objects[:] = [mine] * len(objects)
 
 
 def _broadcast_object_list(objects: list[Any], *_: Any, **__: Any) -> None:
-    """Leaves the objects as they are: all ranks are taken to have this rank's objects."""
+    """Does not change the objects: the other ranks are assumed to have this rank's objects."""

@@ -1,6 +1,6 @@
-"""Sweeps: one training command with several values of some flags, planned, measured and compared.
+"""Sweeps: one training command with several values of some flags is planned, measured and compared.
 
-axes: makes the combinations. resolve: checks and plans them. folder: the files of a sweep, which
-docs/sweep.md describes. local, slurm: run them. run_log: reads the result of a run. summary, table: the
-report.
+axes: builds the combinations. resolve: checks and plans them. folder: reads and writes the files of a sweep,
+which docs/sweep.md describes. local, slurm: run the combinations. run_log: reads the result of a run.
+summary, table: make the report.
 """

@@ -30,7 +30,7 @@ _BATCH_FACTORS = {
 _LIKE_A_FLAG = re.compile(r"-[^\d.]")
 # Flags that the sweep itself appends to each command, see `run_words`.
 SET_BY_SWEEP = ("training.exit_interval", "training.eval_iters", "logging.log_interval", "logging.log_bubble")
-# Flags that a sweep does not accept, and why.
+# Flags that a sweep does not accept -> the reason.
 _REFUSED = {
     "training.dry_run": "use the plan command instead",
     "training.no_train": "a sweep measures training steps",
@@ -40,7 +40,7 @@ _REFUSED = {
 
 @dataclass(frozen=True)
 class Axis:
-    """A varied flag, and its values as typed on the command line."""
+    """A flag that is varied, and its values as they are typed on the command line."""
 
     flag: str
     values: tuple[str, ...]
@@ -48,7 +48,8 @@ class Axis:
 
 @dataclass(frozen=True)
 class Row:
-    """A combination of values and facts about its configuration; an object of `rows` in sweep.json.
+    """A combination of values, and what is known about its configuration. It is an object of `rows` in
+    sweep.json.
 
     settings: flag -> value as typed. words: the settings as words of a command line. numbers: digest of the
     settings on which the losses depend. tolerance: relative difference of losses that the precision allows.
@@ -74,9 +75,9 @@ class Row:
 
 
 def split_command(argv: Sequence[str]) -> tuple[list[str], list[Axis], list[str]]:
-    """Splits 'WORDS --vary FLAG V1 V2 ... -- BASE' into the words outside --vary, the axes, and the base
-    command. The values of a flag end at the next word that begins with --. Raises ConfigError for --vary
-    without a flag."""
+    """Returns the parts of 'WORDS --vary FLAG V1 V2 ... -- BASE': the words outside of --vary, the axes, and
+    the base command. The values of a flag end at the next word that begins with --. Raises ConfigError for
+    --vary without a flag."""
     argv = list(argv)
     end = argv.index("--") if "--" in argv else len(argv)
     words, base = argv[:end], rewrite(argv[end + 1 :])[0]
@@ -97,13 +98,14 @@ def split_command(argv: Sequence[str]) -> tuple[list[str], list[Axis], list[str]
 
 
 def given_flags(words: Sequence[str]) -> dict[str, Any]:
-    """Returns the settings in `words`: 'section.field' -> value. Raises ConfigError with all mistakes."""
+    """Returns the settings in `words`: 'section.field' -> value. Raises one ConfigError that lists all
+    mistakes."""
     return vars(_parser().parse_args(words))
 
 
 def check_base(base: Sequence[str]) -> dict[str, Any]:
-    """Returns the settings of the base command. Raises ConfigError with all mistakes, such as flags that a
-    sweep does not accept."""
+    """Returns the settings of the base command. Raises one ConfigError that lists all mistakes, such as flags
+    that a sweep does not accept."""
     mistakes = Mistakes()
     given = vars(_parser().collect(base, mistakes))
     mistakes.extend(
@@ -116,8 +118,8 @@ def check_base(base: Sequence[str]) -> dict[str, Any]:
 
 
 def make_rows(axes: Sequence[Axis], base: Sequence[str]) -> list[Row]:
-    """Returns a row per combination of the axes' values; the last axis varies fastest. Raises ConfigError
-    with all mistakes in the axes and the base command."""
+    """Returns a row for each combination of the axes' values; the last axis varies fastest. Raises one
+    ConfigError that lists all mistakes in the axes and the base command."""
     mistakes, given, of_name = Mistakes(), dict[str, Any](), dict[str, Axis]()
     with mistakes.collect():
         given = check_base(base)
@@ -130,7 +132,7 @@ def make_rows(axes: Sequence[Axis], base: Sequence[str]) -> list[Row]:
                     "--vary."
                 )
     factors = [axis.flag for name, axis in of_name.items() if name in _BATCH_FACTORS and axis.values[1:]]
-    # Without a base command, the script of --sbatch has the other flags.
+    # Without a base command, the script of --sbatch contains the other flags.
     if base and factors and "batch.global_batch_size" not in {*given, *of_name}:
         mistakes.add(
             f"--vary {factors[0]} without --global-batch-size: it is derived from the layout, so the rows "
@@ -149,7 +151,7 @@ def make_rows(axes: Sequence[Axis], base: Sequence[str]) -> list[Row]:
 
 def checked_row(settings: Mapping[str, str], base: Sequence[str]) -> Row:
     """Returns the row for settings that were read from a file. Raises ConfigError for settings that --vary
-    does not accept: another user may have written the file."""
+    does not accept, because another user may have written the file."""
     (row,) = make_rows([Axis(flag, (value,)) for flag, value in settings.items()], base)
     return row
 
@@ -165,7 +167,7 @@ def num_processes(words: Sequence[str]) -> int:
 
 
 def _words_of(flag: str, value: str) -> list[str]:
-    """Returns the words that set a flag on the command line: none for the value '' or a switch that is off.
+    """Returns the words that set a flag on the command line: [] for the value '' or for a switch that is off.
     Raises ConfigError for a value that would be parsed as a flag."""
     setting = SETTINGS[OPTIONS[flag]]
     if setting.kind is bool:

@@ -1,6 +1,6 @@
 """Checks the fields and values of a sweep's files, which other users may have written.
 
-Each function raises ValueError, whose message says what is wrong.
+Each function raises ValueError. Its message says what is wrong.
 """
 
 from __future__ import annotations
@@ -13,7 +13,8 @@ MAX_REPEAT = 10_000
 
 
 def _is_number(value: Any) -> bool:
-    """Returns whether the value is a number. A loss may be NaN or infinite, so these count, too."""
+    """Returns whether the value is a number. NaN and infinity are accepted, because a loss may be one of
+    them."""
     return type(value) is float or is_count(value, -MAX_COUNT)
 
 
@@ -73,7 +74,7 @@ _OPTIONAL: dict[str, Check] = {"bubble": _or_none(_is_size), "commit": is_text, 
 
 
 def check_record(content: Any) -> None:
-    """Checks the content of sweep.json, whose rows must be numbered from 0 in order."""
+    """Checks the content of sweep.json. Its rows must be numbered from 0 in order."""
     _check(content, _RECORD)
     for place, row in enumerate(content["rows"]):
         _check(row, _ROW)

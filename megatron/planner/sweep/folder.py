@@ -2,7 +2,7 @@
 
     sweep.json               base command, combinations, predictions, commit, host
     runs/ROW-REPEAT.json     the result of a run, written at its end
-    runs/ROW-REPEAT.log      its console output
+    runs/ROW-REPEAT.log      the run's console output
     lock                     held while a local sweep runs
 
 The number of a row never changes, so that a sweep can be resumed and extended.
@@ -55,7 +55,7 @@ class Record:
         return [row for row in self.rows if row.refused is None]
 
     def tasks(self) -> Iterator[tuple[Row, int]]:
-        """Yields (row, repeat) of all runs, in their order. Repeats are interleaved (A B C A B C), so that a
+        """Yields (row, repeat) of all runs in their order. Repeats are interleaved (A B C A B C), so that a
         change of the machine's speed affects all rows."""
         for repeat in range(1, self.repeat + 1):
             for row in self.runnable:
@@ -69,7 +69,7 @@ class SweepFolder:
         self.path = path
 
     def read(self) -> Record:
-        """Reads sweep.json. Raises UserError if it is missing or damaged."""
+        """Returns the content of sweep.json. Raises UserError if it is missing or damaged."""
         file = self.path / "sweep.json"
         try:
             content = read_json(file)
@@ -104,8 +104,7 @@ class SweepFolder:
         return self.path / "runs" / f"{row:03d}-{repeat}.json"
 
     def results(self) -> dict[tuple[int, int], dict[str, Any]]:
-        """Reads the results of finished runs: (row, repeat) -> result. Raises UserError for a damaged
-        file."""
+        """Returns (row, repeat) -> result for all finished runs. Raises UserError for a damaged file."""
         found = {}
         for file in sorted((self.path / "runs").glob("*-*.json")):
             try:
@@ -120,12 +119,12 @@ class SweepFolder:
         return found
 
     def write_result(self, result: dict[str, Any]) -> None:
-        """Writes the result of a run atomically."""
+        """Writes the result of a run. The file is complete, or it does not exist."""
         write_json(self.result_file(result["row"], result["repeat"]), result)
 
     def pending(self, record: Record, retry_failed: bool = False) -> list[tuple[Row, int]]:
-        """Returns the runs without a result. Rows with a failed run are not continued. retry_failed: treats
-        failed runs as runs without a result."""
+        """Returns the runs without a result. Rows with a failed run are left out. retry_failed: whether
+        failed runs count as runs without a result."""
         results = self.results()
         if retry_failed:
             results = {key: result for key, result in results.items() if result["status"] == "ok"}
@@ -139,7 +138,7 @@ class SweepFolder:
     @contextmanager
     def lock(self) -> Iterator[int]:
         """Locks the folder, and yields the file descriptor of the lock. Raises UserError if another sweep
-        holds the lock for a minute. Runs inherit the descriptor. So if the sweep is killed, the folder stays
+        holds the lock for a minute. Runs inherit the descriptor: if the sweep is killed, the folder stays
         locked until its run has ended."""
         self.path.mkdir(parents=True, exist_ok=True)
         descriptor = open_own(self.path / "lock", 0)
@@ -165,8 +164,8 @@ def _try_lock(descriptor: int) -> bool:
 
 
 def _extend(old: Record, new: Record, path: Path) -> Record:
-    """Returns the folder's record `old`, extended by the rows of `new`. Raises UserError if the two are not
-    the same sweep."""
+    """Returns the folder's record `old` with the rows of `new` added. Raises UserError if the two are
+    different sweeps."""
     for what, before, now in (
         ("base command", shlex.join(old.base), shlex.join(new.base)),
         ("--steps", old.steps, new.steps),
@@ -185,17 +184,18 @@ def _extend(old: Record, new: Record, path: Path) -> Record:
             rows.append(replace(row, index=len(rows)))
         else:
             rows[place] = replace(row, index=rows[place].index)
-    # The commit and host of the oldest results stay in the record. Each result also has its own.
+    # The commit and host of the oldest results stay in the record. Each result also has its own commit and
+    # host.
     return replace(old, rows=rows, repeat=max(old.repeat, new.repeat))
 
 
-def machine_facts() -> dict[str, Any]:
+def version_and_host() -> dict[str, Any]:
     """Returns the commit of this repository ('+': changed files), the host and Python's version."""
     return {"commit": _commit(), "host": node_name(os.environ), "python": platform.python_version()}
 
 
 def now_text() -> str:
-    """Returns the time in UTC, in ISO format."""
+    """Returns the current time in UTC, in ISO format."""
     return datetime.now(timezone.utc).isoformat(timespec="seconds")
 
 

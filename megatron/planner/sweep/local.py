@@ -16,7 +16,7 @@ from megatron.cluster.launch import TORCH_VARIABLES
 from megatron.cluster.rank_reports import FOLDER_VARIABLE
 from megatron.files import open_own
 from megatron.planner.sweep.axes import Row, checked_row, num_processes, run_words
-from megatron.planner.sweep.folder import Record, SweepFolder, machine_facts, now_text
+from megatron.planner.sweep.folder import Record, SweepFolder, now_text, version_and_host
 from megatron.planner.sweep.run_log import read_result
 from megatron.training.log_lines import read_log_lines
 
@@ -36,7 +36,7 @@ def run_sweep(
     timeout_s: float | None = None,
     retry_failed: bool = False,
 ) -> None:
-    """Executes all runs that have no result. timeout_s: a run that takes longer is ended, and counts as a
+    """Executes all runs that have no result. timeout_s: a run that takes longer is ended and counts as a
     hang. retry_failed: see `SweepFolder.pending`."""
     with folder.lock() as lock:
         todo = folder.pending(record, retry_failed)
@@ -60,7 +60,7 @@ def run_sweep(
 def run_command(base: list[str], row: Row, steps: int) -> list[str]:
     """Returns the command of a run: torch's launcher, or plain Python for one process. Raises UserError for
     settings that --vary does not accept."""
-    # The words are made from the settings: another user may have changed the words in sweep.json.
+    # The words are computed from the settings, because another user may have changed the words in sweep.json.
     words = run_words(base, checked_row(row.settings, base).words, steps)
     processes = num_processes(words)
     launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", str(processes)]
@@ -106,14 +106,15 @@ def _run_one(
     if timed_out:
         result |= {"status": "hang", "reason": f"not finished after {timeout_s:g} s (--timeout)"}
     times = {"started": started, "seconds": round(time.monotonic() - start, 3), "log": log.name}
-    return {**result, **times, **machine_facts()}
+    return {**result, **times, **version_and_host()}
 
 
 def _wait(process: subprocess.Popen[bytes], log: Path, timeout_s: float | None) -> bool:
-    """Copies the output to the log until the run has ended. Returns whether the run exceeded the timeout."""
+    """Copies the output to the log until the run has ended. Returns whether the run took longer than
+    `timeout_s`."""
     assert process.stdout is not None
-    # The run writes to a pipe instead of the file: the end of the pipe shows that the diagnosis of a failure
-    # is complete, and if the sweep is killed, the ranks end at their next print.
+    # The run writes to a pipe, not directly to the file. The end of the pipe shows that the diagnosis of a
+    # failure is complete, and if the sweep is killed, the ranks end at their next print.
     with os.fdopen(open_own(log), "wb") as file:
         copier = threading.Thread(target=_copy, args=(process.stdout, file), daemon=True)
         copier.start()
@@ -135,7 +136,7 @@ def _copy(source: IO[bytes], file: IO[bytes]) -> None:
 
 
 def _end(process: subprocess.Popen[bytes]) -> None:
-    """Ends the launcher, which ends its ranks."""
+    """Ends the launcher, which then ends its ranks."""
     if process.poll() is None:
         process.terminate()
         try:

@@ -1,4 +1,4 @@
-"""Checks the configuration of each combination before anything runs, and plans it."""
+"""Checks and plans the configuration of each combination before anything runs."""
 
 from __future__ import annotations
 
@@ -19,26 +19,27 @@ from megatron.planner.layer_memory import planned_run
 from megatron.planner.plan import plan_of
 from megatron.planner.sweep.axes import Row, num_processes, run_words
 
-# Largest schedule (stages x micro-batches) that is simulated. It takes a second.
+# Largest schedule (stages x micro-batches) that is simulated. Its simulation takes a second.
 _MAX_SIMULATED = 50_000
-# Settings that do not change the losses, by section: how the work is distributed and logged (see
-# docs/equal_losses.md). The losses of rows that differ in any other setting are not compared.
+# Section -> settings that do not change the losses: they decide how the work is distributed and logged
+# (docs/equal_losses.md). The losses of rows that differ in any other setting are not compared.
 _SAME_LOSSES: dict[str, tuple[str, ...] | None] = {
-    **dict.fromkeys(("parallel", "logging", "training")),  # all settings of the section
+    **dict.fromkeys(("parallel", "logging", "training")),  # None: all settings of the section
     "batch": ("micro_batch_size",),
     "data": ("num_workers", "valid_num_workers", "data_cache_path"),
     "optimizer": ("use_apex",),
     "stability": ("check_invariants_interval", "sync_tp_duplicated_parameters"),
 }
-# The only settings of the section 'training' that change them: the length of the run and the losses.
+# The only settings of the section 'training' that change the losses: the length of the run and the kind of
+# loss.
 _LENGTHS_AND_LOSSES = (
     *("train_iters", "train_samples", "train_tokens", "no_train", "seed", "z_loss_weight"),
     *("require_kernels", "deterministic_mode"),
 )
 
 
-# The fields of a prediction; None for values that the planner cannot predict. layers: layer indices of each
-# stage. memory_bytes: per pipeline rank. bubble: mean fraction of a step in which a rank is idle.
+# The fields of a prediction. A value that the planner cannot predict is None. layers: layer indices of each
+# stage. memory_bytes: bytes of each pipeline rank. bubble: mean fraction of a step in which a rank is idle.
 # max_over_mean: FLOPs of the heaviest pipeline rank relative to the mean. step_s: seconds per step. note: why
 # values are missing.
 _PREDICTION = dict.fromkeys(("layers", "memory_bytes", "bubble", "max_over_mean", "step_s", "note"))
@@ -52,9 +53,9 @@ def resolve_rows(
     processes: int | None = None,
     dry_run: bool = False,
 ) -> list[Row]:
-    """Checks and plans all combinations. Raises UserError if all of them are invalid, since the cause is then
-    in the base command. steps: steps per run. processes: number of processes; None reads --world-size, or
-    else takes TP x PP. dry_run: True if the run's files, such as the data, may be missing."""
+    """Returns the rows, checked and planned. steps: steps per run. processes: number of processes; None reads
+    --world-size, or else takes TP x PP. dry_run: whether files of the run, such as the data, may be missing.
+    Raises UserError if all rows are invalid, because the cause is then in the base command."""
     resolved = [_resolve_row(base, row, steps, processes, dry_run) for row in rows]
     if all(row.refused for row in resolved):
         raise UserError(
@@ -119,8 +120,8 @@ def loss_settings_digest(config: Config) -> str:
 
 
 def predict(config: Config) -> dict[str, Any]:
-    """Returns the fields of `_PREDICTION` for a run. Without --gpu there is no time of a step, and the bubble
-    assumes times proportional to FLOPs. Raises UserError for a partition that is not possible."""
+    """Returns the fields of `_PREDICTION` for a run. Without --gpu the time of a step is None, and the bubble
+    assumes that times are proportional to FLOPs. Raises UserError for a partition that is not possible."""
     if needs_profiling(config) and read_layer_times(config, find_vocabulary(config).size) is None:
         note = "--partition-method profile measures the layers at the start of the run"
         return {**_PREDICTION, "note": note}
@@ -138,8 +139,8 @@ def predict(config: Config) -> dict[str, Any]:
 
 
 def _predicted_bubble(config: Config, work: Sequence[float]) -> float | None:
-    """Returns the mean fraction of a step in which a rank is idle, for times proportional to FLOPs; None for
-    a schedule that is too long to simulate."""
+    """Returns the mean fraction of a step in which a rank is idle, if times are proportional to FLOPs.
+    Returns None for a schedule that is too long to simulate."""
     micro_batches = config.micro_batches_per_step
     if len(work) * micro_batches > _MAX_SIMULATED:
         return None

@@ -25,7 +25,7 @@ _MAX_REASON = 600
 
 def parse_memory_rows(log: str) -> list[dict[str, Any]]:
     """Returns the entries of the memory table that `training.startup_report` prints: stage, kind of memory,
-    least and most bytes of its ranks, and the rank that has most."""
+    the smallest and the largest number of bytes of its ranks, and the rank with the largest."""
     return [
         {
             "stage": int(row[1]),
@@ -41,7 +41,8 @@ def parse_memory_rows(log: str) -> list[dict[str, Any]]:
 
 
 def parse_steps(log: str) -> list[dict[str, Any]]:
-    """Returns an entry per training line: iteration, loss (None in a skipped step), grad_norm, seconds."""
+    """Returns an entry for each training line: iteration, loss (None in a skipped step), grad_norm,
+    seconds."""
     found: dict[int, dict[str, Any]] = {}
     for text in log.splitlines():
         line = parse_log_line(text)
@@ -58,8 +59,8 @@ def parse_steps(log: str) -> list[dict[str, Any]]:
 
 
 def _seconds(line: dict[str, Any]) -> float | None:
-    """Returns the seconds of the step. They are computed from the throughput if it is above 10 samples/s,
-    since it is then logged with more digits than the time."""
+    """Returns the seconds of a step. Above 10 samples/s they are computed from the throughput, which is then
+    logged with more digits than the time."""
     rate, batch = float(line.get("samples_per_second", 0)), line.get("global_batch_size")
     if rate >= 10 and batch is not None:
         return float(batch) / rate
@@ -69,14 +70,14 @@ def _seconds(line: dict[str, Any]) -> float | None:
 
 def step_seconds(steps: list[dict[str, Any]], wanted: int) -> float | None:
     """Returns the median seconds of the second half of `wanted` steps (of 5 steps, the last 3); None if none
-    of them was logged."""
+    of these steps was logged."""
     last = sorted(step["iteration"] for step in steps)[-((wanted + 1) // 2) :]
     seconds = [step["seconds"] for step in steps if step["iteration"] in last and step["seconds"]]
     return statistics.median(seconds) if seconds else None
 
 
 def read_result(row: Row, repeat: int, log: str, exit_code: int, steps: int) -> dict[str, Any]:
-    """Returns the result of a run (docs/sweep.md), without the fields on its start, duration and machine."""
+    """Returns the result of a run (docs/sweep.md) without the fields on its start, duration and machine."""
     logged = parse_steps(log)
     status, reason = "ok", None
     if exit_code != 0:
@@ -100,8 +101,8 @@ def read_result(row: Row, repeat: int, log: str, exit_code: int, steps: int) -> 
 
 
 def parse_bubble(log: str, steps: int) -> float | None:
-    """Returns the mean idle fraction of the pipeline ranks, as the median over the second half of the steps;
-    None if it was not logged."""
+    """Returns the mean idle fraction of the pipeline ranks: the median over the second half of the steps.
+    Returns None if it was not logged."""
     shares = [[parse_number(share) for share in line.split()] for line in _BUBBLE.findall(log)]
     means = [
         sum(share or 0 for share in ranks) / len(ranks) / 100
@@ -112,7 +113,8 @@ def parse_bubble(log: str, steps: int) -> float | None:
 
 
 def failure(log: str, exit_code: int) -> tuple[str, str]:
-    """Returns the status and the reason of a failed run: its last error message, or else its last line."""
+    """Returns the status and the reason of a failed run. The reason is its last error message, or else its
+    last line."""
     lines = [line.strip() for line in log.splitlines() if line.strip()]
     errors = [line for line in lines if _ERROR.match(line)]
     reason = (errors or lines or [f"the run ended with exit code {exit_code} and printed nothing"])[-1]

@@ -1,13 +1,13 @@
 """Runs a sweep as an array of Slurm jobs. Each job runs a script of examples/slurm.
 
 `submit` writes the runs of the array to a file, and submits the script with SWEEP=FILE in its environment. In
-each job, examples/slurm/common.sh reads the flags of its array task from this module, and finally records the
-exit code and the log:
+each job, examples/slurm/common.sh asks this module for the flags of its array task. At the end it records the
+exit code and the log with this module:
 
     python -m megatron.planner.sweep.slurm flags FILE TASK
     python -m megatron.planner.sweep.slurm record FILE TASK CODE LOG
 
-These two commands do not import torch.
+The two commands do not import torch.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ from megatron.errors import UserError, exit_on_user_error, one_line
 from megatron.files import expect_layout, is_count, read_json, write_json
 from megatron.planner.command import ScriptCommand, read_script, script_environment
 from megatron.planner.sweep.axes import checked_row, run_words
-from megatron.planner.sweep.folder import Record, SweepFolder, machine_facts, now_text
+from megatron.planner.sweep.folder import Record, SweepFolder, now_text, version_and_host
 from megatron.planner.sweep.run_log import read_result
 from megatron.training.log_lines import read_log_lines
 
-# Variables of the scripts that turn off ramp-up, checkpoints and evaluation.
+# Variables of the scripts: these values turn off ramp-up, checkpoints and evaluation.
 SCRIPT_VARIABLES = {"RAMPUP_BATCH_SIZE": "", "SAVE": "", "LOAD": "", "EVAL_ITERS": "0"}
 _TIMEOUT_S = 120
 
@@ -51,8 +51,8 @@ def submit(
     options: Sequence[str],
     retry_failed: bool,
 ) -> str:
-    """Submits the runs that have no result and are not in the queue; returns a sentence for the user. nodes:
-    nodes per job. flags: arguments of the script. options: options of sbatch. retry_failed: see
+    """Submits the runs that have no result and are not in the queue. Returns a sentence for the user. nodes:
+    number of nodes per job. flags: arguments of the script. options: options of sbatch. retry_failed: see
     `SweepFolder.pending`. Raises UserError if sbatch fails."""
     assert record.script is not None
     queued = _queued(folder)
@@ -69,8 +69,8 @@ def submit(
     file = arrays / f"{len(list(arrays.glob('*.json')))}.json"
     tasks = [{"row": row.index, "repeat": repeat} for row, repeat in todo]
     write_json(file, {"job": None, "tasks": tasks})
-    # One job at a time (%1), so that the rows do not disturb each other. --signal replaces the scripts'
-    # warning of ten minutes, which would stop a shorter job at its start: a sweep has no checkpoint to save.
+    # One job at a time (%1), so that rows do not disturb each other. --signal replaces the scripts' warning
+    # of ten minutes, which would stop a shorter job at its start; a sweep has no checkpoint to save.
     words = ["sbatch", "--parsable", "--signal=B:USR2@60"]
     words += [f"--array=0-{len(tasks) - 1}%1", "--job-name=sweep", f"--nodes={nodes}"]
     words += [f"--output={folder.path.resolve()}/runs/slurm-%A_%a.out", *options, record.script, *flags]
@@ -91,7 +91,7 @@ def submit(
         file.unlink()
         reason = (run.stderr.strip().splitlines() or [f"exit code {run.returncode}"])[-1]
         raise UserError(f"sbatch rejects the array: {reason}")
-    # The job's number is on the last line: a wrapper of sbatch may print further lines first.
+    # The job's number is on the last line, because a wrapper of sbatch may print further lines before it.
     job = (run.stdout.strip().splitlines() or [""])[-1].partition(";")[0]
     if not re.fullmatch(r"[0-9]+", job):
         raise UserError(
@@ -106,7 +106,7 @@ def submit(
 
 
 def _environment(folder: Path) -> dict[str, str]:
-    """Returns the environment of a script: SCRIPT_VARIABLES, and its files go to the sweep's folder."""
+    """Returns the environment of a script: SCRIPT_VARIABLES, and RUN_DIR inside the sweep's folder."""
     return {**script_environment(), **SCRIPT_VARIABLES, "RUN_DIR": str(folder.resolve() / "runs")}
 
 
@@ -127,7 +127,7 @@ def _queued(folder: SweepFolder) -> set[tuple[int, int]]:
 
 
 def _read_array(file: Path) -> tuple[object, list[tuple[int, int]]]:
-    """Reads an array's file: its Slurm job, which is not checked, and the (row, repeat) of each task."""
+    """Returns the content of an array's file: its Slurm job, unchecked, and (row, repeat) of each task."""
     with expect_layout(file, "the tasks of an array"):
         array = read_json(file)
         job, runs = array["job"], [(task["row"], task["repeat"]) for task in array["tasks"]]
@@ -147,12 +147,12 @@ def record_task(file: Path, task: int, code: int, log: Path) -> None:
     record, row, repeat = _task(file, task)
     text = "\n".join(read_log_lines(log))
     result = read_result(record.rows[row], repeat, text, code, record.steps)
-    facts: Mapping[str, object] = {"started": None, "seconds": None, "log": log.name, "finished": now_text()}
-    _folder(file).write_result({**result, **facts, **machine_facts()})
+    job: Mapping[str, object] = {"started": None, "seconds": None, "log": log.name, "finished": now_text()}
+    _folder(file).write_result({**result, **job, **version_and_host()})
 
 
 def _task(file: Path, task: int) -> tuple[Record, int, int]:
-    """Returns the record, row and repeat of an array task. Raises UserError if it is not a run of the
+    """Returns the record, row and repeat of an array task. Raises UserError if the task is not a run of the
     sweep."""
     _, runs = _read_array(file)
     record = _folder(file).read()
@@ -162,12 +162,12 @@ def _task(file: Path, task: int) -> tuple[Record, int, int]:
 
 
 def _folder(file: Path) -> SweepFolder:
-    """Returns the sweep's folder. file: FOLDER/arrays/NUMBER.json."""
+    """Returns the sweep's folder. file: path of the array's file, FOLDER/arrays/NUMBER.json."""
     return SweepFolder(file.resolve().parent.parent)
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """Runs the commands of the module's docstring."""
+    """Runs the two commands that the docstring of this module describes."""
     parser = argparse.ArgumentParser(description="prints the flags, or records the result, of an array task")
     parser.add_argument("action", choices=("flags", "record"))
     parser.add_argument("file", type=Path)

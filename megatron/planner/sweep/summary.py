@@ -1,9 +1,9 @@
-"""Summarizes a sweep as one JSON object, from which the table, the files and the plot are made.
+"""Summarizes a sweep as one JSON object. The table, the files and the plot are made from it.
 
 docs/sweep.md describes the object.
 
 Layout, partition, schedule, micro-batch size and recomputation do not change the losses
-(docs/equal_losses.md). So rows that differ only in these settings form a group, and their losses are
+(docs/equal_losses.md). Rows that differ only in these settings therefore form a group, and their losses are
 compared.
 """
 
@@ -18,22 +18,23 @@ from megatron.planner.sweep.axes import Row
 from megatron.planner.sweep.folder import FORMAT, Record
 
 Results = Mapping[tuple[int, int], dict[str, Any]]
-# Kinds of logged memory that stand beside the plan: of PyTorch's allocator, or of a process on a CPU.
+# Kinds of logged memory that are shown beside the plan: of PyTorch's allocator, or of a process on a CPU.
 _PROCESS_PEAK = "peak resident"
 _PEAKS = ("peak allocated", _PROCESS_PEAK)
 
 
 def summarize(record: Record, results: Results) -> dict[str, Any]:
-    """Returns the summary of a sweep, which may be unfinished. results: (row, repeat) -> result."""
+    """Returns the summary of a sweep, which may be unfinished. results: (row, repeat) -> result of the
+    run."""
     groups = group_numbers(record.rows)
     rows = [_summary_of(row, record, results, groups.get(row.index)) for row in record.rows]
     _add_ratios(rows)
     times = [_compare_times(group, rows) for group in sorted(set(groups.values()))]
     losses = [found for found in check_losses(record.rows, results) if found["runs"]]
     sweep = {name: value for name, value in vars(record).items() if name not in ("rows", "format")}
-    # A sweep may be continued with another commit, or on another host.
-    for facts in ("commit", "host"):
-        sweep[f"{facts}s"] = sorted({result[facts] for result in results.values() if facts in result})
+    # A sweep may have been continued with a different commit, or on a different host.
+    for key in ("commit", "host"):
+        sweep[f"{key}s"] = sorted({result[key] for result in results.values() if key in result})
     return {
         "format": FORMAT,
         "sweep": sweep,
@@ -71,7 +72,7 @@ def _summary_of(row: Row, record: Record, results: Results, group: int | None) -
 
 def _measured(row: Row, runs: Sequence[dict[str, Any]]) -> dict[str, Any] | None:
     """Returns the measured values of a row: median, fastest and slowest repeat, and the largest memory of all
-    repeats. None without a run."""
+    repeats. Returns None if the row has no run."""
     if not runs:
         return None
     seconds = [float(run["step_s"]) for run in runs]
@@ -92,7 +93,7 @@ def _measured(row: Row, runs: Sequence[dict[str, Any]]) -> dict[str, Any] | None
 
 
 def peak_memory(runs: Sequence[dict[str, Any]]) -> list[float] | None:
-    """Returns, for each pipeline rank, the largest peak of its devices in all runs, in bytes; None if it was
+    """Returns for each pipeline rank the largest peak of its devices in all runs, in bytes; None if it was
     not logged."""
     largest: dict[int, float] = {}
     for run in runs:
@@ -103,8 +104,8 @@ def peak_memory(runs: Sequence[dict[str, Any]]) -> list[float] | None:
 
 
 def _add_ratios(rows: list[dict[str, Any]]) -> None:
-    """Adds to each row its time relative to the first measured row of its group. Groups are not compared,
-    since their work differs."""
+    """Adds to each row its time relative to the first measured row of its group. Rows of different groups are
+    not compared, because their work differs."""
     first: dict[int, float] = {}
     for row in rows:
         if row["measured"]:
@@ -114,7 +115,7 @@ def _add_ratios(rows: list[dict[str, Any]]) -> None:
 
 def _compare_times(group: int, rows: Sequence[dict[str, Any]]) -> dict[str, Any] | None:
     """Returns the group's fastest row, and the rows whose times differ from it by no more than the spread of
-    their repeats or of its own; None for fewer than two measured rows."""
+    their own repeats or of the fastest row's. Returns None for fewer than two measured rows."""
     measured = {row["row"]: row["measured"] for row in rows if row["group"] == group and row["measured"]}
     if len(measured) < 2:
         return None
@@ -144,7 +145,7 @@ def _compare_times(group: int, rows: Sequence[dict[str, Any]]) -> dict[str, Any]
 
 def check_losses(rows: Sequence[Row], results: Results) -> list[dict[str, Any]]:
     """Compares the losses of all runs of each group step by step, including repeats, and failed runs up to
-    their end. Returns the objects of `losses` in docs/sweep.md, one per group."""
+    their end. Returns the objects of `losses` in docs/sweep.md, one for each group."""
     numbers = group_numbers(rows)
     groups = (
         [row for row in rows if numbers.get(row.index) == group] for group in sorted(set(numbers.values()))
@@ -153,7 +154,7 @@ def check_losses(rows: Sequence[Row], results: Results) -> list[dict[str, Any]]:
 
 
 def group_numbers(rows: Sequence[Row]) -> dict[int, int]:
-    """Returns row -> its group, numbered from 1 in the order of the rows. Rows with an invalid configuration
+    """Returns row -> number of its group, from 1 in the order of the rows. Rows with an invalid configuration
     have no group."""
     numbers: dict[str, int] = {}
     for row in rows:
@@ -163,9 +164,9 @@ def group_numbers(rows: Sequence[Row]) -> dict[int, int]:
 
 
 def _compare(number: int, group: Sequence[Row], results: Results) -> dict[str, Any]:
-    """Compares the losses of a group. In the result, `rows` are the compared rows, `largest_difference` is
-    the largest relative difference of losses at one step, and `disagreeing` has a sentence per run whose
-    losses differ by more than the tolerance."""
+    """Returns the comparison of a group's losses. In it, `rows` are the compared rows, `largest_difference`
+    is the largest relative difference of losses at one step, and `disagreeing` has a sentence for each run
+    whose losses differ by more than the tolerance."""
     indices = {row.index for row in group}
     curves = {
         key: {step["iteration"]: float(step["loss"]) for step in result["steps"] if step["loss"] is not None}
@@ -173,7 +174,7 @@ def _compare(number: int, group: Sequence[Row], results: Results) -> dict[str, A
         if key[0] in indices
     }
     curves = {key: curve for key, curve in curves.items() if curve}
-    # All rows of a group have one precision, and so one tolerance.
+    # All rows of a group have the same precision, and therefore the same tolerance.
     tolerance = max(row.tolerance for row in group)
     largest, first_difference = 0.0, dict[tuple[int, int], str]()
     for step in sorted({step for curve in curves.values() for step in curve}):

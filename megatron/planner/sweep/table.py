@@ -12,7 +12,7 @@ from megatron.units import GIB
 
 Summary = Mapping[str, Any]
 
-# Title of a column -> its text, from the values of a row's 'predicted' or 'measured'.
+# Title of a column -> function that formats its text from a row's 'predicted' or 'measured' values.
 _PREDICTED = {
     "planned s": lambda values: _number(values["step_s"], ".4g"),
     "planned GiB": lambda values: _per_stage(values["memory_bytes"]),
@@ -30,7 +30,7 @@ _MEASURED = {
 
 
 def report_text(summary: Summary) -> str:
-    """Returns the table and its remarks for the console."""
+    """Returns the table and its remarks, for the console."""
     cells = table_cells(summary)
     return "\n".join([format_table(cells, left_align=range(1 + len(summary["axes"]))), *remarks(summary)])
 
@@ -40,17 +40,18 @@ def report_markdown(summary: Summary) -> str:
     head, *rows = [[cell.replace("|", "\\|") for cell in row] for row in table_cells(summary)]
     lines = [head, ["---"] * len(head), *rows]
     sweep = summary["sweep"]
-    facts = (
+    origin = (
         f"`{sweep['command']}`\n\n{sweep['steps']} steps, {sweep['repeat']} repeats, "
         f"commit {sweep['commit'] or 'unknown'}, {sweep['host']}, {sweep['created']}"
     )
     table = "\n".join("| " + " | ".join(row) + " |" for row in lines)
     notes = "\n".join(f"- {remark}" for remark in remarks(summary))
-    return f"# Sweep\n\n{facts}\n\n{table}\n\n{notes}\n"
+    return f"# Sweep\n\n{origin}\n\n{table}\n\n{notes}\n"
 
 
 def report_csv(summary: Summary) -> str:
-    """Returns a CSV line per row, with unrounded numbers. Bytes per stage are separated by spaces."""
+    """Returns CSV with a line for each row and unrounded numbers. Bytes of several stages are separated by
+    spaces."""
     stream = io.StringIO()
     writer = csv.writer(stream, lineterminator="\n")
     kinds = {
@@ -70,7 +71,7 @@ def report_csv(summary: Summary) -> str:
 
 
 def table_cells(summary: Summary) -> list[list[str]]:
-    """Returns the header and the rows of the table, without columns that have no value."""
+    """Returns the header and the rows of the table. Leaves out columns without values."""
     flags: Sequence[str] = summary["axes"]
     head = [
         "row",
@@ -103,17 +104,18 @@ def table_cells(summary: Summary) -> list[list[str]]:
 
 
 def remarks(summary: Summary) -> list[str]:
-    """Returns the remarks: a sentence per row without a full measurement, and on the losses of each group."""
+    """Returns the remarks: a sentence for each row without a full measurement, and sentences on each group's
+    losses."""
     found = []
     for row in summary["rows"]:
         if row["reason"]:
             found.append(f"row {row['row']} {row['status']}: {row['reason']}")
         elif row["predicted"] and row["predicted"]["note"]:
             found.append(f"row {row['row']}: no prediction: {row['predicted']['note']}")
-    for facts in ("commits", "hosts"):
-        if len(values := summary["sweep"][facts]) > 1:
+    for key in ("commits", "hosts"):
+        if len(values := summary["sweep"][key]) > 1:
             found.append(
-                f"runs of {len(values)} {facts} ({', '.join(values)}): their times may not be comparable"
+                f"runs of {len(values)} {key} ({', '.join(values)}): their times may not be comparable"
             )
     found += [times["sentence"] for times in summary["times"]]
     measured = [row["measured"] for row in summary["rows"] if row["measured"]]
@@ -132,7 +134,7 @@ def _number(value: float | None, form: str) -> str:
 
 
 def _per_stage(sizes: Sequence[float] | None) -> str:
-    """Returns the GiB of each pipeline rank; for more than four ranks, the smallest and the largest."""
+    """Returns the GiB of each pipeline rank; for more than four ranks only the smallest and the largest."""
     if not sizes:
         return "-"
     if len(sizes) > 4:

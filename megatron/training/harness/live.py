@@ -33,7 +33,7 @@ def load_tasks(config: Config) -> Tasks | None:
     if not training.eval_harness_tasks:
         return None
     try:
-        # Late: lm_eval is optional.
+        # The import is late, because lm_eval is optional.
         from megatron.training.harness.model import Tasks
     except ImportError as error:
         raise no_harness("--eval-harness-tasks", str(error)) from error
@@ -41,7 +41,7 @@ def load_tasks(config: Config) -> Tasks | None:
         training.eval_harness_tasks,
         training.eval_harness_tasks_path,
         training.eval_harness_limit,
-        build_tokenizer(config.data, config.model.vocab_size, parse_special=True),  # as the harness's models
+        build_tokenizer(config.data, config.model.vocab_size, parse_special=True),  # as the harness does
         config.model.seq_length,
     )
 
@@ -55,8 +55,9 @@ def run_tasks(
 ) -> Results | None:
     """Runs the tasks on the weights of an engine. Collective.
 
-    Returns the results on rank 0, and {} on other ranks; {} also if the harness fails, which is printed; None
-    if the tasks were stopped. tasks: only on rank 0. stop_requested, heartbeat: see `DistributedGPT`.
+    Returns the results on rank 0 and {} on all other ranks; {} on rank 0 if the harness fails (the error is
+    printed); None if the tasks were stopped. tasks: None on all ranks except rank 0. stop_requested,
+    heartbeat: see `DistributedGPT`.
     """
 
     def begin_micro_batch() -> None:
@@ -88,10 +89,10 @@ def _run_on_rank_0(model: DistributedGPT, tasks: Tasks, print_fn: Callable[[str]
     results: Results = {}
     try:
         results = tasks.run(model, model.batch_size)
-    # A metric of a task may fail in any way. It must not end a training run.
+    # A metric of a task may fail with any error, which must not end a training run.
     except Exception as error:
         if model.is_responding:
-            raise  # a failed collective, which fails on all ranks, or the request to stop
+            raise  # a collective that failed on all ranks, or the request to stop
         print_fn(f"WARNING: --eval-harness-tasks failed ({type(error).__name__}: {error})")
     model.stop()
     return results

@@ -21,15 +21,15 @@ from megatron.model.inference.growing_texts import padded
 from megatron.model.inference.scoring import LanguageModel
 from megatron.tokenizer import Tokenizer
 
-# Task -> metric -> value.
+# Results of tasks: task -> metric -> value.
 Results = dict[str, dict[str, float]]
-# Folder of the tasks in this package.
+# Folder of the tasks that are part of this package.
 OWN_TASKS = Path(__file__).parent
-# Bootstrap samples for standard errors of metrics that are not means.
+# Number of bootstrap samples for the standard errors of metrics that are not means.
 _BOOTSTRAP_DRAWS = 1000
-# Limit of generated tokens for tasks that set none.
+# Maximum number of generated tokens for tasks that do not set it.
 MAX_GENERATED_TOKENS = 256
-# Names under which a task may set its limit of generated tokens.
+# Names under which a task may set its maximum number of generated tokens.
 _LENGTHS = ("max_gen_toks", "max_new_tokens", "max_tokens", "max_completion_tokens")
 
 
@@ -38,24 +38,24 @@ class HarnessModel(TemplateLM):
     left."""
 
     def __init__(self, model: LanguageModel, tokenizer: Tokenizer, max_length: int, batch_size: int) -> None:
-        """max_length: maximum tokens in the model's input. batch_size: number of texts per call of the
-        model."""
+        """Makes the adapter. max_length: maximum number of tokens in the model's input. batch_size: number of
+        texts per call of the model."""
         super().__init__()
         self.model, self.texts = model, tokenizer
         self.max_length, self.batch_size = max_length, batch_size
 
     @property
     def eot_token_id(self) -> int:
-        """The end-of-document token."""
+        """Returns the end-of-document token."""
         return self.texts.eod
 
     @property
     def prefix_token_id(self) -> int:
-        """The token in front of a text without context."""
+        """Returns the token in front of a text without context."""
         return self.texts.bos
 
     def tok_encode(self, string: str, add_special_tokens: bool | None = None, **_: Any) -> list[int]:
-        """Returns the tokens of a text. Like the harness's own models, adds the tokenizer's
+        """Returns the tokens of a text. As the harness's models do, adds the tokenizer's
         beginning-of-sequence token, unless the text begins with it."""
         tokens = self.texts.tokenize(string)
         bos = [self.texts.bos]
@@ -69,7 +69,8 @@ class HarnessModel(TemplateLM):
         """Returns, for each (_, context, continuation), the log-likelihood of the continuation, and whether
         greedy decoding would generate it."""
         found: dict[int, tuple[float, bool]] = {}
-        # Long texts first: the peak memory comes first, and texts of a batch have similar lengths.
+        # Long texts come first, so that the first batch needs the peak memory and texts of a batch have
+        # similar lengths.
         order = sorted(range(len(requests)), key=lambda index: -len(requests[index][1] + requests[index][2]))
         for start in range(0, len(order), self.batch_size):
             batch = order[start : start + self.batch_size]
@@ -85,7 +86,8 @@ class HarnessModel(TemplateLM):
         return [found[index] for index in range(len(requests))]
 
     def loglikelihood_rolling(self, requests: list[Instance], disable_tqdm: bool = False) -> list[float]:
-        """Returns the log-likelihood of each text, in windows of `max_length` tokens that do not overlap."""
+        """Returns the log-likelihood of each text, computed in windows of `max_length` tokens that do not
+        overlap."""
         totals = []
         for request in requests:
             windows = get_rolling_token_windows(
@@ -97,7 +99,7 @@ class HarnessModel(TemplateLM):
 
     def generate_until(self, requests: list[Instance], disable_tqdm: bool = False) -> list[str]:
         """Returns greedy continuations, up to the first of the task's end texts. A context is truncated on
-        the left to leave room for the continuation. Raises ConfigError as `generated_tokens` does."""
+        the left to leave room for the continuation. Raises the errors of `generated_tokens`."""
         texts = [self._continuation(*request.args) for request in requests]
         greedy = Sampling(temperature=0)
         for _ in generate(self.model, texts, greedy, window=self.max_length, eod=self.eot_token_id, seed=0):
@@ -123,9 +125,10 @@ class Tasks:
         tokenizer: Tokenizer,
         max_length: int,
     ) -> None:
-        """folder: folder of tasks besides the harness's own. limit: use only the first documents of each
-        task. max_length: maximum tokens in the model's input. Raises ConfigError for unknown tasks, for data
-        that cannot be loaded, for tasks that request sampling, and for answers that are too long."""
+        """Loads the tasks. folder: folder of tasks in addition to the harness's own tasks. limit: number of
+        first documents of each task that are used; None for all. max_length: maximum tokens in the model's
+        input. Raises ConfigError for unknown tasks, for data that cannot be loaded, for tasks that request
+        sampling, and for answers that are too long."""
         self._limit, self._tokenizer, self._max_length = limit, tokenizer, max_length
         self._manager, loaded = _load(
             list(names), [str(OWN_TASKS)] if folder is None else [str(OWN_TASKS), folder]
@@ -133,7 +136,8 @@ class Tasks:
         self._tasks = self._outermost(loaded)
 
     def _outermost(self, loaded: dict[str, Any]) -> list[Any]:
-        """Returns the groups that are in no other group, and the tasks that are in no group."""
+        """Returns the groups that are not part of another group, and the tasks that are not part of a
+        group."""
         for name, task in loaded["tasks"].items():
             if getattr(task, "UNSAFE_CODE", False) or getattr(task, "MULTIMODAL", False):
                 raise ConfigError(f"task {name} runs generated code or reads images: remove it")
@@ -149,7 +153,7 @@ class Tasks:
 
     def run(self, model: LanguageModel, batch_size: int) -> Results:
         """Runs the tasks and returns their metrics. batch_size: see `HarnessModel`."""
-        # A bootstrap must not fork a process that holds a GPU and process groups.
+        # The bootstrap must not fork this process, which holds a GPU and process groups.
         with temporary_environment({"DISABLE_MULTIPROC": "1"}):
             evaluated = simple_evaluate(
                 model=HarnessModel(model, self._tokenizer, self._max_length, batch_size),
@@ -171,8 +175,8 @@ class Tasks:
 
 def _load(names: list[str], folders: list[str]) -> tuple[TaskManager, dict[str, Any]]:
     """Returns the tasks and groups of these names. The harness's own tasks are searched only if needed,
-    because their thousands of files take 20 s. Groups and tags need this search: without it, members that are
-    the harness's own would be missing without an error."""
+    because the search in thousands of files takes 20 s. Groups and tags need this search: without it, their
+    members among the harness's own tasks would be missing without an error."""
     manager = TaskManager(include_path=folders, include_defaults=False)
     if set(names) <= set(manager.all_subtasks):
         # Fails if a task refers to files of the harness.
@@ -186,7 +190,7 @@ def _load(names: list[str], folders: list[str]) -> tuple[TaskManager, dict[str, 
         )
     try:
         return manager, manager.load(names)
-    # Tasks load their data with any library, which can raise anything.
+    # Tasks load their data with any library, which can raise any error.
     except Exception as error:
         raise ConfigError(
             f"tasks {' '.join(names)} cannot be loaded ({type(error).__name__}: {error})"

@@ -1,5 +1,5 @@
-"""The documents of the task `toy`: beginnings of Python code, each with four continuations, the first of
-which is right."""
+"""The documents of the task `toy`: beginnings of Python code, each with four continuations. The first
+continuation is right."""
 
 from typing import Any
 

@@ -1,8 +1,8 @@
 """Checks whether the collective calls of all ranks match, or whether they would deadlock.
 
-The check assumes that every call blocks its rank until it is complete: a collective, until all ranks of its
-group have called it; a send or receive, until the other rank has called its counterpart. Real backends block
-less, so calls that pass this check cannot deadlock because of their order.
+The check assumes that every call blocks its rank until it is complete. A collective is complete when all
+ranks of its group have called it, a send or receive when the other rank has called its counterpart. Real
+backends block less, so calls that pass this check cannot deadlock because of their order.
 """
 
 from __future__ import annotations
@@ -33,8 +33,8 @@ def rank_calls(record: StepRecord) -> list[Batch]:
 
 
 def calls_of_other(calls: Sequence[Batch], simulated: Mesh, other: Mesh) -> list[Batch]:
-    """Translates the calls of a simulated rank to another rank of its stage, which makes equal calls in its
-    own process groups."""
+    """Translates the calls of a simulated rank to a different rank of its stage, which makes equal calls in
+    its own process groups."""
     translated: dict[CollectiveCall, CollectiveCall] = {}
 
     def translate(call: CollectiveCall) -> CollectiveCall:
@@ -48,7 +48,7 @@ def calls_of_other(calls: Sequence[Batch], simulated: Mesh, other: Mesh) -> list
 
 def translate_ranks(ranks: Sequence[int], simulated: Mesh, other: Mesh) -> tuple[int, ...]:
     """Translates a process group of the rank of `simulated` to the corresponding group of the rank of
-    `other`. A coordinate that all members share with the first rank becomes the other rank's coordinate."""
+    `other`. A coordinate that all members share with the first rank becomes the second rank's coordinate."""
     expert = [simulated.ranks_along((name,), simulated.rank) for name in ("ep", "edp")]
     view = EXPERT if tuple(sorted(ranks)) in expert else DENSE
     own, wanted = simulated.coordinates_of(simulated.rank, view), other.coordinates_of(other.rank, view)
@@ -66,8 +66,9 @@ def rank_at(mesh: Mesh, coordinates: Mapping[str, int], view: Sequence[str] = DE
 
 
 def find_deadlock(calls: Mapping[int, Sequence[Batch]]) -> str | None:
-    """Runs the calls of all ranks against each other. Returns None if all complete, otherwise a sentence on
-    two calls that do not match, or on the ranks that wait forever. calls: rank -> its calls in order."""
+    """Runs the calls of all ranks against each other. calls: rank -> its calls in order. Returns None if all
+    calls complete. Otherwise returns a sentence on two calls that do not match, or on the ranks that wait
+    forever."""
     world = _World({rank: deque(batches) for rank, batches in calls.items()})
     return world.run()
 
@@ -101,7 +102,8 @@ class _World:
         return self._waiting()
 
     def _post(self, rank: int, call: CollectiveCall) -> tuple[str | None, list[int]]:
-        """Issues a call of a rank. Returns (a sentence if it does not match, ranks that can continue)."""
+        """Issues a call of a rank. Returns (a sentence if the call does not match, ranks that can
+        continue)."""
         if call.operation in POINT_TO_POINT:
             return self._post_message(rank, call)
         waiting = self.collectives[call.ranks]

@@ -12,7 +12,7 @@ from tests.support.simulation.record import Memory
 
 _STATE = "state"
 Owner = Hashable
-"""`_STATE`, the buffer of a micro-batch, or None."""
+"""The owner of a storage: `_STATE`, the buffer of a micro-batch, or None."""
 
 
 class StepMemory(MemoryTracker):
@@ -40,8 +40,8 @@ class StepMemory(MemoryTracker):
         self.restart_peak()
 
     def end_instruction(self, slot: Owner) -> None:
-        """Ends an instruction. Its storages that are not freed are kept for the micro-batch in `slot`, or, if
-        `slot` is None, for work outside of instructions."""
+        """Ends an instruction. Its storages that are not freed are kept for the micro-batch in `slot`. With
+        `slot` None they are kept for work outside of instructions."""
         for key in self._new:
             self._set_owner(key, slot)
         self._new.clear()

@@ -1,10 +1,11 @@
 """Simulates one rank of a run on the simulated device, with the run's own code.
 
 `simulate_rank` makes the process group, the model, the engine and the trainer as `megatron.training.run`
-does, and takes two of the trainer's steps. The second one is recorded, since optimizer state and tables then
+does, and takes two of the trainer's steps. It records the second step, since optimizer state and tables then
 exist. No other rank exists: the backend's collectives return at once.
 
-The process that calls `simulate_rank` cannot be used for anything else afterwards: see `processes`.
+The process that calls `simulate_rank` cannot be used for anything else afterwards, so `stages` calls it in
+new processes.
 """
 
 from __future__ import annotations
@@ -47,16 +48,16 @@ from tests.support.simulation.trace import StepTrace
 
 _STEPS = 2
 _NEVER = 2**40
-# A first one, two that must have equal counts, and a last one.
+# A first micro-batch, two that must have equal counts, and a last one.
 _LEAST_MICRO_BATCHES = 4
-# Groups of micro-batches with --pipeline-schedule interleaved: they contain the warm-up, and each pair of
+# Groups of micro-batches with --pipeline-schedule interleaved. They contain the warm-up, and each pair of
 # passes of the steady state more than once.
 _GROUPS = 4
 
 
 def simulated_micro_batches(config: Config) -> int:
-    """Returns the number of micro-batches in a simulated step: enough to fill the pipeline and to compare
-    several of them, but at most the run's number."""
+    """Returns the number of micro-batches in a simulated step. It is large enough to fill the pipeline and to
+    compare several micro-batches, and not larger than the run's number."""
     parallel = config.parallel
     if parallel.schedule.micro_batches_multiple_of_ranks:
         enough = _GROUPS * parallel.micro_batch_multiple
@@ -77,7 +78,7 @@ class StepDevice(SimulatedDevice):
         self.communicators: set[tuple[str, int | None]] = set()
 
     def _run_collective(self, func: Any, name: str, args: tuple, kwargs: dict[str, Any]) -> Any:
-        """Notes the communicator: of a process group, or of the two ranks of a message outside a batch.
+        """Records the communicator of a process group, or of the two ranks of a message outside a batch.
         Messages of the default group are sent one at a time, messages of other groups in batches
         (`engine.executor`). A group of one rank needs no buffers."""
         group = process_group_of(args)
@@ -115,8 +116,9 @@ class _Accelerator(SimulatedAccelerator):
 
 
 def simulate_rank(config: Config, rank: int, micro_batches: int | None = None) -> StepRecord:
-    """Simulates a training step of `rank`, and returns its record. The device runs Triton kernels if
-    `model.attention.choice.run_uses_kernels`. micro_batches: None takes `simulated_micro_batches`."""
+    """Simulates a training step of `rank`. Returns its record. The device runs Triton kernels if
+    `model.attention.choice.run_uses_kernels` returns True. micro_batches: None means
+    `simulated_micro_batches`."""
     run = planned_run(config)
     mesh = Mesh.from_config(config.parallel, rank)
     count = micro_batches or simulated_micro_batches(config)
@@ -124,7 +126,7 @@ def simulate_rank(config: Config, rank: int, micro_batches: int | None = None) -
     config = _simulated_config(config, count)
     simulated = StepDevice()
     accelerator = _Accelerator(simulated, run_uses_kernels(config))
-    # The report of the first steps needs values of all ranks.
+    # The report of the first steps would need values of all ranks.
     no_report = patch.object(StartupReport, "lines", lambda *_: iter(()))
     with simulated_process(mesh, accelerator), no_report:
         trainer = _make_trainer(dataclasses.replace(run, config=config, mesh=mesh))
@@ -134,14 +136,14 @@ def simulate_rank(config: Config, rank: int, micro_batches: int | None = None) -
         )
         start_peak = simulated.memory.peak
         state = TrainingState(first, 0, 0)
-        for _ in range(_STEPS):  # not `train`: at its end it gathers weights that the next step would gather
+        for _ in range(_STEPS):  # `train` would gather weights at its end
             state = trainer.advance(state)
         return _record(simulated, trainer.engine, mesh, count, start_peak)
 
 
 def _simulated_config(config: Config, micro_batches: int) -> Config:
-    """Returns the run's configuration with `micro_batches` per step, without logs, and files that a run reads
-    or writes. The first of the two steps only makes the state and is not recorded, so it has as few
+    """Returns the run's configuration with `micro_batches` per step, and without logs and files that a run
+    reads or writes. The first of the two steps only makes the state and is not recorded, so it has as few
     micro-batches as the layout allows."""
     batch, parallel = config.batch, config.parallel
     unit = batch.micro_batch_size * parallel.data_parallel_size
@@ -174,7 +176,7 @@ def _make_trainer(run: Run) -> Trainer:
     rank = processes.init_distributed(run.config, FakeStore())
     vocab = dataclasses.replace(run.vocab, eod=run.vocab.eod or 0)
     run = dataclasses.replace(run, vocab=vocab, mesh=run.mesh.connect())
-    # The simulated steps are not the last ones, and read few samples.
+    # The simulated steps are not the last steps of a run, and they read few samples.
     vars(run)["length"] = RunLength(_NEVER, _STEPS * run.config.batch.global_batch_size)
     engine = build_engine(run, no_values)
     watchdog = Watchdog(RankReport(None, str(rank)))

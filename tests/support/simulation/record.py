@@ -23,7 +23,7 @@ class OperationCount:
     bytes_written: int
 
     def plus(self, flops: int, bytes_read: int, bytes_written: int) -> OperationCount:
-        """Returns these counts and one more call."""
+        """Returns these counts plus one more call."""
         read, written = self.bytes_read + bytes_read, self.bytes_written + bytes_written
         return OperationCount(self.calls + 1, self.flops + flops, read, written)
 
@@ -52,13 +52,13 @@ class OpCounts:
 
     @property
     def launched(self) -> int:
-        """Number of operations that run on the device; views do not."""
+        """Returns the number of operations that run on the device. Views do not."""
         return sum(count.calls for count in self.operations.values())
 
 
 @dataclass(frozen=True)
 class Instruction:
-    """One instruction of the schedule. kind: such as 'ForwardPass'. chunk: model chunk; 0 with 1F1B."""
+    """One instruction of the schedule. kind: such as 'ForwardPass'. chunk: the model chunk; 0 with 1F1B."""
 
     kind: str
     chunk: int = 0
@@ -69,10 +69,10 @@ class Instruction:
 
 @dataclass(frozen=True)
 class Memory:
-    """Bytes on the device at one time. Every storage is rounded up to 512 bytes.
+    """Bytes on the device at one time. The size of every storage is rounded up to a multiple of 512 bytes.
 
-    state: parameters, gradients and optimizer state. activations: bytes that earlier instructions keep for
-    later ones; an entry per micro-batch in flight.
+    state: parameters, gradients and optimizer state. activations: for each micro-batch in flight, bytes that
+    earlier instructions keep for later ones.
     """
 
     total: int
@@ -80,23 +80,23 @@ class Memory:
     activations: tuple[int, ...]
 
 
-# Passes that produce gradients. The last one in a step also starts to reduce them.
+# Passes that produce gradients. The last such pass in a step also starts to reduce them.
 _REDUCING_PASSES = ("BackwardPass", "WeightGradPass")
 
 
 @dataclass(frozen=True)
 class StepRecord:
-    """One training step of one rank: the second of a run, when all state and all tables exist.
+    """One training step of one rank: the second step of a run, when all state and all tables exist.
 
     `first`, `rest` and `last` are the work of an instruction in its first occurrence in the step, in any
-    middle one, and in its last one; `rest` and `last` lack an instruction that occurs once. Raises ValueError
-    if the middle occurrences differ: their work then depends on more than the schedule.
+    middle one, and in its last one. `rest` and `last` do not contain an instruction that occurs once. Raises
+    ValueError if the middle occurrences differ: their work then depends on more than the schedule.
     """
 
     rank: int
     stage: int
     micro_batches: int
-    """Number of simulated micro-batches; the run's step may have more."""
+    """Number of simulated micro-batches. The run's step may have more."""
     parameters: int
     """Number of parameters on this rank."""
     start_peak: int
@@ -131,7 +131,8 @@ class StepRecord:
 
     @cached_property
     def rest(self) -> dict[Instruction, OpCounts]:
-        # The second one may finish the reduction of the first one, which overwrites the sums.
+        # The second occurrence may finish the reduction that the first one started, and the first one
+        # overwrites the sums.
         index = {name: 2 if len(found) > 3 else 1 for name, found in self._occurrences.items()}
         return {name: found[index[name]] for name, found in self._occurrences.items() if found[1:]}
 
@@ -141,7 +142,7 @@ class StepRecord:
 
     @property
     def counts(self) -> tuple[OpCounts, ...]:
-        """The work of each instruction of the step, and of the step outside of instructions."""
+        """Returns the work of each instruction of the step, and of the step outside of instructions."""
         return (*(count for _, count in self.works), self.outside)
 
     @property
@@ -150,12 +151,13 @@ class StepRecord:
 
     @property
     def calls(self) -> tuple[CollectiveCall, ...]:
-        """All collective calls in the order of the instructions, then those outside of instructions."""
+        """Returns all collective calls in the order of the instructions, then the calls outside of
+        instructions."""
         return tuple(call for count in self.counts for call in count.calls)
 
     @property
     def syncs(self) -> dict[tuple[str, HostSync], int]:
-        """Host synchronizations: (kind of instruction, synchronization) -> number of times."""
+        """Returns the host synchronizations: (kind of instruction, synchronization) -> number of times."""
         found: Counter[tuple[str, HostSync]] = Counter()
         kinds = [*(instruction.kind for instruction, _ in self.works), STEP]
         for kind, count in zip(kinds, self.counts, strict=True):

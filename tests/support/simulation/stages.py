@@ -17,8 +17,8 @@ from tests.support.simulation.record import StepRecord
 
 
 def run_in_processes(function: Callable[..., Any], arguments: Iterable[Sequence[Any]]) -> list[Any]:
-    """Calls `function(*a)` for each tuple `a` of `arguments`, each in a new process, one per core at a time;
-    returns the results. function: a function of a module, since it is pickled."""
+    """Calls `function(*a)` for each tuple `a` of `arguments`. Each call has a new process, and one process
+    runs per core at a time. Returns the results. function: a function of a module, since it is pickled."""
 
     def run_one(values: Sequence[Any]) -> Any:
         worker = Worker({})
@@ -32,19 +32,20 @@ def run_in_processes(function: Callable[..., Any], arguments: Iterable[Sequence[
 
 
 def simulate_stages(config: Config) -> list[StepRecord]:
-    """Simulates the first device (TP rank 0, DP rank 0) of each pipeline rank; returns their records."""
+    """Simulates the first device (TP rank 0, DP rank 0) of each pipeline rank. Returns their records."""
     parallel = config.parallel
     per_stage = parallel.world_size // parallel.pipeline_model_parallel_size
     return simulate_ranks(config, range(0, parallel.world_size, per_stage))
 
 
 def simulate_ranks(config: Config, ranks: Iterable[int]) -> list[StepRecord]:
-    """Simulates these ranks in parallel; returns their records. See `rank.simulate_rank`."""
+    """Simulates these ranks in parallel. Returns their records. See `rank.simulate_rank`."""
     return run_in_processes(simulate_rank, [(config, rank) for rank in ranks])
 
 
 def all_calls(config: Config, records: Sequence[StepRecord]) -> dict[int, list[Batch]]:
-    """Returns the collective calls in one step of every rank of the run, given a record per pipeline rank."""
+    """Returns the collective calls in one step of every rank of the run. records: a record per pipeline
+    rank."""
     calls: dict[int, list[Batch]] = {}
     for record in records:
         simulated = Mesh.from_config(config.parallel, record.rank)

@@ -26,14 +26,14 @@ class QueuedMessages:
     """Names the instructions of a schedule with several stages per rank.
 
     Such a schedule queues messages until CommitP2P exchanges them together. So the work of a CommitP2P
-    depends on the messages since the previous one, which become part of its name.
+    depends on the messages since the previous CommitP2P, and these messages become part of its name.
     """
 
     def __init__(self) -> None:
         self._queue: list[str] = []
 
     def name(self, instruction: Instruction) -> Instruction:
-        """Returns the next instruction of the schedule, in which CommitP2P names the queued messages."""
+        """Returns the next instruction of the schedule. A CommitP2P names the queued messages."""
         if instruction.kind == COMMIT:
             queued, self._queue = self._queue, []
             return Instruction(f"{COMMIT}({', '.join(queued)})")
@@ -43,15 +43,15 @@ class QueuedMessages:
 
 
 class StepTrace:
-    """Counts the work of the current step: per instruction, and outside of instructions. See
-    `megatron.planner.simulation.device.Trace` for the `add_` methods."""
+    """Counts the work of the current step: per instruction, and outside of instructions.
+    `megatron.planner.simulation.device.Trace` describes the `add_` methods."""
 
     def __init__(self, memory: StepMemory) -> None:
         self._memory = memory
         self.begin_step()
 
     def begin_step(self) -> None:
-        """Starts a step, and discards the counts of the previous one."""
+        """Starts a step, and discards the counts of the previous step."""
         self._memory.begin_step()
         self.works: list[tuple[Instruction, OpCounts]] = []
         self._queued = QueuedMessages()
@@ -60,7 +60,8 @@ class StepTrace:
 
     @contextmanager
     def instruction(self, instruction: Instruction, slot: int) -> Iterator[None]:
-        """Counts the work within this context as the instruction's, for the micro-batch in buffer `slot`."""
+        """Counts the work within this context as the instruction's work, for the micro-batch in buffer
+        `slot`."""
         self._current = OpCounts()
         instruction = self._queued.name(instruction)
         self._memory.end_instruction(None)
@@ -105,7 +106,8 @@ def _callers() -> Iterator[tuple[str, FrameType]]:
 
 
 def _shown(file: str) -> str:
-    """Returns the path relative to the package's parent; '' for the simulation and other packages."""
+    """Returns the path relative to the package's parent folder. Returns '' for the simulation and for other
+    packages."""
     if file.startswith(_SIMULATION):
         return ""
     for package in ("/deepspeed/", "/megatron/"):

@@ -1,4 +1,4 @@
-"""Tiny models of Hugging Face's own making, and their logits."""
+"""Tiny models that Hugging Face's classes make, and their logits."""
 
 from __future__ import annotations
 
@@ -35,7 +35,8 @@ GLM4_MOE = {
     **{"moe_router_score_function": "sigmoid", "moe_router_enable_expert_bias": True, "add_qkv_bias": True},
     **{"moe_shared_expert_intermediate_size": 48, "moe_router_topk_scaling_factor": 2.5},
 }
-"""Models of this program that are written as each of the types with experts, with 4 layers."""
+"""`OLMOE`, `QWEN3_MOE` and `GLM4_MOE` are models of this program with experts and 4 layers, which are
+exported as these types."""
 
 
 def save_hf(
@@ -46,8 +47,8 @@ def save_hf(
     sizes: tuple[int, int] = (VOCAB, 3),
     **changes: Any,
 ) -> None:
-    """Saves a 'bloom' or 'gpt2' whose biases and norms differ from their initial values. sizes: vocabulary,
-    layers."""
+    """Saves a 'bloom' or 'gpt2' whose biases and norms differ from their initial values. sizes: (vocabulary,
+    layers)."""
     torch.manual_seed(3)
     vocab, layers = sizes
     if kind == "bloom":

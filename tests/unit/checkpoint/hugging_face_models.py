@@ -1,4 +1,5 @@
-"""Tiny models of transformers, by their differences from common sizes: one table for all families."""
+"""Tiny models of transformers, one table for all families. An entry has only the differences from common
+sizes."""
 
 from __future__ import annotations
 
@@ -31,12 +32,12 @@ RENAMED = {
     },
     "gpt_neox": {"num_key_value_heads": None},
     "falcon": {"num_key_value_heads": None, "intermediate_size": "ffn_hidden_size"},
-    # In Mixtral and OLMoE it is the size of an expert.
+    # In Mixtral and OLMoE this setting is the size of an expert.
     **dict.fromkeys(("mixtral", "olmoe", "flex_olmo", "gpt_oss", "minimax_m2"), {"intermediate_size": None}),
 }
 NEOX_ROPE = {"rope_parameters": {"rope_type": "default", "rope_theta": 500.0, "partial_rotary_factor": 0.25}}
 WINDOW = {"use_sliding_window": True, "sliding_window": 5, "max_window_layers": 0}
-# Name -> model type and what differs from SIZES.
+# Name -> (model type, settings that differ from SIZES).
 MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "bloom": ("bloom", {}),
     "bloom, fp16": ("bloom", {"dtype": torch.float16}),
@@ -117,7 +118,7 @@ MODELS |= {
 }
 
 _EARLIER = {kind for kind, _ in MODELS.values()}
-# Families of 2025 and 2026, and those that need only a table.
+# Families of 2025 and 2026, and families that need only a table.
 SLIDING = ["sliding_attention", "full_attention", "sliding_attention"]
 WINDOWS = {"num_hidden_layers": 3, "sliding_window": 5, "layer_types": SLIDING}
 OSS_YARN = {**YARN, "truncate": False, "beta_fast": 32.0, "beta_slow": 1.0}
@@ -288,7 +289,8 @@ SAME_FUNCTION = {
     **{"cwm": "ministral", "helium": "ernie4_5", "internlm3": "llama", "iquestcoder": "llama"},
     **{"solar_open": "glm4_moe", "hy_v3": "glm4_moe", "glm4_moe_lite": "deepseek_v3"},
 }
-"""Type of a model -> the earlier type whose table can express it, and which an export therefore has."""
+"""Type of a model -> an earlier type whose table can express the model, and which an export therefore
+writes."""
 LATER = {kind for kind, _ in MODELS.values()} - _EARLIER | {"kimi_k2"}
 OTHER_NAMES = ("hunyuan-3", "phi-3")
-"""Models that an export writes as another type, with other names of weights."""
+"""Models that an export writes as a different type, with different names of weights."""

@@ -1,7 +1,7 @@
 """Universal checkpoints as Microsoft's Megatron-DeepSpeed and DeepSpeed's ds_to_universal.py make them.
 
 The rules follow Megatron-DeepSpeed's source: the indices of GPTModelPipe and the halves of a gated MLP
-(megatron/model/gpt_model.py, transformer.py), the arguments (megatron/arguments.py), and what
+(megatron/model/gpt_model.py, transformer.py), the arguments (megatron/arguments.py), and the entries that
 `save_checkpoint` adds to DeepSpeed's state (megatron/checkpointing.py). `unpack` extracts files that
 Megatron-DeepSpeed itself wrote.
 """
@@ -44,12 +44,12 @@ ASSET_MODELS: dict[str, dict[str, Any]] = {
         "untie_embeddings_and_output_weights": True,
     },
 }
-"""Of the folders in the asset: fields of ModelConfig."""
+"""Folder in the asset -> fields of ModelConfig."""
 
 
 def their_name(name: str, layers: int, pipeline: bool = True, untied: bool = False) -> str:
-    """Returns Megatron-DeepSpeed's name of a parameter, for `layers` transformer layers. untied: the LM head
-    has its own weight."""
+    """Returns Megatron-DeepSpeed's name of a parameter. layers: number of transformer layers. untied: whether
+    the LM head has its own weight."""
     number, _, rest = name.partition(".")
     if number == str(layers + 5):
         return (
@@ -68,7 +68,7 @@ def their_name(name: str, layers: int, pipeline: bool = True, untied: bool = Fal
 
 
 def their_args(config: Config, **changes: Any) -> Namespace:
-    """Returns the arguments of a Megatron-DeepSpeed run, with its names and defaults."""
+    """Returns the arguments of a Megatron-DeepSpeed run, with Megatron-DeepSpeed's names and defaults."""
     model = config.model
     rotary = model.position_embedding_type == "rotary"
     args = {
@@ -114,9 +114,9 @@ def write_as_megatron_deepspeed(
 ) -> Path:
     """Writes `global_step5_universal` in `folder`, and names it in `latest_universal`.
 
-    states: this program's parameter -> file ('fp32', 'exp_avg', ...) -> global tensor without padding; 'step'
-    is a number. client_state: other entries of the mp_rank file. pipeline: whether it ran without
-    --no-pipeline-parallel. changes: arguments of the run that differ.
+    states: this program's parameter name -> file ('fp32', 'exp_avg', ...) -> unsharded tensor without
+    padding; 'step' is a number. client_state: further entries of the mp_rank file. pipeline: whether the run
+    had no --no-pipeline-parallel. changes: arguments of the run that differ from the defaults.
     """
     path = folder / f"global_step{STEP}_universal"
     untied = config.model.untie_embeddings_and_output_weights
@@ -152,7 +152,8 @@ def write_as_megatron_deepspeed(
 
 
 def unpack(folder: Path) -> None:
-    """Extracts checkpoints that the program itself wrote, after 3 of 6 steps of three models of 128 tokens.
+    """Extracts checkpoints that Megatron-DeepSpeed itself wrote after 3 of 6 steps, of three models with 128
+    tokens.
 
     They were made on a CPU with DeepSpeed 0.19.8 and github.com/deepspeedai/Megatron-DeepSpeed at 4efb479d
     (its attention with `reshape` instead of `view`, which the CPU needs), in fp32 with ZeRO-1, Adam without
@@ -160,14 +161,13 @@ def unpack(folder: Path) -> None:
 
         learned/    learned positions, 1 process; also converted by DeepSpeed's ds_to_universal.py
         swiglu/     a gated MLP, tensor-parallel size 2 x pipeline-parallel size 2
-
-    `next_steps.json` has the samples, loss and gradient norm of that program's steps 4 to 6. The vocabulary
-    needs no padding: in that program padded rows are part of the softmax.
-
         llama/      at commit 6acc370a, before the order of queries, keys and values changed: --swiglu
                     --normalization rmsnorm --disable-bias-linear --use-rotary-position-embeddings
                     --untie-embeddings-and-output-weights --num-key-value-heads 2, tensor-parallel size 2;
                     also converted by DeepSpeed's ds_to_universal.py
+
+    `next_steps.json` has the samples, losses and gradient norms of Megatron-DeepSpeed's steps 4 to 6. The
+    vocabulary needs no padding, since Megatron-DeepSpeed includes padded rows in the softmax.
     """
     for name in ("megatron_deepspeed", "megatron_deepspeed_llama"):
         assets.unpack(name, folder)

@@ -1,4 +1,5 @@
-"""Native checkpoints written file by file, in DeepSpeed's names, without processes and without an engine."""
+"""Native checkpoints with DeepSpeed's file names, written file by file without processes and without an
+engine."""
 
 from __future__ import annotations
 
@@ -28,11 +29,12 @@ from tests.support.layouts import EOD, VOCAB
 
 EMBED = "tied_modules.embed."
 PADDING = 7.0
-"""In the vocabulary's padding: whoever takes it for a weight is found out."""
+"""Value of the vocabulary's padding. A reader that takes padding for a weight gets wrong results."""
 
 
 def random_wholes(config: Config, seed: int = 11) -> dict[str, torch.Tensor]:
-    """Returns values for all parameters, without padding. None equals its mean, which would hide errors."""
+    """Returns random values for all parameters, without padding. No parameter is constant, which would hide
+    errors."""
     generator = torch.Generator().manual_seed(seed)
     wholes = {}
     for name, spec in model_specs(config, VOCAB, EOD).items():
@@ -44,8 +46,9 @@ def random_wholes(config: Config, seed: int = 11) -> dict[str, torch.Tensor]:
 def optimizer_states(
     shards: dict[str, torch.Tensor], replicas: int, without_gradient: frozenset[str] = frozenset()
 ) -> list[dict]:
-    """Optimizer state that one model-parallel rank saves: one group, sharded evenly over the replicas.
-    The first moments are an eighth of the values, the second their squares; without a gradient zeros."""
+    """Returns the optimizer state that one model-parallel rank saves: one group, sharded evenly over the
+    replicas. The first moments are an eighth of the values, the second moments their squares. Both are zeros
+    for parameters without a gradient."""
     flat = torch.cat([shard.reshape(-1) for shard in shards.values()] or [torch.zeros(0)])
     updated = [torch.full((shard.numel(),), name not in without_gradient) for name, shard in shards.items()]
     changes = flat * torch.cat(updated or [torch.zeros(0)])
@@ -76,8 +79,8 @@ def optimizer_states(
 def write_native(
     folder: Path, config: Config, wholes: dict[str, torch.Tensor], step: int = 5, eod: int | None = EOD
 ) -> Path:
-    """Writes `global_step<step>` in `folder` as a run of `config` does, with all parameters in the
-    optimizer's files of the first stage, and names it in `latest`."""
+    """Writes `global_step<step>` in `folder` as a run of `config` does, and names it in `latest`. The
+    optimizer's files of the first stage contain all parameters."""
     path = folder / f"global_step{step}"
     path.mkdir(parents=True)
     parallel = config.parallel

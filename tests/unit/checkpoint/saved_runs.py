@@ -1,4 +1,4 @@
-"""A run that saves small checkpoints with the functions of the program, for tests without an engine."""
+"""A run that saves small checkpoints with the program's own functions, for tests without an engine."""
 
 import dataclasses
 import errno
@@ -32,7 +32,7 @@ class Killed(BaseException):
 
 
 class Run:
-    """A run that saves checkpoints of one small file, with the functions of the program."""
+    """A run that saves checkpoints of one small file with the program's own functions."""
 
     def __init__(self, save, load=None, checkpoint=None, old_format=False, **flags):
         self.folder, self.old_format = Path(save), old_format
@@ -65,7 +65,7 @@ class Run:
         return saving
 
     def write(self, step):
-        """Writes an unpublished checkpoint; returns its lineage entry."""
+        """Writes an unpublished checkpoint. Returns its lineage entry."""
         name = f"global_step{step}"
         saving = self.folder / publishing.saving_name(name)
         saving.mkdir()
@@ -85,7 +85,7 @@ class Run:
 
 
 def old_folder(folder, *steps):
-    """Checkpoints as written before run ids existed."""
+    """Writes checkpoints in the form that they had before run ids existed."""
     run = Run(folder, folder, old_format=True).save(*steps)
     (folder / "latest.json").unlink()
     return run

@@ -1,4 +1,4 @@
-"""Archives that are written through small buffers are those of torch.save, to the byte."""
+"""Archives that are written through small buffers equal the files of torch.save to the byte."""
 
 from __future__ import annotations
 
@@ -24,7 +24,8 @@ DTYPES = [
 
 
 def values() -> dict[str, Any]:
-    """Tensors of all kinds that a checkpoint may hold; some share a storage, some use a part of theirs."""
+    """Returns tensors of all kinds that a checkpoint may contain. Some share a storage, some use a part of a
+    storage."""
     flat = torch.arange(1001.0)
     parameter = torch.nn.Parameter(torch.randn(7, 3))
     return {
@@ -45,7 +46,8 @@ def archive_of(save: Callable[[Any, Any], None], value: Any) -> bytes:
 
 @pytest.mark.parametrize("piece_bytes", [1, 3, 64, 1001, 4004, 1 << 20])
 def test_an_archive_is_that_of_torch_save(piece_bytes: int) -> None:
-    """Also through buffers that are smaller than an element, or larger than all tensors."""
+    """The archive equals the file of torch.save for every buffer size, including buffers smaller than an
+    element or larger than all tensors."""
     saved = values()
     with serialization.patch({"save.compute_crc32": False}):
         expected = archive_of(torch.save, saved)
@@ -55,7 +57,7 @@ def test_an_archive_is_that_of_torch_save(piece_bytes: int) -> None:
 
 
 class Allocations(TorchDispatchMode):
-    """largest: bytes of the largest storage that an operation has made."""
+    """Records allocations. largest: bytes of the largest storage that an operation has made."""
 
     largest = 0
 
@@ -67,7 +69,7 @@ class Allocations(TorchDispatchMode):
 
 
 class Pieces(io.BytesIO):
-    """sizes: of all writes."""
+    """A file that records its writes. sizes: bytes of each write."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -105,7 +107,8 @@ def test_an_error_of_the_file_is_not_hidden(piece_bytes: int | None) -> None:
 
 
 def test_an_archive_without_the_bytes_of_a_tensor_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As from a torch that leaves the bytes out in another way than by `seek`."""
+    """A future torch version may skip the bytes without calling `seek`. Then a save must fail instead of
+    writing an archive without them."""
     save = torch.save
     monkeypatch.setattr(torch, "save", lambda value, file, **options: save(value, io.BytesIO(), **options))
     with pytest.raises(RuntimeError, match="wrote 0 of 1 storages"):
@@ -113,7 +116,7 @@ def test_an_archive_without_the_bytes_of_a_tensor_is_an_error(monkeypatch: pytes
 
 
 class Streams(CPU_Accelerator):
-    """An accelerator with streams and events that notes the order of calls."""
+    """An accelerator with streams and events that records the order of calls."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -152,5 +155,5 @@ def test_the_next_piece_is_copied_while_the_host_takes_one(monkeypatch: pytest.M
     accelerator.calls.clear()
     pieces = StagingBuffers(4).pieces(content)
     next(pieces)
-    pieces.close()  # as after an error of the file: no copy may end later
+    pieces.close()  # as after a file error: no copy may end later
     assert accelerator.calls[-3:] == ["copy 4", "wait 3", "wait 4"]

@@ -1,4 +1,4 @@
-"""The process that writes a rank's files while training continues: bytes, digests, and its failures."""
+"""Tests the process that writes a rank's files while training continues: bytes, digests, and its failures."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ AXES = (Axis("tp", 1, 2),)
 
 
 def piece(values: torch.Tensor, first: int, kind: str) -> Piece:
-    """The elements of `values` as those of a parameter's shard from `first` on."""
+    """Returns `values` as the elements of a parameter's shard from `first` on."""
     return Piece("weight", SPEC, AXES, first, first + values.numel(), {kind: values})
 
 
@@ -43,8 +43,9 @@ def heartbeats() -> list[int]:
 def test_the_files_are_those_of_torch_save_and_the_digests_those_of_the_tensors(
     ring_bytes: int, tmp_path: Path, heartbeats: list[int]
 ) -> None:
-    """Also with a ring that is smaller than a tensor, and not a multiple of anything. Two saves, one after
-    the other, do not mix. The writer does not load torch, which takes seconds and 200 MB per rank."""
+    """Covers ring buffers that are smaller than a tensor, and one whose size is not a power of 2. The second
+    save contains nothing of the first. The writer does not load torch, which would take seconds and 200 MB
+    per rank."""
     writer = BackgroundWriter(ring_bytes, lambda: heartbeats.append(1))
     for seed in (1, 2):
         torch.manual_seed(seed)
@@ -104,7 +105,8 @@ def test_a_failed_save_has_the_final_name_and_a_full_disk_is_called_so(tmp_path:
 
 @pytest.mark.parametrize("moment", ["before", "in the middle", "after"])
 def test_a_writer_that_is_killed_is_named(moment: str, tmp_path: Path) -> None:
-    """In the middle the rank waits for space in the ring."""
+    """If the writer dies in the middle of the save, the rank waits for space in the ring buffer. Fails if
+    this wait does not end."""
     writer = BackgroundWriter(1 << 16, lambda: None)
     large = torch.zeros(1 << 20)
 
@@ -129,6 +131,6 @@ def test_a_writer_that_is_killed_is_named(moment: str, tmp_path: Path) -> None:
     except OSError as error:
         problem = str(error)
     assert problem == "the checkpoint writer has ended with exit code -9"
-    # A writer that dies once all files are on the disk does not spoil the save.
+    # A writer that dies after all files are on the disk does not spoil the save.
     assert writer.written() is not None and writer.written().problem == ("" if moment == "after" else problem)
     writer.close()

@@ -1,4 +1,5 @@
-"""--branch-at: the flags that a branch takes from its base run, and what it rejects, in one sentence each."""
+"""--branch-at: a branch takes its flags from its base run, and wrong commands are rejected with
+one sentence."""
 
 from __future__ import annotations
 
@@ -30,7 +31,7 @@ DECAY = "--lr-wsd-decay-iters 20"
 
 
 class Run(saved_runs.Run):
-    """A run whose checkpoints hold its flags."""
+    """A run whose checkpoints contain its flags."""
 
     def __init__(self, save: Path, words: str = CONSTANT, load: Path | None = None, **flags: Any) -> None:
         self.flags = parse_args([*MODEL, *words.split()], {})

@@ -1,4 +1,4 @@
-"""Conversions between formats: every state of every parameter keeps its bits, and nothing is executed."""
+"""Conversions between formats: all states of all parameters keep their bits, and no code is executed."""
 
 from __future__ import annotations
 
@@ -50,14 +50,14 @@ from tests.unit.hostile import checked_sentence, refusal
 
 GATED = {"glu_activation": "swiglu", "group_query_attention": True, "num_query_groups": 2}
 ATTENTION = {"attention_output_gate": True, "softmax_type": "learnable"}
-# A padded vocabulary, fused parts, grouped queries, gates and sinks, an untied head, replicas of ZeRO, bf16.
+# Padded vocabulary, fused parts, grouped queries, gates and sinks, untied head, replicas of ZeRO, bf16.
 CONFIGS = {
     "tied": config_of(Row(tp=2, pp=2, dp=2, zero=1, precision="bf16")),
     "untied": config_of(
         Row(tp=2, zero=0), model={**GATED, **ATTENTION, "untie_embeddings_and_output_weights": True}
     ),
 }
-# Stacked layers, and layers of two kinds with the bias of experts.
+# The models cover stacked layers, and layers of two kinds with the experts' bias.
 EXPERT_CONFIGS = {
     "experts": config_of(Row(tp=2, zero=1, precision="bf16"), model=MIXTRAL),
     "experts, dense": config_of(Row(tp=2, pp=2, dp=2, zero=1), model=GLM4_MOE),
@@ -73,7 +73,7 @@ def native(request: pytest.FixtureRequest, tmp_path: Path) -> Path:
 
 @pytest.fixture
 def small_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Tensors of several chunks and files, as large models have them."""
+    """Makes chunks small, so that tensors have several chunks and files, as in large models."""
     monkeypatch.setattr(dcp_writer, "CHUNK_BYTES", 1 << 11)
     monkeypatch.setattr(torch_dist_writer, "CHUNK_BYTES", 1 << 11)
     monkeypatch.setattr(dcp, "_BLOCK_BYTES", 1 << 10)
@@ -172,7 +172,7 @@ def test_pytorch_alone_opens_a_dcp_checkpoint(native: Path, tmp_path: Path, smal
     assert len(content) - 1 + len(content["optimizer"]) == len(found)
 
 
-def test_the_commands_of_the_page_run(native: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_commands_of_the_pages_run(native: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     native = native.rename(tmp_path / "checkpoints")
     (tmp_path / "core").mkdir()
@@ -181,9 +181,9 @@ def test_the_commands_of_the_page_run(native: Path, tmp_path: Path, monkeypatch:
     unpack("torch_dist_hybrid", tmp_path).rename(tmp_path / "hybrid" / "iter_0000100")
     megatron_deepspeed_folder.unpack(tmp_path)
     (tmp_path / "swiglu").rename(tmp_path / "theirs")
-    for command in commands_in("docs/conversion.md"):
+    for command in commands_in("docs/external_checkpoints.md") + commands_in("docs/conversion.md"):
         _, *words = command.split()
-        # In this process: a new one would import torch and DeepSpeed again.
+        # Runs in this process, since a new one would import torch and DeepSpeed again.
         if words[0] == "-m":
             monkeypatch.setattr(sys, "argv", words[1:])
             runpy.run_module(words[1], run_name="__main__")
@@ -191,7 +191,7 @@ def test_the_commands_of_the_page_run(native: Path, tmp_path: Path, monkeypatch:
             import_module(f"megatron.commands.{Path(words[0]).stem}").main(words[1:])
         if command.endswith("--format torchtitan"):
             shutil.copy(tmp_path / "model" / "config.json", tmp_path / "titan")
-    for name in ("dcp", "global_step5", "global_step5_universal"):
+    for name in ("dcp", "global_step6", "global_step6_universal"):
         assert_equal(states_of(tmp_path / "exported" / name), states_of(native))
     assert len(torch.load(tmp_path / "exported" / "states.pt")) > 1
     states = dict(sorted(states_of(core).items()))
@@ -232,8 +232,8 @@ def test_checksums_of_files_stop_a_conversion_without_digests(tmp_path: Path) ->
 
 @pytest.mark.parametrize("native", [*CONFIGS, "experts"], indirect=True)
 def test_states_are_compared_if_files_have_no_digests(native: Path, tmp_path: Path) -> None:
-    """A conversion of a checkpoint with digests of all states computes no SHA-256. If the model has experts,
-    one of them is damaged."""
+    """A conversion of a checkpoint with digests of all states records no SHA-256 of the data files. The
+    digests of the states must then find damage. In a model with experts the damaged tensor is an expert's."""
     reader = open_reader(open_checkpoint(native))
     digests: dict[str, dict[str, str]] = {}
     for (name, kind), state in states_of(native).items():
@@ -255,7 +255,7 @@ def test_states_are_compared_if_files_have_no_digests(native: Path, tmp_path: Pa
 
 
 def change_a_value(folder: Path) -> str:
-    """Changes one value of a tensor in the folder, of an expert if there are experts. Returns its name."""
+    """Changes one value of a tensor (of an expert if there are experts). Returns the tensor's name."""
     reader = open_reader(open_checkpoint(folder))
     assert isinstance(reader, dcp.DcpReader)
     name = min(sorted(reader.stored_names), key=lambda name: ".experts." not in name)
@@ -279,7 +279,7 @@ def left_of(target: Path) -> list[str]:
 
 
 def first_parameter(native: Path, target: Path) -> str:
-    """Begins a conversion to the universal format, and interrupts it after a parameter."""
+    """Interrupts a conversion to the universal format after one parameter. Returns the parameter's name."""
     conversion = pipeline.convert(open_any(native), UniversalWriter, target, workers=1)
     name = next(conversion)
     conversion.close()
@@ -292,7 +292,7 @@ def test_space_is_needed_for_what_is_not_on_the_disk(
     target, partial = tmp_path / "target", tmp_path / "target.partial"
     first_parameter(native, target)
     missing = sum(UniversalWriter(partial, open_any(native)).parameter_bytes().values())
-    # As another process writes it.
+    # A different process writes this part.
     (partial / "unfinished" / "other").mkdir(parents=True)
     (partial / "unfinished" / "other" / "fp32.pt").write_bytes(bytes(1000))
 
@@ -357,7 +357,7 @@ def test_the_last_of_the_tasks_that_fail_removes_what_cannot_continue(
             convert(native, target, "universal")
         assert left_of(target) == [".partial", ".partial.locks"]
         other.communicate("\n", timeout=HANG_TIMEOUT_S)
-    assert left_of(target) == [".partial"]  # the other task was not one that creates a folder
+    assert left_of(target) == [".partial"]  # the process of WORKS does not remove the folder
     with pytest.raises(UserError, match="GB free"):
         convert(native, target, "universal")
     assert left_of(target) == []
@@ -376,7 +376,7 @@ def fail(*_: object) -> NoReturn:
 def test_no_file_is_open_when_a_failed_conversion_removes_its_folder(
     name: str, native: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """NFS renames an open file instead of deleting it: its folder could not be removed."""
+    """NFS renames an open file instead of deleting it: then the folder could not be removed."""
     target, removed = tmp_path / "target", []
     remove = shutil.rmtree
 
@@ -388,7 +388,7 @@ def test_no_file_is_open_when_a_failed_conversion_removes_its_folder(
         remove(path, *args, **kwargs)
 
     monkeypatch.setattr(shutil, "rmtree", record)
-    if name == "native at once":  # the last file of the writer that creates all files first
+    if name == "native at once":  # the native writer creates all files first
         monkeypatch.setattr(native_writer, "client_state", fail)
     else:
         whole = CheckpointWriter.source_pieces
@@ -411,7 +411,7 @@ def change_metadata(folder: Path, change: Callable[[Metadata], object]) -> None:
     metadata = pickle.loads(path.read_bytes())
     change(metadata)
     path.write_bytes(pickle.dumps(metadata))
-    # Whoever changes the table can change its record, too.
+    # An attacker who changes the table can change its record, too.
     change_run(folder, lambda run: run["files"].update({path.name: describe_file(path)}))
 
 

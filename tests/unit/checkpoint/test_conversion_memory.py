@@ -27,8 +27,8 @@ LARGEST = "3.mlp.dense_h_to_4h.weight"
 
 
 class Allocations(TorchDispatchMode):
-    """Records the size of the largest storage that an operation of torch returns and did not get. Digests are
-    computed by numpy, in blocks of fixed size."""
+    """Records the size of the largest storage that an operation of torch allocates. Digests do not count:
+    numpy computes them in blocks of fixed size."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -59,7 +59,7 @@ def small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def copied(source: Path, target: Path, format_name: str) -> tuple[int, int]:
-    """Copies the largest parameter. Returns the bytes of the largest allocation, and of the parameter."""
+    """Copies the largest parameter. Returns (bytes of the largest allocation, bytes of the parameter)."""
     target.mkdir()
     reader = open_any(source)
     spec = reader.specs[LARGEST]
@@ -93,5 +93,5 @@ def test_the_largest_allocation_is_a_chunk(
         largest, size = copied(folder, tmp_path / str(number), format_name)
         assert largest <= CHUNK < size / 10, (folder, format_name)
         allocations.append(largest)
-    # With one rank a universal checkpoint is written block by block, without another tensor.
+    # From one rank, a universal checkpoint is written block by block, without an additional tensor.
     assert all(allocations[:3]) and allocations[4]

@@ -1,5 +1,5 @@
-"""The table of docs/conversion.md says what a conversion carries. Each row is converted, and the five facts
-of the source are looked for in the target, whose files are verified."""
+"""The table of docs/conversion.md states what a conversion carries over. Each row is converted, the target is
+searched for the five properties of the source, and its files are verified."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def test_the_table_has_every_written_format_in_both_directions() -> None:
 
 
 def native(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Writes a native bf16 checkpoint whose schedule and tokenizer are no defaults."""
+    """Writes a native bf16 checkpoint whose schedule and tokenizer differ from the defaults."""
     vocab, merges = train_gpt2_vocabulary(folder, VOCAB)
     data = {"vocab_file": vocab, "merge_file": merges, "tokenizer_type": "GPT2BPETokenizer"}
     schedule = {"min_lr": 1e-4, "lr_decay_style": "cosine", "lr_warmup_iters": 3}
@@ -115,7 +115,7 @@ def are_of_torchtitan(folder: Path) -> bool:
 
 
 def token_ids(folder: Path) -> list[int] | None:
-    """Returns the ids of a text by the tokenizer that the folder has, or names."""
+    """Returns the ids of a text by the tokenizer that the folder contains or names."""
     checkpoint = open_checkpoint(folder)
     if format_of(folder) in (HUGGING_FACE, TORCHTITAN):
         settings = own_tokenizer(folder)
@@ -125,7 +125,7 @@ def token_ids(folder: Path) -> list[int] | None:
 
 
 def carried(source: Path, target: Path) -> list[str]:
-    """Returns the cells of a row."""
+    """Returns the cells of the table's row for a conversion."""
     before, after = weights(source), weights(target)
     assert before.keys() == after.keys()
     cells = ["no"]
@@ -146,7 +146,7 @@ def carried(source: Path, target: Path) -> list[str]:
     return cells + ["yes" if fact else "no" for fact in (same and had, schedule, position, tokenizer)]
 
 
-# Other tests compare the bits of checkpoints that return from these formats.
+# For these formats, tests in other files compare the bits of checkpoints after a conversion and back.
 RETURNING = ("`universal`", "`dcp`", "`torch_dist`")
 
 

@@ -1,4 +1,4 @@
-"""The digest of a global tensor depends on every value, but not on how ranks shard it."""
+"""The digest of an unsharded tensor depends on every value, but not on how ranks shard the tensor."""
 
 import numpy as np
 import pytest
@@ -32,7 +32,7 @@ def values(spec, seed=0):
 
 
 class Launches(TorchDispatchMode):
-    """Counts the operations that launch a kernel on a device, and answers when the host reads a number.
+    """Counts the operations that launch a kernel on a device, and returns 0 when the host reads a number.
     largest: bytes of the largest result."""
 
     count = largest = 0

@@ -1,4 +1,4 @@
-"""A checkpoint of another framework in a new format: a run needs nothing but its reader."""
+"""To use a checkpoint of another framework in a new format, a run needs only a reader for it."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ FILE = "weights.pt"
 
 
 class OneFileReader(StateReader):
-    """Reads `weights.pt`, a dict of global tensors, and defines only what it must."""
+    """Reads `weights.pt`, a dict of unsharded tensors. It defines only the required methods."""
 
     @classmethod
     def open_external(cls, folder: Path) -> Checkpoint:

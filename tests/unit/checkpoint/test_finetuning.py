@@ -1,4 +1,5 @@
-"""Which checkpoint a command with --finetune or --no-load-optim starts from, and which run that is."""
+"""Tests from which checkpoint a command with --finetune or --no-load-optim starts, and to which run this
+checkpoint then belongs."""
 
 import shutil
 
@@ -60,7 +61,7 @@ def test_a_command_with_another_flag_does_not_take_over_the_folder(base, at_firs
 
 
 def test_a_converted_checkpoint_may_be_finetuned_in_its_folder(base):
-    """A start with --finetune is a new run, to which the checkpoints in the folder do not belong."""
+    """A start with --finetune is a new run. The checkpoints in the folder do not belong to it."""
     universal = base.folder / "global_step4_universal"
     shutil.copytree(base.folder / "global_step4", universal)
     (universal / "zero").mkdir()

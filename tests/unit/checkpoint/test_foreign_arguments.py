@@ -1,6 +1,9 @@
-"""No argument of another program that changes its model is lost: every argument of five versions of four
-programs is set to another value. tests/assets/foreign_arguments.json has their names and defaults, read from
-the sources, and the names that change the model of Megatron-Core."""
+"""An argument with which another program changes its model is converted or rejected, never ignored.
+
+Every argument of five versions of four programs is set to a value different from its default.
+tests/assets/foreign_arguments.json has the arguments' names and defaults, read from the sources, and the
+names that change the model of Megatron-Core.
+"""
 
 from __future__ import annotations
 
@@ -42,7 +45,7 @@ from tests.unit.checkpoint.native_folder import random_wholes, write_native
 LISTS = json.loads((ASSETS / "foreign_arguments.json").read_text())
 CHANGES_MODEL = LISTS.pop("change the model")
 PROGRAMS = dict(zip(LISTS, (MEGATRON_CORE,) * 3 + (MICROSOFT, OWN_NAMES), strict=True))
-# Arguments that have an effect only together with others.
+# Arguments that have an effect only together with other arguments.
 NEEDS: dict[str, dict[str, Any]] = {
     "num_query_groups": {"group_query_attention": True},
     "bias_activation_fusion": {"bias_gelu_fusion": False},
@@ -56,7 +59,7 @@ NEEDS |= {name: {"num_experts": 8, "num_layers": 4} for name in CHANGES_MODEL if
 
 
 def another(value: Any) -> Any:
-    """Returns a value other than a default."""
+    """Returns a value that differs from the default `value`."""
     if isinstance(value, bool):
         return not value
     return value + 1 if isinstance(value, (int, float)) else "odd"
@@ -98,7 +101,7 @@ ASSIGNED: dict[str, dict[str, Any]] = {
     },
     "BigScience's Megatron-DeepSpeed 8387ae17": {"pretrain_causal_attention": True},
 }
-"""What the programs assign after parsing, and flags of experts of a dense model."""
+"""Arguments that the programs assign after parsing, and flags of experts in runs of a dense model."""
 
 
 @pytest.mark.parametrize("name", ASSIGNED)
@@ -121,7 +124,8 @@ def test_foreign_arguments_of_another_gelu_are_rejected(argument: str) -> None:
 
 
 def test_foreign_arguments_without_a_feature_differ_from_a_run_with_it() -> None:
-    """BigScience's arguments do not know the feature; this program's may say None."""
+    """The difference must be found if the arguments do not contain the feature (BigScience), and if the
+    feature is None (Paritron)."""
     flags = {"window_size": 8, "softmax_scale": 0.5, "scale_embeddings": True, "normalization": "RMSNorm"}
     for name, value in flags.items():
         config = config_of(Row(), model={name: value})
@@ -143,7 +147,8 @@ def test_unknown_foreign_arguments_must_be_off(name: str) -> None:
 
 @pytest.mark.parametrize("name", PROGRAMS)
 def test_only_known_foreign_arguments_have_any_value(name: str) -> None:
-    """Settings that a run sets by flags of its own, places, kernels, logs and files."""
+    """Only arguments that do not change the model may have any value: settings that a run sets by its own
+    flags, paths, kernels, logs and files."""
     expected = outcome(PROGRAMS[name], LISTS[name])
     accepted = {
         argument
@@ -175,7 +180,7 @@ TOLD = {
 @pytest.mark.gate(rows=3)
 @pytest.mark.parametrize("argument", [*TOLD, "all"])
 def test_foreign_arguments_are_checked_by_a_conversion_and_by_load(argument: str, tmp_path: Path) -> None:
-    """One error names all of them."""
+    """A conversion and a run with --load each report all rejected arguments in one error."""
     core, changes = unpack("torch_dist_llama", tmp_path), TOLD if argument == "all" else {}
     changes = changes or {argument: TOLD[argument]}
     change(core, **changes)
@@ -200,7 +205,8 @@ def test_foreign_arguments_are_checked_by_a_conversion_and_by_load(argument: str
         ({"softmax_scale": 0.5}, {}, "--softmax-scale was 0.5, is None"),
         ({"add_bias_linear": True}, {}, "add_bias_linear True: --disable-bias-linear was False, is True"),
         ({"layernorm_zero_centered_gamma": True}, {}, "--apply-layernorm-1p was True, is False"),
-        # A feature that the other program did not have when it wrote the checkpoint is not in its model.
+        # If another program did not have a feature when it wrote the checkpoint, the model does not use the
+        # feature.
         ({}, {"window_size": 8}, "--window-size was None, is 8"),
         ({}, {"scale_embeddings": True}, "--scale-embeddings"),
     ],
@@ -331,8 +337,8 @@ LLAMA = {
 
 
 def test_foreign_arguments_that_are_written_give_the_same_logits(tmp_path: Path) -> None:
-    """Native -> torch_dist -> native; on the way back only the arguments describe the model. The weights have
-    a standard deviation of 0.25, so that a wrong rotation changes the logits."""
+    """Converts native -> torch_dist -> native. On the way back only the written arguments describe the model.
+    The weights have a standard deviation of 0.25, so that a wrong rotation changes the logits."""
     config = config_of(Row(tp=2), model=LLAMA)
     wholes = random_wholes(config)
     wholes = {name: whole if "norm" in name else whole * (0.25 / 0.15) for name, whole in wholes.items()}
@@ -395,7 +401,7 @@ def test_models_without_foreign_arguments_are_not_written(fields: dict[str, Any]
 def test_foreign_arguments_of_files_of_megatron_deepspeed_are_accepted(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The arguments that the program itself saved, 330 of them. ds_to_universal.py reads them, too."""
+    """Uses the 330 arguments that Megatron-DeepSpeed itself saved. ds_to_universal.py must read them, too."""
     megatron_deepspeed_folder.unpack(tmp_path)
     for name in ("swiglu", "llama"):
         source.open_source(tmp_path / name / "global_step3")

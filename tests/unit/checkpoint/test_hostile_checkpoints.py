@@ -1,4 +1,4 @@
-"""Checkpoints whose names and numbers are meant to do harm: one sentence, exit code 2, nothing touched."""
+"""Checkpoints with malicious names and numbers: one sentence, exit code 2, and no file outside is touched."""
 
 from __future__ import annotations
 
@@ -58,8 +58,8 @@ def rename_parameter(folder: Path, name: str, new: Any) -> None:
 
 
 def make_external(folder: Path, info: dict[str, Any], shapes: Any) -> Path:
-    """Turns the checkpoint into one of another framework. Returns the file with its merge patterns and
-    shapes."""
+    """Turns the checkpoint into a checkpoint of another framework. Returns the file with its merge patterns
+    and shapes."""
     (folder / "run.json").unlink()
     path = folder / "mp_rank_00_model_states.pt"
     content = torch.load(path, weights_only=False)
@@ -372,7 +372,8 @@ def test_a_hostile_link_in_an_interrupted_conversion_is_not_followed(
 def test_a_conversion_is_synced_before_it_is_renamed(
     folders: tuple[Path, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Each file and folder is synced before the rename that makes it visible, its parent after it."""
+    """Each file and folder is synced before the rename that makes it visible. Its parent folder is synced
+    after the rename."""
     synced: dict[tuple[int, int], bool] = {}
     problems: list[str] = []
     fsync, rename = os.fsync, os.rename

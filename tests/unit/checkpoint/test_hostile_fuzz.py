@@ -1,4 +1,4 @@
-"""Readers of checkpoints, given thousands of damaged files: they read them or say in a sentence why not."""
+"""Readers of checkpoints get thousands of damaged files. They read a file or reject it with a sentence."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ CONFIG = config_of(Row(), model={"num_layers": 1})
 
 @pytest.fixture
 def victim(tmp_path: Path) -> Path:
-    """A folder beside the others that no reader may touch."""
+    """Returns a folder beside the checkpoints that no reader may touch."""
     (tmp_path / "victim").mkdir()
     (tmp_path / "victim" / "fp32.pt").write_text("dear")
     return tmp_path / "victim"
@@ -51,7 +51,7 @@ class Files:
         self.good = {path: path.read_bytes() for path in sorted(folder.rglob("*")) if path.is_file()}
 
     def change(self, data: st.DataObject, changes: list[Any]) -> None:
-        """Restores every file and damages one."""
+        """Restores every file, then damages one file."""
         for path, content in self.good.items():
             if not path.exists() or path.read_bytes() != content:
                 path.write_bytes(content)
@@ -97,7 +97,7 @@ def read_all(folder: Path) -> None:
         weight.sum()
 
 
-# Each case makes a folder and returns it, with a function that reads all of it.
+# A folder, and a function that reads everything in it.
 Case = tuple[Path, Callable[[], object]]
 
 

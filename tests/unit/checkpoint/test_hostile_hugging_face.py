@@ -1,4 +1,5 @@
-"""Malicious folders in Hugging Face's format: none of their code is run, and no question is asked."""
+"""Malicious folders in Hugging Face's format: their code does not run, and the user is not asked to allow
+it."""
 
 from __future__ import annotations
 

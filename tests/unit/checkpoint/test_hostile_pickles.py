@@ -1,4 +1,4 @@
-"""Files of torch.save that are damaged or malicious: each is rejected with one sentence, and no code runs."""
+"""Damaged or malicious files of torch.save: each is rejected with one sentence, and no code runs."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def number(value: int) -> bytes:
     return pickle.dumps(value, protocol=2)[2:-1]
 
 
-# torch's own tests cover its loader: these show that what it raises becomes a sentence.
+# torch's own tests cover its loader. These tests show that its errors become one sentence.
 DAMAGED = {
     "deep lists": NEW + b"]" * 200_000 + b"N" + b"a" * 200_000 + b".",
     "mark alone": NEW + b"(.",
@@ -66,7 +66,7 @@ def test_a_value_that_contains_itself_is_read(tmp_path: Path) -> None:
 
 
 def tensor(shape: tuple[int, ...], stride: tuple[int, ...], length: int = 16) -> bytes:
-    """Pickles a call that makes a tensor of storage 0, which has 64 bytes."""
+    """Returns a pickle that makes a tensor of storage 0, which has 64 bytes."""
     storage = b"(X\7\0\0\0storagectorch\nFloatStorage\nX\1\0\0\0" + b"0X\3\0\0\0cpu" + number(length) + b"tQ"
     sizes = b"".join(b"(" + b"".join(map(number, part)) + b"t" for part in (shape, stride))
     return NEW + call("torch._utils._rebuild_tensor_v2", storage, b"K\0", sizes, b"\x89N") + b"."
@@ -75,7 +75,7 @@ def tensor(shape: tuple[int, ...], stride: tuple[int, ...], length: int = 16) ->
 @pytest.mark.parametrize(
     ("shape", "stride"),
     [
-        ((1 << 40,), (0,)),  # which a copy would make 4 TB of
+        ((1 << 40,), (0,)),  # a copy of it would have 4 TB
         ((17,), (1,)),
         ((4, 1 << 61), (0, 0)),
         ((0, 1 << 61, 1 << 61), (0, 0, 0)),
@@ -95,7 +95,7 @@ def test_a_storage_beyond_the_end_of_a_hostile_file_is_refused(tmp_path: Path) -
     path = tmp_path / "f.pt"
     torch.save(torch.ones(1000), path)
     content = path.read_bytes()
-    # The archive's directory says that the storage has a hundred times as many bytes, and so does the pickle.
+    # Both the archive's directory and the pickle claim that the storage has a hundred times as many bytes.
     long = content.replace((4000).to_bytes(4, "little"), (400_000).to_bytes(4, "little"))
     long = long.replace(number(1000), number(100_000)[:1] + (100_000).to_bytes(4, "little")[:2])
     path.write_bytes(long)

@@ -1,4 +1,4 @@
-"""Exports to Hugging Face: equal logits; models without an equivalent are rejected."""
+"""Exports to Hugging Face have equal logits. Models without an equivalent are rejected."""
 
 from __future__ import annotations
 
@@ -82,7 +82,7 @@ def test_weights_have_the_dtype_of_the_run_or_of_the_flag(trained, asked, writte
     weights = load_file(tmp_path / "hf" / "model.safetensors")
     assert {weight.dtype for weight in weights.values()} == {written}
     name = "transformer.h.0.mlp.dense_h_to_4h.weight"
-    # In fp32 they are the optimizer's, not the rounded ones of the layer files.
+    # An export in fp32 has the optimizer's values, not the rounded values of the layer files.
     assert torch.equal(weights[name], wholes["3.mlp.dense_h_to_4h.weight"].to(written))
     assert AutoModelForCausalLM.from_pretrained(tmp_path / "hf").dtype == written
 
@@ -147,7 +147,8 @@ def test_a_model_without_hugging_face_form_is_refused_by_its_flag(row, model, na
 
 @pytest.mark.parametrize("name", FAMILIES)
 def test_a_family_says_something_about_every_field_with_a_derived_default(name):
-    """Derived defaults are None in ModelConfig, so no value equals them."""
+    """The default of such a field is None in ModelConfig. A comparison with the default cannot find an
+    unsupported value, so the family's table must contain the field."""
     family = FAMILIES.load(name)
     said = (
         {field for field, _ in family.fields} | set(family.megatron_constants) | set(family.megatron_derived)
@@ -162,7 +163,7 @@ def test_a_family_says_something_about_every_field_with_a_derived_default(name):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class LaterModelConfig(ModelConfig):
-    """With a field that no family has."""
+    """A ModelConfig with a field that no family has."""
 
     new_variant: bool = flag(False, help="a new variant")
 
@@ -173,7 +174,7 @@ def test_a_new_setting_of_the_model_is_refused_by_name(row, model, title, monkey
     one = dataclasses.replace(
         SETTINGS["model.num_layers"], field=field.name, flag=flag_of(field), default=False
     )
-    monkeypatch.setitem(SETTINGS, one.name, one)  # as a field of ModelConfig is
+    monkeypatch.setitem(SETTINGS, one.name, one)  # makes it a field of ModelConfig
     settings = vars(config_of(row, model=model).model)
     assert family_of(LaterModelConfig(**settings))[1].title == title
     with pytest.raises(UserError, match=f"with --new-variant cannot .*: {title} needs no --new-variant"):
@@ -234,8 +235,8 @@ def test_a_flipped_byte_is_found_during_an_export(precision, tp, dp, tmp_path):
 
 @pytest.mark.parametrize("row, model", [(BLOOM, NORM), (GPT2, {})])
 def test_the_tokenizer_is_exported(row, model, tmp_path, capsys):
-    """The tiny model's vocabulary is smaller than any byte-level vocabulary, so its flags name another
-    model's tokenizer."""
+    """The tiny model's vocabulary is smaller than any byte-level vocabulary, so its flags name the tokenizer
+    of a different model."""
     vocab, merges = train_gpt2_vocabulary(tmp_path)
     tokenizer = GPT2BPETokenizer(vocab, merges)
     config = config_of(row, model=model, data={"vocab_file": vocab, "merge_file": merges})
@@ -393,7 +394,7 @@ def test_the_same_command_replaces_what_a_killed_export_left_and_nothing_else(tm
     convert(*command)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["m", "native"]
     shutil.rmtree(output)
-    # A folder of somebody else, and one that another process writes.
+    # A folder of somebody else, and a folder that another process writes.
     left.mkdir()
     (left / "part-0").write_text("notes")
     assert f"{left} exists already" in mistake(capsys, *command)
@@ -445,7 +446,8 @@ def test_an_import_that_has_failed_is_continued_by_the_same_command(tmp_path, mo
 
 @pytest.mark.parametrize("direction", ["export", "import"])
 def test_a_conversion_ends_where_open_files_stay_in_their_folder(direction, tmp_path, monkeypatch):
-    """NFS renames an open file instead of deleting it."""
+    """NFS renames an open file instead of deleting it. Fails if a conversion tries forever to empty the
+    folder of a killed conversion."""
     checkpoint = write(tmp_path / "native", GPT2, {})
     unlink = os.unlink
 

@@ -1,5 +1,5 @@
-"""Models with experts: a weight that would stay unread or unwritten is an error, and what is not converted is
-said."""
+"""Models with experts: a weight that is not read or not written is an error, and the output names what is not
+converted."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ CHANGES = {
 
 @pytest.mark.parametrize("name", CHANGES)
 def test_an_expert_that_is_missing_or_left_over_is_named(name, tmp_path):
-    """Megatron-LM's converter dropped all experts of Mixtral, and reported success (#5844)."""
+    """Megatron-LM's converter dropped all experts of Mixtral and reported success (#5844)."""
     save_hf(tmp_path, name)
     module, matrix = CHANGES[name]
     first, surplus = (EXPERT.format(module, number, matrix) for number in (0, 99))
@@ -147,7 +147,8 @@ def test_a_type_that_needs_a_missing_part_is_answered_by_name(tmp_path):
 
 @torch.no_grad()
 def logits_of_later_tokens(checkpoint, next_tokens):
-    """Returns the logits of each layer of multi-token prediction. next_tokens: what the layers read."""
+    """Returns the logits of each layer of multi-token prediction. next_tokens: the tokens that the layers
+    read."""
     model = GPTModel(checkpoint.config, checkpoint.vocab_size, checkpoint.eod)
     open_reader(checkpoint).load_weights(model)
     final, embedding = final_norm_of(checkpoint.config.model.num_layers), model.tied_modules["embed"]
@@ -164,7 +165,7 @@ def logits_of_later_tokens(checkpoint, next_tokens):
 def their_logits_of_later_tokens(folder, layers, next_tokens):
     """Returns the logits of transformers' layers for multi-token prediction."""
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
-    # Otherwise the numbers of the layers in published models.
+    # By default transformers ignores the layer numbers that these layers have in published models.
     model._keys_to_ignore_on_load_unexpected = [rf"model\.layers\.{4 + n}\." for n in range(layers)]
     later, found = MtpModel.from_pretrained(model).eval(), []
     hidden = model.model(TOKENS).last_hidden_state
@@ -177,7 +178,7 @@ def their_logits_of_later_tokens(folder, layers, next_tokens):
 
 @pytest.mark.parametrize("layers, untied", [(1, True), (2, False)])
 def test_layers_for_multi_token_prediction_keep_their_logits_and_every_bit(layers, untied, tmp_path):
-    """Names, shapes and values are read by transformers, which runs these layers to draft tokens."""
+    """transformers, which runs these layers to draft tokens, must read their names, shapes and values."""
     ties = {"mtp_num_layers": layers, "untie_embeddings_and_output_weights": untied}
     config = config_of(Row(), model=GLM4_MOE | ties)
     wholes = random_wholes(config)
@@ -265,7 +266,8 @@ MALFORMED = ("x", -1, 0, None, 1.5, [1])
 
 @pytest.mark.parametrize("name", [*CHANGES, "deepseek-v3", "deepseek-v2", "glm-4.7-flash"])
 def test_a_malformed_setting_gets_one_sentence(name, tmp_path):
-    """A setting that the family reads is as it was, has another valid value, or is named with its file."""
+    """If a setting that the family reads gets a malformed value, the read ignores it, takes it as valid, or
+    raises an error that names the file."""
     save_hf(tmp_path, name)
     path = tmp_path / "config.json"
     original = path.read_text()
@@ -282,7 +284,7 @@ def test_a_malformed_setting_gets_one_sentence(name, tmp_path):
                 assert "is not laid out as" not in str(error), f"{key} = {value!r}"
             path.write_text(original)
     read = {key for _, key in family.fields}.union(*(pair.hf for pair in family.conversions))
-    assert refused >= read - {"num_experts", "num_mtp_layers"}  # transformers reads them under another name
+    assert refused >= read - {"num_experts", "num_mtp_layers"}  # read under a different name
 
 
 @pytest.mark.parametrize(

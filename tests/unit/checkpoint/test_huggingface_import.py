@@ -1,4 +1,4 @@
-"""Imports of Hugging Face models: equal logits and bits; other models are rejected by name."""
+"""Imports of Hugging Face models have equal logits and bits. Unsupported models are rejected by name."""
 
 from __future__ import annotations
 
@@ -39,14 +39,14 @@ KINDS = ("bloom", "gpt2")
 
 
 def make_universal(source, folder, *flags):
-    """Converts the model in `source` to `folder`/global_step0_universal."""
+    """Converts the model in `source` to `folder`/global_step0_universal. Returns the checkpoint."""
     flags = flags or ("--vocab-size", VOCAB)
     convert("--from-hugging-face", source, "--output", folder / "global_step0_universal", *flags)
     return read_checkpoint(folder)
 
 
 def save_tokenizer(folder):
-    """Saves a tokenizer beside a model; returns its size."""
+    """Saves a tokenizer beside a model. Returns the size of its vocabulary."""
     vocab, merges = train_gpt2_vocabulary(folder)
     tokenizer = GPT2TokenizerFast(vocab, merges)
     tokenizer.save_pretrained(folder)
@@ -57,7 +57,7 @@ def save_tokenizer(folder):
 
 
 def test_a_tokenizer_with_far_fewer_tokens_is_refused():
-    with pytest.raises(UserError, match="1 tokens and the model 1,024 word embeddings, 1,023 of which"):
+    with pytest.raises(UserError, match="1 tokens and the model 1,024 word embeddings, so 1,023"):
         check_tokenizer_fits(1024, 1, None)
     check_tokenizer_fits(1024, 1, 1)
     check_tokenizer_fits(250_880, 250_680, None)  # BLOOM
@@ -73,7 +73,7 @@ def with_nan_from_row(row, weights):
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_rows_without_a_token_are_dropped(kind, tmp_path, capsys):
-    """Real BLOOM has 250,680 tokens and 250,880 rows."""
+    """The published BLOOM has 250,680 tokens and 250,880 rows, so 200 rows have no token."""
     source = tmp_path / "hf"
     save_hf(source, kind, sizes=(440, 2))
     size = save_tokenizer(source)
@@ -112,8 +112,8 @@ def test_the_printed_flags_are_those_of_the_model(kind, tmp_path, capsys):
 
 
 def as_on_the_hub(kind, weights):
-    """Changes names as on the hub: both families were saved without the head, so without prefix; GPT-2 with
-    its buffers."""
+    """Returns the weights with the names on the hub. Both families were saved without the head, so names have
+    no prefix. GPT-2 was saved with its buffers."""
     short = {name.removeprefix("transformer."): weight for name, weight in weights.items()}
     if kind == "gpt2":
         for block in range(3):
@@ -171,7 +171,7 @@ def test_the_bloom_of_the_hub_has_older_settings(tmp_path):
     assert (fields["hidden_size"], fields["num_attention_heads"], fields["seq_length"]) == (32, 4, 2048)
 
 
-# --- what is refused ---
+# --- rejected models ---
 
 
 def test_another_family_and_folders_without_weights_are_refused(tmp_path):
@@ -328,7 +328,7 @@ def test_a_full_disk_is_one_sentence_and_leaves_nothing(kind, tmp_path, capsys, 
 
 
 def test_a_tokenizer_that_does_not_fit_on_the_disk_raises_an_error_of_files(tmp_path):
-    """Its library raises `Exception` itself."""
+    """The tokenizer library raises a bare `Exception`, which must become an OSError."""
     vocab, merges = train_gpt2_vocabulary(tmp_path)
     flags = SimpleNamespace(vocab_file=vocab, merge_file=merges)
     (tmp_path / "out").mkdir()
@@ -339,7 +339,7 @@ def test_a_tokenizer_that_does_not_fit_on_the_disk_raises_an_error_of_files(tmp_
 
 @contextmanager
 def file_size_limit(size):
-    """Writing more bytes to a file of this process fails, as on a full disk."""
+    """Lets writes fail beyond `size` bytes of a file of this process, as on a full disk."""
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (size, before[1]))
     try:
@@ -348,7 +348,7 @@ def file_size_limit(size):
         resource.setrlimit(resource.RLIMIT_FSIZE, before)
 
 
-# --- which checkpoint a folder means ---
+# --- which checkpoint a folder name selects ---
 
 
 def test_a_native_checkpoint_is_preferred_unless_a_flag_says_otherwise(tmp_path, capsys):

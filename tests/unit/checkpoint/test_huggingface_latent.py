@@ -1,4 +1,5 @@
-"""Published settings of models with latent attention, and settings without an equivalent."""
+"""Converts published settings of models with latent attention. Settings without an equivalent
+are rejected."""
 
 from __future__ import annotations
 
@@ -24,10 +25,11 @@ YARN = {
     },
     **{"mscale": 1.0, "mscale_all_dim": 1.0},
 }
-# What config.json of the published models has beside the settings of transformers.
+# Settings that the published models' config.json has, but transformers does not.
 OF_TRAINING = {"aux_loss_alpha": 0.001, "ep_size": 1, "seq_aux": True, "moe_layer_freq": 1}
 SIGMOID = {"scoring_func": "sigmoid", "topk_method": "noaux_tc", "num_nextn_predict_layers": 1}
-# Name -> model type, what differs from transformers' defaults, what only other readers use.
+# Name -> (model type, settings that differ from transformers' defaults, settings that only other readers
+# use).
 PUBLISHED = {
     "DeepSeek-V3": ("deepseek_v3", {"max_position_embeddings": 163840}, {**SIGMOID, "rope_scaling": YARN}),
     "Kimi K2": (
@@ -46,7 +48,7 @@ PUBLISHED = {
     ),
     "GLM-4.7-Flash": ("glm4_moe_lite", {}, {"first_k_dense_replace": 1, "topk_method": "noaux_tc"}),
 }
-# Of the files on the hub, without multi-token prediction: 671, 1,026, 236 and 30 billion.
+# Numbers of parameters in the files on the hub, without multi-token prediction.
 PARAMETERS = {"DeepSeek-V3": 671e9, "Kimi K2": 1026e9, "DeepSeek-V2": 236e9, "GLM-4.7-Flash": 30e9}
 
 

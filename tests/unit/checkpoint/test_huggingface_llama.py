@@ -1,4 +1,5 @@
-"""Conversions of all families in both directions: equal logits and bits. Other models are rejected."""
+"""Conversions of all families in both directions have equal logits and bits. Unsupported models are
+rejected."""
 
 from __future__ import annotations
 
@@ -50,7 +51,7 @@ from tests.unit.checkpoint.native_folder import random_wholes, write_native
 from tests.unit.checkpoint.test_huggingface_import import make_universal, save_tokenizer
 
 RELATIVE_BOUND = 1e-5
-"""Of the spread of the logits."""
+"""Largest error of the logits, relative to their spread."""
 
 
 def settings_of(name, **sizes):
@@ -58,7 +59,7 @@ def settings_of(name, **sizes):
     kind, changes = MODELS[name]
     names = {name: name for name in SIZES} | RENAMED.get(kind, {})
     settings = {names[name]: value for name, value in SIZES.items() if names[name]}
-    settings |= {"pad_token_id": None}  # the families' own are beyond the vocabulary
+    settings |= {"pad_token_id": None}  # the families' defaults exceed the vocabulary
     return AutoConfig.for_model(kind, **settings | changes | sizes)
 
 
@@ -83,7 +84,8 @@ def assert_equal_logits(found, expected):
     assert (found - expected).abs().max() <= RELATIVE_BOUND * (expected.max() - expected.min())
 
 
-# Without a tokenizer special tokens are unknown; BLOOM's config has no length; n_inner is derived.
+# These settings may differ: without a tokenizer special tokens are unknown, BLOOM's config has no length, and
+# n_inner is derived.
 FREE = {"_name_or_path", "bos_token_id", "eos_token_id", "seq_length", "n_inner"}
 
 
@@ -180,15 +182,16 @@ def test_a_megatron_checkpoint_survives_a_round_trip(model, row, architecture, t
     assert (found.rows, found.precision) == (VOCAB, "fp32")
     if architecture in ("BloomForCausalLM", "GPT2LMHeadModel"):
         before, again = vars(config.model), vars(ModelConfig(**found.fields))
-        # The padding is of a layout; a table of absolute positions may be longer than the samples were.
+        # The padding depends on the layout. A table of absolute positions may be longer than the samples.
         free = {"make_vocab_size_divisible_by"} | ({"seq_length"} if row is GPT2 else set())
         assert {key for key in before if before[key] != again[key]} <= free
 
 
 @pytest.mark.parametrize("eod", [EOD, None])
-@pytest.mark.parametrize("model_type", sorted(FAMILIES.keys() - {"kimi_k2"}))  # no type of transformers
+@pytest.mark.parametrize("model_type", sorted(FAMILIES.keys() - {"kimi_k2"}))  # transformers lacks this type
 def test_an_exported_model_has_no_special_token_that_the_run_did_not_have(model_type, eod, tmp_path):
-    """Hugging Face's default token ids belong to other models; OLMo 2's padding would be token 1."""
+    """Hugging Face's default token ids are for other models. For example, OLMo 2 would get token 1 as its
+    padding."""
     *_, name = (name for name, (kind, _) in MODELS.items() if kind == model_type)
     settings_of(name).save_pretrained(tmp_path / "hf")
     _, fields = read_settings(tmp_path / "hf")
@@ -198,7 +201,7 @@ def test_an_exported_model_has_no_special_token_that_the_run_did_not_have(model_
     assert hf_config.model_type == SAME_FUNCTION.get(model_type, model_type)
     for settings in (hf_config, GenerationConfig.from_pretrained(tmp_path)):
         ids = {name: value for name, value in settings.to_dict().items() if "token_id" in name}
-        if eod is None and model_type in ("glm", "glm4"):  # whose classes replace None
+        if eod is None and model_type in ("glm", "glm4"):  # their classes replace None
             ids["eos_token_id"] = None
         assert ids.pop("bos_token_id") == ids.pop("eos_token_id") == eod
         assert not any(value is not None for value in ids.values())
@@ -273,7 +276,7 @@ def test_an_exported_model_has_no_special_token_that_the_run_did_not_have(model_
         ("llama-3", {"quantization_config": {"bits": 4}}, "quantization_config"),
         ("llama-3.1", {"rope_parameters": LLAMA3 | {"rope_type": "dynamic"}}, "rope_type dynamic"),
         ("qwen-2.5, yarn", {"rope_parameters": YARN | {"mscale": 2.0}}, "mscale = 2.0"),
-        # The reason is in the second line of what transformers says.
+        # transformers states the reason in the second line of its error.
         ("llama-3", {"max_position_embeddings": None}, "rejects .* expected int, got NoneType"),
         ("llama-3", {"tie_word_embeddings": True}, "lm_head.weight that differs"),
         ("llama-3", {"num_key_value_heads": 3}, "num_key_value_heads = 3 and num_attention_heads = 4"),
@@ -295,7 +298,7 @@ def test_an_exported_model_has_no_special_token_that_the_run_did_not_have(model_
         (
             "laguna",
             {"num_attention_heads_per_layer": [6, 4, 4]},
-            r"per_layer = \[6, 4, 4\]: expected one number for the layers of full_attention and one",
+            r"per_layer = \[6, 4, 4\]: expected one number for all full_attention layers and one",
         ),
         ("laguna", {"gating": False}, "gating = False: expected true or per-head or per-element"),
         ("laguna", {"moe_router_logit_softcapping": 9.0}, "moe_router_logit_softcapping = 9.0"),
@@ -352,7 +355,7 @@ def test_from_and_to_choose_the_direction_and_carry_the_tokenizer(tmp_path, caps
 
 
 def test_only_the_weights_in_use_are_mapped_into_memory(tmp_path):
-    """Otherwise the resident memory of a conversion would grow to the size of the model."""
+    """If all weights were mapped, the resident memory of a conversion would grow to the size of the model."""
     save_hf(tmp_path, "llama-3")
     files = {path.name for path in tmp_path.glob("*.safetensors")}
 

@@ -1,4 +1,4 @@
-"""Rotary settings of a config.json: each has its meaning in transformers, or is rejected by name."""
+"""Rotary settings of a config.json: each setting has its meaning in transformers, or is rejected by name."""
 
 from __future__ import annotations
 
@@ -47,19 +47,20 @@ ROPES = {
         "attention_factor": None,
     },
 }
-# Of the families whose defaults do not fit the other sizes.
+# Settings of the families whose defaults do not fit the small sizes.
 HEADS = {"mistral": {"num_key_value_heads": 4}, "qwen2": {"num_key_value_heads": 4}}
 HEADS |= dict.fromkeys(("qwen3", "glm4_moe"), {"num_key_value_heads": 4, "head_dim": 16})
 LATENT_TYPES = ("deepseek_v2", "deepseek_v3", "glm4_moe_lite", "kimi_k2")
 HEADS |= dict.fromkeys(LATENT_TYPES, {"num_key_value_heads": 4, "num_hidden_layers": 4})
 HEADS["mixtral"] = {"num_key_value_heads": 4}
-# Their layers have rotary settings by kind.
+# These types have separate rotary settings for each kind of layer.
 LAYERED_TYPES = {"olmo3", "gemma3_text"}
 ROTARY_TYPES = sorted(FAMILIES.keys() - {"bloom", "gpt2"} - LAYERED_TYPES - LATER)
 
 
 def write_config(folder, kind, **settings):
-    """Returns a config.json as another program would write it, without settings that transformers adds."""
+    """Writes a config.json as another program would write it, without settings that transformers adds.
+    Returns its content."""
     (folder / "config.json").write_text(
         json.dumps({"model_type": kind, **SIZES, **HEADS.get(kind, {}), **settings})
     )
@@ -78,7 +79,7 @@ def test_every_scaling_is_here():
     assert ROPES.keys() == {"default", *ROPE_SCALINGS}
 
 
-# Missing, and with each value that transformers might take for missing.
+# Each setting is left out, and is set to each value that transformers might treat as missing.
 MISSING = object()
 
 
@@ -92,7 +93,7 @@ def test_a_value_that_is_missing_null_or_0_is_never_this_programs_default(kind, 
     try:
         assert_equal_frequencies(tmp_path)
     except UserError as error:
-        # Without its type, another key has no meaning; a 0 is out of range, and named by its flag.
+        # Without its type, a different key has no meaning. A 0 is out of range, and the error names its flag.
         assert value == 0 or key in str(error) or (key, value) == ("rope_type", MISSING)
 
 
@@ -120,7 +121,7 @@ def test_a_null_that_transformers_cannot_compute_with_is_refused_by_its_name(kin
 
 
 LINEAR = ROPES["linear"]
-# What the file has, and what is refused.
+# (Settings in the file, words of the error.)
 BESIDE = [
     ({"rope_theta": 7.0, "rope_parameters": LINEAR}, "'rope_theta' = 7.0, but .* rope_theta = 500.0"),
     ({"partial_rotary_factor": 0.75, "rope_parameters": LINEAR}, "partial_rotary_factor"),
@@ -149,10 +150,10 @@ def test_a_rotary_setting_that_transformers_ignores_is_refused_by_name(kind, set
         read_settings(tmp_path)
 
 
-# transformers does not have the type of Kimi K2, which is read with the table of DeepSeek-V3.
+# transformers does not have the type of Kimi K2, which this program reads with the table of DeepSeek-V3.
 @pytest.mark.parametrize("kind", sorted({*ROTARY_TYPES} - {"kimi_k2"}))
 def test_a_rotary_setting_that_repeats_the_one_in_use_is_read(kind, tmp_path):
-    # transformers 4.48 to 4.57 write all four of a GPT-NeoX.
+    # transformers 4.48 to 4.57 write all four settings for a GPT-NeoX.
     neox = {"rotary_emb_base": 500, "rotary_pct": 0.25, "partial_rotary_factor": 0.25, "rope_scaling": None}
     more = neox if kind == "gpt_neox" else {"rope_scaling": {**LINEAR, "type": "linear"}}
     write_config(tmp_path, kind, rope_theta=500, **more)
@@ -161,7 +162,7 @@ def test_a_rotary_setting_that_repeats_the_one_in_use_is_read(kind, tmp_path):
 
 
 def test_a_gpt_neox_with_the_setting_of_llama_is_refused(tmp_path):
-    """transformers reads rotary_emb_base only, and would use 10,000."""
+    """For a GPT-NeoX transformers reads only rotary_emb_base. It would ignore rope_theta, and use 10,000."""
     write_config(tmp_path, "gpt_neox", rope_theta=500.0)
     with pytest.raises(UserError, match="'rope_theta' = 500.0, but transformers uses rope_theta = 10000"):
         read_settings(tmp_path)

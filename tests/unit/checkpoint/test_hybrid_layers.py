@@ -1,5 +1,5 @@
-"""Layers of Megatron-Core's HybridModel are the layers of a GPTModel, or one sentence names the first that
-is not."""
+"""Layers of Megatron-Core's HybridModel are read as layers of a GPTModel. If a layer is not one, an error
+names the first such layer."""
 
 from __future__ import annotations
 
@@ -78,7 +78,8 @@ def test_hybrid_arguments_return_to_those_of_the_model(pattern: str, window: dic
 
 
 def test_hybrid_layers_are_numbered_in_arguments() -> None:
-    """Every third of 8 layers, of which 0, 2, 4, 6 are attention, has no window: layers 2 and 5."""
+    """The pattern has 8 layers, and layers 0, 2, 4 and 6 are attention. Every third of all 8 layers has no
+    window: layers 2 and 5."""
     args = {"hybrid_layer_pattern": "*-*-|*-*-", "num_layers": 8, "num_experts": 4}
     found = transformer_arguments(args | {"window_attn_skip_freq": 3, "is_hybrid_model": True})
     assert found["window_attn_skip_freq"] == [1, 0, 1, 1] and found["num_experts"] is None
@@ -89,7 +90,8 @@ def test_hybrid_layers_are_numbered_in_arguments() -> None:
 
 
 def test_hybrid_models_ignore_scaled_and_cannot_interleave_rotations(tmp_path: Path) -> None:
-    """HybridModel gives its rotary embedding neither argument."""
+    """HybridModel passes neither argument to its rotary embedding. So scaled rotations are read as unscaled,
+    and interleaved rotations are rejected."""
     args = {"hybrid_layer_pattern": "*-", "use_rope_scaling": True}
     assert not transformer_arguments(args)["use_rope_scaling"]
     with pytest.raises(ValueError, match="rotary_interleaved is True with hybrid_layer_pattern"):
@@ -110,7 +112,8 @@ def test_the_hybrid_flag_acts_only_on_torch_dist(kind: str, tmp_path: Path) -> N
 def test_objects_of_megatron_beside_tensors_are_read_without_its_code(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Since version 0.16 the arguments have a signal, and the state of repeated steps is saved."""
+    """Since version 0.16 Megatron-LM saves a signal in the arguments, and the state of its rerun state
+    machine."""
     core = unpack("torch_dist_llama", tmp_path)
     module = ModuleType("megatron.core.rerun_state_machine")
 

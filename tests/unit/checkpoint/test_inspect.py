@@ -1,4 +1,4 @@
-"""Reports on a checkpoint, on a damaged checkpoint, and on two checkpoints."""
+"""Makes reports on a checkpoint, on a damaged checkpoint, and on two checkpoints."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ WORDS = "tied_modules.embed.word_embeddings.weight"
 
 
 def write(folder, row=TP2_PP2, step=5, seed=11, change=None, **changes):
-    """`change` alters the weights in place."""
+    """Writes a checkpoint. change: a function that alters the weights in place."""
     config = config_of(row, **changes)
     wholes = random_wholes(config, seed)
     if change is not None:
@@ -38,7 +38,7 @@ def write(folder, row=TP2_PP2, step=5, seed=11, change=None, **changes):
 
 
 def report_of(path):
-    """Returns the report, and fails with its problems if there are any."""
+    """Returns the report. Fails if the report has problems."""
     report = inspect_checkpoint(path)
     assert report.problems == []
     return report
@@ -53,7 +53,10 @@ def test_a_report_describes_the_run(tmp_path):
     assert report.layout["tensor_model_parallel_size"] == 2 and report.layout["zero_stage"] == 1
     assert report.stages["bounds"] == [0, 10]
     assert (report.vocab_size, report.eod) == (VOCAB, EOD)
-    assert "4 layers x 32 hidden, 4 heads, sequence 32, absolute positions, bf16, 101 tokens" in report.model
+    assert (
+        "4 layers x 32 hidden, 4 heads, sequence 32, absolute positions, bf16, vocabulary 101,"
+        in report.model
+    )
     groups = {group.kind: group for group in report.files}
     counts = {kind: group.num_files for kind, group in groups.items()}
     assert counts == {"layers": 12, "model states": 4, "optimizer": 8, "other": 1}
@@ -98,7 +101,7 @@ def test_a_folder_lists_its_checkpoints(tmp_path, capsys):
 
 @pytest.mark.parametrize(
     "latest, problem",
-    [(None, "no file `latest`"), ("global_step7", "names global_step7, which does not exist")],
+    [(None, "`latest` does not exist"), ("global_step7", "names global_step7, which does not exist")],
 )
 def test_a_latest_that_names_a_missing_folder_is_a_problem(latest, problem, tmp_path):
     write(tmp_path, Row())
@@ -110,7 +113,7 @@ def test_a_latest_that_names_a_missing_folder_is_a_problem(latest, problem, tmp_
     assert overview.checkpoint.folder.endswith("global_step5")
 
 
-# --- damage ---
+# --- damaged checkpoints ---
 
 LAYER, OPTIMIZER = "layer_04-model_01-model_states.pt", "zero_pp_rank_1_mp_rank_02_optim_states.pt"
 EMBEDDING, NORM = "layer_01-model_00-model_states.pt", "layer_08-model_01-model_states.pt"
@@ -131,7 +134,7 @@ def lose_layers(path):
 
 
 def duplicate(path):
-    """As of a layout with more TP ranks."""
+    """Adds a file, as a layout with more TP ranks would have."""
     shutil.copy(str(path).replace("model_01", "model_00"), path)
 
 
@@ -146,7 +149,7 @@ def forget(path):
     change_run(path.parent, lambda run: run["files"].pop(path.name))
 
 
-# Damage, the damaged file, and what is said about it.
+# (Damage, the damaged file, words of the report.)
 DAMAGES = [
     *((truncate, name, f"{name} has 500 bytes and was written with") for name in (LAYER, OPTIMIZER)),
     *(
@@ -222,7 +225,7 @@ def test_a_flipped_byte_is_found_by_the_digests(tmp_path, capsys):
 
 
 def write_universal(folder, row=TP2_PP2):
-    """A native checkpoint and a universal checkpoint made from it."""
+    """Writes a native checkpoint, and a universal checkpoint converted from it."""
     native, target = write(folder, row), folder / "global_step5_universal"
     list(to_universal(open_source(native, derive_patterns=True), target))
     info = json.loads((target / "run.json").read_text())["universal_checkpoint_info"]
@@ -350,7 +353,7 @@ def test_another_programs_universal_checkpoint_is_described_and_compared(tmp_pat
     (universal / "run.json").unlink()
     for path in universal.glob("mp_rank_*"):
         torch.save({"iteration": 5, "args": Namespace(consumed_train_samples=40)}, path)
-    for path in (universal / "zero" / WORDS).glob("[!s]*.pt"):  # but for step.pt
+    for path in (universal / "zero" / WORDS).glob("[!s]*.pt"):  # all but step.pt
         entry = torch.load(path)
         torch.save({"param": torch.nn.functional.pad(entry["param"], (0, 0, 0, 27))}, path)
     code, printed = output(capsys, universal, "--verify")
@@ -453,7 +456,7 @@ def test_two_folders_are_compared(tmp_path, capsys):
     assert "49 of 52 parameters are equal" in printed
     assert ["fp32", "49", "of", "52", "6.000e+00"] in rows
     assert "{layer}.mlp.dense_4h_to_h.weight 3-4, 6 6.000e+00 7.500e-01".split() in [row[:5] for row in rows]
-    assert "certificate.digests" not in printed and "sha256" not in printed
+    assert not any(words in printed for words in ("certificate.digests", "index.files", "sha256"))
     _, printed = output(capsys, one, other, "--json")
     assert len(json.loads(printed)["parameters"]) == 52
     assert f"certificate.digests.fp32.{WORDS}" not in json.loads(printed)["settings"]

@@ -1,4 +1,4 @@
-"""What a save deletes: old checkpoints (--keep-last) and leftovers of killed jobs."""
+"""A save deletes old checkpoints (--keep-last) and leftovers of killed jobs."""
 
 import re
 import shutil

@@ -1,4 +1,4 @@
-"""Which checkpoint a folder resumes from: `latest`, `latest.json`, damaged checkpoints."""
+"""Tests from which checkpoint of a folder a run resumes: `latest`, `latest.json`, damaged checkpoints."""
 
 import errno
 import os
@@ -59,7 +59,8 @@ def test_going_back_survives_a_kill_before_the_first_save(tmp_path):
 def test_after_a_kill_during_the_rename_the_newest_complete_checkpoint_is_resumed(
     at, first, tmp_path, monkeypatch
 ):
-    """At `rename` the new checkpoint is not in place yet; at later steps it is, whatever `latest` names."""
+    """With `at` "rename" the new checkpoint is not in place yet. At later steps it is in place, whatever
+    `latest` names."""
     run = Run(tmp_path, tmp_path)
     if not first:
         run.save(2)
@@ -127,7 +128,7 @@ def test_instead_of_a_damaged_checkpoint_its_parent_is_resumed_not_another_branc
         damage(tmp_path, 5, file)
         assert find_latest(tmp_path).folder.name == "global_step3"
     run = Run(tmp_path, tmp_path).save(5)
-    assert run.started_from == "global_step3"  # and the damaged one was replaced without a flag
+    assert run.started_from == "global_step3"  # the damaged checkpoint was replaced without a flag
 
 
 def test_a_latest_that_names_no_checkpoint_is_an_error_with_the_existing_ones(tmp_path):
@@ -136,7 +137,7 @@ def test_a_latest_that_names_no_checkpoint_is_an_error_with_the_existing_ones(tm
     words = r"names global_step3, which does not exist; the folder holds global_step6, global_step4, global_s"
     with pytest.raises(UserError, match=words):
         Run(tmp_path, tmp_path)
-    # Nor does a run that was started from another folder begin there again.
+    # A run that started from another folder does not return to that folder either.
     Run(tmp_path / "B", tmp_path / "global_step4").save(5)
     (tmp_path / "B" / "latest").write_text("global_step3")
     for load in (tmp_path / "global_step4", tmp_path):
@@ -195,7 +196,7 @@ def test_only_an_unreadable_checkpoint_to_resume_from_stops_the_start(tmp_path, 
 @pytest.mark.parametrize("code", [errno.EIO, errno.EACCES, errno.EMFILE, errno.ESTALE])
 @pytest.mark.parametrize("file", ["latest", "latest.json", "global_step4/run.json", f"global_step4/{FILE}"])
 def test_a_file_that_cannot_be_read_now_is_read_again_and_never_skipped(code, file, tmp_path, monkeypatch):
-    """An older checkpoint must not replace one that is unreachable for some seconds."""
+    """An older checkpoint must not replace a checkpoint that is unreachable for some seconds."""
     Run(tmp_path / "A", tmp_path / "A").save(2)
     run = Run(tmp_path / "B", tmp_path / "A").save(3, 4)
     path, waits = str(run.folder / file), []

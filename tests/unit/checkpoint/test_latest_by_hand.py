@@ -1,4 +1,4 @@
-"""What people write into `latest`, `latest_universal` and Megatron-LM's tracker file."""
+"""Tests what users write into `latest`, `latest_universal` and Megatron-LM's tracker file."""
 
 import os
 import shutil
@@ -16,7 +16,7 @@ from megatron.object_store.path import ObjectPath, ObjectTree
 from megatron.object_store.store import ObjectStore
 from tests.unit.checkpoint.saved_runs import Run
 
-# {run} is the folder of the run, {parent} the folder in which it lies.
+# {run} is the folder of the run, {parent} is its parent folder.
 UNDERSTOOD = [
     "global_step3",
     "global_step3/",

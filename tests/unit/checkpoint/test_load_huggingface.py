@@ -1,4 +1,4 @@
-"""A folder of Hugging Face as a checkpoint: the shards that ranks read, and the flags of a run."""
+"""A run loads a Hugging Face folder as a checkpoint: the shards that ranks read, and the run's flags."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def test_each_rank_reads_its_shards(name, ranks, tmp_path, monkeypatch):
                 stop = spec.local_numel(axes)
                 expected = reshard(spec, axes, 0, stop, saved, (), lambda _, first, last: flat[first:last])  # noqa: B023
             assert torch.equal(found, expected.reshape(-1)), key
-    if ranks == 2:  # with 4 ranks there are more of them than groups of heads
+    if ranks == 2:  # 4 ranks are more than the groups of heads
         sharded = {key for key in read if specs[key].sharding}
         assert all(specs[key].num_valid_rows is not None for key in sharded)
 

@@ -1,4 +1,5 @@
-"""A save in the background whose store is gone: torch's launcher, which hosts it, was killed."""
+"""A save in the background fails if its store is gone because torch's launcher, which hosts the store,
+was killed."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A rank of a large run opens the files that hold its part of the state, and asks for nothing else."""
+"""A rank of a large run opens only the files that contain its part of the state."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from tests.support.layouts import Row, config_of
 from tests.support.many_ranks import FACTORS, ManyRanks
 
 BATCH = {"global_batch_size": 64, "micro_batch_size": 1}
-# 24 layers: two per stage of the run that saves. The MLP has fused parts.
+# 24 layers make two layers per stage of the run that saves. The MLP has fused parts.
 MODEL = {"num_layers": 24, "glu_activation": "swiglu"}
 SAVED = {zero: Row(tp=4, pp=12, dp=8, zero=zero, precision="bf16") for zero in (0, 1)}
 LAYOUTS = {
@@ -36,7 +36,8 @@ def ranks_of(row: Row) -> ManyRanks:
 
 @pytest.fixture(scope="module")
 def saved(tmp_path_factory: pytest.TempPathFactory) -> dict[int, tuple[Path, list[str | None]]]:
-    """ZeRO stage -> a checkpoint of 384 ranks, and the file that each element is read from."""
+    """Returns ZeRO stage -> (folder of a checkpoint of 384 ranks, the file from which each element is
+    read)."""
     folders = {zero: tmp_path_factory.mktemp(f"zero{zero}") for zero in SAVED}
     return {zero: (folder, ranks_of(SAVED[zero]).save(folder)) for zero, folder in folders.items()}
 
@@ -66,7 +67,8 @@ def test_a_rank_opens_the_files_that_it_needs(zero: int, name: str, saved) -> No
 
 
 def numbers_read(ranks: ManyRanks, rank: int, optimizer) -> torch.Tensor:
-    """The numbers of the elements that a rank has read: those of its share, in all of its states."""
+    """Returns the numbers of the elements that a rank has read. Asserts that every state has the rank's share
+    of the elements."""
     mesh, found = ranks.mesh(rank), []
     for flat, group in zip(optimizer.flat, optimizer.param_groups, strict=True):
         fragments = LoadedGroup(flat, {}, group, False).fragments()

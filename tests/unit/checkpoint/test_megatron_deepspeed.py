@@ -1,4 +1,5 @@
-"""Universal checkpoints of Microsoft's Megatron-DeepSpeed: other indices, the same numbers."""
+"""Universal checkpoints of Microsoft's Megatron-DeepSpeed: layers have different indices, and values are
+equal."""
 
 from __future__ import annotations
 
@@ -27,8 +28,8 @@ from tests.support.layouts import EOD, SEQ, VOCAB, Row, config_of, sample_tokens
 from tests.unit.checkpoint.megatron_deepspeed_folder import STEP, unpack, write_as_megatron_deepspeed
 from tests.unit.checkpoint.native_folder import random_wholes
 
-# As --normalization rmsnorm --disable-bias-linear --swiglu --use-rotary-position-embeddings
-# --untie-embeddings-and-output-weights there.
+# The Llama that Megatron-DeepSpeed's flags --normalization rmsnorm --disable-bias-linear --swiglu
+# --use-rotary-position-embeddings --untie-embeddings-and-output-weights make.
 LLAMA = {
     "position_embedding_type": "rotary",
     "normalization": "RMSNorm",
@@ -37,7 +38,7 @@ LLAMA = {
     "untie_embeddings_and_output_weights": True,
 }
 GROUPED = {**LLAMA, "group_query_attention": True, "num_query_groups": 2}
-# For models that both programs have.
+# Models that both programs have.
 MODELS: dict[str, dict[str, Any]] = {
     "learned positions": {},
     "rotary": {"position_embedding_type": "rotary"},
@@ -55,7 +56,7 @@ def config_for(folder: Path, **model: Any):
     return config_of(Row(), model=model, checkpoint=options)
 
 
-# Arguments that say in which order the rows of query_key_value are.
+# Arguments that determine the order of the rows of query_key_value.
 ORDERS = {
     "per head": {"tensor_model_parallel_size": 2},
     "blocks": {"tensor_model_parallel_size": 1, "ds_sequence_parallel_fpdt": False},
@@ -156,7 +157,7 @@ def test_a_vocabulary_of_another_size_is_refused_without_a_pipeline_too(tmp_path
 
 
 def test_part_of_the_names_without_a_pipeline_is_another_model(tmp_path: Path) -> None:
-    """Names of both kinds could stand for one parameter."""
+    """If names with and without a pipeline were mixed, two names could stand for one parameter."""
     write(tmp_path, pipeline=False)
     zero = tmp_path / f"global_step{STEP}_universal" / "zero"
     (zero / "language_model.encoder.layers.0.input_layernorm.bias").rename(zero / "3.input_layernorm.bias")
@@ -171,7 +172,7 @@ def llama_without(name: str) -> dict[str, Any]:
     return {key: value for key, value in GROUPED.items() if key != name}
 
 
-# The model that is written, other arguments in the checkpoint, the model of the run, and what is said.
+# (The written model, changed arguments in the checkpoint, the model of the run, words of the error.)
 REFUSED: list[tuple[dict[str, Any], dict[str, Any], dict[str, Any], str]] = [
     *(
         ({}, {name: value}, {}, f"by Microsoft's Megatron-DeepSpeed.*{name} is")
@@ -245,8 +246,8 @@ def test_rotary_angles_of_a_model_without_rotation_may_differ(
 def test_a_native_folder_given_to_load_names_the_converter(
     load: str, has_latest: bool, tmp_path: Path
 ) -> None:
-    """Uses files of Megatron-DeepSpeed itself. The command in the error message makes a checkpoint that
-    opens."""
+    """Uses files that Megatron-DeepSpeed itself wrote. The command in the error message makes a checkpoint
+    that opens."""
     unpack(tmp_path)
     folder = tmp_path / "swiglu"
     if not has_latest:
@@ -254,6 +255,8 @@ def test_a_native_folder_given_to_load_names_the_converter(
     config = config_of(Row(), checkpoint={"load": str(folder / load)})
     with pytest.raises(UserError) as refused:
         find_checkpoint(unconnected_run(config))
+    (problem,) = inspect_checkpoint(folder / "global_step3").problems
+    assert problem in str(refused.value)
     command = shlex.split(re.search("'(python tools/.*)',", str(refused.value))[1])
     ds_to_universal.main(command[2:])
     assert str(refused.value).endswith(f"then pass --load {folder} --universal_checkpoint")

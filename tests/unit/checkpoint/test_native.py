@@ -1,4 +1,4 @@
-"""Which checkpoint a run starts from."""
+"""Tests from which checkpoint a run starts."""
 
 import dataclasses
 import json

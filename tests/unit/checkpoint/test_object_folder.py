@@ -1,4 +1,4 @@
-"""A folder of checkpoints in an object store: what a start finds, and what it removes."""
+"""Tests which checkpoints of an object store a start finds, and which objects it removes."""
 
 from __future__ import annotations
 
@@ -65,9 +65,9 @@ def test_a_start_sees_the_complete_checkpoints_and_its_first_save_removes_the_re
     run, store = Run(bucket, tmp_path / "first"), ObjectStore(bucket.url)
     run.save(1, "0000000a")
     run.save(2, "0000000b")
-    run.upload(3, "0000000c")  # and the job is killed
+    run.upload(3, "0000000c")  # then the job is killed
     store._s3("PUT", "create_multipart_upload", "global_step3.0000000c/large")
-    # What the run did not announce is not its own.
+    # The run did not announce these objects, so it does not own them.
     store.put("global_step7.0000000d/weights.pt", b"of a user")
     store._s3("PUT", "create_multipart_upload", "global_step7.0000000d/large")
     bucket.heal()
@@ -82,7 +82,7 @@ def test_a_start_sees_the_complete_checkpoints_and_its_first_save_removes_the_re
     assert file.stat().st_size == 8 and not os.path.exists(file)
     again.folder.fetch("global_step2", FILE, lambda: None)
     assert Path(os.fspath(file)).read_text() == "0000000b"
-    named = pickle.loads(pickle.dumps(file))  # another rank has not listed the folder
+    named = pickle.loads(pickle.dumps(file))  # a rank that has not listed the folder
     assert named == file and not named.exists() and not os.path.exists(named)
     again.folder.remove_fetched()
     assert not os.path.exists(file) and os.path.exists(file.parent / "run.json")
@@ -97,13 +97,14 @@ def test_a_start_sees_the_complete_checkpoints_and_its_first_save_removes_the_re
 def test_of_two_complete_folders_of_a_checkpoint_the_one_in_latest_json_counts(
     newest: bool, bucket: Bucket, tmp_path: Path
 ) -> None:
-    """The job is killed after it has made the second one visible, and before it deletes the first."""
+    """The job is killed after it has made the second folder visible, and before it deletes the first
+    folder."""
     run, store = Run(bucket, tmp_path / "first"), ObjectStore(bucket.url)
     run.save(1, "0000000a")
     first = {key: store.read(key) for key in store.list() if "0000000a" in key}
     run.save(1, "0000000b")
     assert folders_in(bucket) == {"global_step1.0000000b"}
-    time.sleep(1.1)  # the times of objects have no fractions of a second
+    time.sleep(1.1)  # objects' times have no fractions of a second
     for key, content in first.items():
         store.put(key, content)  # so it is the newer one
     if newest:
@@ -204,7 +205,7 @@ def test_a_cache_is_shared_by_the_ranks_of_a_job_and_removed_by_the_last_or_by_a
     env = {"SLURM_TMPDIR": str(tmp_path), "WORLD_SIZE": "2", "MASTER_PORT": "1"}
     with hold_cache("n1", env) as first, hold_cache("n1", env) as second:
         assert first == second and first.is_dir()
-        with hold_cache("n2", env) as other:  # a node of a test on one machine
+        with hold_cache("n2", env) as other:  # a second node, simulated on this machine
             assert other != first
         assert [*tmp_path.iterdir()] == [first]
         program = (

@@ -1,4 +1,4 @@
-"""`ObjectStore` against a server with S3's protocol, which fails, resets connections and hangs."""
+"""Tests `ObjectStore` with a server that has S3's protocol, and that fails, resets connections and hangs."""
 
 from __future__ import annotations
 
@@ -41,20 +41,20 @@ QUICK = Retries(attempts=4, first_delay_s=0.001, max_delay_s=0.002)
 
 @pytest.fixture
 def store(bucket: Bucket) -> ObjectStore:
-    """A store that does not wait long, with small parts."""
+    """Returns a store with short waits and small parts."""
     return ObjectStore(bucket.url, QUICK, PART)
 
 
 @pytest.fixture
 def large(tmp_path: Path) -> Path:
-    """A file of three parts, the last one smaller."""
+    """Returns a file of three parts. The last part is smaller."""
     path = tmp_path / "large"
     path.write_bytes(os.urandom(2 * PART + 12_345))
     return path
 
 
 def download(store: ObjectStore, key: str, path: Path, size: int) -> bytes:
-    """Returns what a download writes."""
+    """Downloads an object. Returns the bytes that the download writes."""
     store.download(key, path, size)
     return path.read_bytes()
 
@@ -63,7 +63,7 @@ def test_objects_are_written_listed_read_and_deleted(bucket: Bucket, store: Obje
     assert store.list() == {}
     for key in ("step1/a", "step1/deep/b", "step10/a", "step1", "empty"):
         store.put(key, key.encode() if key != "empty" else b"")
-    # A folder is no prefix of a name, and another run's objects are not of this run.
+    # The name of a folder is not a prefix: objects of a run whose name is longer do not belong to this run.
     ObjectStore(f"{bucket.url}-2").put("other", b"")
     bucket.heal()
     assert sorted(store.list()) == ["empty", "step1", "step1/a", "step1/deep/b", "step10/a"]
@@ -135,7 +135,7 @@ BODIES = "PUT|PART"
 def test_transient_errors_are_retried(
     bucket: Bucket, store: ObjectStore, large: Path, tmp_path: Path, fault: Action, kinds: str
 ) -> None:
-    """The first requests of each kind fail."""
+    """The first requests of each kind fail, and every operation must still succeed."""
     for kind in kinds.split("|"):
         bucket.fault(kind, fault, times=2)
     store.put("small", b"small")
@@ -163,7 +163,7 @@ def test_only_the_failed_part_or_block_is_repeated(
 
 
 def calls(store: ObjectStore, path: Path) -> dict[str, Callable[[], Any]]:
-    """Each method, by the kind of its first request."""
+    """Returns a call of each method, by the kind of the method's first request."""
     return {
         "LIST": store.list,
         "GET": lambda: store.read("key"),
@@ -183,7 +183,7 @@ def test_errors_that_stay_are_not_retried(bucket: Bucket, store: ObjectStore, la
             call()
         assert denied.value.filename.startswith(bucket.url) and bucket.count() == 1
         if kind == "HEAD":
-            continue  # its answer has a status and no code
+            continue  # the answer to a HEAD has a status and no code
         bucket.fault(kind, answer(400, "ExpiredToken"))
         with pytest.raises(PermissionError, match="ExpiredToken.*AWS_ACCESS_KEY_ID"):
             call()
@@ -198,7 +198,7 @@ def test_errors_that_stay_are_not_retried(bucket: Bucket, store: ObjectStore, la
 
 
 def kind_of(kind: str) -> str:
-    """The operation that an error names for a kind of request."""
+    """Returns the operation that an error names for a kind of request."""
     return {"CREATE": "PUT", "UPLOADS": "LIST"}.get(kind, kind)
 
 
@@ -232,23 +232,23 @@ def test_exhausted_retries_name_url_operation_and_cause(bucket: Bucket, large: P
             call()
         assert error.value.errno == errno.EIO
         assert error.value.filename in (bucket.url, f"{bucket.url}/key")
-        # Parts travel together.
+        # Several parts are sent at a time.
         assert bucket.count(kind) == 2 or (kind == "PART" and 2 <= bucket.count(kind) <= 6)
-        # Nothing stays of an upload that was given up.
+        # Nothing remains of an upload that was given up.
         assert bucket.count("ABORT") == (call == upload)
     assert uploads(bucket) == []
 
 
 @cache
 def file_system() -> Any:
-    """s3fs itself."""
+    """Returns a file system of s3fs, without the code of this program."""
     import s3fs
 
     return s3fs.S3FileSystem(skip_instance_cache=True)
 
 
 def uploads(bucket: Bucket) -> list[str]:
-    """The keys of the multipart uploads in the bucket that have not ended."""
+    """Returns the keys of the multipart uploads in the bucket that have not ended."""
     return sorted(upload["Key"] for upload in file_system().list_multipart_uploads(bucket.name))
 
 
@@ -271,7 +271,8 @@ def test_a_server_that_hangs_ends_in_an_error(bucket: Bucket, method: str) -> No
 def test_a_server_that_reads_nothing_ends_in_an_error(
     bucket: Bucket, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The limits of a socket's reads do not begin before everything is sent."""
+    """A socket's read timeout begins only after everything is sent. Fails if a request that cannot be sent
+    has no time limit."""
     with socket.create_server(("127.0.0.1", 0)) as server:
         monkeypatch.setenv("AWS_ENDPOINT_URL", f"http://127.0.0.1:{server.getsockname()[1]}")
         store = ObjectStore(bucket.url, Retries(attempts=2, first_delay_s=0.001, request_s=0.5))
@@ -301,7 +302,7 @@ def test_mistakes_in_the_environment(
 
 
 def run(program: str, *arguments: object) -> subprocess.CompletedProcess[str]:
-    """Runs a program in a process of its own."""
+    """Runs a program in its own process."""
     command = [sys.executable, "-c", program, *map(str, arguments)]
     return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=HANG_TIMEOUT_S)
 
@@ -338,7 +339,7 @@ def test_a_killed_upload_is_invisible_until_it_is_removed(
 def test_an_upload_that_is_killed_after_its_last_request_is_complete(
     bucket: Bucket, store: ObjectStore, large: Path, tmp_path: Path
 ) -> None:
-    """Its last answer never arrived."""
+    """The answer to the last request never arrived."""
     bucket.fault("COMPLETE", kill_sender(is_done=True))
     assert run(UPLOAD, bucket.url, PART, "key", large).returncode == -signal.SIGKILL
     size = large.stat().st_size
@@ -380,7 +381,7 @@ def test_ranks_with_one_seed_wait_for_different_times() -> None:
         random.seed(1234)
         before = random.getstate()
         delays.append([retries.delay_s(failures) for failures in range(1, 9) for _ in range(50)])
-        assert random.getstate() == before  # the data loader's
+        assert random.getstate() == before  # the data loader's state
     assert delays[0] != delays[1]
     for failures in range(1, 9):
         longest, limit = max(delays[0][50 * (failures - 1) : 50 * failures]), min(2 ** (failures - 1), 60)

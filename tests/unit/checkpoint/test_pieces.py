@@ -1,4 +1,4 @@
-"""Pieces of parameters that are sharded over any axes, in the formats' writers."""
+"""Pieces of parameters that are sharded over any axes are written in every format."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ STEP = 3.0
 def test_pieces_of_any_sharding_make_the_full_parameters_of_a_dcp_folder(
     partitions: int, tmp_path: Path
 ) -> None:
-    """ZeRO ends the partitions inside rows. torch's loader checks that the chunks do not overlap."""
+    """ZeRO's partitions end inside rows. torch's loader checks that the chunks do not overlap."""
     wholes = {name: torch.randn(spec.global_shape) for name, spec in SPECS.items()}
     tables = []
     for partition in range(partitions):

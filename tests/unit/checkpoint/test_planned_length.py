@@ -1,4 +1,4 @@
-"""The length of a run that a tool plans is not known without the checkpoint."""
+"""Without the checkpoint a tool cannot know the length of the run that it plans."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """docs/models.md: the flags of each published model make the model of its config.json.
 
-docs/models.md names the sources of the configurations and parameter counts.
+docs/models_reference.md names the sources of the configurations and parameter counts.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from tests.end_to_end.command import ROOT
 
 MODELS = json.loads((ROOT / "tests" / "assets" / "model_configs.json").read_text())
 PAGE = (ROOT / "docs" / "models.md").read_text()
-# Each table comes after the flags that its models have in common.
+# In docs/models.md, the flags that all models of a table have in common stand before the table.
 ROWS = {
     name: (int(count.replace(",", "")), [*common.split(), *flags.split()])
     for common, table in re.findall(

@@ -1,4 +1,4 @@
-"""Readers of the checkpoint formats: equal tensors, and verification by file."""
+"""Readers of all checkpoint formats return equal tensors, and verify a checkpoint file by file."""
 
 import errno
 from pathlib import Path
@@ -23,7 +23,7 @@ CONFIG = config_of(Row(tp=2, pp=2, zero=1))
 
 @pytest.fixture
 def folders(tmp_path: Path) -> dict[str, Path]:
-    """One checkpoint in each of two formats."""
+    """Returns one checkpoint in each of two formats."""
     native = write_native(tmp_path / "native", CONFIG, random_wholes(CONFIG))
     list(to_universal(open_source(native, derive_patterns=True), tmp_path / "universal"))
     return {"native": native, "universal": tmp_path / "universal"}

@@ -1,4 +1,5 @@
-"""Checkpoints belong to a run by id and digest, not by name: what is resumed and what is overwritten."""
+"""A checkpoint belongs to a run by id and digest, not by name. This decides what is resumed and what is
+overwritten."""
 
 import dataclasses
 import json
@@ -39,7 +40,7 @@ def test_overwrite_checkpoints_replaces_those_of_the_same_name_and_deletes_no_ot
     assert steps_in(tmp_path) == [4, 6, 8]
     assert open_checkpoint(tmp_path / "global_step4").run_id == second.identity.run_id
     assert open_checkpoint(tmp_path / "global_step8").run_id == first.identity.run_id
-    # The first run's checkpoint has a higher number, and does not count as the second run's.
+    # The first run's checkpoint has a higher number, but the second run does not resume from it.
     found = find_latest(tmp_path)
     assert found.folder.name == "global_step4" and "global_step8 is of another run" in found.skip_reason
     with pytest.raises(UserError, match="another run .global_step6, global_step8. ahead of global_step4"):
@@ -100,11 +101,11 @@ def test_the_same_command_resumes_from_its_own_save_folder(tmp_path):
     again = Run(save, load)
     assert again.start.folder == save / "global_step6" and "since it started from" in again.start.skip_reason
     assert again.identity.run_id == first.identity.run_id != open_checkpoint(load / "global_step4").run_id
-    # Also where the other run has gone on since.
+    # This holds even after the run in A has saved more checkpoints.
     Run(load, load).save(8, 10)
     assert Run(save, load).save(8).started_from == "global_step6"
     assert Run(save, load).started_from == "global_step8"
-    # With --load B too.
+    # With --load B the run also keeps its id.
     assert Run(save, save).identity.run_id == first.identity.run_id
 
 

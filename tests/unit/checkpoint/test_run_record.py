@@ -1,4 +1,4 @@
-"""What `run.json` may contain: lineage, layout and files."""
+"""Tests which lineage, layout and files `run.json` may contain."""
 
 import pytest
 
@@ -74,7 +74,7 @@ def test_missing_files_of_a_layout_are_found():
     for name in (min(LAYERS), max(RANKS), max(ZERO)):
         assert missing_files((LAYERS | RANKS | ZERO) - {name}, layout(2, 2, 3, 1)) == [name]
     assert len(missing_files(LAYERS | RANKS, layout(10**6, 10**6, 10**6, 1))) == 1
-    assert missing_files(set(), {}) == []  # the first checkpoints of this repository have no layout
+    assert missing_files(set(), {}) == []  # early checkpoints have no layout
 
 
 def test_a_checkpoint_without_one_of_its_files_is_refused_by_name(tmp_path):

@@ -1,5 +1,5 @@
-"""Files of torch.save are read as torch reads them, without running code, and written so that torch can read
-them."""
+"""Files of torch.save are read as torch reads them, without running code, and are written so that torch can
+read them."""
 
 import argparse
 import os
@@ -29,7 +29,7 @@ class ReducedTo:
 
 
 def harm(mark: Path) -> ReducedTo:
-    """What a pickle can do to a careless reader: it creates a file."""
+    """Returns an object whose pickle harms a careless reader: it creates a file."""
     return ReducedTo(os.system, (f"touch {mark}",))
 
 
@@ -113,7 +113,8 @@ def test_what_no_checkpoint_needs_is_refused_by_name(value, tmp_path):
 
 
 def test_a_pickle_cannot_change_what_it_is_given(tmp_path):
-    """GLOBAL a known function and class, BUILD new attributes into them."""
+    """The pickle gets a known function and a known class with GLOBAL, and puts new attributes into them with
+    BUILD."""
     for module, name in (("torch._utils", "_rebuild_tensor_v2"), ("argparse", "Namespace")):
         pickled = f"\x80\x02c{module}\n{name}\n}}X\x06\x00\x00\x00originX\x01\x00\x00\x00xsb.".encode(
             "latin1"
@@ -126,14 +127,15 @@ def test_a_pickle_cannot_change_what_it_is_given(tmp_path):
 
 
 def pickled_tensor(path, build, on):
-    """The file of a tensor of 4 elements into which BUILD puts other attributes; on: 'tensor', 'storage'."""
+    """Writes the file of a tensor of 4 elements. Its pickle changes an object's state with the opcode BUILD.
+    build: the argument of BUILD. on: the changed object, 'tensor' or 'storage'."""
     write_archive(path, torch.empty(4, device="meta"), [np.ones(4, np.float32)])
     with zipfile.ZipFile(path) as archive:
         members = {name: archive.read(name) for name in archive.namelist()}
     (name,) = (name for name in members if name.endswith("data.pkl"))
     state = pickle.dumps(build, protocol=2)[2:-1] + b"b"
     content = members[name]
-    # Q ends the storage, R the call that makes the tensor.
+    # The opcode Q ends the storage, R is the call that makes the tensor.
     end = content.rindex(b"R") + 1 if on == "tensor" else content.index(b"Q") + 1
     members[name] = content[:end] + state + content[end:]
     with zipfile.ZipFile(path, "w") as archive:
@@ -160,7 +162,8 @@ def test_a_pickle_cannot_move_a_tensor_to_other_bytes(build, on, tmp_path):
 
 
 def test_a_fake_storage_is_refused(tmp_path):
-    """A Namespace with all attributes of a storage, including its file."""
+    """The fake is a Namespace with all attributes of a storage, including a file that a careless loader would
+    read."""
     fake = argparse.Namespace(file="/etc/hostname", dtype="float32", begin=0, length=4)
     rebuild = ReducedTo(torch._utils._rebuild_tensor_v2, (fake, 0, (1,), (1,), False, OrderedDict()))
     with zipfile.ZipFile(tmp_path / "f", "w") as archive:

@@ -1,5 +1,5 @@
-"""Checkpoints of torchtitan's Llama 3, in both directions. The asset is what torchtitan 0.2.1 has written
-(`tests/reference/write_torchtitan.py`)."""
+"""Converts checkpoints of torchtitan's Llama 3 in both directions. torchtitan 0.2.1 wrote the
+asset (`tests/reference/write_torchtitan.py`)."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ def test_a_model_that_returns_to_torchtitan_has_its_bits(titan: Path, tmp_path: 
     universal = convert(titan, tmp_path / "global_step0_universal", "universal")
     folder = convert(universal, tmp_path / "back", TORCHTITAN)
     ours, theirs = DcpFolder(folder), DcpFolder(titan)
-    # Version 0.3 gave two weights other names.
+    # Version 0.3 renamed two weights.
     renamed = {key.replace("qkv_linear.", "").replace("lm_head", "output"): key for key in ours.tensors}
     weights = [key for key in theirs.tensors if not key.startswith(("optimizer.", "train_state."))]
     assert renamed.keys() == set(weights)
@@ -79,7 +79,8 @@ def test_a_model_that_returns_to_torchtitan_has_its_bits(titan: Path, tmp_path: 
 
 
 def test_torch_loads_what_is_written_for_torchtitan(tmp_path: Path) -> None:
-    """The moments have the order of the weights: those of the test are an eighth of them, and the squares."""
+    """Weights and moments have torchtitan's order of rows. The first moments are an eighth of the weights,
+    the second moments their squares, so a wrong order is seen."""
     config = config_of(Row(tp=2, pp=2, zero=1), model=LLAMA)
     native = write_native(tmp_path / "native", config, random_wholes(config))
     folder = convert(native, tmp_path / "titan", TORCHTITAN)
@@ -98,7 +99,8 @@ def test_torch_loads_what_is_written_for_torchtitan(tmp_path: Path) -> None:
 
 
 def test_a_tied_embedding_is_also_written_as_the_head(tmp_path: Path) -> None:
-    """The state dict of a tied model of torchtitan 0.3 has both names, and its optimizer only the first."""
+    """The state dict of a tied model of torchtitan 0.3 has both names, and its optimizer has only the
+    first."""
     config = config_of(Row(tp=2, pp=2, zero=1), model=LLAMA | {"untie_embeddings_and_output_weights": False})
     wholes = random_wholes(config)
     native = write_native(tmp_path / "native", config, wholes)

@@ -1,13 +1,13 @@
-"""Exported folders in transformers 4, which reads rotary settings outside `rope_parameters`.
+"""transformers 4, which reads rotary settings outside `rope_parameters`, opens exported folders.
 
-What the other readers take from config.json, by their sources:
+What other readers take from config.json, by their sources:
 - transformers 4.57 (models/*/configuration_*.py): rope_theta, rope_scaling (OLMo 2 accepts only `type` and
   `factor` in it), rope_local_base_freq (Gemma 3), rotary_emb_base and rotary_pct (GPT-NeoX).
-- vLLM: the configuration classes of transformers; before 0.24 those of version 4, since then of version 5
-  (vllm/transformers_utils/config.py), whose rope_parameters it prefers.
+- vLLM (vllm/transformers_utils/config.py): the configuration classes of transformers 4 before vLLM 0.24, and
+  of transformers 5 since then, whose rope_parameters it prefers.
 - llama.cpp's convert_hf_to_gguf.py: rope_parameters or rope_scaling; rope_theta or rotary_emb_base,
-  rope_local_base_freq, partial_rotary_factor, rotary_pct (GPT-NeoX), original_max_position_embeddings; of the
-  tokenizer's files tokenizer.model, if it exists, and tokenizer.json.
+  rope_local_base_freq, partial_rotary_factor, rotary_pct (GPT-NeoX), original_max_position_embeddings. It
+  also reads tokenizer.model, if it exists, and tokenizer.json.
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ from tests.unit.tokenizer.vocabularies import TEXT, tokenizer_flags, train_gpt2_
 PACKAGES = ("transformers==4.57.6", "tokenizers==0.22.2", "huggingface_hub==0.36.2")
 TOKENS = random_tokens(2, 256)
 RELATIVE_BOUND = 1e-5
-"""Of the range of the logits."""
+"""Largest error of the logits, relative to their range."""
 
 WINDOWS = {"window_size": 7, "window_pattern": ("W", "W", "F")}
 ROPE = {"rotary_base": 500.0}
@@ -91,7 +91,7 @@ SCALED = {
 }
 BASE = {"rope_theta": 500.0, "rope_scaling": None}
 PART = {"rotary_emb_base": 500.0, "rotary_pct": 0.5, "partial_rotary_factor": 0.5}
-# Name -> model type, the model, and the rotary settings in its config.json beside rope_parameters.
+# Name -> (model type, the model, the rotary settings in its config.json beside rope_parameters).
 MODELS: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
     "bloom": ("bloom", {"position_embedding_type": "alibi", "embed_layernorm": True}, {}),
     "gpt2": ("gpt2", {}, {}),
@@ -146,7 +146,8 @@ def test_every_earlier_family_has_a_row_for_transformers_4():
 
 @pytest.mark.parametrize("name", MODELS)
 def test_transformers_4_finds_the_rotary_settings(name, tmp_path):
-    """The same folder gives the same model in transformers 5, and when it is imported."""
+    """The model that transformers 4 reads must equal the models that transformers 5 and an import read from
+    the folder."""
     config = config_of_model(name)
     write_settings(config, VOCAB, EOD, "fp32", tmp_path)
     written = json.loads((tmp_path / "config.json").read_text())
@@ -157,7 +158,7 @@ def test_transformers_4_finds_the_rotary_settings(name, tmp_path):
     assert written["torch_dtype"] == written["dtype"] == "float32"
     settings = family_of(config.model)[1].hf_settings(config.model)
     used = AutoConfig.from_pretrained(tmp_path).to_dict().get("rope_parameters", {})
-    used.pop("type", None)  # of OLMo 2: a second name of rope_type
+    used.pop("type", None)  # in OLMo 2 a second name of rope_type
     assert used == settings.get("rope_parameters", {})
     _, fields = read_settings(tmp_path)
     imported = {key: getattr(type(config.model)(**fields), key) for key in fields}
@@ -184,7 +185,7 @@ def test_what_transformers_4_has_no_setting_for_is_noted(model):
 
 
 def train_llama_3(folder: Path) -> None:
-    """Writes a tokenizer that puts a BOS token in front, with an additional special token and a template."""
+    """Writes a tokenizer that puts a BOS token first. It has an additional special token and a template."""
     tokenizer = Tokenizer(models.BPE())
     words = Regex(r"[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s+(?!\S)|\s+")
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
@@ -239,7 +240,7 @@ TOKENIZERS = {
 
 
 def export_tokenizer(name: str, folder: Path) -> tuple[Path, list[list[int]]]:
-    """Returns the folder of an exported tokenizer, and the ids that this program gives for texts."""
+    """Returns the folder of an exported tokenizer, and the ids that this program returns for texts."""
     (folder / "source").mkdir(parents=True)
     TOKENIZERS[name](folder / "source")
     flags = tokenizer_flags(tokenizer_name_or_path=str(folder / "source"))
@@ -284,7 +285,7 @@ def ids_in(folder: Path) -> dict[str, dict[str, Any]]:
 
 @pytest.mark.parametrize("has_tokenizer", [True, False])
 def test_an_imported_model_keeps_the_ids_of_its_special_tokens(has_tokenizer, tmp_path):
-    """transformers_4: the class of each version has other default ids."""
+    """transformers_4: the classes of the two versions have different default ids."""
     hf = tmp_path / "hf"
     write_native(tmp_path, config := config_of_model("llama"), wholes_of(config))
     write_hugging_face(open_checkpoint(tmp_path / "global_step5"), hf)
@@ -307,7 +308,7 @@ def test_an_imported_model_keeps_the_ids_of_its_special_tokens(has_tokenizer, tm
 
 
 def test_a_trained_model_has_the_bos_of_its_tokenizer(tmp_path):
-    """transformers_4: without a BOS token of the tokenizer, it is the end of a document."""
+    """transformers_4: if the tokenizer has no BOS token, the end-of-document token is used."""
     train_llama_3(tmp_path)
     data = {"tokenizer_name_or_path": str(tmp_path)}
     tokenizer = build_tokenizer(tokenizer_flags(**data))
@@ -323,8 +324,8 @@ def test_a_trained_model_has_the_bos_of_its_tokenizer(tmp_path):
 
 
 def wholes_of(config: Config) -> dict[str, torch.Tensor]:
-    """Returns weights of a standard deviation that makes a wrong rotation change the logits. Routers and
-    experts have a smaller one: they enlarge the rounding errors of the layers before them."""
+    """Returns weights with a standard deviation with which a wrong rotation changes the logits. Routers and
+    experts have a smaller one, since they enlarge the rounding errors of the layers before them."""
     generator = torch.Generator().manual_seed(5)
     wholes = {}
     for name, spec in model_specs(config, VOCAB, EOD).items():
@@ -336,7 +337,7 @@ def wholes_of(config: Config) -> dict[str, torch.Tensor]:
 
 @pytest.fixture(scope="module")
 def transformers_4() -> Path:
-    """A folder of packages with transformers 4, made once: `build` is kept between runs."""
+    """Returns a folder of packages with transformers 4. It is made once: `build` is kept between runs."""
     folder = ROOT / "build" / "-".join(PACKAGES[0].split("=="))
     if not folder.exists():
         unfinished = folder.with_name(f"{folder.name}.{os.getpid()}")
@@ -384,7 +385,7 @@ def run_transformers_4(packages: Path, folder: Path, **given: Any) -> dict[str, 
 
 @pytest.mark.full
 def test_transformers_4_gives_the_logits_of_version_5(transformers_4, tmp_path):
-    """Without the settings beside rope_parameters it would rotate by other angles, and say nothing."""
+    """Without the settings beside rope_parameters transformers 4 would silently rotate by wrong angles."""
     ours, bare = {}, {}
     for name in MODELS:
         folder = tmp_path / name

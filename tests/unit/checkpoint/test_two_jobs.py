@@ -15,7 +15,7 @@ from megatron.errors import UserError
 
 
 class World:
-    """A clock that only `sleep` moves, and what happens at each instant."""
+    """A clock that only `sleep` moves, and the events of each instant."""
 
     def __init__(self):
         self.now, self.events, self.said = 0.0, {}, []
@@ -33,14 +33,14 @@ class World:
 
 
 def job(host="n1", number="", restart="0", machine=None):
-    """An owner that is this process, or with `machine` a process of another machine."""
+    """Returns an owner that is this process, or with `machine` a process on another machine."""
     env = {"SLURM_JOB_ID": number, "SLURM_RESTART_COUNT": restart}
     found = Owner.of_this_process(host, env)
     return found if machine is None else replace(found, machine=machine)
 
 
 def ended_process():
-    """Id and start of a process that has ended."""
+    """Returns id and start time of a process that has ended."""
     process = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
     start = open(f"/proc/{process.pid}/stat").read().rpartition(")")[2].split()[19]
     process.communicate(b"\n")
@@ -58,8 +58,8 @@ def owner_file(folder):
 
 
 def before_claim(monkeypatch, *events):
-    """Suspends a job after it has listed the folder and before it makes its claim. Meanwhile the next event
-    takes place: the first event at the first claim, and so on."""
+    """Suspends a job after it has listed the folder and before it makes its claim. Meanwhile the next of the
+    events takes place: the first event at the first claim, and so on."""
     claim, upcoming = owner._claim, iter(events)
 
     def late_claim(*args):
@@ -132,7 +132,7 @@ def test_a_restart_in_the_same_job_waits_for_the_old_process_to_end_and_then_giv
 
 @pytest.mark.parametrize("content", [b"", b"{", b'{"token": 1}', b"\xff" * 5000, b"[" * 100_000, None])
 def test_an_empty_or_hostile_owner_file_is_watched_and_taken_over(content, tmp_path):
-    """None: a pipe, whose reader would wait."""
+    """With content None the file is a pipe, on which a reader would wait."""
     path = tmp_path / "owner-000007.json"
     os.mkfifo(path) if content is None else path.write_bytes(content)
     world = World()
@@ -149,7 +149,8 @@ def test_a_folder_that_was_released_is_free(tmp_path):
 
 
 def test_of_two_jobs_that_find_the_claim_stale_at_once_one_gets_the_folder(tmp_path):
-    """The second job claims the folder between the first job's listing and its claim."""
+    """The second job claims the folder after the first job has listed it and before the first job makes its
+    claim."""
     world = World()
     world.acquire(tmp_path, job("n0", machine="Z"))
     taken = []
@@ -200,14 +201,15 @@ def test_the_block_that_holds_a_folder_writes_heartbeats_and_releases_it_after_a
 
 
 def test_a_job_that_lost_the_folder_never_regains_it_even_if_numbers_restart(tmp_path):
-    """It wakes after its successor has ended, and the next job has the number that it had."""
+    """The first job wakes up after its successor has ended. The third job has the number that the first job
+    had."""
     world = World()
     first = world.acquire(tmp_path, job("n1", "71", machine="A"))
     world.acquire(tmp_path, job("n2", "72", machine="B")).release()
     third = world.acquire(tmp_path, job("n3", "73", machine="C"))
     content = owner_file(tmp_path).read_bytes()
     assert owner_numbers(tmp_path) == [1]
-    assert first.lost_reason is None  # it reads no file
+    assert first.lost_reason is None  # `lost_reason` reads no file
     assert not first.write_heartbeat()
     assert "taken over by Slurm job 73 on n3" in first.lost_reason and first.problem() == first.lost_reason
     first.release()
@@ -230,7 +232,7 @@ def test_a_taker_whose_predecessors_file_cannot_be_removed_is_the_owner(tmp_path
 def test_a_job_that_was_suspended_before_its_claim_does_not_take_the_folder_of_an_active_one(
     tmp_path, monkeypatch
 ):
-    """The owner of the stale claim has had two successors; the second has begun with number 1 again."""
+    """The owner of the stale claim has had two successors. The second successor has number 1 again."""
     world, elsewhere = World(), World()
     world.acquire(tmp_path, replace(job("n0"), **ended_process()))
     active = []
@@ -280,7 +282,7 @@ def test_a_claim_whose_job_died_before_it_was_filled_is_removed_after_a_minute(t
 
 
 def test_a_claim_that_was_removed_before_it_was_filled_is_repeated(tmp_path, monkeypatch):
-    """Removes a claim as a job does that has watched it for a minute and has ended since."""
+    """Removes the empty claim, as a job does that has watched it for a minute. That job has ended since."""
     world, write, removed = World(), ClaimFolder.write, []
 
     def write_late(folder, name, content):

@@ -1,4 +1,4 @@
-"""Merge patterns: each parameter matches one pattern, and each pattern a parameter."""
+"""Merge patterns: each parameter matches one pattern, and each pattern matches a parameter."""
 
 import json
 import re
@@ -100,7 +100,7 @@ def test_a_parameter_that_no_rule_can_merge_is_refused_by_name():
 
 
 def test_other_programs_list_no_columns_and_no_anchors():
-    """Microsoft's Megatron-DeepSpeed, pretrain_gpt.py."""
+    """The pattern lists are from Microsoft's Megatron-DeepSpeed, pretrain_gpt.py."""
     info = {
         "vocabulary_parameter_patterns": [r"tied_modules.embed.word_embeddings.weight"],
         "parameter_with_row_parallelism_patterns": [r"\d+.mlp.dense_4h_to_h.weight"],

@@ -1,4 +1,4 @@
-"""The device of a process, the table of GPUs, and the flags that select a GPU."""
+"""Tests the device of a process, the table of GPUs, and the flags that select a GPU."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ from tests.unit.config.command_lines import RUN, SMALL
 
 @pytest.mark.parametrize(
     ("local_rank", "visible", "expected"),
-    [(0, 1, 0), (3, 1, 0), (0, 4, 0), (3, 4, 3), (3, 8, 3)],  # 3, 1: srun --gpus-per-task=1
+    [(0, 1, 0), (3, 1, 0), (0, 4, 0), (3, 4, 3), (3, 8, 3)],  # (3, 1, 0): srun --gpus-per-task=1
 )
 def test_device_is_chosen_among_the_visible_ones(local_rank: int, visible: int, expected: int) -> None:
     assert device_index(local_rank, visible) == expected
@@ -128,7 +128,7 @@ def test_products_are_ieee_products_whatever_allowed_others_before() -> None:
 
 
 def test_deterministic_mode_of_a_checkpoint_ends_with_training() -> None:
-    """tools/evaluate.py does not set cuBLAS's variable, so its first product on a GPU would be refused."""
+    """tools/evaluate.py does not set cuBLAS's variable, so its first product on a GPU would be rejected."""
     saved: Any = SimpleNamespace(config=parse_args([*SMALL, "--deterministic-mode"]), vocab_size=128, eod=0)
     assert saved.config.training.deterministic_mode
     assert not run_of_layout(saved, ParallelConfig()).config.training.deterministic_mode
@@ -143,7 +143,8 @@ def test_settings_of_the_user_are_kept(name: str) -> None:
 
 
 def test_the_kernel_cache_is_on_the_node_and_nobody_else_can_write_to_it(tmp_path, monkeypatch) -> None:
-    """Triton loads libraries from the cache: in a folder that others can write to, they could run code."""
+    """Triton loads libraries from the cache. Other users who can write to its folder could make a run execute
+    their code."""
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
     env = {"SLURMD_NODENAME": "n7"}
     set_library_defaults(env)
@@ -236,7 +237,7 @@ def test_a_device_offers_less_memory_than_its_name_says_and_no_rate_is_below_fp3
         gpu.peak_flops["fp32"],
         pytest.approx(2 * gpu.peak_flops["fp16"], rel=1e-3),
     )
-    # FLOPs per byte at which a matrix product is bound by neither: 100 to 320 in 16 bit.
+    # Typical GPUs have 100 to 320 FLOPs in 16 bit per byte of bandwidth.
     assert 100 < gpu.peak_flops["fp16"] / gpu.bandwidth < 320
     assert device_memory_bytes(config_of("--gpu", name)) == gpu.memory_bytes
 

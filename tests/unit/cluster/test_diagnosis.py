@@ -1,4 +1,4 @@
-"""The diagnosis of a job, from the reports of its ranks."""
+"""The diagnosis of a job names the cause of its end from the reports of its ranks."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from tests.support import HANG_TIMEOUT_S
 
 
 def report(rank: int, end: ExitStatus | None = None, **facts: Any) -> dict[str, Any]:
-    """The report of a rank of a job with two nodes of two processes."""
+    """Returns the report of a rank of a job with two nodes of two processes."""
     ended = {} if end is None else {"end": end.value, "text": "", "ended": 10.0}
     who = {"rank": rank, "host": f"n{1 + rank // 2}", "pid": 100 + rank, "stage": rank // 2, "stacks": ""}
     return {**who, "iteration": 7, **ended, **facts}
@@ -30,7 +30,7 @@ def last_line(*reports: dict[str, Any], **options: Any) -> str:
 
 
 def all_but(*others: dict[str, Any], end: ExitStatus | None, **facts: Any) -> list[dict[str, Any]]:
-    """The given reports, and for every other rank a report with the status `end`."""
+    """Returns the given reports, and for every other rank a report with the status `end`."""
     ranks = {other["rank"] for other in others}
     return [*others, *(report(rank, end, **facts) for rank in range(4) if rank not in ranks)]
 
@@ -64,7 +64,7 @@ def test_first_failure_is_the_cause_with_its_traceback() -> None:
         "Traceback ...",
         "error: rank 2 on n2, stage 1 (pid 102), after iteration 7: ValueError: x: y",
     ]
-    # Without the store the clocks decide.
+    # Without the store's order, the clocks decide which error was first.
     earliest = report(3, ExitStatus.FAILED, text="error: rank 3 on n2: KeyError: 1", ended=9.0)
     assert "rank 3 on n2" in last_line(*all_but(earliest, end=ExitStatus.FAILED, text="error: lost"))
 
@@ -73,7 +73,7 @@ def test_first_failure_is_the_cause_with_its_traceback() -> None:
     "error",
     [
         "RuntimeError: [/torch/gloo/transport/tcp/pair.cc:547] Connection closed by peer [127.0.0.1]:17893",
-        # Over InfiniBand the last of NCCL's lines does not tell what has happened.
+        # Over InfiniBand the last of NCCL's lines does not say what has happened.
         "DistBackendError: NCCL error in: NCCLUtils.cpp:94, remote process exited or there was a network "
         "error, NCCL version 2.27.5 ncclRemoteError: A call failed possibly due to a network error or a "
         "remote process exiting prematurely. Last error: NET/IB : Got completion from peer "
@@ -87,7 +87,7 @@ def test_killed_rank_is_the_cause_of_other_errors(error: str) -> None:
     expected = "error: rank 1 on n1, stage 0 (pid 101), after iteration 7: killed (SIGKILL)"
     text = f"Traceback ...\nerror: rank 0 on n1: {error}"
     assert last_line(*all_but(killed, end=ExitStatus.FAILED, first=True, text=text)).startswith(expected)
-    # The launcher or srun has ended the others with SIGTERM.
+    # The launcher or srun has ended the other ranks with SIGTERM.
     assert last_line(*all_but(killed, end=None, signal="SIGTERM")).startswith(expected)
 
 
@@ -96,7 +96,7 @@ def test_rank_that_was_killed_because_another_failed_is_not_the_cause() -> None:
     text = "Traceback: gloo/NCCL ...\nerror: rank 0 on n1: ValueError: broken"
     failed = report(0, ExitStatus.FAILED, text=text)
     assert last_line(failed, report(1), report(2), report(3, signal="SIGTERM")).endswith("ValueError: broken")
-    # torch's NCCL watchdog aborts a rank that has lost another.
+    # torch's NCCL watchdog aborts a rank that has lost its connection to another rank.
     aborted = report(1, stacks="Fatal Python error: Aborted\n\nCurrent thread\n  File x")
     assert last_line(failed, aborted, report(2)).endswith("ValueError: broken")
     crashed = report(1, stacks="Fatal Python error: Segmentation fault\n")
@@ -160,7 +160,7 @@ def test_error_that_would_repeat_has_exit_code_2(end: ExitStatus) -> None:
     first = report(2, end, text="error: --x is 3")
     who = "error: rank 2 on n2, stage 1 (pid 102), after iteration 7"
     assert diagnose(all_but(first, end=None, signal="SIGTERM"), 4) == Diagnosis(2, f"{who}: --x is 3", first)
-    # If every rank reports the same error, no rank is named.
+    # If every rank reports one error, no rank is named.
     assert diagnose(all_but(first, end=end, text="error: --x is 3"), 4) == Diagnosis(
         2, "error: --x is 3", first
     )
@@ -180,7 +180,7 @@ def test_interrupted_run_names_the_iteration_to_resume_from() -> None:
         "interrupted by SIGINT, after iteration 7: saved iteration 7; to resume, add --load runs/k5"
     )
     assert diagnose(all_but(end=ExitStatus.INTERRUPTED), 4).text.endswith("nothing was saved")
-    # Before the first step, or by a second SIGINT.
+    # The first SIGINT before the first step, or the second SIGINT.
     assert diagnose(all_but(end=ExitStatus.SIGNALLED, signal="SIGINT"), 4).code == 130
 
 
@@ -228,7 +228,8 @@ STUCK = "has completed LoadMicroBatch buffer_id=0 (instruction 1 of the step), r
 
 
 def hung_on_gpus(**stuck: Any) -> list[dict[str, Any]]:
-    """With NCCL every host waits at the end of the step; only the devices differ. Rank 3's does not wait."""
+    """Returns the reports of a hang with NCCL. Every host waits at the end of the step, and only the devices
+    differ: rank 3's device does not wait."""
     return [
         report(rank, ExitStatus.HANG, place="x.py:1 tolist", device=WAITS, waits_in=f"recv 0<-1 of {rank}")
         for rank in range(3)
@@ -245,7 +246,8 @@ def test_hang_on_gpus_names_the_rank_whose_device_waits_for_none() -> None:
 
 
 def test_hang_names_the_rank_whose_device_does_not_answer() -> None:
-    """The report of that rank has no facts of the device: the driver blocked the process until its end."""
+    """The stuck rank's report has no data of the device, since the driver blocked the process until its
+    end."""
     *others, stuck = hung_on_gpus()
     del stuck["device"], stuck["waits_in"]
     assert last_line(*others, stuck) == (

@@ -1,4 +1,4 @@
-"""The exit code of a process that fails, and the text in its report."""
+"""Tests the exit code of a process that fails, and the text in its report."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def test_unexpected_error_prints_traceback_and_rank_on_the_last_line(capsys) -> 
 
 
 def test_an_error_of_several_lines_is_one_line_after_its_traceback(capsys) -> None:
-    """An error such as CUDA's, whose last line is empty."""
+    """Errors such as CUDA's have several lines, and the last line is empty. The sentence joins all lines."""
     end(RuntimeError("CUDA error: device-side assert triggered\nCompile with `TORCH_USE_CUDA_DSA`.\n"))
     assert capsys.readouterr().err.endswith(
         ": RuntimeError: CUDA error: device-side assert triggered Compile with `TORCH_USE_CUDA_DSA`.\n"
@@ -99,7 +99,7 @@ def test_exit_code_of_a_run_that_ends_well(status, env, expected, tmp_path) -> N
 
 @pytest.mark.parametrize("status", [ExitStatus.FINISHED, ExitStatus.REQUEUE])
 def test_a_script_can_tell_a_stop_from_the_end_under_a_launcher(status: ExitStatus, tmp_path: Path) -> None:
-    """The exit code is 0 for both."""
+    """The exit code is 0 after a stop and at the end of a run. Only a stop writes torch's error file."""
     env = {"TORCHELASTIC_RUN_ID": "none", "TORCHELASTIC_ERROR_FILE": str(tmp_path / "error.json")}
     assert exit_code(RankReport(None, "0"), status, env) == 0
     assert (tmp_path / "error.json").exists() is (status is ExitStatus.REQUEUE)

@@ -1,4 +1,5 @@
-"""Rank and world size from the variables of launchers and of Slurm; launches that cannot work."""
+"""Rank and world size come from the variables of launchers and of Slurm. Launches that cannot work
+are rejected."""
 
 from __future__ import annotations
 
@@ -45,9 +46,9 @@ LAUNCHED = {
     "MASTER_ADDR": "n1",
     "MASTER_PORT": "6000",
 }
-# What torch needs of TASK, beside the address.
+# The variables that torch needs for TASK, beside the address.
 TORCH = {"RANK": "3", "WORLD_SIZE": "4", "LOCAL_RANK": "1"}
-# srun with one launcher per node.
+# The environment of srun with one launcher per node.
 LAUNCHERS_TASK = {**TASK, "SLURM_NTASKS": "2", "SLURM_PROCID": "1", "SLURM_LOCALID": "0"}
 
 
@@ -82,7 +83,7 @@ def test_task_of_plain_srun_gets_torch_variables(more: dict[str, str], master: d
         {"RANK": "0", "WORLD_SIZE": "1"},
         {"OMPI_COMM_WORLD_SIZE": "1"},
         {**LAUNCHED, "OMPI_COMM_WORLD_SIZE": "2"},
-        # A batch script: variables of a task, and no step.
+        # In a batch script there are variables of a task, but no step.
         {k: v for k, v in TASK.items() if k != "SLURM_STEP_ID"},
         # torchrun for one node in an interactive shell of Slurm.
         {**TASK, **LAUNCHED, "SLURM_NTASKS": "1", "GROUP_WORLD_SIZE": "1"},
@@ -174,7 +175,7 @@ def test_ports_lie_below_the_ephemeral_range() -> None:
 
 
 def test_ports_of_the_restarts_and_steps_of_jobs_on_a_node_differ() -> None:
-    """Jobs whose ids are close, such as the tasks of an array, with three restarts each."""
+    """The jobs have similar ids, as the tasks of an array have, with three restarts each."""
     ports = [port_of_job(job, start) for job in range(19_800, 20_700) for start in range(4)]
     assert len(ports) == len(set(ports))
     assert all(port_of_job(7, start) != port_of_job(7, start + 1) for start in range(20))

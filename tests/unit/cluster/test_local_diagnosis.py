@@ -1,4 +1,4 @@
-"""Temporary rank reports: real processes that die, with and without a launcher."""
+"""Real processes die, with and without a launcher, and leave temporary rank reports."""
 
 from __future__ import annotations
 
@@ -80,7 +80,7 @@ Start = Callable[..., subprocess.Popen[str]]
 
 @pytest.fixture
 def start(tmp_path: Path) -> Iterator[Start]:
-    """Starts a rank without a launcher."""
+    """Returns a function that starts a rank without a launcher."""
     processes = []
 
     def start_rank(rank: int, *wrapper: str, before: str = "") -> subprocess.Popen[str]:
@@ -111,7 +111,8 @@ def test_without_a_launcher_one_rank_prints_the_first_cause_and_removes_the_repo
 
 
 def test_ranks_with_a_wrapper_each_have_a_common_diagnosis(start: Start) -> None:
-    """`RANK=0 timeout 100 python ...`: the parents differ."""
+    """Each rank has a different parent process, as in `RANK=0 timeout 100 python ...`. The ranks must still
+    find each other's reports."""
     killed, other = start(0, "timeout", "100"), start(1, "timeout", "100")
     killed.communicate("kill\n", timeout=HANG_TIMEOUT_S)
     _, stderr = other.communicate("lost\n", timeout=HANG_TIMEOUT_S)
@@ -129,9 +130,9 @@ def test_same_error_of_all_ranks_is_printed_once(start: Start) -> None:
     assert [rank.returncode for rank in ranks] == [2, 2]
 
 
-@pytest.mark.full  # it waits 10 s
+@pytest.mark.full  # the test waits 10 s
 def test_rank_that_waits_for_another_one_ends_after_its_failure(start: Start, tmp_path: Path) -> None:
-    """The second rank waits for stdin, as if inside a collective that never ends."""
+    """The second rank waits for stdin, as if it were inside a collective that never ends."""
     first, second = start(0), start(1)
     _, stderr = first.communicate("broken\n", timeout=HANG_TIMEOUT_S)
     assert stderr.splitlines()[-1].endswith("ValueError: broken")
@@ -180,7 +181,7 @@ def test_second_process_with_the_same_rank_prints_its_own_error(start: Start) ->
     ids=lambda value: "-".join(value) if isinstance(value, tuple) else "",
 )
 def test_under_a_launcher_the_cause_is_printed_once_before_its_traceback(ends, cause, tmp_path: Path) -> None:
-    """And it is in the error file of the rank that has printed it."""
+    """The error file of the rank that printed the cause contains it, too."""
     env = environment(tmp_path, 3, LOCAL_WORLD_SIZE="3", TORCHELASTIC_RUN_ID="none")
     run = subprocess.run(
         [sys.executable, "-c", LAUNCHER, RANK, str(tmp_path / "error"), *ends],
@@ -198,7 +199,8 @@ def test_under_a_launcher_the_cause_is_printed_once_before_its_traceback(ends, c
 
 
 def test_the_summary_of_torchs_launcher_shows_the_cause_as_its_root(tmp_path: Path, monkeypatch) -> None:
-    """The file has the format that torch reads, and its time is before that of errors without a file."""
+    """The file has the format that torch reads. Its time is before the times of errors without a file, so
+    torch shows it as the root cause."""
     monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(tmp_path / "error.json"))
     later = ProcessFailure(0, 11, 1, str(tmp_path / "none"))
     print_error("Traceback ...\nerror: rank 1 on n1: ValueError: broken")
@@ -212,7 +214,8 @@ def test_the_summary_of_torchs_launcher_shows_the_cause_as_its_root(tmp_path: Pa
 def test_a_rank_that_ended_well_leaves_the_reports_to_a_failed_rank_that_prints(
     tmp_path: Path, capsys
 ) -> None:
-    """The failed rank has written its report, and claims the diagnosis only after the other one has ended."""
+    """The failed rank has written its report. It claims the diagnosis only after the successful rank has
+    ended."""
     failed, well = (RankReport(str(tmp_path / "r"), str(rank), "n1", is_temporary=True) for rank in (0, 1))
     env = {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"}
     failed.end(ExitStatus.FAILED, "error: ValueError: broken")
@@ -277,7 +280,8 @@ BY_HAND = {"RANK": "1", "WORLD_SIZE": "8"}
     ids=str,
 )
 def test_error_of_all_ranks_is_printed_by_the_first_node(env, expected, tmp_path: Path, capsys) -> None:
-    """Without a report of rank 0, too: a launcher may end rank 0 before it has opened its report."""
+    """The first node prints the error even if rank 0 has no report: a launcher may end rank 0 before it has
+    opened its report."""
     RankReport(str(tmp_path / "r"), "1", "n1").end(
         ExitStatus.USER_ERROR, "error: --lr is 0", on_all_ranks=True
     )
@@ -296,7 +300,7 @@ def test_error_of_all_ranks_is_printed_by_the_first_node(env, expected, tmp_path
     ids=str,
 )
 def test_another_node_prints_only_its_own_causes(facts, printed, tmp_path: Path, capsys, monkeypatch) -> None:
-    """The summary of each node's launcher shows a cause."""
+    """The error file has the cause in each case, so the summary of each node's launcher shows it."""
     monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(tmp_path / "error.json"))
     for rank in (4, 5):
         RankReport(str(tmp_path / "r"), str(rank), "n2").end(
@@ -323,7 +327,8 @@ def test_lost_connection_on_one_of_several_nodes_has_no_traceback(env, expected,
 
 @pytest.mark.parametrize("answers", [False, True])
 def test_a_rank_that_notes_no_signal_is_the_cause_of_a_hang(answers: bool, tmp_path: Path, capsys) -> None:
-    """It runs, but a thread that holds the interpreter keeps its watchdog from reporting anything."""
+    """The rank runs, but a thread that holds the interpreter's lock keeps its watchdog from reporting
+    anything."""
     for rank in (0, 2):
         RankReport(str(tmp_path / "r"), str(rank), "n1").end(ExitStatus.HANG, "", place="x.py:1 all_reduce")
     RankReport(str(tmp_path / "r"), "1", "n1").note(**({"signal": "SIGTERM"} if answers else {}))
@@ -332,8 +337,8 @@ def test_a_rank_that_notes_no_signal_is_the_cause_of_a_hang(answers: bool, tmp_p
 
 
 def test_sigterm_makes_a_rank_print_without_waiting_for_others(start: Start, tmp_path: Path) -> None:
-    """Slurm ends the ranks that are left when a task of another node has failed. Rank 1 stands still, and
-    without the signal rank 0 would wait for it longer than this test does."""
+    """When a task on another node fails, Slurm ends the remaining ranks. Rank 1 is stopped; without the
+    signal rank 0 would wait for it longer than this test takes."""
     module = "megatron.cluster.exit_codes"
     wait = f"import {module} as module; module._MAX_WAIT_FOR_RANKS_S = {2 * HANG_TIMEOUT_S}"
     first, second = start(0, before=wait), start(1)

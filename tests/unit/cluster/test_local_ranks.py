@@ -1,4 +1,4 @@
-"""A tool that starts the other ranks on this host: their variables, and what happens when a rank ends."""
+"""A tool starts further ranks on this host: their variables, and what happens when a rank ends."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from tests.end_to_end.command import ROOT, environment
 from tests.support import HANG_TIMEOUT_S
 from tests.support.forked import Ended, run_script
 
-# All ranks write to one pipe: a line is one write, which print does not promise.
+# All ranks write to one pipe. A line must be a single write, which print does not promise.
 FIRST = """
 import os, sys, time
 from megatron.cluster.processes import start_other_ranks
@@ -43,7 +43,7 @@ time.sleep(0 if sys.argv[2] == "ends" else 10_000)  # longer than any test waits
 
 
 def run(tmp_path: Path, seconds: str, what: str, other: str = OTHER, **env: str) -> Ended:
-    """Runs rank 0, which sleeps in the block, while the other ranks do `what`."""
+    """Runs rank 0, which sleeps for `seconds` in the block, while the other ranks do `what`."""
     (tmp_path / "first.py").write_text(FIRST)
     (tmp_path / "other.py").write_text(other)
     flags = [str(tmp_path / "other.py"), seconds, what]
@@ -75,7 +75,8 @@ def test_a_rank_that_was_killed_is_named_though_rank_0_fails_too(what: str, tmp_
 
 
 def test_the_ranks_do_not_take_the_variables_of_the_first_ones_launcher(tmp_path: Path) -> None:
-    """In a shell of srun with one task, the other ranks would compare WORLD_SIZE with srun's task."""
+    """If the other ranks inherited srun's variables for one task, they would find that WORLD_SIZE contradicts
+    them."""
     env = {"SLURM_STEP_ID": "0", "SLURM_NTASKS": "1", "TORCHELASTIC_USE_AGENT_STORE": "True"}
     other = (
         "import os\n"
@@ -88,7 +89,7 @@ def test_the_ranks_do_not_take_the_variables_of_the_first_ones_launcher(tmp_path
 
 @pytest.mark.parametrize("end", ["raises", "is killed"])
 def test_the_others_end_with_rank_0(end: str, tmp_path: Path) -> None:
-    """The other ranks have rank 0's stdout open, and would sleep on."""
+    """The other ranks hold rank 0's stdout open, so its reader would wait until they end."""
     (tmp_path / "other.py").write_text(OTHER)
     seconds = "0.1" if end == "raises" else "10000"
     command = [sys.executable, "-c", FIRST, str(tmp_path / "other.py"), seconds, "waits"]

@@ -1,4 +1,4 @@
-"""Preflight: which node differs from the others."""
+"""The preflight names the node that differs from the other nodes."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ VERSIONS = {"torch": "2.13.0", "NCCL": "2.29.3"}
 
 
 def facts(**changes: dict[int, object]) -> list[RankInfo]:
-    """Facts of three nodes with two ranks each. changes: field -> rank -> value."""
+    """Returns what three nodes with two ranks each report. changes: field -> rank -> value."""
     alike = [
         RankInfo(rank, f"n{rank // 2}", VERSIONS, "corpus", 0.98, {}, 2e9 + 1e8 * rank) for rank in range(6)
     ]
@@ -47,7 +47,7 @@ def test_network_figures_are_those_of_the_slowest_node() -> None:
     assert network_figures(facts(node_bytes_per_s=within), "A100", "nccl") == NetworkFigures(
         3, 2, "A100", "nccl", 5e9, 2e9
     )
-    # Ranks 4 and 5 are alone on their nodes: nothing was measured there.
+    # Ranks 4 and 5 are alone on their nodes, so nothing was measured within these nodes.
     alone = facts(node_bytes_per_s={rank: within[rank] for rank in range(2, 4)}, node={4: "a", 5: "b"})
     assert network_figures(alone, "A100", "nccl") == NetworkFigures(4, 1, "A100", "nccl", 5.2e9, 2e9)
     one_node = facts(node_bytes_per_s=within, node=dict.fromkeys(range(6), "n0"))
@@ -82,7 +82,8 @@ def test_other_data_and_unshared_folders_name_the_node() -> None:
 
 
 def check_everywhere(*folders: Path) -> list[dict[str, str]]:
-    """Runs check_shared_folders on one single-rank node per folder; each node sees its folder as --save."""
+    """Runs check_shared_folders on one single-rank node per folder. Each node sees its own folder as
+    --save."""
     barrier = threading.Barrier(len(folders), timeout=HANG_TIMEOUT_S)
     found: list[dict[str, str]] = [{} for _ in folders]
 

@@ -64,7 +64,7 @@ def test_without_a_folder_nothing_is_written() -> None:
     assert not report.end(ExitStatus.FAILED) and not report.is_enabled and not report.stop_requested()
 
 
-# A launcher whose child, a rank, writes its report and waits. The parent's id is in the folder's name.
+# A launcher whose child, a rank, writes its report and waits. The folder's name contains the parent's id.
 RANK = """
 import sys
 from megatron.cluster.rank_reports import RankReport
@@ -87,7 +87,7 @@ def env(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, str]:
 
 
 def start(env: dict[str, str]) -> tuple[subprocess.Popen[str], Path]:
-    """Starts a launcher in its own session; returns it and the folder of its rank."""
+    """Starts a launcher in its own session. Returns the launcher and the folder of its rank."""
     process = subprocess.Popen(
         [sys.executable, "-c", LAUNCHER, RANK],
         env=env,

@@ -1,4 +1,4 @@
-"""Rendezvous: processes connect with equal flags; otherwise each raises an error with the reason."""
+"""Rendezvous: processes connect with equal flags. Otherwise each process raises an error with the reason."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def config(lr: float = 1e-3, seed: int = 1234, timeout: float = 60.0) -> Config:
 
 @pytest.fixture
 def port() -> Iterator[int]:
-    """The port of a store that a launcher has started."""
+    """Yields the port of a store that a launcher has started."""
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     yield store.port
 
@@ -101,7 +101,7 @@ def test_missing_ranks_are_named_on_every_connected_rank(port: int) -> None:
     store = dist.TCPStore("127.0.0.1", port, is_master=False)
     with ThreadPoolExecutor(1) as thread:
         first = thread.submit(outcomes, port, [config()], 4, ranks=(1,))
-        # Rank 0 connects once rank 1 has, and times out at its first poll.
+        # Rank 0 connects after rank 1 has connected, and times out at its first poll.
         store.wait(["launch  attempt 0/digest 1"], timedelta(seconds=HANG_TIMEOUT_S))
         found = [*outcomes(port, [config(timeout=1e-9)], 4, ranks=(0,)), *first.result()]
     assert all(isinstance(error, RunStopped) for error in found)
@@ -146,7 +146,7 @@ def test_two_processes_with_one_rank_are_an_error_on_every_rank(port: int) -> No
     assert all(isinstance(error, UserError) for error in found)
     (sentence,) = {str(error) for error in found}
     assert "two processes have RANK 2, one on " in sentence and " and one on " in sentence
-    # The second process raises its own error, in case rank 0 reads it too late.
+    # The second process raises its own error, since rank 0 may read it too late.
     assert sum(isinstance(error, SharedUserError) for error in found) == 3
 
 
@@ -169,7 +169,7 @@ def test_missing_ranks_are_printed_while_waiting(port: int, monkeypatch) -> None
 
 
 def unused_port() -> socket.socket:
-    """A socket on a port that no other process can take; it does not listen."""
+    """Returns a socket on a port that no other process can take. The socket does not listen."""
     taken = socket.socket()
     taken.bind(("127.0.0.1", 0))
     return taken
@@ -199,7 +199,7 @@ def test_another_program_at_the_port_is_named_by_each_rank(answer: bytes, monkey
         connections: list[socket.socket] = []
 
         def serve() -> None:
-            with suppress(OSError):  # the end of the test
+            with suppress(OSError):  # fails at the end of the test
                 while True:
                     connections.append(program.accept()[0])
                     connections[-1].sendall(answer)
@@ -222,7 +222,7 @@ def test_time_is_limited_only_while_nobody_makes_progress(port: int, monkeypatch
         now[0] += 599.0
         assert not idle_timer.has_expired()
         store.add(rendezvous.PROGRESS_KEY, 1)
-    assert not idle_timer.has_expired()  # sees the last progress
+    assert not idle_timer.has_expired()  # `has_expired` sees the last progress
     now[0] += 600.0
     assert idle_timer.has_expired()
 
@@ -257,7 +257,8 @@ def test_unresolvable_host_is_named(monkeypatch) -> None:
 
 
 class CountingStore(dist.Store):
-    """Counts the requests to a store that answers slowly, as it does with hundreds of idle connections."""
+    """Counts the requests to a store that answers slowly, as a store with hundreds of idle connections
+    does."""
 
     def __init__(self, store: dist.Store) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""Early exit of all ranks after one step."""
+"""After a signal all ranks exit early, after one step."""
 
 import os
 import signal

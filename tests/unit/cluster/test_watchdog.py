@@ -1,4 +1,4 @@
-"""The watchdog thread in separate processes, and its time limits on a simulated clock."""
+"""Runs the watchdog thread in separate processes, and its time limits on a simulated clock."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from megatron.cluster.watchdog import HangDetector, Phase
 from tests.end_to_end.command import ROOT
 from tests.support import HANG_TIMEOUT_S
 
-# Like a collective, the lock is native code in which no Python handler runs.
+# The lock is native code, like a collective. Python's signal handlers do not run in it.
 PROGRAM = """
 import signal, sys, threading, time
 from megatron.cluster.rank_reports import RankReport
@@ -62,10 +62,10 @@ DEVICE = """
 import ctypes
 from megatron.cluster import watchdog as module
 module._DEVICE_ANSWER_S = 1.0
-def facts():
+def entries():
     {}
     return {{"device": "has completed ForwardPass", "waits_in": "all_reduce"}}
-watchdog.set_device_facts(facts, lambda: b"calls")
+watchdog.set_device_entries(entries, lambda: b"calls")
 """
 
 
@@ -79,7 +79,7 @@ def test_hang_is_reported_with_its_stack_and_what_the_device_does(tmp_path: Path
 
 
 def test_hang_of_the_devices_library_is_reported_too(tmp_path: Path) -> None:
-    """The call holds Python's lock, as cudaEventQuery may."""
+    """The call keeps Python's lock, as cudaEventQuery may do."""
     process = start(PROGRAM.format(DEVICE.format("ctypes.PyDLL(None).sleep(1000)") + WATCH), reports=tmp_path)
     assert process.wait(HANG_TIMEOUT_S) == 1
     (report,) = read_reports(tmp_path)
@@ -112,7 +112,7 @@ def test_heartbeats_keep_a_process_alive(tmp_path: Path) -> None:
 def test_signal_is_recorded_while_the_main_thread_is_in_native_code(
     name: str, watch: str, code: int, end: str, tmp_path: Path
 ) -> None:
-    """A signal ends the process in a step and before the first step."""
+    """The signal arrives in a step or before the first step, and ends the process."""
     process = start(PROGRAM.format(watch), reports=tmp_path)
     process.send_signal(signal.Signals[name])
     assert process.wait(HANG_TIMEOUT_S) == code
@@ -165,7 +165,7 @@ class Process:
         self.detector, self.now, self.io_bytes = HangDetector(timeout_s), 0.0, 0
 
     def hangs_within(self, seconds: float, *, heartbeat_every: float = 0.0, bytes_per_s: int = 0) -> bool:
-        """Whether the watchdog finds a hang within the next `seconds`."""
+        """Returns whether the watchdog finds a hang within the next `seconds`."""
         end, next_heartbeat = self.now + seconds, self.now + heartbeat_every
         while self.now < end:
             self.now += 1.0
@@ -189,7 +189,8 @@ class Process:
     [
         ([], Phase.STEP, TIMEOUT_S - 5, 0, False),
         ([], Phase.STEP, TIMEOUT_S + 5, 0, True),
-        # The median of earlier steps raises the limit, also of the first evaluation; one long step does not.
+        # The median of earlier steps raises the limit for steps and for the first evaluation. One long step
+        # does not raise the limit.
         ([(Phase.STEP, 700)] * 3, Phase.STEP, 2000, 0, False),
         ([(Phase.STEP, 700)] * 3, Phase.STEP, 2200, 0, True),
         ([(Phase.STEP, 700)] * 3, Phase.EVALUATION, 2000, 0, False),
@@ -197,7 +198,8 @@ class Process:
         # Slow saves raise only the limit of saves.
         ([(Phase.SAVE, 1800)] * 3, Phase.SAVE, 5000, 0, False),
         ([(Phase.SAVE, 1800)] * 3, Phase.STEP, TIMEOUT_S + 5, 0, True),
-        # Bytes are progress while saving, but not in a step. 100 per second are the watchdog's own reads.
+        # Transferred bytes are progress during a save, but not in a step. The watchdog itself reads 100 bytes
+        # per second.
         ([], Phase.SAVE, 20_000, 10_000, False),
         ([], Phase.SAVE, 20_000, 100, True),
         ([], Phase.STEP, 20_000, 10_000_000, True),
@@ -208,7 +210,9 @@ class Process:
 def test_time_without_progress_is_compared_with_the_limit(
     before: list[tuple[Phase, float]], phase: Phase, seconds: float, bytes_per_s: int, expected: bool
 ) -> None:
-    """before: earlier phases and their durations, in which micro-batches are progress."""
+    """Before the phase there are the phases `before`, with their durations in seconds, in which
+    finished micro-batches are progress. expected: whether the watchdog reports a hang after `seconds`
+    without a micro-batch."""
     process = Process()
     assert not any([process.hangs_in(earlier, duration, heartbeat_every=8) for earlier, duration in before])
     assert process.hangs_in(phase, seconds, bytes_per_s=bytes_per_s) is expected

@@ -1,4 +1,4 @@
-"""Command lines for the tests of the config."""
+"""Command lines for the tests of the configuration."""
 
 from __future__ import annotations
 
@@ -30,20 +30,20 @@ def _on_one_data_set(name: str) -> list[str]:
     return words
 
 
-# 176 B parameters on 384 GPUs; 104 B parameters in fp16, a run that ends by tokens.
+# 176 B parameters on 384 GPUs; and 104 B parameters in fp16, in a run whose length is counted in tokens.
 BLOOM, GPT_104B = map(_on_one_data_set, ("tr11-176B-ml", "tr8b-104B-cl"))
 
 
 def rows(text: str) -> list[tuple[str, list[str]]]:
-    """Returns (flags, parts of the answer) of each row 'FLAGS => PART; PART', which indented lines
-    continue."""
+    """Returns (flags, parts of the answer) of each row 'FLAGS => PART; PART'. Indented lines continue a
+    row."""
     joined = re.sub(r"\n +", " ", text.strip()).splitlines()
     pairs = [(words.strip(), parts.strip()) for words, _, parts in (row.partition("=>") for row in joined)]
     return [(words, re.split(" *; *", parts) if parts else []) for words, parts in pairs]
 
 
 def refusal(*words: str, base: Sequence[str] = SMALL, env: Mapping[str, str] | None = None) -> str:
-    """Returns the error of a command line, one sentence."""
+    """Returns the error of a command line, which must be one sentence."""
     with pytest.raises(ConfigError) as caught:
         parse_args([*base, *words], env or {})
     sentence = str(caught.value)
@@ -52,6 +52,6 @@ def refusal(*words: str, base: Sequence[str] = SMALL, env: Mapping[str, str] | N
 
 
 def check_refused(words: Sequence[str], parts: Iterable[str], base: Sequence[str] = SMALL) -> None:
-    """Checks that the error of a command line has these parts."""
+    """Checks that the error of a command line contains these parts."""
     sentence = refusal(*words, base=base)
     assert [part for part in parts if part not in sentence] == [], sentence

@@ -1,10 +1,10 @@
 """The flags that BigScience's published sbatch scripts (bigscience-workshop/bigscience, folder train/) pass
-to pretrain_gpt.py. A line per script in published_scripts.txt lists its differences from the most common
+to pretrain_gpt.py. published_scripts.txt has a line per script with its differences from the most common
 script.
 
-The facts were read from the scripts and are written in our own words. Not included: scripts that start
-another program, scripts that only copy logs, and tr8-104B-cl.slurm, which ends in its own shell arithmetic on
-126_953_125.
+The values were read from the scripts; the text of the scripts is not copied. Not included: scripts that start
+a different program, scripts that only copy logs, and tr8-104B-cl.slurm, which ends in its own shell
+arithmetic on 126_953_125.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ class Script:
     fault: str | None = None
 
     def flags(self) -> dict[str, list[str]]:
-        """The script's flags with their values, without --deepspeed_config."""
+        """Returns the script's flags with their values, without --deepspeed_config."""
         found: dict[str, list[str]] = {}
         _change(found, SHORT["commonest"])
         _change(found, self.changes)
@@ -53,7 +53,8 @@ class Script:
 
     @property
     def first_supported_sample(self) -> int | None:
-        """Consumed samples from which the run can resume, if the fault is a batch of the ramp-up.
+        """Returns the consumed samples from which the run can resume, if the fault is a batch size of the
+        ramp-up.
 
         The layout of such a script supports only the full batch, which the ramp-up reaches after its SAMPLES.
         """
@@ -64,7 +65,8 @@ class Script:
         return [word for flag, values in self.flags().items() for word in (flag, *values)]
 
     def deepspeed_json(self) -> dict[str, object]:
-        """The DeepSpeed file of the script. It repeats the flags, except for the loss scale."""
+        """Returns the content of the script's DeepSpeed file. It repeats the flags, except for the loss
+        scale."""
         flags = self.flags()
         fp16 = {"enabled": True, "loss_scale": 0, "loss_scale_window": 500, "hysteresis": 2}
         fp16 |= {"min_loss_scale": 1, "initial_scale_power": 12}
@@ -96,7 +98,7 @@ def _change(flags: dict[str, list[str]], text: str) -> None:
             current.append(VALUES.get(word, word))
 
 
-# Names of flags and changes, and scripts.
+# Lines 'NAME = WORDS' with shorthands for flags and changes, then a line for each script.
 _LINES = re.sub(r"\n +", " ", Path(__file__).with_suffix(".txt").read_text(encoding="utf-8")).splitlines()
 SHORT = dict(line.split(" = ") for line in _LINES if " = " in line)
 
@@ -114,5 +116,5 @@ SCRIPTS = tuple(_read_scripts())
 
 
 def published(name: str) -> Script:
-    """The script of this name."""
+    """Returns the script of this name."""
     return next(script for script in SCRIPTS if script.name == name)

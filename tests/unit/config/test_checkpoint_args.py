@@ -1,4 +1,4 @@
-"""--use-checkpoint-args, and the flags that --finetune contradicts."""
+"""Tests --use-checkpoint-args, and the flags that --finetune contradicts."""
 
 import dataclasses
 from pathlib import Path
@@ -27,7 +27,7 @@ def saved() -> Config:
 
 
 def read_with(saved: Config, *words: str) -> Config:
-    """Returns the config of a command line with --use-checkpoint-args and a checkpoint of `config`."""
+    """Returns the configuration of a command line with --use-checkpoint-args and a checkpoint of `saved`."""
     found = SavedConfig("folder/global_step5", saved)
     with mock.patch("megatron.arguments.checkpoint_args.read_saved_config", return_value=found):
         return read_command_line([*RUN, "--load", "folder", "--use-checkpoint-args", *words], {}).config

@@ -1,5 +1,4 @@
-"""What users type: valid flags become the config, and each invalid command line gets an error of one
-sentence."""
+"""Valid flags become the configuration, and each invalid command line gets an error of one sentence."""
 
 from __future__ import annotations
 
@@ -13,13 +12,14 @@ from pathlib import Path
 import pytest
 
 from megatron.arguments import parse_args, read_command_line
+from megatron.commands import ds_to_universal, evaluate
 from megatron.config import Config, ConfigError
 from megatron.config.config import SETTINGS, Setting
 from megatron.config.flag_parser import HELP_GROUPS, make_parser
 from megatron.config.foreign_flags import foreign_flags, rewrite
 from tests.unit.config.command_lines import RUN, SMALL, check_refused, refusal
 
-# Ways to write a value, and values that are derived: flags, field, value.
+# (Flags, field, value): ways to write a value, and derived values.
 WRITTEN = [
     ("--hidden-size 2_048", "model.hidden_size", 2048),
     ("--adam-beta1 .8", "optimizer.adam_beta1", 0.8),
@@ -49,7 +49,7 @@ WRITTEN = [
 
 
 def sample(setting: Setting) -> tuple[list[str], object]:
-    """Returns words of a value of a flag, and the value."""
+    """Returns (words of a flag with a value, the value)."""
     if setting.kind is bool:
         return [], True
     word = {int: "7", float: "0.5", str: "word"}[setting.kind]
@@ -159,7 +159,7 @@ UNSUPPORTED = foreign_flags().unsupported
 
 @pytest.mark.parametrize("spelling", ["{}", "underscores", "{}=4"])
 def test_an_unsupported_flag_of_another_framework_gets_what_to_do_instead(spelling: str) -> None:
-    """One error names all of them."""
+    """One error names all unsupported flags."""
     known, expected = make_parser()._option_string_actions, {}
     for name, answer in UNSUPPORTED.items():
         typed = name.removesuffix("*")
@@ -175,9 +175,9 @@ def test_an_unsupported_flag_of_another_framework_gets_what_to_do_instead(spelli
 
 @pytest.mark.parametrize("framework", ["bigscience", "microsoft", "megatron_lm"])
 def test_every_flag_of_another_framework_has_an_answer(framework: str) -> None:
-    """The files list the flags in the frameworks' argument files (BigScience 8387ae17, Microsoft 4efb479d,
-    Megatron-LM d98e8a64), flags that at least three of Megatron-LM's launch scripts give, and the flags of
-    experts that Megatron-LM generates from its config classes."""
+    """The files in peer_flags contain the flags in the frameworks' argument files (BigScience 8387ae17,
+    Microsoft 4efb479d, Megatron-LM d98e8a64), flags in at least three of Megatron-LM's launch scripts, and
+    the flags of experts that Megatron-LM generates from its config classes."""
     flags = (Path(__file__).parent / "peer_flags" / f"{framework}.txt").read_text().split()
     foreign = foreign_flags()
     known = make_parser()._option_string_actions.keys() | foreign.rewritten.keys() | foreign.ignored.keys()
@@ -372,7 +372,17 @@ def test_the_config_of_an_older_checkpoint_has_its_values_under_the_new_names() 
     settings["trouble"] = settings.pop("stability")
     del settings["checkpoint"]["allow_replica_mismatch"]
     settings["checkpoint"]["allow_drift"] = True
-    settings["training"]["simulate"] = False  # removed
+    settings["training"]["simulate"] = False  # a removed setting
     config = Config.from_dict(settings)
     assert config.stability.spike_window == 9
     assert config.checkpoint.allow_replica_mismatch is True
+
+
+def test_tools_accept_underscores_and_dashes() -> None:
+    words = ["--input_folder", "a", "--output_folder", "b", "--num_merge_workers", "3", "--no_strict"]
+    dashed = [word.replace("_", "-") for word in words]
+    found, expected = (ds_to_universal.build_parser().parse_args(typed) for typed in (dashed, words))
+    assert found == expected and expected.num_merge_workers == 3
+    evaluate_words = ["--load", "c", "--data-path", "d", "--local-rank=2", "--universal-checkpoint"]
+    arguments = evaluate.build_parser().parse_args(evaluate_words)
+    assert (arguments.local_rank, arguments.universal_checkpoint) == (2, True)

@@ -18,7 +18,7 @@ from megatron.errors import UserError
 from tests.unit.config.command_lines import SMALL, rows
 from tests.unit.hostile import HOSTILE_VALUES, refusal
 
-# As published scripts write it, for SMALL.
+# A file for SMALL in the form of published scripts.
 PUBLISHED: dict[str, Any] = {
     "train_micro_batch_size_per_gpu": 1,
     "train_batch_size": 8,
@@ -39,7 +39,7 @@ PUBLISHED: dict[str, Any] = {
 
 @pytest.fixture
 def read(tmp_path: Path):
-    """Reads settings as a DeepSpeed file with SMALL and more flags."""
+    """Returns a function that reads settings as a DeepSpeed file with SMALL and more flags."""
 
     def read_settings(settings: Any, *words: str) -> CommandLine:
         file = tmp_path / "ds_config.json"

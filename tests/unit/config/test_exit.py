@@ -1,10 +1,12 @@
-"""A wrong setting or a signal ends a program with its exit code, and one line."""
+"""A wrong setting or a signal ends a program with an exit code and one line."""
 
 from __future__ import annotations
 
 import errno
 import os
 import signal
+import subprocess
+import sys
 
 import pytest
 
@@ -21,7 +23,8 @@ def test_a_config_error_ends_with_code_2_and_one_line(
     capsys: pytest.CaptureFixture[str],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """The other ranks let rank 0 end first: a launcher ends it with them."""
+    """Only rank 0 prints. The other ranks wait, so that a launcher does not end rank 0 before it has
+    printed."""
     waited: list[float] = []
     monkeypatch.setattr("megatron.errors.time.sleep", waited.append)
     with pytest.raises(SystemExit) as caught, exit_on_user_error(env):
@@ -51,7 +54,8 @@ def test_a_file_that_cannot_be_accessed_ends_a_tool_with_code_2_and_one_line_on_
 
 
 def set_limits(patch: pytest.MonkeyPatch, files: tuple[int, int], space: int) -> list[tuple[int, int]]:
-    """Sets the limits that the start of a program finds. Returns the limits of open files that it sets."""
+    """Sets the limits that the start of a program finds. Returns the list of limits of open files that the
+    program sets."""
     given = {launch.resource.RLIMIT_NOFILE: files, launch.resource.RLIMIT_AS: (space, space)}
     changes: list[tuple[int, int]] = []
     patch.setattr(launch.resource, "getrlimit", given.__getitem__)
@@ -95,6 +99,23 @@ def test_a_hostile_text_in_an_error_is_printed_with_escapes(capsys: pytest.Captu
     with pytest.raises(SystemExit), exit_on_user_error({}):
         raise ConfigError("host \x1b[2J\udcff: expected a name")
     assert capsys.readouterr().err == "error: host \\x1b[2J\\udcff: expected a name\n"
+
+
+@pytest.mark.parametrize("unbuffered", ["", "1"])
+def test_a_reader_of_stdout_that_ends_early_gets_no_traceback(unbuffered: str) -> None:
+    """A buffered line fails when the program ends, an unbuffered line at once."""
+    program = "with exit_on_user_error():\n    sys.stdin.read()\n    print(1)"
+    tool = subprocess.Popen(
+        [sys.executable, "-c", f"import sys\nfrom megatron.errors import exit_on_user_error\n{program}"],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        env={**os.environ, "PYTHONUNBUFFERED": unbuffered},
+    )
+    assert tool.stdin and tool.stdout and tool.stderr
+    tool.stdout.close()
+    tool.stdin.close()
+    assert tool.stderr.read() == b"" and tool.wait() == 128 + signal.SIGPIPE
 
 
 @pytest.mark.parametrize("first", [signal.SIGINT, signal.SIGTERM])

@@ -1,4 +1,5 @@
-"""Flags of experts: patterns of layers, what a dense model has, what is rejected, and flags of peers."""
+"""Tests the flags of experts: patterns of layers, settings of a dense model, rejected settings, and flags of
+other programs."""
 
 from __future__ import annotations
 
@@ -50,7 +51,8 @@ def test_a_pattern_of_layers_is_saved_and_read_again(words: str, pattern: str) -
 
 
 def test_a_dense_model_is_what_it_was_before_experts_existed() -> None:
-    """Megatron-DeepSpeed's default is --num-experts 1; run.json of an older version has no such fields."""
+    """Megatron-DeepSpeed's default is --num-experts 1. The run.json of an older version has no fields of
+    experts."""
     dense = config_of("")
     assert config_of("--num-experts 1") == dense
     assert "expert" not in model_summary(dense.model) and dense.checkpoint.save_format == "native"
@@ -138,7 +140,7 @@ def test_experts_have_the_size_of_the_mlp_and_torch_checkpoints_unless_flags_say
     ],
 )
 def test_a_mistake_gets_one_sentence(words: str, parts: tuple[str, ...]) -> None:
-    """A case without parts is correct."""
+    """A case without `parts` is a correct command line."""
     if not parts:
         assert config_of(words)
         return
@@ -252,8 +254,8 @@ def test_flags_of_peers_with_another_meaning_are_answered() -> None:
         assert any(line.strip().startswith(f"{name} is ") and answer in line for line in sentences), words
 
 
-# The flags of experts in Microsoft's examples_deepspeed/MoE/ds_pretrain_gpt_1.3B_dense.sh (4efb479d), with
-# which a dense model is trained, and the defaults of its other flags of experts.
+# The flags of experts in Microsoft's examples_deepspeed/MoE/ds_pretrain_gpt_1.3B_dense.sh (4efb479d), which
+# trains a dense model, and the defaults of its other flags of experts.
 MICROSOFT = (
     "--moe-expert-parallel-size 1 --moe-loss-coeff 0.01 --moe-train-capacity-factor 1.0 "
     "--moe-eval-capacity-factor 1.0 --moe-min-capacity 4 --topk 1 --expert-interval 2 --mlp-type standard "

@@ -1,4 +1,4 @@
-"""docs/flags.md and the tables of docs/migration.md are generated from the config."""
+"""docs/flags.md and the tables of docs/migration.md are generated from the configuration."""
 
 from __future__ import annotations
 

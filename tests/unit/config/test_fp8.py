@@ -1,4 +1,4 @@
-"""The flags of FP8: what they imply, and with what they are rejected, whatever the layout."""
+"""Tests the flags of FP8: what they imply, and with which flags they are rejected, whatever the layout."""
 
 import pytest
 
@@ -106,7 +106,8 @@ def test_the_projection_of_multi_token_prediction_is_checked_if_the_last_layer_i
 
 
 def test_the_gate_is_part_of_the_projection_whose_size_is_checked():
-    """[1536, 1024] would be small, and is if the gate is missing; [2304, 1024] computes in FP8."""
+    """The projection with the gate is [2304, 1024] and computes in FP8. Without the gate it would be [1536,
+    1024], which is small."""
     sizes = "--hidden-size 1024 --num-attention-heads 6 --kv-channels 128 --ffn-hidden-size 1024"
     groups = "--group-query-attention --num-query-groups 3 --fp8-min-size 700"
     flags = f"--bf16 --fp8-recipe blockwise {sizes} {groups}"

@@ -1,4 +1,4 @@
-"""`pretrain_gpt.py` without flags, its --help, and completion in a shell."""
+"""Runs `pretrain_gpt.py` without flags, prints its --help, and completes its flags in a shell."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""All mistakes of a command line are in one error, each once, and without errors that follow from another."""
+"""One error contains all mistakes of a command line, each once, and no errors that follow from a different
+mistake."""
 
 from __future__ import annotations
 
@@ -31,7 +32,7 @@ def changed(words: str, base: list[str] = SMALL) -> list[str]:
 
 
 def check_lines(lines: list[str], parts: list[str]) -> None:
-    """Checks that each part begins a line of its own, in any order, and that there are no other lines."""
+    """Checks that each part begins its own line, in any order, and that there are no further lines."""
     assert len(lines) == len(parts), lines
     for part in parts:
         assert sum(line.startswith(part) for line in lines) == 1, (part, lines)
@@ -61,7 +62,7 @@ def test_one_round_has_mistakes_of_every_kind() -> None:
 @pytest.mark.parametrize(
     ("words", "parts"),
     [
-        # A flag with an invalid value causes no other error.
+        # A flag with an invalid value causes no further error.
         ("--pipeline-model-parallel-size two --pipeline-schedule zero-bubble", ["--pipeline-model"]),
         ("--tensor-model-parallel-size 0 --sequence-parallel --global-batch-size 7", ["--tensor-model"]),
         ("--micro-batch-size x --global-batch-size 7 --world-size 4", ["--micro-batch-size is 'x'"]),
@@ -129,8 +130,8 @@ def test_one_round_has_all_missing_files(tmp_path: Path) -> None:
     check_lines(
         lines_of(changed(words + more, RUN)),
         [
-            *("--vocab-file: there is no file", "--merge-file: there is no file"),
-            *(f"--data-path: there is no file {tmp_path}/{name}" for name in "ab"),
+            *(f"--vocab-file: {tmp_path}/v does not", f"--merge-file: {tmp_path}/m does not"),
+            *(f"--data-path: {tmp_path}/{name}" for name in "ab"),
             "--deepspeed_config",
         ],
     )

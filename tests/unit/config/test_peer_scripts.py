@@ -26,12 +26,12 @@ LLAMA_2 = (
     "--use-rotary-position-embeddings --untie-embeddings-and-output-weights --swiglu --normalization "
     "rmsnorm --disable-bias-linear --num-key-value-heads 4 --zero-stage=0 --deepspeed"
 )
-# Its options for recomputation and wandb.
+# The script's options for recomputation and wandb.
 OPTIONS = (
     "--recompute-granularity full --recompute-method uniform --deepspeed-activation-checkpointing "
     "--wandb-project pretrain-llama2 --wandb-exp-name exp0 --wandb-save-dir wandb"
 )
-# examples/llama/train_llama3_8b_h100_fp8.sh (Megatron-LM, 157006d6) 8 GPUs.
+# examples/llama/train_llama3_8b_h100_fp8.sh (Megatron-LM, 157006d6), 8 GPUs.
 LLAMA_3 = (
     "--use-mcore-models --num-layers 32 --hidden-size 4096 --ffn-hidden-size 14336 --num-attention-heads 32 "
     "--group-query-attention --num-query-groups 8 --kv-channels 128 --seq-length 8192 "

@@ -1,6 +1,6 @@
 """The command lines of BigScience's published scripts are accepted, or rejected for a fault of the script.
 
-Some ramp-ups have batch sizes that their layout does not support, because these runs started on another
+Some ramp-ups have batch sizes that their layout does not support, because these runs started on a different
 layout. They are accepted if they resume after these batch sizes, and rejected if they start from initial
 weights.
 """
@@ -33,7 +33,7 @@ def test_a_published_command_line_is_accepted_or_refused_for_its_own_fault(
         return
     config = read_command_line(words, {}).config
     assert config.parallel.world_size == script.processes
-    assert config.precision.loss_scale is None  # dynamic, as the file says and --loss-scale does not
+    assert config.precision.loss_scale is None  # dynamic, by the file and not by --loss-scale
 
 
 @pytest.mark.parametrize(
@@ -42,7 +42,7 @@ def test_a_published_command_line_is_accepted_or_refused_for_its_own_fault(
         (
             "tr11-176B-ml",
             {
-                "parallel.partition_method": "type:transformer|embedding",  # from Slurm: with its quotes
+                "parallel.partition_method": "type:transformer|embedding",  # the script quotes it
                 "batch.rampup_batch_size": (192, 16, 9_765_625),
                 "model.ffn_hidden_size": 4 * 14336,
                 "model.kv_channels": 128,

@@ -1,4 +1,4 @@
-"""Registries: every implementation can be imported, and flags, help and errors come from them."""
+"""Registries: every implementation can be imported, and flags, help and errors come from the registries."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ REGISTRIES = [value for value in vars(registries).values() if isinstance(value, 
 
 
 def test_every_implementation_can_be_imported_and_is_in_the_help_with_its_description() -> None:
-    # Without white space, since lines of the help are broken at spaces and hyphens.
+    # The text has no white space, since lines of the help are broken at spaces and hyphens.
     text = "".join(make_parser().format_help().split())
     for registry in REGISTRIES:
         assert registry and registry.option in text

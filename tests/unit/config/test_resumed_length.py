@@ -1,4 +1,4 @@
-"""The end of a run whose batch, sequence length or curriculum changes at a resume, compared with a walk over
+"""Compares the end of a run whose batch, sequence length or curriculum changes at a resume with a loop over
 its steps."""
 
 from __future__ import annotations
@@ -71,14 +71,14 @@ runs = st.builds(
 @given(st.lists(st.tuples(runs, st.integers(0, 15)), max_size=3), runs)
 def test_resumed_length_is_reached_by_a_walk(before: list[tuple[Config, int]], config: Config) -> None:
     start = BEGIN
-    for other, steps in before:  # earlier launches, each with other flags
+    for other, steps in before:  # earlier launches, each with different flags
         for _ in range(steps):
             start = step(other, start)
     on_the_way = [start, *walk(config, start)]
     end, length = on_the_way[-1], RunLength.from_config(config, start)
     assert max(length.iterations, start.iteration) == end.iteration
     assert length.train_samples == end.consumed_samples
-    # A launch that is interrupted ends where it would have ended.
+    # A launch that is interrupted and resumed ends where the uninterrupted launch would have ended.
     assert {RunLength.from_config(config, at) for at in on_the_way} == {length}
     tokens = BatchSchedule.from_config(config.batch).tokens_of_samples
     for at in on_the_way:
@@ -112,5 +112,5 @@ def test_resumed_length_keeps_the_end_of_a_warmup_of_shorter_sequences() -> None
 def test_resumed_length_decides_whether_samples_or_tokens_end_the_decay() -> None:
     config = run_of(f"--train-samples 100 --train-tokens 5120 {FIXED[0]}", 64)
     assert schedule_of(config).decay_unit == "tokens"
-    # 40 samples of 32 tokens and 60 of 64 are all tokens: the samples end the run.
+    # 40 samples of 32 tokens and 60 of 64 use all tokens, so the samples end the run.
     assert schedule_of(config, Progress(10, 40, 1280)).decay_unit == "samples"

@@ -1,4 +1,4 @@
-"""Checks across flags: each error has the numbers and the flag to change."""
+"""Checks across flags: each error has the values and the flag to change."""
 
 from __future__ import annotations
 
@@ -216,8 +216,8 @@ def test_a_path_that_is_too_long_is_hostile_and_named_by_its_flag(flag: str, pat
     assert sentence.startswith(f"{flag} {path[:40]}... is too long") and len(sentence) < 200
 
 
-# A flag that was typed is reported with its default value, too. The test split is evaluated on --eval-iters
-# batches, and a DeepSpeed file may make the loss scale a dynamic one.
+# A flag without effect is reported even if it was typed with its default value. The test split is evaluated
+# on --eval-iters batches, and a DeepSpeed file may make the loss scale dynamic.
 NO_EFFECT = """
 --hysteresis 3 => --hysteresis has no effect without --fp16
 --bf16 --hysteresis 2 => --hysteresis has no effect without --fp16
@@ -281,14 +281,14 @@ def test_a_flag_without_effect_beside_the_others_is_noted(words: str, notes: lis
 
 @pytest.fixture
 def run(tmp_path: Path) -> list[str]:
-    """The flags of a run whose token files exist."""
+    """Returns the flags of a run whose token files exist."""
     for ending in (".bin", ".idx"):
         (tmp_path / f"text{ending}").touch()
     return [*RUN, "--vocab-size", "100", "--data-path", str(tmp_path / "text")]
 
 
 def make_package(folder: Path, name: str, parts: tuple[str, ...], patch: pytest.MonkeyPatch) -> None:
-    """Makes only this package importable, with these sub-packages; no package without `parts`."""
+    """Makes only this package importable, with these sub-packages. Without `parts` there is no package."""
     for part in parts:
         (folder / name / part).mkdir(parents=True, exist_ok=True)
         (folder / name / part / "__init__.py").touch()
@@ -334,7 +334,7 @@ def test_a_run_needs_the_files_of_its_tokenizer(run: list[str], tmp_path: Path) 
         "--merge-file",
     ]
     vocab.touch()
-    assert f"--merge-file: there is no file {merges}" in refusal(base=words)
+    assert f"--merge-file: {merges} does not exist" in refusal(base=words)
     merges.touch()
     assert parse_args(words, {}).data.tokenizer_type == "GPT2BPETokenizer"
 

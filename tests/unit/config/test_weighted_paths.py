@@ -1,4 +1,4 @@
-"""Blends and groups of weighted paths on the command line."""
+"""Tests blends and groups of weighted paths on the command line."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def test_a_data_path_is_one_prefix_or_a_blend() -> None:
 
 
 def test_the_files_of_megatron_lm_equal_the_flags(tmp_path: Path) -> None:
-    """The formats of Megatron-LM's get_blend_and_blend_per_split."""
+    """The files have the formats of Megatron-LM's get_blend_and_blend_per_split."""
     (tmp_path / "blend.txt").write_text("0.25 a\n0.75\tb\n")
     (tmp_path / "splits.json").write_text('{"train": [0.25, "a", "0.75", "b"], "valid": "a b", "test": null}')
     config = parse_args([*SMALL, "--data-args-path", str(tmp_path / "blend.txt"), "--split", "9,1"], {})
@@ -55,7 +55,7 @@ def test_the_files_of_megatron_lm_equal_the_flags(tmp_path: Path) -> None:
     for data in (by_file, by_flags):
         assert [len(split_groups(data, name)) for name in ("train", "valid", "test")] == [1, 1, 0]
         assert available_eval_splits(data) == (True, False, "without --valid-data-path")
-    # A checkpoint records the words, and the file may be gone.
+    # A checkpoint records the content of the file, and the file may be deleted later.
     (tmp_path / "splits.json").unlink()
     assert Config.from_dict(json.loads(json.dumps(config.to_dict()))).data == config.data
     parse_args([*SMALL, "--per-split-data-args-path", str(tmp_path / "splits.json")], {})  # a dry run
@@ -139,7 +139,7 @@ def test_contradictions_are_refused(words: list[str], parts: tuple[str, ...]) ->
 def test_a_bad_file_is_named(tmp_path: Path) -> None:
     file = tmp_path / "train.txt"
     option = f"{TRAIN}-path"
-    assert f"{option}: there is no file {file}" in refusal(option, str(file), base=RUN)
+    assert f"{option}: {file} does not exist" in refusal(option, str(file), base=RUN)
     parse_args([*SMALL, option, str(file)], {})  # a dry run reads no data
     for text in ("", '"T: 1 0:1 a'):
         file.write_text(text)
@@ -175,7 +175,7 @@ def test_a_run_needs_the_files_of_every_group(tmp_path: Path) -> None:
     for ending in (".bin", ".idx"):
         (tmp_path / f"a{ending}").touch()
     words = ["--vocab-size", "100", TRAIN, f"T: 1 0:1 {tmp_path}/a", VALID, f"V: 1 0:1 {tmp_path}/b"]
-    assert f"{VALID}: there is no file {tmp_path}/b.bin" in refusal(*words, base=RUN)
+    assert f"{VALID}: {tmp_path}/b.bin does not exist" in refusal(*words, base=RUN)
 
 
 def test_evaluation_flags_without_groups_to_evaluate_are_noted() -> None:

@@ -1,4 +1,4 @@
-"""--window-pattern: the letters, Megatron-LM's frequency and list, and what is rejected."""
+"""--window-pattern accepts letters and Megatron-LM's frequency and list, and rejects other values."""
 
 from __future__ import annotations
 

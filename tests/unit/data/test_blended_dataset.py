@@ -1,4 +1,4 @@
-"""The order of samples in a blend of datasets."""
+"""Tests the order of samples in a blend of data sets."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def small_chunks(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 
 def sorted_by_time(weights: tuple[int, ...], length: int) -> list[tuple[int, int]]:
-    """Returns (component, number) pairs by the definition: all samples, sorted by their exact times."""
+    """Returns (component, number) of all samples by the definition: sorted by their exact times."""
     total = sum(weights)
     due = [
         (Fraction((2 * k + 1) * total, 2 * weight), component, k)

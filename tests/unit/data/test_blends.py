@@ -1,4 +1,4 @@
-"""Blends of token files: order, documents and group names."""
+"""Tests blends of token files: order, documents and group names."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from tests.unit.data import token_files
 from tests.unit.data.token_files import data_config, missing_files, numbered_documents, write_documents
 
 SEQ, SEED = 4, 7
-# Tokens of B begin at 1000, so that each token identifies its dataset.
+# Tokens of B begin at 1000, so that each token identifies its data set.
 SIZES_A, SIZES_B = [5, 7, 3, 9, 11, 2, 6, 8, 4, 5], [12, 4, 6, 6, 9, 3, 10, 8, 2, 7]
 
 
@@ -69,7 +69,7 @@ def test_a_blend_reads_each_dataset_in_its_own_order(a: str, b: str) -> None:
     assert (len(from_a), len(from_b)) == (6, 14)
     assert from_a == contents(build(data_config(a), (6, 0, 0)).train, 6)
     assert from_b == contents(build(data_config(b), (14, 0, 0)).train, 14)
-    # 3 and 7 of 10: the times of A are 1.7, 5, 8.3, and every second or third of B's is between them.
+    # With weights 3 and 7, A's times are 1.7, 5 and 8.3. Two or three samples of B are between them.
     assert [int(sample[0] < 1000) for sample in samples[:10]] == [0, 1, 0, 0, 1, 0, 0, 0, 1, 0]
     for outside in (-1, 20):
         with pytest.raises(IndexError):
@@ -118,7 +118,8 @@ def test_components_too_small_for_a_split_are_left_out_of_it_with_a_note(
     short = write_documents(tmp_path / "short", [[1, 2], [3], [], [4]])
     data = data_config("1", a, "5", tiny, "2", short, "3", b, split="80,20,0")
     train, (valid,), _ = build(data, (30, 4, 0))
-    # tiny has no document in valid, short has 3 tokens in train and 1 in valid; a sample has 5.
+    # The data set `tiny` has no document in valid. `short` has 3 tokens in train and 1 in valid. A sample has
+    # 5.
     assert contents(train) == contents(
         build(data_config("1", a, "5", tiny, "3", b, split="80,20,0"), (30, 0, 0)).train
     )
@@ -152,7 +153,7 @@ def test_without_weights_an_epoch_of_each_is_read_in_proportion_to_its_size(
         assert [int(np.sum(firsts < 1000)), int(np.sum((firsts >= 1000) & (firsts < 5000)))] == sizes[:2]
     first = np.array(contents(build(data, (sum(sizes), 0, 0)).train))
     for tokens, size in ((first[first < 1000], sizes[0]), (first[first >= 5000], sizes[2])):
-        assert len(np.unique(tokens)) == size * SEQ + 1  # no token is in two samples, except at their ends
+        assert len(np.unique(tokens)) == size * SEQ + 1  # samples share only the tokens at their ends
     assert data_fingerprint(data, SEQ, SEED, 9)["weights"] == list(
         integer_weights([Fraction(size) for size in sizes])
     )

@@ -1,4 +1,4 @@
-"""--data-order: samples and indices equal those that the other programs have computed."""
+"""--data-order: samples and indices equal the ones that the other programs have computed."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ from tests.unit.data.token_files import build
 
 @pytest.fixture(scope="module")
 def core_data(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The files of tests/reference/write_core_data.py, written by megatron-core 0.16.1."""
+    """Returns the files of tests/reference/write_core_data.py, written by megatron-core 0.16.1."""
     return unpack("core_data", tmp_path_factory.mktemp("core"))
 
 
@@ -60,7 +60,7 @@ def samples_digest(dataset: SampleDataset) -> str:
 
 
 def blend_words(folder: Path, words: Sequence[Any]) -> list[tuple[str, str]]:
-    """(weight, prefix) of each component of a case."""
+    """Returns (weight, prefix) of each component of a case."""
     return [(str(weight), str(folder / name)) for weight, name in zip(words[::2], words[1::2], strict=True)]
 
 
@@ -79,7 +79,8 @@ def config_of(folder: Path, case: dict[str, Any], cache: Path, order: str = "meg
 
 @pytest.fixture(scope="module")
 def expected(cases: dict[str, Any]) -> dict[str, dict[str, list[Any]]]:
-    """The digests of each program's samples, by --data-order. None: the program stops with an error."""
+    """Returns --data-order -> digests of the samples of the program with this order. None: the program stops
+    with an error."""
     core = {kind: [case["samples"] for case in cases[kind]] for kind in ("single", "blends")}
     others: dict[str, Any] = json.loads((ASSETS / "deepspeed_orders.json").read_text())
     return {"megatron-core": core, **others}
@@ -89,7 +90,8 @@ PROGRAMS = [order for order in DATA_ORDERS if order != "native"]
 
 
 def programs(*in_gate: str) -> pytest.MarkDecorator:
-    """A row for each program. A program outside `in_gate` is a further row."""
+    """Parametrizes a test with a row for each program. Rows of programs outside `in_gate` get the mark
+    `full`."""
     return pytest.mark.parametrize(
         "order",
         [
@@ -139,7 +141,7 @@ def test_20_blends_equal_the_programs(
 def test_blends_without_weights_and_with_short_data_equal_megatron_core(
     core_data: Path, cases: dict[str, Any], tmp_path: Path
 ) -> None:
-    """The last of three sizes is all samples of one epoch: Megatron-Core ends there."""
+    """The last of three sizes is all samples of one epoch, where Megatron-Core ends."""
     different = []
     for number, case in enumerate([*cases["sized"], *cases["short"]]):
         sizes = tuple(case.get("lengths", case["sizes"]))
@@ -162,7 +164,8 @@ def test_blends_without_weights_and_with_short_data_equal_megatron_core(
 
 
 def test_the_cases_tell_the_programs_apart(expected: dict[str, Any]) -> None:
-    """The cases are not ones in which all orders are equal."""
+    """If the orders of two programs were equal in all cases, the cases would not show which one is
+    implemented."""
     for kind in ("single", "blends"):
         for order, other in combinations(PROGRAMS, 2):
             pairs = zip(expected[order][kind], expected[other][kind], strict=True)
@@ -180,20 +183,20 @@ def test_tables_equal_megatron_cores_in_every_element(
         blend = CoreBlend.from_fractions([Fraction(weight) for weight in case["weights"]])
         table = blend.table(case["samples"])
         assert digest(*table) == case["table"]
-        # A longer run begins with a shorter one's table.
+        # The table of a longer run begins with the table of a shorter run.
         assert all(np.array_equal(a, b[:1000]) for a, b in zip(blend.table(1000), table, strict=True))
 
 
 @pytest.fixture
 def cached(core_data: Path, cases: dict[str, Any], tmp_path: Path) -> dict[str, Any]:
-    """The run whose cache folder Megatron-Core wrote. Its folder may be changed."""
+    """Returns the run whose cache folder Megatron-Core wrote. A test may change this folder."""
     cache = shutil.copytree(core_data / "cache", tmp_path / "cache")
     case = cases["cached"]
     return {**case, "cache": cache, "data": config_of(core_data, case, cache)}
 
 
 def next_samples(cached: dict[str, Any], seq_length: int) -> list[list[int]]:
-    """The samples of the next global batch, from the micro-batches of two data-parallel ranks."""
+    """Returns the samples of the next global batch, from the micro-batches of two data-parallel ranks."""
     train = build(cached["data"], seq_length, cached["seed"], tuple(cached["sizes"])).train
     assert train is not None
     found: dict[int, list[int]] = {}
@@ -228,7 +231,7 @@ def test_a_resume_in_another_order_is_rejected(core_data: Path) -> None:
         name: data_fingerprint(DataConfig(data_path=(str(core_data / "a"),), data_order=name), 16, 1, 100)
         for name in DATA_ORDERS
     }
-    assert "data_order" not in orders["native"]  # as in checkpoints from before the flag
+    assert "data_order" not in orders["native"]  # as in checkpoints from before the flag existed
     for saved, fingerprint in orders.items():
         for now, other in orders.items():
             differences = fingerprint_differences(fingerprint, other)

@@ -1,4 +1,4 @@
-"""The commands tools/merge_datasets.py and tools/verify_dataset.py."""
+"""Runs the commands tools/merge_datasets.py and tools/verify_dataset.py."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ SIZES = ([3, 0, 5], [4], [2, 6])
 
 
 def vocabulary(vocab_size: int = 100, eod: int = 7, letter: str = "a") -> Any:
-    """The part of a tokenizer that a vocabulary record needs."""
+    """Returns the part of a tokenizer that a vocabulary record needs."""
     return SimpleNamespace(
         name="Test",
         vocab_size=vocab_size,
@@ -39,7 +39,7 @@ def vocabulary(vocab_size: int = 100, eod: int = 7, letter: str = "a") -> Any:
 
 @pytest.fixture
 def inputs(tmp_path: Path) -> list[str]:
-    """Writes three datasets with equal vocabulary records."""
+    """Writes three data sets with equal vocabulary records. Returns their prefixes."""
     prefixes = []
     for number, sizes in enumerate(SIZES):
         prefixes.append(write_documents(tmp_path / f"part{number}", numbered_documents(sizes)))
@@ -69,14 +69,14 @@ def test_merged_documents_are_those_of_the_inputs_in_order(inputs: list[str], tm
     assert merged.dtype == np.uint16
     record, expected_record = read_record(str(tmp_path / "all")), read_record(inputs[0])
     assert record is not None and expected_record is not None and record.items() > expected_record.items()
-    # The same bytes as if all documents had been written at once.
+    # The bytes equal a file in which all documents were written at once.
     once = write_documents(tmp_path / "once", expected)
     for ending in (".bin", ".idx"):
         assert Path(f"{tmp_path}/all{ending}").read_bytes() == Path(f"{once}{ending}").read_bytes()
 
 
 def test_documents_of_several_sequences_keep_their_boundaries(inputs: list[str], tmp_path: Path) -> None:
-    # Make the three sequences of the first data set two documents: [0, 3] and [5].
+    # Turns the three sequences of the first data set into two documents: [0, 3] and [5].
     path = Path(f"{inputs[0]}.idx")
     content = path.read_bytes()
     header = list(HEADER.unpack(content[: HEADER.size]))
@@ -106,7 +106,7 @@ def test_an_input_without_a_record_gives_no_record(
     inputs: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     os.remove(record_path(inputs[2]))
-    write_record(str(tmp_path / "all"), vocabulary(letter="b"))  # of files that are replaced
+    write_record(str(tmp_path / "all"), vocabulary(letter="b"))  # these files are replaced
     merge(inputs, tmp_path / "all")
     assert not os.path.exists(record_path(str(tmp_path / "all")))
     assert inputs[2] in capsys.readouterr().err
@@ -285,8 +285,8 @@ def test_a_batch_that_the_layout_of_the_run_determines_is_asked_for(
 def test_the_flags_of_a_large_run_give_its_samples(
     inputs: list[str], capsys: pytest.CaptureFixture[str], flags: list[str], tmp_path: Path
 ) -> None:
-    """The layout, the model and the files of an sbatch script need not fit this machine. Only a
-    DeepSpeed file that may end the run earlier (104B has --train-tokens) must exist."""
+    """The layout, the model and the files of an sbatch script need not fit this machine. Only a DeepSpeed
+    file that may end the run earlier (104B has --train-tokens) must exist."""
     dropped = {f"data.{name}" for name in TOKENIZER_FIELDS}
     dropped |= {"training.deepspeed_config"} if "--train-tokens" in flags else set()
     words = [*without_settings(flags, dropped), "--seq-length", "4"]
@@ -303,7 +303,8 @@ def test_the_flags_of_a_large_run_give_its_samples(
 def test_the_curriculum_of_a_deepspeed_file_counts(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """With --train-tokens it determines the number of samples, so of epochs: prepared indices are found."""
+    """With --train-tokens the curriculum determines the number of samples and of epochs. Prepared indices are
+    found only if the tool reads the curriculum."""
     prefix = write_documents(tmp_path / "data", numbered_documents([20] * 20))
     schedule = {"total_curriculum_step": 1000, "difficulty_step": 8}
     section = {"enabled": True, "curriculum_type": "seqlen", "min_difficulty": 8, "max_difficulty": 32}

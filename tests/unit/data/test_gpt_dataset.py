@@ -1,4 +1,4 @@
-"""The samples of each split, and the fingerprint of their order."""
+"""Tests the samples of each split, and the fingerprint of their order."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Token files, index files and texts that are damaged or malicious."""
+"""Damaged or malicious token files, index files and texts are rejected with one sentence."""
 
 from __future__ import annotations
 
@@ -47,7 +47,8 @@ def test_a_line_of_the_maximum_length_is_accepted(
 
 
 def test_only_its_batch_holds_a_long_line(tmp_path: Path) -> None:
-    """A worker or the encoder removes the line from the batch, and so frees its memory while it tokenizes."""
+    """A worker or the encoder removes the line from its batch, and so frees the line's memory while it
+    tokenizes."""
     (tmp_path / "f").write_bytes(b"a" * text_files.BATCH_BYTES + b"\nb\n")
     batches = read_batches([str(tmp_path / "f")])
     line = next(batches).lines.pop()
@@ -82,7 +83,7 @@ def test_hostile_mutations_of_token_files(
         for index in range(len(dataset)):
             dataset[index].sum()
 
-    # A new file each time: a map of the old one would change under its reader.
+    # Each change makes a new file, since a map of the old file would change under its reader.
     def change(_: st.DataObject, changes: list) -> None:
         path.unlink()
         path.write_bytes(mutated(good, changes))
@@ -98,7 +99,7 @@ def test_hostile_mutations_of_index_files(examples: int, request_: IndexRequest,
 
     def read() -> None:
         load_sample_index(request_)
-        # The process that prepares them finds whatever is wrong, and makes them again.
+        # The process that prepares index files finds damage, and builds the files again.
         prepare_sample_index(request_)
         index = load_sample_index(request_)
         for name in ("documents", "samples", "shuffle"):

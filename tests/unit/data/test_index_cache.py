@@ -1,4 +1,4 @@
-"""Index files: names, verification and repair."""
+"""Tests the names, verification and repair of index files."""
 
 from __future__ import annotations
 
@@ -61,7 +61,8 @@ def test_valid_files_are_kept(request_: IndexRequest) -> None:
 
 
 def descriptors_of(files: Iterable[str]) -> list[int]:
-    """This process's descriptors of these files. Objects of earlier tests have further descriptors."""
+    """Returns this process's descriptors of these files. Objects of earlier tests have further
+    descriptors."""
     inodes = {os.stat(path).st_ino for path in files}
     found = []
     for name in os.listdir("/proc/self/fd"):
@@ -91,7 +92,7 @@ def test_mapped_files_hold_no_descriptors_and_an_exhausted_limit_is_raised_or_na
     monkeypatch.setattr(files, "_raise_descriptor_limit", lambda: False)
     taken = [os.dup(0) for _ in range(64)]  # a limit below the highest descriptor would not be reached
     resource.setrlimit(resource.RLIMIT_NOFILE, (max(taken) + 1, limits[1]))
-    gc.disable()  # it closes descriptors of earlier tests
+    gc.disable()  # a collection closes descriptors of earlier tests
     try:
         for read in (
             lambda: IndexedDataset(request_.dataset.prefix),

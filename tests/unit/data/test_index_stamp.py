@@ -1,4 +1,4 @@
-"""The stamp of prepared data, and tools/prepare_indices.py."""
+"""Tests the stamp of prepared data, and tools/prepare_indices.py."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ sys.addaudithook(_on_event)
 
 @contextmanager
 def opened_files() -> Iterator[list[str]]:
-    """The token files, index files and records that this process opens in the block."""
+    """Yields the list of token files, index files and records that this process opens in the block."""
     global _opened
     everything: list[str] = []
     found: list[str] = []
@@ -55,7 +55,8 @@ def opened_files() -> Iterator[list[str]]:
 
 
 def write_sets(folder: Path, number: int) -> list[str]:
-    """The words of a blend. Data sets have different documents of 30 to 49 tokens."""
+    """Returns the words of a blend of `number` data sets. Their documents differ, and have 30 to 49
+    tokens."""
     words = []
     for index in range(number):
         sizes = [30 + (index + position) % 20 for position in range(20)]
@@ -71,14 +72,14 @@ def data(tmp_path: Path) -> DataConfig:
 
 
 def prepare(data: DataConfig, *flags: str) -> None:
-    """Types the command that prepares WANTED samples of the data."""
+    """Runs the command that prepares WANTED samples of the data."""
     words = ["--data-path", *data.data_path, "--data-order", data.data_order]
     words += ["--data-cache-path", data.data_cache_path] if data.data_cache_path else []
     prepare_indices.main(["--world-size", "4", *FLAGS, *words, *flags])
 
 
 def start(data: DataConfig, wanted: tuple[int, int, int] = WANTED) -> list[list[int]]:
-    """Does what the first rank of a node does; returns all samples."""
+    """Does what the first rank of a node does. Returns all samples."""
     verify_token_files(data).write()
     prepare_index_files(data, SEQ, SEED, wanted)
     datasets = build_gpt_datasets(data, SEQ, SEED, wanted)
@@ -105,7 +106,7 @@ def test_a_start_with_prepared_indices_opens_no_file_of_a_data_set(
     with opened_files() as opened:
         assert datasets.train is not None
         datasets.train[0]
-    # .idx twice: for its header and for its contents.
+    # The .idx file is opened twice: for its header and for its contents.
     assert len(opened) == 6 and len(set(opened)) == 5
     before = {path: path.stat().st_mtime_ns for path in Path(data.data_cache_path or "").iterdir()}
     assert start(data) == expected
@@ -125,7 +126,7 @@ def touch(path: Path) -> None:
 
 
 def replace_documents(prefix: Path) -> None:
-    """Exchanges the first two documents: files of equal size with other contents."""
+    """Exchanges the first two documents: the files keep their size, and their contents change."""
     documents = [document.tolist() for document in map(IndexedDataset(prefix).get, range(20))]
     write_documents(prefix, [*documents[1::-1], *documents[2:]])
 
@@ -180,7 +181,7 @@ def test_other_tokens_under_a_record_are_refused_although_the_size_is_equal(
     (tmp_path / "set2.tokenizer.json").write_text(json.dumps(record))
     verify_token_files(data)
     touch(tmp_path / "set2.bin")
-    with pytest.raises(UserError, match="set2: the tokens of the .bin file are not those of"):
+    with pytest.raises(UserError, match="set2: the tokens of the .bin file differ from"):
         verify_token_files(data)
 
 
@@ -228,7 +229,7 @@ def test_three_shards_together_write_what_one_process_writes(data: DataConfig, t
     sharded = replace(data, data_cache_path=str(cache))
     for shard in ("2/3", "0/3"):
         prepare(sharded, "--shard", shard)
-    # A shard builds its data sets only, and a stamp of two parts is not used.
+    # A shard builds only its own data sets. Two of three shards do not make a stamp.
     assert len(one) > len(index_contents(cache)) > 2 and len(list(cache.glob("prepared-*"))) == 2
     prepare(sharded, "--shard", "1/3")
     assert index_contents(cache) == one and len(list(cache.glob("prepared-*"))) == 4
@@ -238,7 +239,8 @@ def test_three_shards_together_write_what_one_process_writes(data: DataConfig, t
         assert not all(index.is_prepared for index in list_index_files(sharded, SEQ, SEED, longer))
         prepare(sharded, "--shard", shard, "--train-iters", "60", "--eval-interval", "60")
     assert all(index.is_prepared for index in list_index_files(sharded, SEQ, SEED, longer))
-    # The first shard builds a lost table again; the parts of the others do not restore its old entry.
+    # The first shard builds a lost table again. The parts of the other shards do not restore the table's old
+    # entry.
     for path in cache.glob("blend-*"):
         path.unlink()
     for shard in ("0/3", "1/3", "2/3"):
@@ -251,8 +253,8 @@ def test_three_shards_together_write_what_one_process_writes(data: DataConfig, t
 
 
 def killed_at_sync(data: DataConfig, number: int) -> bool:
-    """Prepares the data in a process that kills itself when it flushes its n-th file. Returns whether it has
-    done so."""
+    """Prepares the data in a process that kills itself when it flushes file number `number`. Returns whether
+    it was killed."""
     if (pid := os.fork()) == 0:
         count = 0
 
@@ -301,7 +303,7 @@ def test_a_longer_run_with_equal_epochs_finds_the_indices(
     assert re.search(r" 9 indices: 0 built, 9 kept;", printed)
     assert all(index.is_prepared for index in list_index_files(data, SEQ, SEED, (36, 8, 0)))
     prepare(data, "--train-iters", "100", "--eval-interval", "100")
-    # The order of more epochs is another one: only the training indices are new.
+    # More epochs have a different order, so only the training indices are new.
     assert " 9 indices: 4 built, 5 kept;" in capsys.readouterr().out
 
 

@@ -1,4 +1,4 @@
-"""The .bin and .idx files, compared with handwritten bytes."""
+"""Compares the .bin and .idx files with handwritten bytes."""
 
 from __future__ import annotations
 
@@ -93,7 +93,7 @@ def test_the_system_reads_only_the_pages_of_a_sample(tmp_path: Path) -> None:
             name = fields[-1]
         elif first == "VmFlags:":
             flags[name] = fields
-    # "rr": random reads, without the megabytes that the system otherwise reads around a page.
+    # "rr" means random reads: the system does not read megabytes around a page.
     assert "rr" in flags[f"{tmp_path}/data.bin"] and "rr" not in flags[f"{tmp_path}/data.idx"]
     assert dataset.get(1, 4990, 0).tolist() == [] and dataset.get(1, 4990).tolist() == [*range(8990, 9000)]
 

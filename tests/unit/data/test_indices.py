@@ -1,4 +1,4 @@
-"""The sample order, compared with the documented algorithm, one token and one epoch at a time."""
+"""Compares the sample order with the documented algorithm, one token and one epoch at a time."""
 
 from __future__ import annotations
 
@@ -11,7 +11,8 @@ from megatron.data.indices import build_sample_index, build_sample_order, plan_e
 
 
 def slow_boundaries(sizes: list[int], order: list[int], seq_length: int, num_samples: int) -> list[list[int]]:
-    """Walks over the documents, taking seq_length + 1 tokens at a time and stepping back one."""
+    """Returns the boundaries of samples. Walks over the documents, takes seq_length + 1 tokens at a time and
+    steps back one token."""
     rows, position, offset = [[0, 0]], 0, 0
     for _ in range(num_samples):
         lacking = seq_length + 1
@@ -92,14 +93,14 @@ def test_the_order_is_the_documented_one(case: tuple[list[int], range, int, int,
 def test_a_last_epoch_used_by_less_than_95_percent_is_shuffled_separately(
     num_samples: int, separate: bool
 ) -> None:
-    # 1001 tokens make 100 samples of 10 + 1; complete epochs before the last give 100, 200, ...
+    # 1001 tokens make 100 samples of 10 + 1. Without the last epoch there are 100, 200, ... samples.
     plan = plan_epochs(1001, 10, num_samples, 0.95)
     assert plan.num_epochs == -(-num_samples // 100)
     assert plan.separate_last_epoch is separate
 
 
 def test_golden_order() -> None:
-    """The order must not change, so that a run can always resume: numpy guarantees RandomState's stream."""
+    """The order must not change, so that a run can always resume. numpy guarantees RandomState's stream."""
     sizes = np.array([5, 0, 7, 3, 9], dtype=np.int32)
     index = build_sample_order(sizes, range(5), 4, 1234, plan_epochs(24, 4, 8, 0.95))
     assert index.documents.tolist() == [4, 0, 1, 2, 3, 3, 2, 1, 0, 4]

@@ -1,4 +1,4 @@
-"""Assignment of samples to ranks, and the tensors of micro-batches."""
+"""Tests the assignment of samples to ranks, and the tensors of micro-batches."""
 
 from __future__ import annotations
 

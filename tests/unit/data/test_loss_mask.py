@@ -1,4 +1,4 @@
-"""Loss masks of token files: samples, blends, micro-batches, stamps, and files that do not fit."""
+"""Tests loss masks of token files: samples, blends, micro-batches, stamps, and files that do not fit."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ SIZES, SEQ, EOD = [5, 9, 1, 12, 4, 7], 8, 3
 
 
 def counts_of(document: list[int]) -> list[int]:
-    """All of its tokens after the second, but not every fourth."""
+    """Returns a document's loss mask: all tokens after the second count, except every fourth."""
     return [int(i > 1 and token % 4 != 0) for i, token in enumerate(document)]
 
 
@@ -43,8 +43,8 @@ def write_record(prefix: Path, digests: dict[str, str]) -> None:
 
 
 def test_whole_documents_of_a_sample_count_by_their_mask(tmp_path: Path) -> None:
-    """Every token of one epoch, in each sample that has it. A document that began before the sample does not
-    count, nor does a first token."""
+    """Checks every token of one epoch in each sample that contains it. The first token of a document never
+    counts, nor does any token of a document that began before the sample."""
     data = IndexedDataset(write_masked(tmp_path / "a"))
     samples = one_epoch(data, "all", range(len(SIZES)), SEQ, seed=1)
     starts = {int(document[0]): document for document in numbered_documents(SIZES)}
@@ -64,7 +64,8 @@ def test_whole_documents_of_a_sample_count_by_their_mask(tmp_path: Path) -> None
 
 
 def test_micro_batches_of_a_blend_have_masks_and_documents(tmp_path: Path) -> None:
-    """All tokens of the plain component count, and its documents end with the end-of-document token."""
+    """All tokens of the component without a mask count, and its documents end with the end-of-document
+    token."""
     masked, plain = write_masked(tmp_path / "a"), write_documents(tmp_path / "b", [[50, 51, EOD, 53] * 20])
     config = data_config("1", masked, "1", plain)
     blend = build(config, SEQ, 1, (8, 0, 0)).train

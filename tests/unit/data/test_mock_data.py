@@ -1,4 +1,4 @@
-"""--mock-data: samples without files, equal on every layout and after a resume."""
+"""--mock-data makes samples without files, equal on every layout and after a resume."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def test_mock_data_depend_on_seed_split_and_number_only() -> None:
 
 
 def test_the_first_mock_data_do_not_change() -> None:
-    """Runs are compared across versions of this program and of numpy."""
+    """Losses of runs with mock data are compared across versions of this program and of numpy."""
     assert mock(eod=None)[0][:5].tolist() == FIRST
 
 

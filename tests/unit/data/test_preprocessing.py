@@ -1,4 +1,4 @@
-"""Preprocessing: the functions, and tools/preprocess_data.py as a command."""
+"""Tests preprocessing: the functions, and tools/preprocess_data.py as a command."""
 
 from __future__ import annotations
 
@@ -97,7 +97,7 @@ def test_each_json_key_gives_a_pair_of_files(jsonl: str, tmp_path: Path, flags: 
 def test_gz_files_are_read_and_blank_lines_and_empty_documents_dropped(tmp_path: Path, flags: Any) -> None:
     lines = ['{"text": "one"}', "", '{"text": ""}', "  ", '{"text": "two"}']
     with gzip.open(tmp_path / "in.jsonl.gz", "wt") as file:
-        file.write("\n".join(lines))  # and no newline at the end
+        file.write("\n".join(lines))  # without a newline at the end
     progress = preprocess(
         [str(tmp_path / "in.jsonl.gz")], str(tmp_path / "out"), ["text"], flags, append_eod=True
     )
@@ -281,7 +281,7 @@ def test_a_signal_ends_the_tool_with_its_workers(
     assert tool.returncode == (-9 if number == 9 else 128 + number)
     if number != 9:
         assert not os.listdir(folder) and errors == "interrupted\n"
-    else:  # the next run removes the temporary files, but none of a run that goes on
+    else:  # the next run removes the temporary files, but not an active run's
         with IndexedDatasetBuilder(folder / "x_text_document", np.uint16):
             with IndexedDatasetBuilder(folder / "x_text_document", np.uint16):
                 assert len(list(folder.glob("*.tmp"))) == 4
@@ -293,7 +293,7 @@ def test_a_signal_ends_the_tool_with_its_workers(
 
 
 def test_a_worker_that_is_killed_at_any_time_ends_the_run(jsonl: str, tmp_path: Path, flags: Any) -> None:
-    """Also while it sends a result and another worker lives."""
+    """The worker may be killed even while it sends a result and a second worker lives."""
     times = random.Random(4)
     killed: list[Any] = []
     timers: list[threading.Timer] = []

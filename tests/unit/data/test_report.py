@@ -1,4 +1,4 @@
-"""What a run reads of each dataset, and how often the token files are verified."""
+"""The report says how much a run reads of each data set, and how often the token files are verified."""
 
 from __future__ import annotations
 
@@ -32,13 +32,13 @@ from tests.unit.data.token_files import data_config, missing_files, numbered_doc
 
 @pytest.fixture
 def a(tmp_path: Path) -> str:
-    """Writes 10 documents of 6 tokens."""
+    """Writes 10 documents of 6 tokens. Returns their prefix."""
     return write_documents(tmp_path / "a", numbered_documents([6] * 10))
 
 
 @pytest.fixture
 def b(tmp_path: Path) -> str:
-    """Writes 20 documents of 50 tokens."""
+    """Writes 20 documents of 50 tokens. Returns their prefix."""
     return write_documents(tmp_path / "b", numbered_documents([50] * 20))
 
 
@@ -84,7 +84,8 @@ def test_only_training_data_above_the_limit_is_warned_of(a: str, b: str) -> None
         valid_weighted_split_paths=(f"V: 1 0:1 {a}",),
     )
     usages = dataset_usage(data, 4, 1234, (100, 1000, 0))
-    # a: 50 samples of 4 tokens from 60; b: from 1000; the validation data is read 66 times.
+    # Training reads 50 samples of 4 tokens from each: a has 60 tokens, b has 1000. The validation data is
+    # read 66 times.
     assert [line for line in usage_table(usages, 3.4).splitlines() if "warning" in line] == []
     (warning,) = (line for line in usage_table(usages, 3.3).splitlines() if "warning" in line)
     assert a in warning and "3.33 times" in warning and "--max-epochs-per-dataset 3.3" in warning
@@ -97,7 +98,8 @@ def test_the_limit_counts_the_reads_of_a_document_by_all_that_name_it(a: str, b:
         valid_weighted_split_paths=(f"V: 1 0:1 {a}",),
     )
     usages = dataset_usage(data, 4, 1234, (80, 3, 0))
-    # 10 documents of 6 tokens: documents 0 to 4, 3 to 9 and 5 to 9 are read by 10, 10 and 20 samples.
+    # There are 10 documents of 6 tokens. 10 samples read documents 0 to 4, 10 read 3 to 9, and 20 read 5 to
+    # 9.
     first, second, third = 10 * 4 / 30, 10 * 4 / 42, 20 * 4 / 30
     assert [usage.epochs for usage in usages] == pytest.approx(
         [first + second, second + third, second + third, 40 * 4 / 1000, 3 * 4 / 60]
@@ -201,7 +203,7 @@ def test_missing_indices_are_reported_with_the_command_that_prepares_them(
     prepare_index_files(config.data, 32, config.training.seed, run.length.samples_per_split(config))
     assert index_notes(run) == []
     strict = replace(config, data=replace(config.data, require_prepared_indices=True))
-    with pytest.raises(UserError, match="1 of 1 indices are not prepared"):  # no stamp vouches for them
+    with pytest.raises(UserError, match="1 of 1 indices are not prepared"):  # there is no stamp
         index_notes(replace(run, config=strict))
 
 

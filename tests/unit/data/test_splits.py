@@ -1,4 +1,4 @@
-"""The flag --split, compared with Megatron's arithmetic and with cases computed by hand."""
+"""Compares the flag --split with Megatron's arithmetic and with cases computed by hand."""
 
 from __future__ import annotations
 
@@ -45,9 +45,9 @@ def test_a_bad_split_is_refused_with_its_flag(split: str) -> None:
         ("949,50,1", 1000, (range(0, 949), range(949, 999), range(999, 1000))),
         ("969, 30, 1", 100, (range(0, 97), range(97, 100), None)),
         ("1", 5, (range(0, 5), None, None)),
-        # Each rounds to 0, so the one document that lacks is given to the first.
+        # Each share rounds to 0, so the first split gets the one document that remains.
         ("1,1,1", 1, (range(0, 1), None, None)),
-        # Each rounds to 1 of 2, so every bound loses one.
+        # Each share rounds to 1 of 2, so every bound loses one.
         ("1,1,1", 2, (None, range(0, 1), range(1, 2))),
         # 1.5 rounds to 2 twice: Megatron's first bound is -1, which names no document.
         ("0,1,1", 3, (None, range(0, 1), range(1, 3))),

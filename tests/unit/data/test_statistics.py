@@ -19,7 +19,7 @@ Documents = list[list[int]]
 
 
 def tokenizer() -> Any:
-    """Each token is two letters, and 0 ends a document."""
+    """Returns a tokenizer whose tokens are two letters each. Token 0 ends a document."""
     return SimpleNamespace(
         eod=0, detokenize=lambda ids: "".join("<eod>" if i == 0 else f"{i:02d}" for i in ids)
     )
@@ -27,7 +27,7 @@ def tokenizer() -> Any:
 
 @pytest.fixture
 def sets(tmp_path: Path) -> dict[str, Documents]:
-    """Two data sets of different types, with empty documents, copies, and ids that both have."""
+    """Returns two data sets of different types, with empty documents, copies, and ids that both have."""
     generator = np.random.default_rng(5)
     sets: dict[str, Documents] = {}
     for name, dtype, count in (("a", "uint16", 900), ("b", "int32", 500)):
@@ -84,7 +84,8 @@ def test_numbers_equal_a_count_of_all_documents(
 
 
 def test_the_hashes_of_many_documents_are_a_sample_of_bounded_size() -> None:
-    """300,000 documents, of which 100,000 are copies, in memory for 8,192."""
+    """The sample keeps at most 8,192 of 300,000 documents, 100,000 of them copies, and still estimates the
+    number of copies."""
     generator = np.random.default_rng(1)
     contents = generator.integers(1, 2**62, 200_000)
     documents = generator.permutation(np.concatenate((contents, contents[:100_000])))

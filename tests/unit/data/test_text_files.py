@@ -1,4 +1,5 @@
-"""Which files preprocessing reads and writes: formats, shards, folders of token files, repeated commands."""
+"""Tests which files preprocessing reads and writes: formats, shards, folders of token files,
+repeated commands."""
 
 from __future__ import annotations
 
@@ -52,7 +53,7 @@ def write_parquet(path: Path) -> None:
 FORMATS: dict[str, Callable[[Path], object]] = {
     "jsonl": lambda path: path.write_bytes(lines(RECORDS)),
     "jsonl.gz": lambda path: path.write_bytes(gzip.compress(lines(RECORDS))),
-    # Two frames, as `cat a.zst b.zst` gives.
+    # Two frames, as `cat a.zst b.zst` makes.
     "jsonl.zst": lambda path: path.write_bytes(
         b"".join(
             pyarrow.compress(lines(part), "zstd", asbytes=True) for part in (RECORDS[:900], RECORDS[900:])
@@ -91,7 +92,7 @@ def tokenize_new(word: str, output: str, tokenizer: list[str]) -> None:
 def test_objects_of_every_format_are_read_in_blocks(
     tmp_path: Path, tokenizer: list[str], bucket: Bucket, capsys: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Also if requests fail or connections break now and then."""
+    """Objects are read completely even if some requests fail or connections break."""
     monkeypatch.setattr(text_files, "OBJECT_BLOCK_BYTES", 5000)
     store = ObjectStore(bucket.url)
     for ending, write in FORMATS.items():
@@ -112,7 +113,7 @@ def test_objects_of_every_format_are_read_in_blocks(
         expected = (tmp_path / f"local/in_text_document.{ending}").read_bytes()
         made = [*(tmp_path / "out").glob(f"*.{ending}")]
         assert len(made) == len(FORMATS) and all(path.read_bytes() == expected for path in made)
-    # What exists is kept, without a read; an object that was replaced is read again.
+    # An existing output is kept without reading its object. An object that was replaced is read again.
     store.put("corpus/jsonl.jsonl", lines(RECORDS))
     bucket.heal()
     capsys.readouterr()
@@ -253,20 +254,20 @@ def test_a_repeated_command_keeps_what_is_done_and_makes_the_rest(
         run("--shard", f"{shard}/3")
     made = token_bytes(output)
     assert len(made) == 10 and run() == set()
-    paths[1].write_bytes(lines(RECORDS[7:9]))  # another content
-    os.utime(paths[2])  # may have another content
+    paths[1].write_bytes(lines(RECORDS[7:9]))  # different content
+    os.utime(paths[2])  # may have different content
     (output / "part3_text_document.idx").unlink()  # interrupted between two renames
     other = output / "part4_text_document.bin"
-    other.write_bytes(bytes(reversed(other.read_bytes())))  # other tokens, of equal size
+    other.write_bytes(bytes(reversed(other.read_bytes())))  # different tokens, of equal size
     assert run() == {"part1", "part2", "part3", "part4"} and run() == set()
     again = token_bytes(output)
     assert {name for name in made if made[name] != again[name]} == {
         *("part1_text_document.bin", "part1_text_document.idx")
     }
-    assert len(run("--append-eod")) == 5  # other settings
+    assert len(run("--append-eod")) == 5  # different settings
 
     paths[0].write_bytes(b"\n")
-    assert "part0" not in run("--append-eod")  # a file without text stops no others
+    assert "part0" not in run("--append-eod")  # a file without text stops no other files
     with pytest.raises(SystemExit, match="2"):
         run(
             "--append-eod",
@@ -293,9 +294,7 @@ def test_a_start_and_the_verification_notice_other_tokens(tmp_path: Path, tokeni
     tokens[:] = tokens[::-1].copy()
     tokens.flush()
     assert len(IndexedDataset(prefix)) == len(RECORDS)
-    with pytest.raises(
-        UserError, match=f"--data-path {prefix}: the tokens of the .bin file are not those of"
-    ):
+    with pytest.raises(UserError, match=f"--data-path {prefix}: the tokens of the .bin file differ from"):
         verify_token_files(data)
 
 
@@ -303,7 +302,7 @@ def test_a_start_and_the_verification_notice_other_tokens(tmp_path: Path, tokeni
 def test_shards_that_are_killed_at_any_time_end_with_the_bytes_of_an_undisturbed_run(
     tmp_path: Path, tokenizer: list[str]
 ) -> None:
-    """With 50 kills: benchmarks/kills.py --preprocessing."""
+    """`benchmarks/kills.py --preprocessing` runs this test with 50 kills."""
     corpus(tmp_path)
     outcome = kill_shards(tmp_path, ["--input", f"{tmp_path}/part*.jsonl", *tokenizer], kills=3, seed=5)
     assert outcome.unfinished >= 3 and outcome.completed

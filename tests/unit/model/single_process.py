@@ -1,4 +1,4 @@
-"""The model in one process, for tests of its numbers.
+"""The model in one process, for tests of its logits.
 
 DeepSpeed's `PipelineModule` needs a process group, so these functions run inside `run_world(1, ...)`.
 """
@@ -13,7 +13,8 @@ from tests.support.layouts import EOD, VOCAB, Row, build_model, config_of
 
 
 def model_with_weights(row: Row, weights: dict[str, torch.Tensor], **changes) -> GPTModelPipe:
-    """Returns the tiny model in evaluation mode, with those of `weights` that it has."""
+    """Returns the tiny model in evaluation mode, with the values of `weights` in the parameters that it
+    has."""
     _, model = build_model(config_of(row, **changes))
     with torch.no_grad():
         for name, parameter in model.named_parameters():
@@ -23,7 +24,8 @@ def model_with_weights(row: Row, weights: dict[str, torch.Tensor], **changes) ->
 
 
 def random_weights(row: Row, **changes) -> dict[str, torch.Tensor]:
-    """Returns values for all parameters, none at its mean: a bias of 0 or a norm's weight of 1 hides errors.
+    """Returns values for all parameters. No parameter is constant: a bias of 0 or a norm's weight of 1 would
+    hide errors.
 
     Padding rows of the vocabulary stay zero.
     """
@@ -38,17 +40,17 @@ def random_weights(row: Row, **changes) -> dict[str, torch.Tensor]:
 
 
 def random_weights_and_logits(row: Row, tokens: torch.Tensor, changes: dict) -> tuple:
-    """(weights, logits of the true vocabulary [batch, seq, VOCAB])."""
+    """Returns (weights, logits [batch, seq, VOCAB] of the vocabulary without padding)."""
     weights = random_weights(row, **changes)
     return weights, logits(model_with_weights(row, weights, **changes), tokens)
 
 
 @torch.no_grad()
 def logits(model: GPTModelPipe, tokens: torch.Tensor) -> torch.Tensor:
-    """[batch, seq] -> [batch, seq, VOCAB]."""
+    """Returns the logits [batch, seq, VOCAB] of tokens [batch, seq]."""
     return model(tokens)[..., :VOCAB]
 
 
 def random_tokens(batch: int, seq: int, seed: int = 5) -> torch.Tensor:
-    """Tokens other than the end of a document."""
+    """Returns random tokens that are not the end of a document."""
     return torch.randint(EOD + 1, VOCAB, (batch, seq), generator=torch.Generator().manual_seed(seed))

@@ -1,4 +1,5 @@
-"""The chosen implementation of attention for every combination; all implementations agree."""
+"""Tests the chosen implementation of attention for every combination of features, and that all
+implementations have equal results."""
 
 from __future__ import annotations
 
@@ -70,7 +71,7 @@ def test_every_combination(
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_keys_and_values_of_a_group_are_kept_once_and_give_what_copies_give(dtype, monkeypatch):
-    """64 query heads with 8 key heads."""
+    """The layer has 64 query heads with 8 key heads."""
     flags = (
         "--dry-run --num-layers 1 --hidden-size 512 --num-attention-heads 64 --vocab-size 100 "
         "--seq-length 32 --max-position-embeddings 32 --micro-batch-size 1 --global-batch-size 1 "
@@ -93,7 +94,7 @@ def test_keys_and_values_of_a_group_are_kept_once_and_give_what_copies_give(dtyp
         gradients = torch.autograd.grad(output, inputs, grad.flatten(2))
         results.append([x.detach().float() for x in (output, *gradients)])
         monkeypatch.undo()
-    # Query and output; keys and values, with and without copies.
+    # Without sharing: query, output and copies of keys and values. With sharing: keys and values once.
     assert kept == [(2 + 2) * query.numel(), 2 * query.numel() + 2 * key.numel()]
     tolerance = {torch.float32: 1e-6, torch.bfloat16: 8e-3}[dtype]
     for expected, found in zip(*results, strict=True):
@@ -102,7 +103,7 @@ def test_keys_and_values_of_a_group_are_kept_once_and_give_what_copies_give(dtyp
 
 @pytest.mark.full
 def test_a_compiled_layer_asks_for_the_flash_kernel_of_cuda_between_two_graphs():
-    """dynamo cannot follow the question itself."""
+    """dynamo cannot trace the question whether the flash kernel accepts the tensors."""
 
     class Copies(torch.nn.Module):
         def forward(self, query, key, value):
@@ -239,7 +240,7 @@ def test_the_ranks_of_a_context_parallel_group_give_what_dense_attention_gives(
 
 
 class Ranks:
-    """The ranks of a context-parallel group, one after the other in one process."""
+    """Simulates the ranks of a context-parallel group, one after the other in one process."""
 
     def __init__(self, flags, size, monkeypatch):
         self.all = [training_attention(flags, Axis("cp", rank, size)) for rank in range(size)]
@@ -265,7 +266,7 @@ def compare(name, implementation, monkeypatch, cp_size=1):
     tokens = torch.ones(2, 20, dtype=torch.int64)
     tokens[0, 3], tokens[1, 10] = 0, 0
     document_ids = document_ids_of(tokens, 0) if "reset" in flags else None
-    key_heads = 1 if "window" in name else 2  # the kernel shares them, other implementations copy them
+    key_heads = 1 if "window" in name else 2  # only the kernel shares key heads, others copy them
     expected = outputs_and_gradients(attention, document_ids, key_heads)
     monkeypatch.setattr(core_attention, "QUERIES_PER_BLOCK", 7)
     monkeypatch.setattr(core_attention, "implementation_for", lambda *_: implementation)

@@ -1,4 +1,4 @@
-"""FLOPs against matrix products written out by hand, and against published measurements."""
+"""Compares FLOPs with matrix products counted by hand, and with published measurements."""
 
 import sys
 from dataclasses import dataclass, replace
@@ -18,8 +18,8 @@ def product(rows: int, inner: int, columns: int) -> int:
 
 @dataclass(frozen=True)
 class Shape:
-    """A step, and what each of its matrix products needs. windows: keys of each query, per layer. experts,
-    chosen: in all layers but the dense ones. shared: hidden size of the shared expert."""
+    """A step, and the sizes of its matrix products. windows: number of keys of each query, per layer.
+    experts, chosen: in all layers but the dense ones. shared: hidden size of the shared expert."""
 
     flags: str
     batch: int = 4
@@ -39,7 +39,7 @@ class Shape:
     recomputed: str = "nothing"
 
     def by_hand(self) -> int:
-        """Returns the FLOPs of a step: products forward, twice as many backward, what is recomputed."""
+        """Returns the FLOPs of a step: products forward, twice as many backward, and recomputed products."""
         tokens, layers, scores = self.batch * self.seq, 0, 0
         for layer, keys in enumerate(self.windows):
             layers += product(tokens, self.hidden, self.heads * self.head)  # queries
@@ -158,9 +158,9 @@ def test_a_wider_mlp_has_more_flops() -> None:
     assert found[1] - found[0] == found[2] - found[1] == 6 * 4 * 64 * 2 * 3 * 16 * 64
 
 
-# Source (train/tr11-176B-ml/chronicles-prequel.md of bigscience-workshop/bigscience), layers, hidden size,
-# batch, seconds per iteration, TFLOP/s per GPU.
-# All have sequence 2048, vocabulary 250880, 384 GPUs and full recomputation.
+# Source: train/tr11-176B-ml/chronicles-prequel.md of bigscience-workshop/bigscience. Each row has (layers,
+# hidden size, batch, seconds per iteration, TFLOP/s per GPU). All rows have sequence 2048, vocabulary 250880,
+# 384 GPUs and full recomputation.
 PUBLISHED = [
     ("line 608", 72, 14336, 2048, 134.02, 120.29),
     ("line 687", 96, 12288, 2048, 122.96, 128.69),
@@ -197,14 +197,14 @@ LLAMA_3_8B = (
 
 
 def test_palms_formula_of_llama_3_8b_is_6_n_and_12_l_h_q_t() -> None:
-    """N without the embedding, a look-up: 8.03 B parameters less 128,256 x 4,096."""
+    """N excludes the embedding, a look-up: 8.03 B parameters less 128,256 x 4,096."""
     config, tokens = config_with(LLAMA_3_8B), 4 * 8192
     parameters = plan_stages(config, 128256).total_parameters
     assert parameters == 8_030_261_248
     attention = 12 * 32 * 32 * 128 * 8192
     expected = tokens * (6 * (8_030_261_248 - 128256 * 4096) + attention)
     assert palm_flops(config, 128256, parameters) == expected
-    # The matrix products leave out the norms, 65 x 4,096 parameters.
+    # The matrix products exclude the norms, 65 x 4,096 parameters.
     assert iteration_flops(config, 128256) == expected - 6 * tokens * 65 * 4096
     assert palm_flops(config, 128256, parameters, batch_size=1) == expected / 4
 
@@ -223,7 +223,8 @@ def test_palms_formula_leaves_out_tables_and_counts_windows(flags: str, lookups:
 
 
 def test_layers_of_a_kind_count_with_their_own_heads() -> None:
-    """A layer of each kind needs the mean of two layers of one kind and of two of the other."""
+    """The FLOPs of a model with a layer of each kind are the mean of two models, each with two layers of one
+    kind."""
     pattern = "--window-size 99 --window-pattern W F"
     own = "--window-num-attention-heads 8 --window-num-query-groups 4 --window-kv-channels 32"
     full, window = f"{GROUPED} 2", f"{GROUPED} 4 --num-attention-heads 8 --kv-channels 32"

@@ -1,4 +1,4 @@
-"""Sampling of the next token, and the generation loop, against numbers worked out by hand."""
+"""Compares the sampling of the next token, and the generation loop, with values computed by hand."""
 
 import pytest
 import torch
@@ -57,7 +57,7 @@ def test_top_k_draws_from_the_k_likeliest_in_their_proportions():
 
 
 def test_top_p_draws_from_the_fewest_tokens_that_have_the_probability():
-    # The probabilities are 0.64 and 0.23 for tokens 1 and 3: 0.7 needs both tokens, 0.6 only the first.
+    # Tokens 1 and 3 have probabilities 0.64 and 0.23: 0.7 needs both tokens, 0.6 only the first token.
     kept = torch.tensor([0.0, 1.0, 0.0, 1.0, 0.0]) * torch.exp(LOGITS)
     assert torch.allclose(frequencies(Sampling(top_p=0.7)), kept / kept.sum(), atol=0.03)
     assert frequencies(Sampling(top_p=0.6), draws=50)[1] == 1.0
@@ -87,7 +87,8 @@ def test_the_model_sees_between_half_and_all_of_its_window():
 
 @pytest.mark.parametrize("window", [1, 2, 5, 8])
 def test_what_the_model_sees_depends_only_on_the_text(window):
-    """A prompt continues as the text of a shorter prompt does, of which it is the beginning."""
+    """If a prompt equals a shorter prompt and its continuation, the model sees equal contexts from then
+    on."""
     expected = run([1], 8, window)[1]
     assert {len(context) for context in expected} <= set(range(1, window + 1))
     assert all(len(context) > window // 2 for context in expected[window - 1 :])
@@ -127,7 +128,7 @@ def test_text_up_to_a_stop_string(stop, parts):
         if text.is_complete:
             break
     assert text.is_complete and found[-1] == parts[-1] and set(parts) <= set(found)
-    assert all(found[-1].startswith(part) for part in found)  # what was printed stays
+    assert all(found[-1].startswith(part) for part in found)  # printed text stays
 
 
 def test_an_empty_prompt_is_the_start_of_a_document():

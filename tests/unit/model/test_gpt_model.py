@@ -1,4 +1,4 @@
-"""Variants of the model: residual connection and its precision, recomputation, masked loss, head."""
+"""Tests variants of the model: residual connection and its precision, recomputation, masked loss, head."""
 
 import pytest
 import torch
@@ -40,7 +40,7 @@ DROPOUT = {"hidden_dropout": 0.2, "attention_dropout": 0.2}
 
 
 def plain_logits_with_residual_after_the_norm(weights):
-    """The variant written out; everything else is the plain reference GPT."""
+    """Computes the logits of this variant from its definition, with parts of the plain reference GPT."""
     x = weights["tied_modules.embed.word_embeddings.weight"][TOKENS]
     x = x + weights["tied_modules.embed.position_embeddings.weight"][:SEQ]
     for index in range(3, 7):
@@ -63,7 +63,8 @@ def test_the_residual_can_branch_off_after_the_norm():
 
 
 def logits_and_logits_of_doubled_queries(row, tokens):
-    """With --softmax-scale 2 / sqrt(8); with the default and each query head's rows multiplied by 2."""
+    """Returns the logits with --softmax-scale 2 / sqrt(8), and the logits with the default scale and each
+    query head's rows multiplied by 2."""
     weights = random_weights(row)
     scaled = logits(model_with_weights(row, weights, model={"softmax_scale": 2 / 8**0.5}), tokens)
     for name, weight in weights.items():
@@ -160,7 +161,8 @@ def test_recomputed_layers_have_the_same_gradients_to_the_last_bit(precision, la
 
 
 def samples_with_unequal_masks():
-    """A global batch whose samples hold 0, 3, 6, ... ends of documents, the last one nothing else."""
+    """Returns a global batch whose samples contain 0, 3, 6, ... ends of documents. The last sample contains
+    nothing else."""
     samples = random_tokens(GLOBAL_BATCH, SEQ + 1)
     for sample, row in enumerate(samples):
         row[1 : 1 + 3 * sample] = EOD
@@ -169,8 +171,8 @@ def samples_with_unequal_masks():
 
 
 def losses_with_masks(row, masked=True):
-    """Returns (loss, grad norm) of three steps, and (loss of an evaluation, the same loss by hand) after
-    them. By hand: by PyTorch's functions from the logits of all unmasked tokens, on a single rank."""
+    """Returns (loss, grad norm) of three steps, then (loss of an evaluation, this loss computed by hand). On
+    a single rank, PyTorch's functions compute the last one from the logits of all unmasked tokens."""
     engine = build_engine(config_of(row))
     tokens, labels = samples_with_unequal_masks()
     mask = (tokens != EOD).float() if masked else torch.ones_like(tokens, dtype=torch.float32)

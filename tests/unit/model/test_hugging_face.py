@@ -13,7 +13,7 @@ EMBED = "tied_modules.embed"
 
 
 def ours(positions, heads, **model):
-    """(weights without the vocabulary's padding, logits)."""
+    """Returns (weights without the vocabulary's padding, logits)."""
     changes = {"model": {"hidden_size": HIDDEN, "ffn_hidden_size": 4 * HIDDEN, "num_attention_heads": heads}}
     changes["model"] |= {"kv_channels": HIDDEN // heads, **model}
     row = Row(positions=positions)
@@ -26,7 +26,7 @@ def ours(positions, heads, **model):
 @torch.no_grad()
 def assert_same_logits(theirs, state, expected):
     unused = theirs.load_state_dict(state, strict=False)
-    # The head is the embedding, which a state dict may leave out.
+    # The head is the embedding, so a state dict may not contain it.
     assert not unused.unexpected_keys and set(unused.missing_keys) <= {"lm_head.weight"}
     theirs.tie_weights()
     logits = theirs.eval()(TOKENS).logits

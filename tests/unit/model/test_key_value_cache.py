@@ -1,4 +1,5 @@
-"""Texts that are generated with cached keys and values, against a loop that recomputes the visible text."""
+"""Texts that are generated with cached keys and values equal the texts of a loop that recomputes the
+visible text."""
 
 from __future__ import annotations
 
@@ -18,7 +19,7 @@ from tests.support.layouts import EOD, VOCAB, Row, config_of
 WINDOW = 24
 DOCUMENTS = {"reset_attention_mask": True, "reset_position_ids": True}
 WINDOWS = {"window_size": 5, "window_pattern": ("W", "F")}
-# (positions, settings of the model, settings of the data)
+# Name -> (positions, settings of the model, settings of the data).
 MODELS: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
     "learned positions, norm of the embedding": ("absolute", {"embed_layernorm": True}, {}),
     "learned positions, documents": ("absolute", {}, DOCUMENTS),
@@ -56,7 +57,7 @@ PROMPTS = [[5, 6, 7], [9, EOD, 8, 7, EOD, 6, 5], [], list(range(1, 30)), [3]]
 
 
 class Recomputing:
-    """The model without a cache: each text is computed alone, as a whole."""
+    """The model without a cache: each text is computed alone and completely."""
 
     def __init__(self, model: GPTModel) -> None:
         self.model = model
@@ -76,7 +77,8 @@ def model_of(name: str) -> GPTModel:
 
 
 def texts_of(model: GPTModel, temperature: float, batch_size: int) -> list[list[int]]:
-    """The tokens after each prompt. The texts have different lengths, and cross the window at least twice."""
+    """Returns the tokens after each prompt. The texts have different lengths, and exceed the window at least
+    twice."""
     texts = [Continuation(str, prompt, 40 + index) for index, prompt in enumerate(PROMPTS)]
     found = generate(
         model, texts, Sampling(temperature), window=WINDOW, eod=EOD, seed=4, batch_size=batch_size
@@ -88,8 +90,8 @@ def texts_of(model: GPTModel, temperature: float, batch_size: int) -> list[list[
 
 
 def plain_texts_of(model: GPTModel, temperature: float) -> list[list[int]]:
-    """The same without cache, batches and the generator: one text after the other, whose first half window is
-    removed whenever it is longer than the window."""
+    """Returns the tokens after each prompt without cache, batches or the generator. Texts are computed one
+    after the other. When a text is longer than the window, its first half window is removed."""
     plain, results = Recomputing(model), []
     for index, prompt in enumerate(PROMPTS):
         visible, tokens = list(prompt or [EOD]), list[int]()
@@ -122,7 +124,7 @@ def test_texts_in_batches_are_those_of_a_plain_loop(name: str) -> None:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("name", MODELS)
 def test_logits_of_growing_texts(name: str, dtype: torch.dtype) -> None:
-    """Texts grow, end, begin and move in the batch; beside them the model scores other texts."""
+    """Texts grow, end, begin and move in the batch. Between these steps the model scores different texts."""
     model = model_of(name).to(dtype)
     plain, generator = Recomputing(model), torch.Generator().manual_seed(1)
     texts = [[4, 3], [EOD, 1, 2, 9, 9, 8], [7]]

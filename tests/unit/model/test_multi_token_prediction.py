@@ -1,4 +1,4 @@
-"""What layers for multi-token prediction cost, and what they leave as it is."""
+"""Tests what layers for multi-token prediction cost, and what they leave unchanged."""
 
 from __future__ import annotations
 

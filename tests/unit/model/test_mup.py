@@ -1,4 +1,4 @@
-"""--mup: what does not change at the base width, and what does not grow with the width."""
+"""--mup changes nothing at the base width, and the logits do not grow with the width."""
 
 import math
 

@@ -9,7 +9,8 @@ from megatron.model.inference.single_process import GPTModel
 from tests.end_to_end.command import ROOT
 from tests.support.layouts import EOD, VOCAB, Row, config_of
 
-# Parts of a layer with a separate file: of some there are several to choose from, additions choose a kernel.
+# Parts of a layer that have a separate file: most have several implementations, and residual additions choose
+# a kernel.
 PARTS = {f"megatron.model.{name}" for name in ("attention.core_attention", "norm", "position", "residual")}
 
 
@@ -21,5 +22,5 @@ def test_every_layer_is_defined_in_one_file() -> None:
 
 
 def test_the_documents_name_this_file() -> None:
-    assert "`gpt_model.py`" in (ROOT / "README.md").read_text()
+    assert "| `megatron/model/gpt_model.py` | the whole model" in (ROOT / "docs/architecture.md").read_text()
     assert "`megatron/model/gpt_model.py` has the whole model" in (ROOT / "CONTRIBUTING.md").read_text()

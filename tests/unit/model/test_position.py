@@ -1,4 +1,4 @@
-"""Positions, ALiBi's slopes and documents within a sample."""
+"""Tests positions, ALiBi's slopes and documents within a sample."""
 
 import gc
 import math
@@ -129,7 +129,7 @@ def test_the_rest_of_a_partly_rotated_head_stays_as_it_is():
 
 
 def test_interleaved_pairs_are_neighbors():
-    """The formula of the paper, with complex numbers."""
+    """The formula of the paper, with complex numbers, is the reference."""
     x = torch.randn(6, 1, 1, ROTARY_DIM, generator=torch.Generator().manual_seed(2))
     rotated, _ = rotary_embedding(rotary_interleaved=True).rotate(x, x, None)
     angle = torch.arange(6)[:, None] * 10000.0 ** (-torch.arange(0, ROTARY_DIM, 2) / ROTARY_DIM)
@@ -141,7 +141,7 @@ def test_interleaved_pairs_are_neighbors():
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("model", [{}, {"rotary_interleaved": True}, {"rotary_percent": 0.5}])
 def test_a_rotation_of_16_bit_heads_is_rounded_once(model, dtype):
-    """Forward and backward, at positions at which rounded angles would be wrong."""
+    """Covers the forward and backward pass, at positions at which rounded angles would be wrong."""
     x, grad = torch.randn(2, 6, 1, 1, ROTARY_DIM, generator=torch.Generator().manual_seed(3)).to(dtype)
     positions = torch.tensor([[0, 1, 2, 1001, 30001, 130001]])
     results = []
@@ -153,7 +153,7 @@ def test_a_rotation_of_16_bit_heads_is_rounded_once(model, dtype):
         assert found.dtype == dtype and torch.equal(found, in_fp32.to(dtype))
 
 
-# The settings of Hugging Face for each scaling, with factor 4 and an original context of 32 tokens.
+# Hugging Face's settings for each scaling, with factor 4 and an original context of 32 tokens.
 SCALINGS = {
     "linear": {"factor": 4.0},
     "llama3": {"factor": 4.0, "low_freq_factor": 1.0, "high_freq_factor": 3.0},
@@ -222,7 +222,7 @@ MASK_ONLY = {"reset_attention_mask": True}
 
 @pytest.mark.parametrize(
     "positions, data",
-    # Rotary and ALiBi depend only on distances, so the mask alone separates the documents.
+    # Rotary embeddings and ALiBi depend only on distances, so the mask alone separates the documents.
     [("absolute", BOTH), ("rotary", BOTH), ("rotary", MASK_ONLY), ("alibi", BOTH), ("alibi", MASK_ONLY)],
 )
 def test_a_packed_document_has_the_logits_that_it_has_alone(positions, data):
@@ -244,7 +244,7 @@ def test_a_mask_without_restarted_positions_leaves_absolute_positions_running():
 
 
 def future_and_past(row):
-    """Returns the logits of a sample, and of a copy with other tokens in its second half."""
+    """Returns the logits of a sample, and of a copy with different tokens in its second half."""
     model = model_with_weights(row, random_weights(row))
     tokens, others = random_tokens(2, 32), random_tokens(2, 32, seed=6)
     return logits(model, tokens), logits(model, torch.cat((tokens[:, :16], others[:, 16:]), dim=1))

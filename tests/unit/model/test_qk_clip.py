@@ -1,4 +1,4 @@
-"""The largest attention logit of each head, against all scores at once."""
+"""The largest attention logit of each head equals the largest of all its scores."""
 
 from unittest import mock
 

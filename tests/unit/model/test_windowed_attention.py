@@ -1,4 +1,5 @@
-"""Attention with a window by PyTorch's flash kernels, which a CPU lacks: their definition replaces them."""
+"""PyTorch's flash kernels compute attention with a window. CPUs lack these kernels, so their definition
+replaces them."""
 
 from __future__ import annotations
 
@@ -12,16 +13,16 @@ from torch import Tensor
 
 from megatron.kernels import windowed_attention
 from megatron.model.attention import core_attention
-from megatron.model.attention.canary import AttentionCase, attention_problem
 from megatron.model.attention.choice import Implementation
+from megatron.model.attention.self_test import AttentionCase, attention_problem
 from tests.unit.model.test_attention_choice import Ranks, outputs_and_gradients, training_attention
 
 Tensors = tuple[Tensor, ...]
 
 
 def scores_of(query: Tensor, key: Tensor, scale: float, left: int) -> Tensor:
-    """FlashAttention's definition: query i attends to the keys from i + keys - queries - left on, and to none
-    after i + keys - queries. All tensors are [batch, heads, seq, head_dim]."""
+    """Computes FlashAttention's definition: query i attends to the keys from i + keys - queries - left on,
+    and to no key after i + keys - queries. All tensors are [batch, heads, seq, head_dim]."""
     row = torch.arange(query.shape[2])[:, None] + key.shape[2] - query.shape[2]
     column = torch.arange(key.shape[2])
     scores = query @ key.transpose(2, 3) * scale
@@ -29,14 +30,16 @@ def scores_of(query: Tensor, key: Tensor, scale: float, left: int) -> Tensor:
 
 
 def heads_first(query: Tensor, key: Tensor, value: Tensor) -> list[Tensor]:
-    """[batch, seq, heads, head_dim] -> [batch, heads, seq, head_dim], with a copy of the keys per query."""
+    """Converts [batch, seq, heads, head_dim] to [batch, heads, seq, head_dim], with a copy of the keys per
+    query head."""
     copies = query.shape[2] // key.shape[2]
     return [x.transpose(1, 2) for x in (query, *(x.repeat_interleave(copies, 2) for x in (key, value)))]
 
 
 @pytest.fixture
 def flash_kernels() -> Iterator[list[int]]:
-    """Registers the definition for CPUs, with the kernels' arguments; yields the windows of the calls."""
+    """Registers the definition for CPUs, with the kernels' arguments. Yields the list of the calls'
+    windows."""
     windows: list[int] = []
 
     def forward(*arguments: object, **options: float) -> Tensors:
@@ -81,7 +84,7 @@ def flash_kernels() -> Iterator[list[int]]:
     [
         ("--window-size 6", 6),
         ("--window-size 6 --softmax-type learnable", 6),
-        ("--softmax-type learnable", 21),  # longer than the sequence: none
+        ("--softmax-type learnable", 21),  # longer than the sequence, so it hides no key
         ("--softmax-type off-by-one", 21),
     ],
 )
@@ -89,8 +92,8 @@ def flash_kernels() -> Iterator[list[int]]:
 def test_windows_and_sinks_by_the_flash_kernel_are_dense_attention(
     cp_size: int, variant: str, window: int, flash_kernels: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Two query heads share a key head; a micro-batch has two samples. With context parallelism the queries
-    are two chunks of the sequence."""
+    """Two query heads share a key head, and a micro-batch has two samples. With context parallelism the
+    queries are two chunks of the sequence."""
     flags = f"--attention-dropout 0 {variant}"
     attention = training_attention(flags)
     expected = outputs_and_gradients(attention, None, 1)
@@ -103,7 +106,7 @@ def test_windows_and_sinks_by_the_flash_kernel_are_dense_attention(
         torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-6)
 
 
-def test_the_canary_finds_a_window_of_a_different_size(
+def test_the_self_test_finds_a_window_of_a_different_size(
     flash_kernels: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     case = AttentionCase(64, 4, 2, 16, torch.bfloat16, window=16)

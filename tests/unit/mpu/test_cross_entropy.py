@@ -9,7 +9,7 @@ ONE = Axis("tp")
 
 
 def reference(logits, labels, vocab_size, upstream):
-    """Loss and gradient in float64, from the definition."""
+    """Returns loss and gradient in float64, from the definition."""
     logits = logits.detach().double().requires_grad_()
     used = logits[..., :vocab_size]
     loss = used.exp().sum(-1).log() - used.gather(-1, labels.unsqueeze(-1)).squeeze(-1)

@@ -1,4 +1,5 @@
-"""The split backward pass: its bits (equal to a single pass), when W runs, and what is kept for it."""
+"""The split backward pass has the bits of a single pass. Tests when weight-gradient passes run, and what is
+kept for them."""
 
 import weakref
 
@@ -107,7 +108,8 @@ class Products(TorchDispatchMode):
 
 @pytest.mark.parametrize("bias", [False, True])
 def test_every_way_to_multiply_runs_one_product_also_for_a_transposed_batch_of_one(bias):
-    """A batched product would round differently: evaluation and training, or two schedules, would differ."""
+    """A batched product would round differently. Then evaluation and training, or two schedules, would
+    differ."""
     generator = torch.Generator().manual_seed(1)
     x = torch.randn(1, 32, 32, generator=generator).transpose(0, 1).contiguous()
     assert x.stride() == (32, 1024, 1)

@@ -33,7 +33,7 @@ def test_the_fraction_p_is_dropped_in_every_row_and_column_and_the_rest_scaled(p
     for dims in ((0, 1, 2), (1, 2), (0, 1), (0, 2)):
         counts = dropped.sum(dims)
         expected = p * keep.numel() / counts.numel()
-        # 5.5 standard deviations; the constant is for the tail of small counts.
+        # The bound is 5.5 standard deviations. The constant is for the tail of small counts.
         assert (counts - expected).abs().max() < 5.5 * (expected * (1 - p)) ** 0.5 + 10, dims
 
 
@@ -54,11 +54,12 @@ def test_neighbors_samples_salts_and_seeds_are_independent():
     limit = 5 / mask.numel() ** 0.5
     for name, other in others.items():
         assert (mask * (other.double() * 2 - 1)).mean().abs() < limit, name
-    # More than pairs: the four corners of a rectangle would reveal a hash that only sums two keys.
+    # Groups of four elements are tested, since a hash that only sums two keys fails at the corners of a
+    # rectangle.
     for dy, dx in ((1, 1), (1, 2), (2, 1), (16, 16)):
         corners = mask * mask.roll(dy, 0) * mask.roll(dx, 1) * mask.roll((dy, dx), (0, 1))
         assert corners.mean().abs() < 2 * limit, (dy, dx)
-    # No two rows or columns are alike.
+    # All rows differ, and all columns differ.
     for lines in (mask, mask.t()):
         assert (lines @ lines.t() / 512 - torch.eye(512)).abs().max() < 6.5 / 512**0.5
 
@@ -134,7 +135,8 @@ def test_recomputation_finds_the_samples_of_its_forward_pass():
 
 
 def test_the_keys_of_a_micro_batch_are_copied_once_and_lie_at_multiples_of_16_bytes(monkeypatch):
-    """Also for the recomputation in the backward pass, while the samples of another micro-batch are set."""
+    """The recomputation in the backward pass uses the copied keys even while the samples of another
+    micro-batch are set."""
     dropout_rng, copies = DropoutRNG(7), []
     accelerator = SimpleNamespace(pin_memory=lambda x: copies.append(x) or x)
     monkeypatch.setattr(random, "get_accelerator", lambda: accelerator)
@@ -143,7 +145,7 @@ def test_the_keys_of_a_micro_batch_are_copied_once_and_lie_at_multiples_of_16_by
     def keys():
         return [dropout_rng.device_keys(salt, torch.device("cpu")) for salt in salts]
 
-    with dropout_rng.use_samples((4, 5, 6)):  # finds the salts
+    with dropout_rng.use_samples((4, 5, 6)):  # the first micro-batch records the salts that layers use
         keys()
     copies.clear()
     with dropout_rng.use_samples((1, 2, 9)):
@@ -179,7 +181,8 @@ def test_kept_elements_are_scaled_in_fp32_so_that_the_mean_stays(dtype, p):
         assert result.dtype == dtype and not result[~keep].any()
         assert torch.equal(result[keep], (argument[keep].float() * scale).to(dtype))
         kept_mean = argument.detach()[keep].double().mean()
-        # A scale in bf16 made this 1.5e-3. One rounding per element is left; bf16 has 128 numbers in it.
+        # A scale that is rounded to bf16 would change the mean by 1.5e-3. The scale is fp32, so each element
+        # is rounded only once, and the rounding errors average out.
         assert result.detach()[keep].double().mean().item() * (1 - p) == pytest.approx(
             kept_mean.item(), rel=1e-4
         )

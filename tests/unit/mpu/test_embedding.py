@@ -1,4 +1,4 @@
-"""The gradient of a table of embeddings: summed in fp32, in one order, into main_grad."""
+"""The gradient of a table of embeddings is summed in fp32, in a fixed order, into main_grad."""
 
 import pytest
 import torch
@@ -98,7 +98,7 @@ def test_no_tokens_give_no_gradient():
 
 
 def test_no_temporary_of_the_size_of_the_table_is_allocated(monkeypatch):
-    """64 MiB of table, 8 tokens."""
+    """The table has 64 MiB, and the batch has 8 tokens."""
     weight = torch.nn.Parameter(torch.zeros(2**15, 512, dtype=torch.bfloat16))
     weight.main_grad = torch.zeros(2**15, 512)
     vectors = embedding(torch.arange(8).unsqueeze(0), weight)

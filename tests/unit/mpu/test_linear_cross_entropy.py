@@ -1,4 +1,4 @@
-"""The fused head and loss, one chunk of logits at a time, against the definition of its gradients."""
+"""Compares the fused head and loss, one chunk of logits at a time, with the definition of its gradients."""
 
 import math
 
@@ -17,7 +17,7 @@ from tests.support.tracked_memory import TrackedMemory
 ONE = Axis("tp")
 BATCH, SEQ, HIDDEN, ROWS = 3, 17, 24, 96
 GENERATOR = torch.Generator().manual_seed(8)
-# Relative errors of losses and gradients, as norms.
+# Largest relative errors of losses and gradients, as norms.
 BOUNDS = {torch.float32: 1e-6, torch.bfloat16: 1e-2, torch.float16: 2e-3}
 UPSTREAM = {
     "sum": torch.tensor(2.5).expand(BATCH, SEQ),
@@ -27,21 +27,21 @@ UPSTREAM = {
 
 @pytest.fixture
 def small_chunks(monkeypatch):
-    """Makes several chunks, row blocks and parts of a product; the last of each is incomplete."""
+    """Makes several chunks, row blocks and parts of a product. The last of each is incomplete."""
     monkeypatch.setattr(logit_chunks, "CPU_CHUNK_TOKENS", {2: 11, 4: 11})
     monkeypatch.setattr(logit_chunks, "CPU_WORK_BYTES", 3 * 4 * ROWS)
     monkeypatch.setattr(logit_chunks, "CPU_PRODUCT_BYTES", 13 * 2 * HIDDEN)
 
 
 def make_inputs(dtype, vocab_size=ROWS):
-    """Hidden states and labels that are not contiguous, and a weight."""
+    """Returns hidden states and labels that are not contiguous, and a weight."""
     hidden = torch.randn(SEQ, BATCH, HIDDEN, generator=GENERATOR).to(dtype).transpose(0, 1).requires_grad_()
     weight = torch.randn(ROWS, HIDDEN, generator=GENERATOR).mul(0.5).to(dtype).requires_grad_()
     return hidden, weight, torch.randint(0, vocab_size, (SEQ, BATCH), generator=GENERATOR).t()
 
 
 def reference(hidden, weight, labels, vocab_size, upstream, token_weights, z_loss_weight, cap=None):
-    """Losses and both gradients in float64, from the definition."""
+    """Returns losses and both gradients in float64, from the definition."""
     hidden, weight = (x.detach().double().requires_grad_() for x in (hidden, weight))
     logits = (hidden @ weight.t())[..., :vocab_size]
     logits = logits if cap is None else cap * torch.tanh(logits / cap)
@@ -96,7 +96,8 @@ def test_gradients_that_differ_between_tokens_are_refused():
 
 
 def test_the_uniform_gradient_of_a_sum_is_recognized_by_its_strides():
-    """On the meta device there are none."""
+    """The tensors are on the meta device and have no values. Fails if the check reads the values of the
+    gradient."""
     hidden, weight, labels = (x.detach().to("meta") for x in make_inputs(torch.bfloat16))
     token_weights = torch.rand(BATCH, SEQ, device="meta")
     losses = vocab_parallel_linear_cross_entropy(
@@ -107,7 +108,8 @@ def test_the_uniform_gradient_of_a_sum_is_recognized_by_its_strides():
 
 
 def test_the_full_logits_of_a_large_vocabulary_are_never_allocated():
-    """Micro-batch 8 x 2048, 250368 tokens over 4 ranks, hidden 2048, bf16: 3.82 GiB of fp32 logits."""
+    """For a micro-batch of 8 x 2048 tokens, a vocabulary of 250368 over 4 ranks, and hidden size 2048 in
+    bf16, the fp32 logits would have 3.82 GiB."""
     tokens, _, width = FULL
     steps = make_steps(FULL, torch.bfloat16, torch.device("meta"))
     gradient = 2 * tokens * width / MIB
@@ -134,7 +136,8 @@ def test_a_chunk_has_whole_tiles_of_tokens_unless_one_is_too_large(columns, on_g
 
 @pytest.mark.parametrize("gpu", GPUS)
 def test_the_gradient_of_the_head_takes_a_tenth_of_the_time_of_the_products(gpu):
-    """The time of its memory traffic on each kind of GPU, at the rates of the data sheets."""
+    """Compares the times of the gradient's memory traffic and of the products on each kind of GPU, at the
+    rates of the data sheets."""
     device = GPUS.load(gpu)
     products = 6 * logit_chunks.chunk_sizes(8192, 128_256, 4096, 2, on_cpu=False).tokens
     assert 8 / device.bandwidth <= 0.105 * products / device.peak_flops["fp16"]
@@ -207,7 +210,8 @@ def test_products_that_add_to_the_sum_round_nothing(monkeypatch, dtype, options)
 
 
 def test_no_second_gradient_of_the_head_is_allocated():
-    """BLOOM's last stage at TP 4, with the gradient of hidden: main_grad alone has 3.35 GiB."""
+    """The sizes are BLOOM's last stage at TP 4, where main_grad alone has 3.35 GiB. The gradient of hidden is
+    not counted."""
     tokens, rows, width = 2048, 62_720, 14_336
     steps = make_steps((tokens, rows, width), torch.bfloat16, torch.device("meta"))
     gradient = 2 * tokens * width / MIB
@@ -252,7 +256,7 @@ def test_the_fused_loss_equals_the_loss_of_the_logits():
 
 
 def main_grad_of(hidden, weight):
-    """The gradient of the weight if every token has the label 0."""
+    """Returns the gradient of the weight if every token has the label 0."""
     labels, main_grad = torch.zeros(len(hidden), dtype=torch.int64), torch.zeros(weight.shape)
     inputs = hidden.half().requires_grad_(), weight.half().requires_grad_()
     set_main_grad(inputs[1], main_grad)
@@ -265,7 +269,7 @@ def test_fp16_holds_the_gradient_of_one_label_for_all_and_of_many_small_probabil
     expected[0] -= 2048 * 100
     found = main_grad_of(torch.full((2048, 8), 100.0), torch.zeros(ROWS, 8))
     torch.testing.assert_close(found, expected, rtol=2e-3, atol=0.0)
-    # One large logit leaves all others a probability of exp(-18), a quarter of fp16's smallest number.
+    # One large logit leaves all other logits a probability of exp(-18), a quarter of fp16's smallest number.
     weight = torch.zeros(ROWS, 1)
     weight[0] = 18.0
     expected = torch.full((ROWS - 1, 1), 4 * math.exp(-18))
@@ -274,7 +278,8 @@ def test_fp16_holds_the_gradient_of_one_label_for_all_and_of_many_small_probabil
 
 @pytest.mark.parametrize("adds", [False, True])
 def test_fp16_holds_the_gradient_of_one_token_with_the_weight_of_all(monkeypatch, adds):
-    """--eod-mask-loss can leave one token of a sample; large hidden states times the sequence overflow."""
+    """--eod-mask-loss may leave one token of a sample. Large hidden states times the sequence length would
+    overflow."""
     monkeypatch.setattr(weight_gradient, "supports_fused_accumulation", lambda tensor: adds)
     monkeypatch.setattr(
         weight_gradient,

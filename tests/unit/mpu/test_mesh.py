@@ -13,7 +13,7 @@ from tests.support.simulation.matching import rank_at
     [(1, 1, 1, 1), (8, 2, 2, 1), (8, 1, 4, 1), (12, 3, 2, 1), (6, 6, 1, 1), (24, 2, 2, 3), (16, 2, 1, 4)],
 )
 def test_coordinates_are_those_of_deepspeeds_topology(world_size, tp_size, pp_size, cp_size):
-    """Its axis `data` holds the data- and context-parallel ranks."""
+    """The topology's axis `data` contains the data-parallel and context-parallel ranks."""
     for rank in range(world_size):
         mesh = Mesh.create(world_size, tp_size, pp_size, rank, cp_size)
         assert rank_at(mesh, mesh.coordinates_of(rank)) == rank
@@ -79,8 +79,8 @@ REDUCED = ["dp_cp", "dp_cp", "dp", "dp", "edp"]
 
 @pytest.mark.parametrize(("name", "reduced"), zip(DENSE_SPECS, REDUCED, strict=True))
 def test_what_follows_from_a_sharding(name, reduced):
-    """Over the ranks that a gradient is reduced over, the shards and the replicas cover the stage. With ZeRO
-    and without it, one rank counts each element."""
+    """The parts over which a gradient is reduced, the shards and the replicas together are all ranks of the
+    stage. With ZeRO and without it, exactly one rank counts each element in the norm."""
     spec, meshes = DENSE_SPECS[name], [Mesh(2, 1, 2, rank, 2, 4) for rank in range(8)]
     assert {mesh.reduced_over(spec).name for mesh in meshes} == {reduced}
     for is_partitioned in (True, False):

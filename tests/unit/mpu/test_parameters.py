@@ -55,8 +55,8 @@ def test_every_tensor_degree_starts_from_the_same_full_parameter(spec, size):
 
 @pytest.mark.parametrize("spec", SPECS, ids=str)
 def test_a_rank_can_make_only_some_elements_of_its_shard(spec, monkeypatch):
-    """As with ZeRO-3. It draws the numbers of its own elements and, at both ends, the rest of streams. These
-    have 64 rows, or 256 rows of some columns."""
+    """With ZeRO-3 a rank makes only the elements that it owns. It draws the values of these elements and, at
+    both ends, the rest of random streams, which have 64 rows, or 256 rows of some columns."""
     axes = ranks(2)[1]
     drawn = []
 
@@ -98,7 +98,7 @@ def test_values_have_the_wanted_distribution(shard_dim):
     assert abs(values.mean()) < 5 / count**0.5
     assert abs(values.std() - 1) < 5 / (2 * count) ** 0.5
     assert abs((values.abs() < 0.6745).float().mean() - 0.5) < 5 * 0.5 / count**0.5
-    # No two rows are related, in particular not the rows of neighboring streams.
+    # No two rows are correlated, in particular not the rows of neighboring streams.
     correlation = torch.corrcoef(values)
     assert (correlation - torch.eye(512)).abs().max() < 6 / 512**0.5
 
@@ -188,7 +188,7 @@ def test_a_part_of_a_buffer_has_a_storage_of_its_own_without_a_copy(dtype):
     assert part.untyped_storage().nbytes() == part.nbytes and part.data_ptr() == flat[10:].data_ptr()
     assert torch.equal(part, flat[10:30].view(4, 5)) and not part.requires_grad
     flat.untyped_storage().resize_(flat.nbytes)  # ZeRO-3 frees gathered weights by resizing
-    assert own_storage(torch.full((100_000,), 7.0)).sum() == 700_000  # it keeps the memory
+    assert own_storage(torch.full((100_000,), 7.0)).sum() == 700_000  # the tensor keeps its own memory
 
 
 BOX_SPECS = [
@@ -206,7 +206,8 @@ BOX_SPECS = [
 
 @pytest.mark.parametrize("spec", BOX_SPECS, ids=lambda spec: str(spec.global_shape))
 def test_the_boxes_of_every_range_of_a_shard_are_its_elements(spec: ParameterSpec) -> None:
-    """Each box has consecutive elements of the shard; together they are the range without the padding."""
+    """Each box has consecutive elements of the shard. Together the boxes are the range without the
+    padding."""
     full = torch.arange(math.prod(spec.global_shape)).view(spec.global_shape)
     for size in (1, 2):
         for axes in spec.all_shards([Axis(name, size=size) for name in spec.axis_names]):
@@ -229,7 +230,7 @@ def test_the_boxes_of_every_range_of_a_shard_are_its_elements(spec: ParameterSpe
 def test_any_part_of_a_shard_is_made_from_the_shards_of_another_layout(
     spec: ParameterSpec, saved_size: int, size: int
 ) -> None:
-    """It reads only elements between the first and the last one that it needs, and zeros are padding."""
+    """Only elements between the first and the last needed one are read, and padding becomes zeros."""
     full = torch.arange(1.0, 1 + math.prod(spec.global_shape)).view(spec.global_shape)
     if spec.num_valid_rows is not None:
         full[spec.num_valid_rows :] = 0

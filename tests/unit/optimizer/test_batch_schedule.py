@@ -1,4 +1,4 @@
-"""Batch arithmetic, compared with a loop over all steps of the run."""
+"""Compares batch arithmetic with a loop over all steps of the run."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def walked_size(schedule: BatchSchedule, consumed: int) -> int:
 
 
 def walk(schedule: BatchSchedule, steps: int, consumed: int = 0) -> list[int]:
-    """Yields the consumed samples after 0, 1, ... steps."""
+    """Returns the consumed samples after 0, 1, ... steps."""
     totals = [consumed]
     for _ in range(steps):
         totals.append(totals[-1] + walked_size(schedule, totals[-1]))
@@ -82,7 +82,7 @@ def test_a_published_ramp_up_starts_small_and_ends_at_the_global_batch() -> None
 
 
 def test_the_length_of_a_published_run_is_known_at_once() -> None:
-    """As in Megatron, the expected length is a walk through the ramp-up, then full batches."""
+    """As in Megatron, the expected length is a loop over the steps of the ramp-up, then full batches."""
     consumed = iterations = 0
     while consumed <= 9_765_625:
         consumed += walked_size(BLOOM, consumed)

@@ -1,4 +1,4 @@
-"""8-bit Adam: accuracy and round trips of codes and scales, and optimizer steps with them."""
+"""Tests 8-bit Adam: accuracy and round trips of codes and scales, and optimizer steps with them."""
 
 import pytest
 import torch
@@ -32,7 +32,7 @@ def test_each_element_becomes_the_nearest_value_of_the_map(name):
 
 @pytest.mark.parametrize("name", MAPS)
 def test_dequantized_elements_are_quantized_to_the_same_bits(name):
-    """Quantized by bitsandbytes in the optimizer's step, or by `quantize`."""
+    """The first quantization is done by bitsandbytes, as in the optimizer's step, or by `quantize`."""
     elements, values = moments(name), code_values(name, CPU)
     bnb_codes, state = kernels().quantize_blockwise(elements, code=values, blocksize=BLOCK_SIZE)
     for codes, scales in (quantize(elements, values), (bnb_codes, state.absmax)):
@@ -43,7 +43,7 @@ def test_dequantized_elements_are_quantized_to_the_same_bits(name):
 
 
 def test_a_block_whose_largest_magnitude_is_negative_does_not_shrink():
-    """bitsandbytes alone shrinks the block, so `quantize` recovers the scale."""
+    """bitsandbytes alone would shrink the block at each round trip, so `quantize` recovers the scale."""
     elements, values = -torch.linspace(0.5, 1.0, BLOCK_SIZE), code_values("exp_avg", CPU)
     moment = QuantizedMoment("exp_avg", BLOCK_SIZE, CPU)
     moment.write(0, elements)
@@ -67,7 +67,8 @@ def test_a_fragment_leaves_zeros_in_the_rest_of_its_last_block(name):
 
 
 def steps(bits, count, length=5000):
-    """Returns weight and optimizer state after some steps. bits: of the moments; None for PyTorch's AdamW."""
+    """Returns weight and optimizer state after `count` steps. bits: bits of the moments; None means PyTorch's
+    AdamW."""
     weight = nn.Parameter(torch.linspace(-1, 1, length))
     settings = {"lr": 1e-2, "betas": (0.9, 0.95), "eps": 1e-8}
     group = {"params": [weight], "moment_bits": bits, "weight_decay": 0.1}

@@ -1,4 +1,4 @@
-"""Muon against torch.optim.Muon, and how a fused weight is split into matrices."""
+"""Compares Muon with torch.optim.Muon, and tests how a fused weight is split into matrices."""
 
 import pytest
 import torch
@@ -66,7 +66,7 @@ def test_scales_of_the_modes():
 
 
 def test_fused_matrices_are_updated_one_by_one():
-    """2 groups of 2 query heads, a key head and a value head, each with 3 rows."""
+    """The weight has 2 groups, each with 2 query heads, a key head and a value head. A head has 3 rows."""
     weight = torch.randn(2 * 4 * 3, 5, generator=torch.Generator().manual_seed(1))
     heads = weight.view(2, 4, 3, 5)
     query, key, value = heads[:, :2].reshape(-1, 5), heads[:, 2].reshape(-1, 5), heads[:, 3].reshape(-1, 5)

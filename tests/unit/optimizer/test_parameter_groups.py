@@ -1,4 +1,4 @@
-"""Which parameters have weight decay, and which optimizer updates them."""
+"""Tests which parameters have weight decay, and which optimizer updates them."""
 
 import math
 import sys
@@ -108,7 +108,7 @@ def test_a_parameter_without_a_spec_is_an_error():
 
 
 def adamw_step(weight, gradient, rate, decay, betas=(0.9, 0.95), eps=1e-8):
-    """The first step of Adam with decoupled weight decay, written out."""
+    """Returns the result of the first step of Adam with decoupled weight decay, computed from the formula."""
     first = (1 - betas[0]) * gradient / (1 - betas[0])
     second = (1 - betas[1]) * gradient**2 / (1 - betas[1])
     return weight * (1 - rate * decay) - rate * first / (second.sqrt() + eps)

@@ -1,4 +1,5 @@
-"""The learning rate against hand-computed values, published logs and its own continuity."""
+"""Compares the learning rate with values computed by hand, with published logs, and just before and after
+each change of phase."""
 
 import math
 from dataclasses import replace
@@ -42,7 +43,7 @@ def samples(count):
     return Progress(0, count, count * SEQ)
 
 
-# (consumed samples, rate as logged) of BLOOM-176B's run.
+# (Consumed samples, rate as logged) in BLOOM-176B's run.
 @pytest.mark.parametrize(("consumed", "logged"), [(9_841_584, "5.969E-05"), (177_927_088, "7.610E-06")])
 def test_the_lr_equals_the_published_logs(consumed, logged):
     schedule = by_samples(
@@ -132,7 +133,7 @@ WSD_SHAPES = {
     "exponential": lambda done: 2 * 0.5**done - 1,
     "minus_sqrt": lambda done: 1 - math.sqrt(done),
 }
-# (progress, share of the decay that is done): warm-up of 10, stable up to 80, decay up to 120.
+# (Progress, completed part of the decay): warm-up of 10, stable up to 80, decay up to 120.
 WSD_STABLE = (10, 11, 50, 79, 80)
 WSD_DECAY = {81: 1 / 40, 90: 0.25, 100: 0.5, 119: 39 / 40, 120: 1.0, 121: 1.0, 5000: 1.0}
 
@@ -158,7 +159,7 @@ def test_wsd_warms_up_stays_and_decays_in_its_shape(style, kind):
 
 
 def test_wsd_follows_samples_through_a_batch_size_ramp_up():
-    """The steps have 2, 4, 6 and then 8 samples; the decay of 20 samples begins in the middle of a step."""
+    """The steps have 2, 4, 6 and then 8 samples. The decay of 20 samples begins in the middle of a step."""
     config = parse_args(
         [*MODEL, "--micro-batch-size=2", "--global-batch-size=8", "--rampup-batch-size", "2", "2", "24"]
         + "--train-samples 80 --lr 1e-3 --lr-decay-style WSD --lr-wsd-decay-samples 30".split()
@@ -175,7 +176,7 @@ def test_wsd_follows_samples_through_a_batch_size_ramp_up():
 
 
 def test_a_wsd_decay_of_0_stays_at_the_maximum_up_to_its_end():
-    """Like a base run whose cooldowns start from its checkpoints."""
+    """Such a schedule fits a base run, whose checkpoints are the starts of runs that decay."""
     schedule = by_iterations(100, lr_decay_style="WSD", lr_wsd_decay_iters=0, lr_warmup_iters=10)
     assert [schedule.lr(at(n)) for n in (5, 10, 99, 100, 101)] == [5e-4, 1e-3, 1e-3, 1e-3, 0]
 

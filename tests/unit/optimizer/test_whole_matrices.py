@@ -1,4 +1,4 @@
-"""The exchange of whole matrices between many ranks, which are threads of one process."""
+"""Many ranks, which are threads of one process, exchange whole matrices."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ SPECS = {f"{layer}.{name}": spec for layer in range(5) for name, spec in LAYER.i
 
 
 class Network:
-    """`torch.distributed` for `size` threads. The process group of a thread is its rank."""
+    """Replaces `torch.distributed` for `size` threads. A thread passes its rank as process group."""
 
     def __init__(self, size: int) -> None:
         self._barrier, self._sent = Barrier(size, timeout=HANG_TIMEOUT_S), [()] * size
@@ -50,7 +50,7 @@ class Network:
 
 
 def direction(matrix: Tensor) -> Tensor:
-    """Every element depends on the whole matrix, and on its place in it."""
+    """Returns a matrix whose elements depend on the whole `matrix` and on their own position."""
     places = torch.arange(matrix.numel(), dtype=torch.float32).view(matrix.shape)
     return matrix.float().norm() * places + matrix.shape[0] * matrix.float()
 
@@ -68,7 +68,7 @@ class Rank:
 
     def __init__(self, rank: int, tp_size: int, dp_size: int, zero: int) -> None:
         mesh = Mesh(tp_size, 1, dp_size, rank)
-        # The process group of a thread is its rank.
+        # A thread passes its rank as process group.
         along = (("tp",), ("dp",), ("dp", "cp", "tp"))
         sets = {mesh.ranks_along(names, other) for names in along for other in range(tp_size * dp_size)}
         groups: Any = {ranks: rank for ranks in sets if len(ranks) > 1}

@@ -1,5 +1,5 @@
-"""Interleaved 1F1B against its description and formulas, and the messages of all schedules that run on
-`engine.executor`."""
+"""Compares interleaved 1F1B with its description and formulas, and tests the messages of all schedules that
+run on `engine.executor`."""
 
 from fractions import Fraction
 
@@ -23,8 +23,9 @@ LOOP_SIZES = [(p, m, v) for p in (1, 2, 3, 4, 8) for m in (p, 2 * p, 3 * p, 5 * 
 
 
 def megatrons_passes(ranks, micro_batches, chunks, rank):
-    """The passes of Megatron-LM's `forward_backward_pipelining_with_interleaving`, from its description: the
-    k-th forward pass is through the chunk k % (p v) // p, the k-th backward pass through the mirrored one."""
+    """Returns the passes of Megatron-LM's `forward_backward_pipelining_with_interleaving`, from its
+    description: forward pass k is through the chunk k % (p v) // p, backward pass k through the mirrored
+    chunk."""
 
     def action(kind, k):
         group, rest = divmod(k, ranks * chunks)
@@ -52,7 +53,7 @@ def test_interleaved_has_the_passes_of_megatron(ranks, micro_batches, chunks):
 @pytest.mark.parametrize("ratio", [1, 2, Fraction(7, 3)])
 @for_each("ranks, micro_batches, chunks", LOOP_SIZES)
 def test_interleaving_divides_the_bubble_of_1f1b(ranks, micro_batches, chunks, ratio):
-    """Section 2.2 of the paper: a bubble of (p - 1) (t_f + t_b) / v, and passes of m (t_f + t_b)."""
+    """Section 2.2 of the paper: the bubble is (p - 1) (t_f + t_b) / v, and the passes take m (t_f + t_b)."""
     count = ranks * chunks
     forward, backward = [Fraction(1, chunks)] * count, [Fraction(ratio) / chunks] * count
     timeline = simulate_schedule("interleaved", forward, backward, [0] * (count - 1), micro_batches, chunks)
@@ -74,7 +75,7 @@ def schedules_of_several_ranks():
 
 
 def messages(actions):
-    """Returns, per rank and step, the batch of (is sent, peer rank, the sender's action)."""
+    """Returns, for each rank and step, the batch of messages (is sent, peer rank, the sender's action)."""
     for rank, steps in enumerate(actions.steps):
         batches = []
         for step in steps:
@@ -88,7 +89,7 @@ def messages(actions):
 
 
 def test_messages_between_two_ranks_arrive_in_the_order_in_which_they_are_received():
-    """Otherwise a rank would confuse two messages: they have equal sizes and no tags."""
+    """In a different order a rank would confuse two messages, which have equal sizes and no tags."""
     for name, actions in schedules_of_several_ranks():
         sent, received = {}, {}
         for rank, batches in messages(actions):

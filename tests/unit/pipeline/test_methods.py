@@ -1,4 +1,4 @@
-"""The partition of the layer list by every method."""
+"""Tests the partition of the layer list by every method."""
 
 from dataclasses import replace
 from itertools import combinations, pairwise
@@ -12,7 +12,8 @@ from tests.support.layer_lists import LAYER, layer_list
 
 
 def table(layers, casts=False, seconds=None, in_flight=()):
-    """Embedding and head have 100 parameters, a layer 40; the head costs as much as two layers."""
+    """Returns a table of costs. Embedding and head have 100 parameters, a layer 40. The head costs as much as
+    two layers."""
 
     def column(embedding, layer, norm, head):
         inner = [0, embedding, 0, *[layer] * layers, 0, norm, head]
@@ -90,7 +91,8 @@ def test_a_profile_without_measurement_is_refused():
 
 
 def test_memory_counts_what_the_schedule_keeps_alive():
-    """Early stages keep more micro-batches, so they get fewer layers; the largest stage is minimal."""
+    """Early stages keep more micro-batches, so they get fewer layers. The largest stage is as small as
+    possible."""
     found = partitioned("memory", 10, 3, micro_batches=8)
     memory = table(10).memory
 
@@ -135,7 +137,8 @@ def test_an_explicit_layout_gives_these_stages(method, expected):
 @pytest.mark.parametrize("stages", range(2, 8))
 @pytest.mark.parametrize("casts", [False, True])
 def test_neither_tokens_nor_logits_travel_between_stages(stages, casts):
-    """Tokens have no gradient and logits differ between TP ranks: the ends stay with the embeddings."""
+    """Tokens have no gradient, and logits differ between TP ranks. So the layers around an embedding stay on
+    its stage."""
     found = bounds("uniform", 4, stages, casts=casts)
     assert found[1] >= 2
     assert found[-2] <= len(layer_list(4, casts)) - 1 - casts

@@ -1,4 +1,4 @@
-"""The partition against an exhaustive search, and on layer lists of known models."""
+"""Compares the partition with an exhaustive search, also on layer lists of known models."""
 
 from collections.abc import Sequence
 from fractions import Fraction
@@ -13,7 +13,7 @@ from megatron.pipeline.partition import partition, partition_v
 
 
 def even(weights: Sequence, num_stages: int) -> list[int]:
-    """The partition of layers whose weights do not depend on the stage."""
+    """Returns the partition of layers whose weights do not depend on the stage."""
     return partition([weights] * num_stages)
 
 
@@ -29,14 +29,16 @@ def all_partitions(costs: Sequence[Sequence]) -> list[list[int]]:
 
 
 def rule(costs: Sequence[Sequence], bounds: list[int], ranks: int | None = None) -> tuple:
-    """Returns what the partition minimizes. ranks: for a V schedule, whose ranks are balanced."""
+    """Returns the key that the partition minimizes. ranks: the number of ranks of a V schedule, in which a
+    rank holds two stages; None if each rank holds one."""
     sums = [sum(row[a:b]) for row, (a, b) in zip(costs, pairwise(bounds), strict=True)]
     loads = [a + b for a, b in zip(sums, sums[::-1], strict=True)][:ranks] if ranks else sums
     return max(loads), sum(value**2 for value in sums), bounds
 
 
 def smallest_maximum(weights: Sequence[int], num_stages: int) -> int:
-    """The heaviest stage of the best partition: table over stages and positions, O(num_stages n^2)."""
+    """Returns the heaviest stage of the best partition, with a table over stages and positions, in
+    O(num_stages n^2)."""
     sums = list(accumulate(weights, initial=0))
     heaviest = sums
     for _ in range(num_stages - 1):
@@ -152,7 +154,7 @@ def test_floats_are_the_decimals_they_print_as(weights, num_stages):
 
 
 def test_sums_that_floats_round_are_equal():
-    # As floats, 0.1 + 0.2 > 0.3: the first stage would look heavier than the second, and layer 1 would move.
+    # As floats, 0.1 + 0.2 > 0.3. The first stage would look heavier than the second, and layer 1 would move.
     assert even([0.3, 0.1, 0.2, 0.3], 3) == even([3, 1, 2, 3], 3) == [0, 1, 3, 4]
     assert stage_weights([1, 2, 3, 1, 2], even([0.1, 0.2, 0.3, 0.1, 0.2], 3)) == [3, 3, 3]
 

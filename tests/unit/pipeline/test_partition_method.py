@@ -1,4 +1,4 @@
-"""Valid values of `--partition-method`, and the errors for invalid values."""
+"""Tests valid values of `--partition-method`, and the errors for invalid values."""
 
 from fractions import Fraction
 

@@ -1,4 +1,5 @@
-"""Simulated pipeline schedules against DeepSpeed's instruction streams, formulas and worked examples."""
+"""Compares simulated pipeline schedules with DeepSpeed's instruction streams, formulas and
+worked examples."""
 
 import subprocess
 import sys
@@ -31,7 +32,8 @@ FORWARDS = (deepspeed.SendActivation, deepspeed.RecvActivation, deepspeed.Forwar
 
 
 def instructions(schedule, chunk_of_phase):
-    """Returns (class, action) of each instruction. A message belongs to the pass of its output or input."""
+    """Returns (class, action) of each instruction. The action of a message is the pass whose output or input
+    the message carries."""
     seen = Counter()
     for commands in schedule:
         for command in commands:
@@ -61,7 +63,7 @@ def named(messages, activation, gradient):
 
 
 def as_stream(steps):
-    """Our steps as DeepSpeed's instructions."""
+    """Yields the steps of this program as DeepSpeed's instructions."""
     for step in steps:
         yield from named(step.sends, *SENDS)
         yield from named(step.receives, *RECEIVES)
@@ -77,7 +79,8 @@ def test_1f1b_emits_the_instructions_of_deepspeed(stages, micro_batches):
 
 
 def committed_groups(stream):
-    """Returns (sends, receives, passes) between commits, merging an exchange without passes with the next."""
+    """Returns (sends, receives, passes) between commits. An exchange without passes is merged with the next
+    one."""
     groups, queued, exchanged, passes = [], [], [], []
     for kind, item in stream:
         if kind in PASSES:
@@ -111,14 +114,15 @@ def test_dualpipev_emits_the_exchanges_of_deepspeed(ranks, micro_batches):
 
 
 def polled_makespan(streams, forward, backward, transfer):
-    """A reference simulator of DeepSpeed's streams: visits the ranks in turn until none advances."""
+    """Returns the makespan of DeepSpeed's streams by a reference simulator: it visits the ranks in turn until
+    none advances."""
     times = {"forward": forward, "backward": backward}
     towards = {"forward": 1, "backward": -1}
     position, clock, sent, queued = [0] * len(streams), [0] * len(streams), {}, [[] for _ in streams]
     commits = any(kind is deepspeed.CommitP2P for stream in streams for kind, _ in stream)
 
     def exchange(rank, messages):
-        """Returns True once all messages are exchanged. Sends complete at the first attempt."""
+        """Returns True after all messages are exchanged. Sends complete at the first attempt."""
         for kind, action in messages:
             if kind in SENDS:
                 boundary = min(action.chunk, action.chunk + towards[action.kind])
@@ -154,7 +158,7 @@ def polled_makespan(streams, forward, backward, transfer):
 
 @st.composite
 def plans(draw, chunks_per_rank, micro_batches_multiple_of_ranks=False):
-    """(ranks, micro-batches, forward, backward, transfer), times in whole seconds."""
+    """Draws (ranks, micro-batches, forward, backward, transfer), with times in whole seconds."""
     ranks = draw(st.integers(1, 4))
     micro_batches = draw(st.integers(2 * ranks if chunks_per_rank == 2 else 1, 12))
     if micro_batches_multiple_of_ranks:
@@ -177,7 +181,8 @@ def test_a_schedule_takes_as_long_as_deepspeeds_stream(name, stream, data):
 
 
 def check_that_it_could_be(timeline, seconds, transfer, micro_batches):
-    """Checks that each pass runs once, alone on its rank, and after its inputs. seconds: per kind of pass."""
+    """Checks that each pass runs once, alone on its rank, and after its inputs. seconds: kind of pass ->
+    seconds."""
     rank_of = {span.action.chunk: rank for rank, spans in enumerate(timeline.spans) for span in spans}
     times = {span.action: span for spans in timeline.spans for span in spans}
     passes = sum(map(len, seconds.values())) * micro_batches
@@ -207,13 +212,14 @@ def test_a_timeline_breaks_no_rule_and_no_lower_bound(name, data):
     plan = data.draw(plans(chunks, micro_batches_multiple_of_ranks=name == "interleaved"))
     ranks, micro_batches, forward, backward, transfer = plan
     timeline = simulate_schedule(name, forward, backward, transfer, micro_batches, chunks)
-    # In zero-bubble a half of the backward pass by default, for which no other rank waits.
+    # In zero-bubble half of the backward pass computes weight gradients by default. No other rank waits for
+    # this half.
     weight = [seconds / 2 for seconds in backward] if name == "zero-bubble" else [0] * len(backward)
     rest = [both - part for both, part in zip(backward, weight, strict=True)]
     seconds = {"forward": forward, "backward": rest, "weight": weight if name == "zero-bubble" else []}
     check_that_it_could_be(timeline, seconds, transfer, micro_batches)
     holders = actions_of(name, ranks, micro_batches, chunks).rank_of_chunk
-    # The two chunks in the middle of a V, and all chunks of a single rank, share a rank.
+    # The two chunks in the middle of a V share a rank, as do all chunks of a single rank.
     on_the_way = sum(time for time, (a, b) in zip(transfer, pairwise(holders), strict=True) if a != b)
     one_micro_batch = sum(forward) + sum(rest) + weight[0] + 2 * on_the_way
     assert timeline.makespan >= max(one_micro_batch, *timeline.busy)
@@ -249,7 +255,7 @@ def test_the_peak_of_in_flight_micro_batches(stages, micro_batches):
 
 @for_each("ranks, micro_batches", DUAL_SIZES)
 def test_dualpipev_keeps_as_many_activations_on_every_rank(ranks, micro_batches):
-    """Each activation is of half a stage: half a stage more than 1F1B keeps on its first rank."""
+    """Each activation is for half a stage. Each rank keeps half a stage more than the first rank of 1F1B."""
     chunks = 2 * ranks
     timeline = simulate_schedule("dualpipev", [1] * chunks, [2] * chunks, [0] * (chunks - 1), micro_batches)
     assert timeline.peak_in_flight == [2 * ranks + 1] * ranks
@@ -283,7 +289,7 @@ def test_unequal_stages_worked_by_hand():
 
 
 def test_1f1b_pays_a_transfer_there_and_back_for_each_micro_batch():
-    """The first stage sends F1 and F2 once it has the gradients of B0 and B1, as DeepSpeed's stream says."""
+    """The first stage sends F1 and F2 after it has the gradients of B0 and B1, as in DeepSpeed's stream."""
     timeline = simulate_schedule("1f1b", [1, 1], [1, 1], [1], 3)
     assert passes(timeline, 0) == [
         ("F0", 0, 1), ("F1", 1, 2), ("B0", 5, 6), ("F2", 6, 7), ("B1", 9, 10), ("B2", 13, 14)
@@ -296,7 +302,8 @@ def test_1f1b_pays_a_transfer_there_and_back_for_each_micro_batch():
 @pytest.mark.parametrize("times", [(1, 1, 1), (2, 2, 1), (3, 4, 2), (2, 3, 2), (3, 2, 2)], ids=str)
 @pytest.mark.parametrize("stages", [1, 2, 3, 4, 8])
 def test_zero_bubble_takes_as_long_as_the_formula_says(times, stages):
-    """arXiv 2401.10241, section 2.3: a bubble of (p - 1) (F + B - W), and 1F1B's largest peak."""
+    """arXiv 2401.10241, section 2.3: the bubble is (p - 1) (F + B - W), and the largest peak equals
+    1F1B's."""
     forward, backward, weight = times
     for micro_batches in (stages, stages + 1, 2 * stages, 5 * stages + 3):
         timeline = simulate_schedule(

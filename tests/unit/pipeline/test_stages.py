@@ -1,4 +1,4 @@
-"""The stages of a run, computed only from flags."""
+"""Tests the stages of a run, which are computed only from flags."""
 
 import json
 
@@ -62,7 +62,7 @@ def test_in_a_v_the_first_rank_holds_the_tied_matrix_once():
 def test_interleaved_stages_go_round_the_ranks():
     found = plan(pipeline(2) + "--virtual-pipeline-stages 2")
     assert found.rank_of_stage == (0, 1, 0, 1) and found.rank_weights() == [2, 2]
-    # The last stage is on the last rank, so both ranks hold the tied matrix.
+    # The last stage is on the last rank, so both ranks have the tied matrix.
     words = 64 * 1024
     held = sum(found.stage_parameters(stage) for stage in range(4))
     assert held == found.total_parameters + words
@@ -86,7 +86,7 @@ def test_every_method_gives_every_stage_a_layer(method, schedule):
 
 
 def test_a_large_vocabulary_moves_layers_away_from_the_head():
-    """A head of 60 layers' work has its stage to itself."""
+    """A head that costs as much as 60 layers has its own stage."""
     words = pipeline(4) + "--partition-method time --num-layers 9"
     small, large = plan(words, vocab=100), plan(words, vocab=100_000)
     assert small.bounds[-2] < large.bounds[-2]

@@ -1,4 +1,5 @@
-"""Reading the command of an sbatch script: the user's sizes count, the job that the shell is in does not."""
+"""Reads the command of an sbatch script. Sizes that the user sets replace the script's sizes. The variables
+of the job in which the shell runs have no effect."""
 
 from __future__ import annotations
 
@@ -52,7 +53,7 @@ def test_a_script_that_does_not_exist_is_a_sentence(tmp_path: Path) -> None:
 
 
 def wait_for_end(*pids: int) -> None:
-    """Returns whether all processes have ended; the kernel ends them a moment after the signal."""
+    """Waits until all processes have ended. The kernel ends them a moment after the signal."""
     deadline = time.monotonic() + HANG_TIMEOUT_S
     while any(map(is_running, pids)):
         assert time.monotonic() < deadline

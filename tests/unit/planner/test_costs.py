@@ -112,7 +112,8 @@ def test_the_rate_of_an_attention_kernel_depends_on_its_sequence_and_head_size(m
 
 
 def kept_by(config):
-    """Returns the bytes that the recorded transformer layer keeps, with its output instead of its input."""
+    """Returns the bytes that the recorded transformer layer keeps, counting its output instead of its
+    input."""
     costs = whole_model_costs(config, plan_stages(config, 512).layers, 512)
     (layer,) = (layer for layer in costs.layers if layer.first == FIRST_TRANSFORMER_LAYER)
     return layer.forward.change / (layer.end - layer.first)
@@ -151,7 +152,8 @@ def test_dispatch_keeps_the_rows_of_experts_twice():
 
 
 def test_memory_of_experts_is_planned_as_zero_shards_them():
-    """Experts are sharded over the ranks with equal experts, TP x CP x DP / EP, other layers over CP x DP."""
+    """ZeRO shards experts over the TP x CP x DP / EP ranks that hold equal experts, and other layers over CP
+    x DP ranks."""
     experts = "--num-experts 8 --expert-model-parallel-size 4 --moe-layer-freq D E"
     config = config_of(f"--bf16 --zero-stage 1 --world-size 8 --global-batch-size 16 {experts}")
     optimizer = bytes_per_parameter(config.with_settings({"parallel.zero_stage": 0}), 512)[0] - 6
@@ -177,7 +179,7 @@ def test_memory_of_experts_is_planned_as_zero_shards_them():
     ],
 )
 def test_many_replicas_are_planned_as_if_all_were_recorded(monkeypatch, layout):
-    """Steps of many replicas are extrapolated from fewer, whose process groups have the same names."""
+    """Steps of many replicas are extrapolated from fewer replicas, whose process groups have equal names."""
     flags = (
         "--bf16 --gpu h100-80gb --zero-stage 1 --num-experts 64 --global-batch-size 768 --hidden-size 512 "
         f"--ddp-bucket-size 1000000 --moe-ffn-hidden-size 128 --micro-batch-size 1 {layout}"

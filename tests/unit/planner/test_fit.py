@@ -1,4 +1,4 @@
-"""Whether a plan fits a device, the table of planned memory, the lines of a ramp-up."""
+"""Tests whether a plan fits a device, the table of planned memory, and the lines of a ramp-up."""
 
 from __future__ import annotations
 
@@ -47,7 +47,8 @@ def test_without_a_device_there_is_no_verdict():
 def test_what_is_to_spare_is_the_device_less_the_plan_and_the_reserve():
     plan = plan_of()
     largest = max(part.total for part in plan.memory)
-    # Sets: all ranks; data parallel; pipeline parallel, which are the stages of the tied weight, too.
+    # There are three communicators: all ranks; data parallel; pipeline parallel, with the stages of the tied
+    # weight.
     reserve = CONTEXT_BYTES + 3 * COMMUNICATOR_BYTES + FRAGMENTATION * largest
     assert plan.reserve_bytes == reserve
     fits, sentence = summary_of("--device-memory 64")
@@ -108,7 +109,8 @@ def test_the_fastest_flags_that_fit_come_first(flags: str) -> None:
         assert (again.peak_bytes, again.fits) == (changed.peak_bytes, True)
         rates.append((not UNPREDICTED & set(one), again.tokens_per_second))
     assert rates == sorted(rates, reverse=True)
-    # ZeRO-1 costs no time: neither it nor, if it does not suffice, a set of it and another flag is faster.
+    # ZeRO-1 costs no time. So the first suggestion is at least as fast as ZeRO-1 or, if ZeRO-1 does not
+    # suffice, as ZeRO-1 with a further flag.
     with_zero = make_plan(parse_args([*words, "--zero-stage", "1"], {}), VOCAB)
     others = [with_zero] if with_zero.fits else [made for _, made in smaller_plans(with_zero) if made.fits]
     assert rates[0][1] >= max(made.tokens_per_second for made in others)
@@ -136,7 +138,8 @@ def test_without_a_gpu_the_usually_cheaper_flags_come_first(flags: str, expected
 
 @pytest.mark.full  # dozens of plans
 def test_advice_distributes_experts_and_names_no_set_of_flags_twice() -> None:
-    """EP 4 is found alone, and again as a further value of EP 2, with which combinations begin."""
+    """The search can reach EP 4 in two ways: directly, and from EP 2. It must name the flags of EP 4
+    only once."""
     found = flag_sets(
         "--world-size 16 --gpu a100-40gb --zero-stage 1 --num-layers 16 --hidden-size 2048 --seq-length 4096 "
         "--max-position-embeddings 4096 --position-embedding-type rotary --normalization RMSNorm "
@@ -165,7 +168,7 @@ def test_a_plan_that_fits_says_that_zero_1_is_free() -> None:
     saving = free_saving(plan_of("--gpu a100-80gb"))
     less = plan_of("").peak_bytes - plan_of("--zero-stage 1").peak_bytes
     assert saving.startswith(f"--zero-stage 1 saves {less / GIB:.2f} GiB per device, costs no time (+")
-    # It is set, there is no replica, or no predicted time.
+    # ZeRO-1 is already set, there is no replica, or there is no predicted time.
     for flags in ("--gpu a100-80gb --zero-stage 1", "--gpu a100-80gb --world-size 2", ""):
         assert free_saving(plan_of(flags)) == ""
 
@@ -185,20 +188,21 @@ def test_the_table_has_a_row_per_stage_whose_parts_add_up():
 def test_offloaded_state_is_in_host_memory():
     on_device, offloaded = plan_of().memory[0], plan_of("--cpu-offload").memory[0]
     assert on_device.host == 0
-    # Master weights and moments move (12 bytes); fp32 gradients and 16-bit weights have a copy on the host.
+    # Master weights and moments move (12 bytes). fp32 gradients and 16-bit weights have a copy on the host.
     assert offloaded.host == pytest.approx(18 / 12 * (on_device.state - offloaded.state), rel=1e-3)
 
 
 def test_a_ramp_up_has_its_steps_and_efficiency():
     text = planned_run_report(plan_of("--rampup-batch-size 16 16 960"))
-    # 320 samples at each of 16, 32 and 48: 20, 10 and 7 steps of 2, 4 and 6 micro-batches on 2 stages.
+    # Each of the sizes 16, 32 and 48 gets 320 samples: 20, 10 and 7 steps of 2, 4 and 6 micro-batches on 2
+    # stages.
     assert "37 steps at batches of 16 to 48, pipeline efficiency 0.667 in the first step" in text
     assert f"{(20 * 2 + 10 * 4 + 7 * 6) / (20 * 3 + 10 * 5 + 7 * 7):.3f} on average" in text
 
 
 def test_the_copy_of_a_background_save_is_planned_in_host_memory() -> None:
-    """Each of 2 replicas saves half of a stage's fp32 values and moments, and half of its bf16 weights to
-    within a layer."""
+    """Each of 2 replicas saves half of a stage's fp32 values and moments, and about half of its bf16 weights,
+    with an error of up to a layer."""
     before = plan_of("--zero-stage 1")
     plan, stages = (
         plan_of("--zero-stage 1 --async-save --save-interval 9 --save checkpoints"),

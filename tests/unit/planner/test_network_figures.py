@@ -1,4 +1,4 @@
-"""--network-figures: measured rates replace the vendor's rates; an invalid file gives one error message."""
+"""--network-figures: measured rates replace the vendor's rates. An invalid file gives one error message."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The HTML page as a file: it loads nothing else, and is safe whatever its data contain."""
+"""The HTML page of a plan loads no other file, and is safe whatever its data contain."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import pytest
 from megatron import __version__
 from megatron.errors import UserError
 from megatron.planner.page import page_text, write_page
-from megatron.planner.sweep.folder import machine_facts
+from megatron.planner.sweep.folder import version_and_host
 
 
 def data_of(page: str) -> object:
@@ -41,7 +41,7 @@ def test_the_title_names_the_model_the_devices_and_the_commit() -> None:
     page = page_text("search", "", {"title": "7 B parameters, 8 x a100-80gb <1>"})
     assert "<title>Search for a layout: 7 B parameters, 8 x a100-80gb &lt;1&gt;</title>" in page
     (made,) = re.findall(r'"made":"([^"]*)"', page)
-    commit = machine_facts()["commit"] or "unknown"
+    commit = version_and_host()["commit"] or "unknown"
     assert re.fullmatch(
         rf"\d{{4}}-\d\d-\d\dT\S+, version {re.escape(__version__)}, commit {re.escape(commit)}", made
     )

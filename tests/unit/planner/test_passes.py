@@ -1,4 +1,4 @@
-"""The replay of a pass: kernels and concurrent collectives."""
+"""Tests the replay of a pass: kernels and concurrent collectives."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def test_with_one_hardware_queue_a_collective_that_queues_delays_the_kernels_aft
     assert time_of(*at_once).waits == time_of(*chained).waits == 5
     assert time_of(*at_once, one_queue=True).waits == 35
     assert time_of(*chained, one_queue=True).waits == 5
-    # A collective of a different group starts at once, and so do the kernels after it.
+    # A collective of a different group starts at once, and the kernels after it also start at once.
     assert time_of(gather(4, "data"), gather(3), other(4), Wait(0), Wait(1), one_queue=True).waits == 0
 
 

@@ -1,4 +1,5 @@
-"""benchmarks/planner_accuracy.py: what describes another program, the counting of errors, and the command."""
+"""Tests benchmarks/planner_accuracy.py: how other programs are described, how errors are counted, and
+the command."""
 
 from __future__ import annotations
 
@@ -26,9 +27,9 @@ from megatron.planner.rates import RATES, kernel_seconds
 from megatron.planner.simulation.passes import Collective, Kernel
 
 ROWS = read_rows()
-# Causal attention of 4 x 16 heads of 128 elements, 2048 tokens; the FLOPs count all scores.
+# Causal attention of 4 x 16 heads of 128 elements, 2048 tokens. The FLOPs count all scores.
 FORWARD = Kernel("attention", 4 * 64 * 2048**2 * 128, 1e8, (2048, 2048, 128))
-# Both backward kernels of this program together: seven products, and the forward kernel has two.
+# Both backward kernels of this program together: seven products; the forward kernel has two.
 BACKWARD = dataclasses.replace(FORWARD, name="attention_backward", flops=3.5 * FORWARD.flops)
 
 
@@ -43,7 +44,8 @@ def seconds(kernel: Kernel) -> float:
 
 @pytest.mark.parametrize("kernel", [FORWARD, BACKWARD])
 def test_attention_takes_the_time_of_the_programs_kernel(kernel: Kernel) -> None:
-    """Of the causal half; FlashAttention's backward pass computes 2.5 times as much as its forward pass."""
+    """FlashAttention computes only the causal half. Its backward pass computes 2.5 times as much as its
+    forward pass."""
     flops = FORWARD.flops / 2 * (2.5 if kernel is BACKWARD else 1)
     half = dataclasses.replace(kernel, name=f"flash_{kernel.name}", flops=flops)
     assert cluster().kernel_seconds(kernel, "bf16") == pytest.approx(seconds(half))
@@ -55,8 +57,8 @@ def test_attention_takes_the_time_of_the_programs_kernel(kernel: Kernel) -> None
 def test_unfused_attention_has_batched_products_and_moves_the_scores(
     kernel: Kernel, products: int, score_bytes: int
 ) -> None:
-    """arXiv 2205.05198: two products forward, four backward; softmax and dropout read and write 16-bit scores
-    and masks."""
+    """arXiv 2205.05198: there are two products forward and four backward. Softmax and dropout read and write
+    16-bit scores and masks."""
     parts = cluster(traffic=1.5)._unfused(kernel)
     flops = [part.flops for part in parts if part.flops]
     assert flops == pytest.approx([2 * 64 * 2048**2 * 128] * products)
@@ -108,7 +110,7 @@ def test_the_fit_finds_the_least_cost() -> None:
 
 
 def layouts(base: Row, times: list[tuple[float, float]], batch: int) -> list[tuple[Row, float, float]]:
-    """Rows (predicted, measured) of different layouts of one problem."""
+    """Returns (row, predicted, measured) for different layouts of one problem."""
     return [
         (
             dataclasses.replace(
@@ -151,7 +153,7 @@ def test_errors_are_counted_by_program_and_gpu(monkeypatch: pytest.MonkeyPatch) 
 def test_the_command_predicts_the_rows_of_a_file(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """The rows are small models; the errors are those of the constants in use."""
+    """The rows are small models. The planner's own constants predict them, without a new fit."""
     with (FOLDER / "rows.csv").open() as file:
         reader = csv.DictReader(file)
         rows = [

@@ -1,4 +1,4 @@
-"""The time of a kernel: bounds, tiles, fused attention, and the best published MFU."""
+"""Tests the planned time of a kernel: bounds, tiles, fused attention, and the best published MFU."""
 
 from __future__ import annotations
 

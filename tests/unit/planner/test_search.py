@@ -1,4 +1,5 @@
-"""The search: its layouts fit, a plan of them has equal numbers, and their flags can be parsed."""
+"""The layouts that a search finds fit, a separate plan of each layout has equal values, and their flags can
+be parsed."""
 
 from __future__ import annotations
 
@@ -40,7 +41,7 @@ from megatron.training.out_of_memory import cheap_modules
 from tests.end_to_end.command import ROOT
 
 EXAMPLES = ROOT / "examples" / "slurm"
-# These scripts start other tools than pretrain_gpt.py.
+# These scripts do not start pretrain_gpt.py.
 NO_RUN = ("sweep-partition.slurm", "convert-universal.slurm", "preprocess.slurm", "prepare-indices.slurm")
 SCRIPTS = sorted(path.name for path in EXAMPLES.glob("*.slurm") if path.name not in NO_RUN)
 VOCAB = 50257
@@ -77,7 +78,7 @@ SMALL = (
     "--gpu a100-80gb --num-layers 8 --hidden-size 2048 --num-attention-heads 16 --seq-length 2048 "
     "--hidden-dropout 0 --attention-dropout 0"
 )
-# A large head unbalances pipeline stages; experts have replicas and collectives of their own.
+# A large head unbalances pipeline stages. Experts have their own replicas and collectives.
 MODELS = {
     "dense": f"{SMALL} --vocab-size 128000",
     "experts": f"{SMALL} --vocab-size 128000 --num-experts 16 --moe-ffn-hidden-size 1024",
@@ -90,7 +91,7 @@ def config_of(model: str, world_size: int, batch: int) -> Config:
 
 
 def all_layouts(config: Config) -> Iterator[Change]:
-    """All layouts of 4 devices without context parallelism, also invalid ones."""
+    """Yields all layouts of 4 devices without context parallelism, including invalid ones."""
     sizes = (1, 2, 4)
     for tp_size, pp_size, ep_size, micro_batch in product(sizes, sizes, sizes, (1, 2, 4, 8)):
         if tp_size * pp_size > 4 or (ep_size > 1 and config.model.num_experts is None):
@@ -121,7 +122,7 @@ def all_layouts(config: Config) -> Iterator[Change]:
 @pytest.mark.full
 @pytest.mark.parametrize("model", MODELS)
 def test_no_layout_of_the_space_is_faster_than_the_one_found(model: str) -> None:
-    """In a small space of layouts, the search finds the best one."""
+    """The reference is a complete search in a small space of layouts."""
     config = config_of(model, 4, 8).with_settings({"model.num_layers": 4})
     best = search(config, 128000).candidates[0].tokens_per_second
     for change in all_layouts(config):
@@ -199,7 +200,7 @@ def test_a_search_without_a_layout_that_fits_or_without_a_gpu_is_a_sentence() ->
 def test_while_nothing_fits_the_search_varies_the_layouts_of_least_memory(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """The slowest layouts, TP 8, need least memory, and with full recomputation one fits."""
+    """The slowest layouts, with TP 8, need the least memory. With full recomputation one of them fits."""
 
     def planned(config: Config, change: Change, _: int) -> SimpleNamespace:
         layout = changed(config, change)
@@ -218,7 +219,8 @@ def test_while_nothing_fits_the_search_varies_the_layouts_of_least_memory(
 
 
 def test_a_search_without_a_valid_layout_names_the_first_error() -> None:
-    """One layer on nodes of one device: all 16 devices are data-parallel and do not divide 7 samples."""
+    """With one layer on nodes of one device, all 16 devices are data-parallel, and 16 does not divide 7
+    samples."""
     flags = MODEL.replace("--global-batch-size 256", "--global-batch-size 7 --num-layers 1 --node-size 1")
     config = parse_args(with_defaults(run_flags(flags.split(), None, 7))[0], {})
     config = config.with_settings({"parallel.world_size": 16})
@@ -332,7 +334,8 @@ def test_a_search_without_a_batch_size_has_a_micro_batch_on_each_device() -> Non
     ],
 )
 def test_a_search_starts_from_a_layout_whose_batch_is_divisible(flags: str, stages: int) -> None:
-    """Without one it starts from one stage, and the check of the flags names the mistake."""
+    """If no layout has a divisible batch, the search starts from one stage, and the check of the flags names
+    the mistake."""
     words, _ = with_defaults(flags.split())
     assert words[-2:] == ["--pipeline-model-parallel-size", str(stages)]
     given = [*flags.split(), "--tensor-model-parallel-size", "2"]

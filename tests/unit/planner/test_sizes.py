@@ -1,4 +1,5 @@
-"""Sizes beyond any run: a plan either takes seconds and little memory, or fails with one error message."""
+"""For sizes beyond any run, a plan either takes seconds and little memory, or fails with one
+error message."""
 
 from __future__ import annotations
 
@@ -146,7 +147,7 @@ def test_mock_data_need_no_memory_for_an_index() -> None:
 
 
 def test_resumed_length_is_what_must_fit_into_memory() -> None:
-    """The tokens of a launch with longer sequences leave fewer samples."""
+    """The checkpoint has consumed most of the tokens, so fewer samples remain, and their index fits."""
     words = "--train-samples 1000000000 --train-tokens 32000000000"
     with pytest.raises(UserError, match="1,000,000,000 samples"):
         check_memory(words)

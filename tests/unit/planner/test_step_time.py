@@ -1,4 +1,5 @@
-"""The time of a step: closed forms of network, passes and pipeline; effects of single settings."""
+"""Compares the planned time of a step with closed forms of network, passes and pipeline, and tests the
+effects of single settings."""
 
 from __future__ import annotations
 
@@ -57,7 +58,7 @@ def predicted(flags: str = "", start: Progress = BEGIN) -> StepTime:
 
 SIZE = 10**9
 NEAR, FAR = ACHIEVED * 100e9, ACHIEVED * 50e9
-"""Bytes per second within a node of 4 devices, and of a node to the others."""
+"""Bytes per second within a node of 4 devices (NEAR), and from a node to other nodes (FAR)."""
 
 
 @pytest.mark.parametrize(
@@ -71,7 +72,7 @@ NEAR, FAR = ACHIEVED * 100e9, ACHIEVED * 50e9
         ("data", "_allgather_base_", (16, 2, 1), 7 / 8 * SIZE / (FAR / 2), 0, 6),
         ("data", ALL_REDUCE, (1, 1, 1), 0, 0, 0),
         ("data", ALL_TO_ALL, (4, 1, 1), 3 / 4 * SIZE / NEAR, 3, 0),
-        # 12 of 16 parts of each of a node's 4 devices go to other nodes.
+        # Each of a node's 4 devices sends 12 of 16 parts to other nodes.
         ("stage", ALL_TO_ALL, (16, 2, 1), 12 / 16 * 4 * SIZE / FAR, 0, 15),
         ("data", ALL_TO_ALL, (1, 1, 1), 0, 0, 0),
     ],
@@ -79,7 +80,8 @@ NEAR, FAR = ACHIEVED * 100e9, ACHIEVED * 50e9
 def test_collectives_within_a_node_and_between_nodes(
     group: Group, operation: str, sizes: tuple[int, int, int], seconds: float, near_steps: int, far_steps: int
 ) -> None:
-    """sizes: world, TP, PP."""
+    """Compares the predicted seconds with formulas: bytes over the slowest link, plus a latency per step.
+    sizes: (world size, TP, PP)."""
     network = Network.of_links(node_size=4, intra_node_gbps=800, inter_node_gbps=400)  # 100 and 50 GB/s
     found = network.seconds(Collective(group, operation, SIZE), Mesh.create(*sizes))
     latency = near_steps * LATENCY_S["intra"] + far_steps * LATENCY_S["inter"]
@@ -94,7 +96,7 @@ def test_messages_between_stages() -> None:
 
 
 def test_muon_adds_at_most_4_percent_to_the_step_of_a_7b_on_64_gpus() -> None:
-    """With a batch of 1 M tokens, and with fp32 iterations."""
+    """The batch has 1 M tokens, and the Newton-Schulz iterations are in fp32."""
     flags = (
         "--num-layers 32 --hidden-size 4096 --ffn-hidden-size 11008 --num-attention-heads 32 "
         "--seq-length 4096 --max-position-embeddings 4096 --position-embedding-type rotary "
@@ -128,7 +130,7 @@ def test_a_pass_takes_at_least_the_measured_host_time_of_its_kernels() -> None:
 @pytest.mark.parametrize("group", ["tensor", "data", "pipeline", "model", "stage", "world", (0, 3)])
 @pytest.mark.parametrize("sizes", [(1, 4, 2), (2, 4, 2), (8, 4, 4), (2, 4, 16)])
 def test_a_group_takes_as_long_as_its_ranks_say(group: Group, sizes: tuple[int, int, int]) -> None:
-    """The network computes the sizes of groups without a list of their ranks, so both are compared."""
+    """The network computes the sizes of groups without a list of their ranks. The test compares both."""
     tp_size, pp_size, dp_size = sizes
     mesh = Mesh.create(tp_size * pp_size * dp_size, tp_size, pp_size)
     network, size = Network.of_links(8, 1200, 400), 10**8
@@ -142,7 +144,8 @@ def test_a_group_takes_as_long_as_its_ranks_say(group: Group, sizes: tuple[int, 
 
 @pytest.mark.parametrize("sizes", [(2, 2, 8, 4), (2, 1, 8, 8), (1, 2, 8, 16), (4, 1, 4, 2), (2, 2, 2, 2)])
 def test_groups_with_experts_have_names_and_the_time_of_their_ranks(sizes: tuple[int, int, int, int]) -> None:
-    """sizes: TP, CP, DP, EP. The all-to-all of experts is as fast as the slowest connection in its group."""
+    """sizes: (TP, CP, DP, EP). The all-to-all of experts is as fast as the slowest connection in its
+    group."""
     tp_size, cp_size, dp_size, ep_size = sizes
     mesh = Mesh.create(2 * tp_size * cp_size * dp_size, tp_size, 2, 0, cp_size, ep_size)
     network, size = Network.of_links(8, 1200, 400), 10**8
@@ -197,7 +200,7 @@ def test_more_micro_batches_are_extrapolated_as_they_are_simulated(
 def test_equal_stages_have_the_textbook_bubble() -> None:
     step = predicted("--world-size 4 --pipeline-model-parallel-size 4 --intra-node-gbps 1e9")
     times = [time.forward + time.backward for time in step.stages]
-    # The last stage also has the head, so it is the slowest, and the other stages wait for it.
+    # The last stage also has the head. It is the slowest stage, and the other stages wait for it.
     longest = max(times)
     expected = (step.micro_batches - 1) * longest + sum(times)
     assert step.pipeline == pytest.approx(expected, rel=0.03)
@@ -211,7 +214,8 @@ def test_zero_bubble_divides_the_backward_pass_and_hides_no_all_reduce() -> None
     assert all(time.weight == 0 for time in plain.stages)
     for before, after in zip(plain.stages, split.stages, strict=True):
         assert after.forward <= before.forward  # 1f1b gathers the parts of a message
-        # Adds a third of the matrix products; the all-reduces of input gradients are then exposed.
+        # A third of the matrix products are weight gradients. The all-reduces of input gradients are then
+        # exposed.
         assert after.matmul / 5 < after.weight < after.backward / 2
         assert after.matmul == pytest.approx(before.matmul)
         # Concurrent all-reduces lengthen kernels.
@@ -228,7 +232,8 @@ def test_the_parts_add_up_and_the_rates_follow() -> None:
     step = predicted("--world-size 16 --tensor-model-parallel-size 2 --zero-stage 1")
     assert step.total == step.pipeline + step.reduction + step.optimizer + step.gather
     assert step.tokens_per_second == pytest.approx(512 * 2048 / step.total)
-    # The run logs 72 B s L h^2 (1 + s / 6h + V / 12Lh) without recomputation; utilization too.
+    # The run logs 72 B s L h^2 (1 + s / 6h + V / 12Lh) FLOPs without recomputation. The utilization uses
+    # them, too.
     flops = 72 * 512 * 2048 * 24 * 2048**2 * (1 + 1 / 6 + 50432 / (12 * 24 * 2048))
     assert step.logged_tflops == pytest.approx(flops / step.total / 16 / 1e12)
     assert step.mfu == pytest.approx(step.logged_tflops / 312)
@@ -245,7 +250,8 @@ def test_a_ramp_up_takes_longer_and_a_resumed_length_has_the_days_that_remain() 
     ramp = f"{flags} --rampup-batch-size 64 448 6400"
     flat, ramped = predicted(flags), predicted(ramp)
     assert ramped.total == flat.total
-    # 100 steps of 64 samples with 8 micro-batches, then 12 (of 12.5) steps of 512 samples with 64.
+    # 100 steps of 64 samples with 8 micro-batches, then 12 (of 12.5) steps of 512 samples with 64
+    # micro-batches.
     stages = [(time.forward, time.backward) for time in flat.stages]
     forward, backward = zip(*stages, strict=True)
     short = simulate_schedule("1f1b", forward, backward, flat.transfers, 8).makespan
@@ -254,7 +260,7 @@ def test_a_ramp_up_takes_longer_and_a_resumed_length_has_the_days_that_remain() 
     assert ramped.days == pytest.approx(expected / 86400, rel=1e-3)
     assert flat.days == pytest.approx(25 * flat.total / 86400)
     assert "days for the whole run" in time_lines(ramped)
-    # From 600 steps of 1 sample on: 91 steps of 64 samples, then 12 of 512.
+    # After 600 steps of 1 sample: 91 steps of 64 samples, then 12 of 512.
     resumed = predicted(ramp, Progress(600, 600, 600 * 2048))
     assert resumed.days == pytest.approx((91 * (short + outside) + 12 * flat.total) / 86400, rel=1e-3)
     assert "days for the rest of the run" in time_lines(resumed)
@@ -266,7 +272,8 @@ def test_what_makes_a_step_slower() -> None:
     assert predicted("--world-size 16 --tensor-model-parallel-size 4 --inter-node-gbps 100").total > step
     assert predicted("--world-size 16 --tensor-model-parallel-size 4 --node-size 2").total > step
     assert predicted("--world-size 16 --tensor-model-parallel-size 4 --checkpoint-activations").total > step
-    # With more TP ranks the kernel also adds the bias, which saves as many bytes as the backward pass costs.
+    # Without TP, dropout takes time. With TP its kernel also adds the bias, which saves as much memory
+    # traffic as the dropout's backward pass costs.
     assert predicted("--world-size 16 --hidden-dropout 0.1").total > predicted("--world-size 16").total
     assert predicted("--world-size 16 --tensor-model-parallel-size 4 --gpu h100-80gb").total < step
 
@@ -282,7 +289,7 @@ def test_chunks_hide_communication_behind_products(recompute: str) -> None:
     assert 0.2 * plain.exposed_communication < chunks.exposed_communication < plain.exposed_communication
     odd = f"{sharded} --seq-length 2024"  # shards of 11 x 23 positions: one chunk
     whole = [predicted(flags).exposed_communication for flags in (odd, f"{odd} --tp-comm-overlap")]
-    # With recomputation 12 instead of 11 collectives per layer wait: the last one is repeated, too.
+    # With recomputation 12 instead of 11 collectives per layer wait, since the last one is also repeated.
     assert whole[1] == pytest.approx(whole[0] * (12 / 11 if recompute else 1), rel=0.03)
 
 

@@ -1,4 +1,4 @@
-"""The processes that record layers: their errors and their end."""
+"""Tests the errors and the end of the processes that record layers."""
 
 from __future__ import annotations
 

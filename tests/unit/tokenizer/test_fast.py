@@ -1,4 +1,4 @@
-"""gigatoken against the libraries of the tokenizers, and what it does not support."""
+"""Compares gigatoken with the libraries of the tokenizers, and tests what it does not support."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def tokenizers(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Tokenizer]
 
 
 def texts() -> list[str]:
-    """Difficult texts, and random pieces of them in random order."""
+    """Returns difficult texts, and random pieces of them in random order."""
     generator = random.Random(1)
     mixed = []
     for _ in range(300):

@@ -1,4 +1,4 @@
-"""Which tokens of prompts and chats count in the loss."""
+"""Tests which tokens of prompts and chats count in the loss."""
 
 import json
 from pathlib import Path
@@ -19,7 +19,7 @@ STRIPS_EARLIER_ANSWERS = (
 
 
 def tokens_of(folder: Path, rows: list, keys: list[str], template: str | None = CHATML, **options):
-    """Preprocesses rows; returns (ids, counts) of each document, the tokenizer, and the progress."""
+    """Preprocesses rows. Returns ((ids, counts) of each document, the tokenizer, the progress)."""
     flags = tokenizer_flags(tokenizer_name_or_path=str(save_chat_tokenizer(folder / "tokenizer", template)))
     if not (folder / "in.jsonl").exists():
         write_rows(folder / "in.jsonl", rows)
@@ -31,7 +31,7 @@ def tokens_of(folder: Path, rows: list, keys: list[str], template: str | None = 
 
 
 def counted_texts(pair, tokenizer) -> list[str]:
-    """Returns the texts of consecutive tokens that count."""
+    """Returns the text of each run of consecutive tokens that count in the loss."""
     parts: list[list[int]] = [[]]
     for token, counts in zip(*pair, strict=True):
         if counts:

@@ -1,4 +1,5 @@
-"""Special tokens that a text contains literally: ordinary text, or their ids with --parse-special-tokens."""
+"""Special tokens that a text contains literally are ordinary text, or become their ids
+with --parse-special-tokens."""
 
 from __future__ import annotations
 
@@ -46,7 +47,8 @@ def files(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, str]:
 
 @pytest.fixture(scope="module")
 def flags(files: tuple[str, str], tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    """Flags of each kind of tokenizer. Two have a further special token, and one that is not special."""
+    """Returns the flags of each kind of tokenizer. Two kinds have a further special token, and an added token
+    that is not special."""
     folder = tmp_path_factory.mktemp("tokenizers")
     library = Library(models.BPE.from_file(*files))
     library.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
@@ -83,7 +85,7 @@ def test_every_backend_reads_special_tokens_equally(name: str, parse: bool, flag
     assert tokenizer.parse_special == any(has_special) == (parse and name != "sentencepiece")
     if name != "sentencepiece":
         assert [tokenizer.detokenize(ids) for ids in expected] == TEXTS
-    # Tokens that are not special stay tokens.
+    # Added tokens that are not special are always recognized.
     assert (name == "transformers") == (tokenizer.vocabulary().get("lazy dog") in expected[-4])
 
 
@@ -100,7 +102,7 @@ def write(folder: Path, texts: list[str] = TEXTS) -> str:
 @pytest.mark.parametrize("parse", [False, True])
 def test_preprocessing_counts_and_records_them(parse: bool, flags: dict[str, Any], tmp_path: Path) -> None:
     arguments = ([write(tmp_path)], str(tmp_path / "out"), ["text"], flags["transformers"])
-    for _ in range(2):  # a repeated run keeps the files, and a run with the other choice replaces them
+    for _ in range(2):  # a repeated run keeps the files, and a different choice replaces them
         notes: list[str] = []
         progress = preprocess(*arguments, parse_special=parse, note=notes.append)
         prefix = str(tmp_path / "out_text_document")

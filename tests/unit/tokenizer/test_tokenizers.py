@@ -1,4 +1,4 @@
-"""Each tokenizer compared with its reference, and errors for damaged files."""
+"""Compares each tokenizer with its reference, and tests errors for damaged files."""
 
 from __future__ import annotations
 

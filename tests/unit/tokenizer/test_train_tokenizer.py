@@ -1,4 +1,4 @@
-"""The command tools/train_tokenizer.py."""
+"""Runs the command tools/train_tokenizer.py."""
 
 from __future__ import annotations
 

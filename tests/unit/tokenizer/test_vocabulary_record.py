@@ -29,7 +29,7 @@ def original(tmp_path: Path) -> Namespace:
 
 @pytest.fixture
 def other(original: Namespace, tmp_path: Path) -> Namespace:
-    """The flags of a tokenizer whose vocabulary has two tokens exchanged."""
+    """Returns the flags of a tokenizer whose vocabulary has two tokens exchanged."""
     vocabulary = json.loads(Path(original.vocab_file).read_text())
     first, second = [token for token in vocabulary if token.isalpha()][:2]
     vocabulary[first], vocabulary[second] = vocabulary[second], vocabulary[first]
@@ -40,7 +40,7 @@ def other(original: Namespace, tmp_path: Path) -> Namespace:
 
 @pytest.fixture
 def prefix(original: Namespace, tmp_path: Path) -> str:
-    """Token files made with `original`."""
+    """Returns the prefix of token files made with `original`."""
     text = tmp_path / "text.jsonl"
     text.write_text("".join(json.dumps({"text": line}) + "\n" for line in TEXT))
     preprocess([str(text)], str(tmp_path / "data"), ["text"], original)

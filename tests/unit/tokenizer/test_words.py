@@ -1,4 +1,5 @@
-"""Tokenizing word by word against the `tokenizers` library, with the word patterns of published models."""
+"""Compares tokenizing word by word with the `tokenizers` library, for the word patterns of
+published models."""
 
 from __future__ import annotations
 
@@ -77,7 +78,7 @@ def nasty_texts() -> list[str]:
     return ["", *texts(), *mixed, *characters]
 
 
-# Other tests of the gate train with the words of gpt2.
+# Other tests of the gate train with the word pattern of gpt2.
 @pytest.mark.gate(rows=0, also=("qwen2", "deepseek"))
 @pytest.mark.parametrize("kind", KINDS)
 def test_the_ids_are_the_ids_of_the_library(
@@ -94,7 +95,7 @@ def test_the_ids_are_the_ids_of_the_library(
         found = np.split(ids, np.cumsum(sizes)[:-1])
         assert [part.tolist() for part in found] == expected
         assert len(encoder._ids) <= table
-        # Emoji and the characters of Unicode 3.2 are not left to the library.
+        # The encoder itself handles emoji and the characters of Unicode 3.2, without the library.
         assert encoder._disputed.isdisjoint({*CHARACTERS} - {*"\U000e0100\u0378\U0001fffe"})
 
 

@@ -16,13 +16,13 @@ TEXT = [
 
 
 def tokenizer_flags(**given: str | None) -> Namespace:
-    """Returns the parsed tokenizer flags of a tool; flags that are not given are None."""
+    """Returns the parsed tokenizer flags of a tool. Flags that are not given are None."""
     names = ("tokenizer_type", "vocab_file", "merge_file", "tokenizer_name_or_path", "tokenizer_model")
     return Namespace(**{name: given.get(name) for name in names})
 
 
 def train_gpt2_vocabulary(folder: Path, vocab_size: int = 400) -> tuple[str, str]:
-    """Writes vocab.json and merges.txt of a byte-level BPE to `folder`; returns their paths."""
+    """Writes vocab.json and merges.txt of a byte-level BPE to `folder`. Returns their paths."""
     tokenizer = ByteLevelBPETokenizer()
     tokenizer.train_from_iterator(
         TEXT, vocab_size=vocab_size, special_tokens=["<|endoftext|>"], show_progress=False

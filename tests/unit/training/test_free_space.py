@@ -1,4 +1,4 @@
-"""The number of checkpoints that the free-space check expects, for --keep-last and --save-retain-interval."""
+"""Tests how many checkpoints the free-space check expects, for --keep-last and --save-retain-interval."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from tests.unit.config.command_lines import SMALL
 def warnings(
     monkeypatch: pytest.MonkeyPatch, folder: Path, start: int, end: int, *flags: str, blocks: int = 1 << 40
 ) -> list[str]:
-    """Returns the warnings of a run with room for one checkpoint, between two iterations."""
+    """Returns the warnings of a run from iteration `start` to `end` that has room for one checkpoint."""
     config = read_command_line([*SMALL, "--dry-run", "--save", str(folder), *flags], {}).config
     size = free_space.checkpoint_bytes(config, 1000, config.checkpoint.save_format) if blocks else 0
     stats = SimpleNamespace(f_blocks=blocks, f_bavail=size, f_frsize=1)
@@ -68,6 +68,6 @@ def test_the_expected_checkpoints_are_the_most_that_exist_at_once(
     flags = ["--save-interval", "100", "--keep-last", str(keep_last)]
     flags += ["--save-retain-interval", str(retain)] if retain else []
     found = warnings(monkeypatch, tmp_path, start, end, *flags)
-    # Whether the checkpoint that the last save deletes is a retained one is not computed.
+    # The check does not compute whether the checkpoint that the last save deletes is a retained one.
     possible = [f"room for 1 of {count} that" for count in (added, added + 1)]
     assert (not found and added == 1) or any(text in found[0] for text in possible)

@@ -1,4 +1,4 @@
-"""tools/job_report.py: console logs to a table and a plot."""
+"""tools/job_report.py turns console logs into a table and a plot."""
 
 import os
 from pathlib import Path
@@ -49,7 +49,7 @@ def test_resumed_run_is_one_curve(in_one_log):
 
 
 def test_repeated_iterations_are_counted_from_the_checkpoint():
-    """Lines every 5 iterations; the checkpoint of iteration 7, and a run from its start."""
+    """The run prints a line every 5 iterations and saves at iteration 7. It resumes from there."""
     first = lines_of(range(5, 16, 5))
     for start, repeated in (
         (describe_start(Checkpoint(Path("ckpt/global_step7"), TrainingState(7), {}), None), 8),
@@ -119,14 +119,21 @@ def test_a_comparison_has_a_row_per_run(tmp_path, capsys):
     old.write_text("\n".join(PEERS_LINE.format(step=step) for step in (10, 20, 30)))
     picture = tmp_path / "comparison.png"
     job_report.main(["--compare", str(first), str(second), str(old), "--output", str(picture)])
-    head, *rows, wrote = capsys.readouterr().out.splitlines()
+    head, *lines, wrote = capsys.readouterr().out.splitlines()
+    rows, differences = lines[:3], lines[3:]
     assert head.split() == (
         "run iterations lm loss at 10 test loss validation loss s/iteration tokens/s TFLOPs restarts".split()
     )
-    # The lines have 2 tokens per sample and 8 samples per second; see training_line and PEERS_LINE.
+    # The lines have 2 tokens per sample and 8 samples per second: see training_line and PEERS_LINE.
     assert rows[0].split() == "first.log 12 -2.0000 0.0000 4.0000 5.0000 1 16 1 0".split()
     assert rows[1].split() == "second.log 20 -9.7500 0.0000 4.0000 5.2500 1 16 1 1".split()
     assert rows[2].split() == "old.log 30 3.0000 3.0000 - - 0.5 - - 0".split()
+    assert differences == [
+        "second.log differs from first.log by 0.0e+00 of lm loss at iteration 1, by at most 2.5e-01 at "
+        "iteration 11 (12 compared)",
+        "old.log differs from first.log by 3.0e+00 of lm loss at iteration 10, by at most 3.0e+00 at "
+        "iteration 10 (1 compared)",
+    ]
     assert wrote == f"wrote {picture}" and picture.read_bytes().startswith(b"\x89PNG")
 
 

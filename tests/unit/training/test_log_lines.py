@@ -1,4 +1,4 @@
-"""The console format: golden lines, lines of Megatron-LM, and parsing."""
+"""Tests the console format: golden lines, lines of Megatron-LM, and parsing."""
 
 import math
 
@@ -62,7 +62,8 @@ def test_small_values_have_four_decimals():
 
 
 def test_metrics_of_experts_are_readable_and_have_a_fixed_order():
-    """Values that a user's model records are in E notation, after those of experts; layers follow."""
+    """Values that a user's model records are in E notation. They follow the metrics of experts, and metrics
+    of layers come last."""
     values = {"MaxVio": 1.59668, "tokens per expert, max": 5317.0, "load balancing loss": 1.112955}
     per_layer = {f"layer {layer} {name}": value for layer in (10, 2) for name, value in values.items()}
     recorded = {**per_layer, "a user's": 0.25, **dict(reversed(values.items()))}

@@ -1,4 +1,4 @@
-"""The metrics logger: lines, progress bar, TensorBoard, Weights & Biases."""
+"""Tests the metrics logger: lines, progress bar, TensorBoard, Weights & Biases."""
 
 import dataclasses
 import io
@@ -237,7 +237,7 @@ def test_tensorboard_has_every_step_under_megatron_tags(tmp_path):
 
 
 def test_tensorboard_continues_without_doubled_steps_after_a_resume(tmp_path):
-    """A run dies after step 8, resumes from step 5, dies again, and resumes with a smaller batch."""
+    """A run dies after step 8, resumes from step 5, dies a second time, and resumes with a smaller batch."""
 
     def run(steps, name, samples):
         writer = TensorBoardWriter(str(tmp_path / "events"), queue_size=10)
@@ -250,7 +250,7 @@ def test_tensorboard_continues_without_doubled_steps_after_a_resume(tmp_path):
             if step % 2 == 0:
                 logger.log_validation(state, float(name))
         logger.close()
-        # Files are read in the order of their names, which have the second of their creation.
+        # TensorBoard reads files in the order of their names, which contain the second of their creation.
         (events,) = (tmp_path / "events").iterdir()
         events.rename(tmp_path / f"events.out.tfevents.{name}")
 
@@ -293,7 +293,7 @@ def test_unusable_tensorboard_folder_is_an_error(tmp_path):
 
 
 def test_wandb_gets_every_value_with_its_step(monkeypatch):
-    """wandb is no dependency: a fake module has the calls that the program makes."""
+    """wandb is not a dependency: a fake module has the calls that the program makes."""
     logged, started, ended = [], [], []
 
     def init(**settings):

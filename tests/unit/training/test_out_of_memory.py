@@ -1,4 +1,4 @@
-"""The error of a rank that cannot allocate memory."""
+"""Tests the error of a rank that cannot allocate memory."""
 
 from __future__ import annotations
 
@@ -77,7 +77,7 @@ def test_sentence_has_stage_measurement_device_and_flags() -> None:
 @pytest.mark.parametrize(
     ("flags", "expected"),
     [
-        # Unfused attention stores its scores, and ZeRO-2 and 3 do not support a pipeline.
+        # Unfused attention stores its scores. ZeRO-2 and 3 do not support a pipeline.
         (
             "--world-size 8 --tensor-model-parallel-size 2 --pipeline-model-parallel-size 2 --zero-stage 0 "
             "--micro-batch-size 2 --attention-dropout 0.1 --gpu v100-32gb",
@@ -85,7 +85,7 @@ def test_sentence_has_stage_measurement_device_and_flags() -> None:
             "checkpoint-activations, tensor-model-parallel-size 4, pipeline-model-parallel-size 4, "
             "cpu-offload",
         ),
-        # Without replicas ZeRO shards nothing; listed stages fit one number of ranks.
+        # Without replicas ZeRO shards nothing. Listed stages fit only one number of ranks.
         (
             "--world-size 2 --pipeline-model-parallel-size 2 --partition-method stages:4,4 "
             "--micro-batch-size 1 --checkpoint-activations",
@@ -103,7 +103,7 @@ def test_sentence_has_stage_measurement_device_and_flags() -> None:
             "zero-stage 2, tensor-model-parallel-size 2, pipeline-model-parallel-size 2, "
             "use-bnb-optimizer, cpu-offload",
         ),
-        # EP doubles up to the experts and the ranks of a stage. TP needs sequence parallelism.
+        # EP doubles up to the number of experts and of ranks of a stage. TP needs sequence parallelism.
         (
             "--world-size 8 --micro-batch-size 1 --num-experts 8 --expert-model-parallel-size 4 "
             "--zero-stage 1",
@@ -118,7 +118,8 @@ def test_sentence_has_stage_measurement_device_and_flags() -> None:
             "recompute-granularity selective --recompute-modules layernorm moe_act, checkpoint-activations, "
             "tensor-model-parallel-size 4 --sequence-parallel, pipeline-model-parallel-size 4, cpu-offload",
         ),
-        # After the scores, all that is recomputed selectively; then whole layers.
+        # First the scores are recomputed, then everything that selective recomputation supports, then whole
+        # layers.
         (
             "--world-size 1 --micro-batch-size 1 --attention-dropout 0.1 --gpu v100-32gb "
             "--recompute-granularity selective --cpu-offload",

@@ -1,4 +1,4 @@
-"""The iterations of a profile, its summary, and traces that are not complete."""
+"""Tests the iterations of a profile, its summary, and traces that are not complete."""
 
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -28,7 +28,7 @@ class Interval:
 
 @dataclass
 class Event:
-    """A kernel, as an event of PyTorch's profiler; times in microseconds."""
+    """A kernel, as an event of PyTorch's profiler. Times are in microseconds."""
 
     name: str
     time_range: Interval
@@ -73,7 +73,7 @@ def test_an_incomplete_trace_is_an_error_and_leaves_no_file(content: str | None,
 
 
 def profiled(flags: str, iterations: Iterable[int], folder: Path) -> list[str]:
-    """Runs a product in each of the iterations that are not skipped. Returns the lines that are printed."""
+    """Runs a product in each of the iterations that are not skipped. Returns the printed lines."""
     chosen = f"--profile --use-pytorch-profiler --tensorboard-dir {folder} --vocab-size {VOCAB} --dry-run"
     config = read_command_line([*SMALL, *chosen.split(), *flags.split()], {}).config
     run, texts = unconnected_run(config), list[str]()

@@ -1,4 +1,4 @@
-"""What keeps the end of a resumed run: the schedule's comparison, branches and rollbacks."""
+"""The schedule's comparison, branches and rollbacks keep the end of a resumed run unchanged."""
 
 from __future__ import annotations
 
@@ -78,7 +78,7 @@ def test_resumed_length_of_tokens_gives_no_other_schedule_with_longer_sequences(
 
 @pytest.mark.parametrize("base", ["--train-iters 20", "--train-samples 160", "--train-samples 400"])
 def test_resumed_length_of_the_base_run_is_the_order_of_a_branch(base: str) -> None:
-    """The base run had batches of 4 samples up to the branch point, and of 8 since."""
+    """The base run had batches of 4 samples up to the branch point, and batches of 8 samples since."""
     config = parse_args([*WITHOUT_LENGTH, *f"{CONSTANT} {base}".split()], {})
     unit = "iters" if "iters" in base else "samples"
     settings: dict[str, Any] = {"checkpoint.branch_at": 10, f"schedule.lr_wsd_decay_{unit}": 4}
@@ -89,7 +89,8 @@ def test_resumed_length_of_the_base_run_is_the_order_of_a_branch(base: str) -> N
 
 
 def test_resumed_length_is_kept_by_a_rollback_to_before_the_resume() -> None:
-    """The checkpoint is of a launch with batches of 4 samples, the state of one with batches of 8."""
+    """The checkpoint is from a launch with batches of 4 samples, the state from a launch with batches of
+    8."""
     config = parse_args([*SMALL, "--spike-policy", "rollback", "--save", "x", "--save-interval", "5"], {})
     checkpoint = Checkpoint(Path("x"), replace(STATE, skipped_iterations=1, recent_losses=(3.0,)), {})
     checkpoints: Any = SimpleNamespace(rollback=lambda: checkpoint)

@@ -1,4 +1,4 @@
-"""The report at the start of a run and by --dry-run: stage map, memory, and what a resume changes."""
+"""Tests the report at the start of a run and by --dry-run: stage map, memory, and what a resume changes."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def plan(bounds, weights, unit="ms", rank_of_stage=None, method="profile"):
 
 
 def columns(stages):
-    """Returns the cells of the header and of each row; the content is the last cell."""
+    """Returns the cells of the header and of each row. The last cell is the stage's content."""
     *rows, _ = stage_map(stages).splitlines()
     return [re.split(r"\s{2,}", row.strip()) for row in rows]
 
@@ -119,7 +119,7 @@ def test_with_dualpipev_the_first_columns_are_the_rank_and_its_weight():
     assert rows[4][6] == "408", "rank 0 has the head's matrix already: it is the embedding's"
 
 
-# --- the line on the heaviest stage ---
+# --- the line about the heaviest stage ---
 
 
 def test_the_last_line_names_the_heaviest_stage():
@@ -152,7 +152,7 @@ IMBALANCE = "imbalance loses up to"
             plan([0, 7, 7, 12], [3.0, 0, 3.0]),
             f"stage 0 by --partition-method profile, max/mean = 1.500: {IMBALANCE} 33.3 % efficiency",
         ),
-        # With DualPipeV stage 3 is the heaviest, but rank 1 has more to do: 4 + 5 against 1 + 6.
+        # With DualPipeV stage 3 is the heaviest, but rank 1 has more to do: 4 + 5 compared with 1 + 6.
         (
             plan([0, 4, 6, 8, 12], [1.0, 4.0, 5.0, 6.0], rank_of_stage=(0, 1, 1, 0)),
             f"rank 1 by --partition-method profile, max/mean = 1.125: {IMBALANCE} 11.1 % efficiency",
@@ -176,14 +176,15 @@ def test_pipeline_efficiency_counts_the_steps_of_filling_and_draining():
 
 
 def test_row_has_the_range_of_its_ranks():
-    """The values are of a tensor-parallel group of BigScience: 24.0, 24.8, 24.0 and 28.2 GB."""
+    """The values are from a tensor-parallel group of BigScience: 24.0, 24.8, 24.0 and 28.2 GB."""
     peaks = {8: 24.0, 9: 24.8, 10: 24.0, 11: 28.2}
     row = format_memory_row({rank: {"peak allocated": int(peak * GIB)} for rank, peak in peaks.items()})
     assert row.split() == "peak allocated 24.000 to 28.200 (rank 11)".split()
 
 
 def notes(flags: str, saved_flags: str = "", iteration: int = 0, finetune: bool = False) -> list[str]:
-    """Returns the notes of a run that starts from a checkpoint with other flags, at an iteration."""
+    """Returns the notes of a run with `flags` that starts at an iteration from a checkpoint with
+    `saved_flags`."""
     config, checkpoint = parse_args([*WITHOUT_LENGTH, *flags.split()], {}), None
     if iteration:
         saved = parse_args([*WITHOUT_LENGTH, *saved_flags.split()], {})
@@ -268,8 +269,8 @@ def test_decay_that_ends_before_a_new_run() -> None:
 
 @pytest.fixture(scope="module")
 def places(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
-    """Returns a folder with a checkpoint at iteration 5, and the prefix of data that it was not trained
-    on."""
+    """Returns a folder with a checkpoint at iteration 5, and the prefix of data on which it was not
+    trained."""
     folder = tmp_path_factory.mktemp("places")
     config = read_command_line([*SMALL, "--dry-run", "--vocab-size", str(VOCAB)], {}).config
     write_native(folder / "checkpoints", config, random_wholes(config), 5)

@@ -1,4 +1,5 @@
-"""Spike detection with its window of previous steps, and skipped ranges of iterations, from any start."""
+"""Tests spike detection with its window of previous steps, and skipped ranges of iterations, from
+any start."""
 
 from __future__ import annotations
 
@@ -21,8 +22,8 @@ START = TrainingState()
 
 
 def detect(policy, steps, state=START):
-    """Runs a detector with a window of 3 over (loss, grad norm) pairs; returns diagnoses, decisions to skip
-    and the last state."""
+    """Runs a detector with a window of 3 over (loss, grad norm) pairs. Returns (diagnoses, decisions to skip,
+    last state)."""
     detector = SpikeDetector(
         StabilityConfig(
             spike_policy=policy, spike_window=3, spike_loss_factor=1.5, spike_grad_norm_factor=4.0
@@ -42,7 +43,7 @@ STEPS = [(9.0, 90.0), (4.0, 1.0), (3.0, 1.0), (2.0, 1.0), (4.6, 1.0), (2.0, 4.5)
 
 def test_spikes_need_a_full_window_and_exceed_its_median():
     diagnoses, skips, state = detect("skip", STEPS)
-    # Medians at step 5: of 4, 3, 2. Steps 5 and 6 are skipped and not added to the window.
+    # At step 5 the window has the losses 4, 3 and 2. Steps 5 and 6 are skipped and not added to the window.
     assert skips == [False, False, False, False, True, True, False]
     assert diagnoses[4] == "loss 4.6 (median of 3 steps: 3)"
     assert diagnoses[5] == "grad norm 4.5 (median of 3 steps: 1)"

@@ -1,4 +1,4 @@
-"""Runs whose steps did not update the weights, failed saves, and evaluations that are stopped."""
+"""Tests runs whose steps did not update the weights, failed saves, and evaluations that are stopped."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from tests.unit.config.command_lines import SMALL, WITHOUT_LENGTH
 def warnings_at_end(
     iteration: int, skipped_before: int, steps: str, fp16: bool = True, total: int = 100
 ) -> list[str]:
-    """Returns the output of a run that ends at an iteration. skipped_before: iterations without an update
+    """Returns the output of a run that ends at `iteration`. skipped_before: iterations without an update
     before this process, including ranges. steps: steps of this process (s: skipped, u: updated)."""
     printed: list[str] = []
     updates = UpdateCount()
@@ -105,7 +105,8 @@ FLAGS = [*SMALL, "--global-batch-size", "6", "--eval-iters", "3"]
 
 
 class Engine:
-    """An engine in which a token's loss is its micro-batch's number; odd ones have twice as many tokens."""
+    """An engine in which the loss of a token is the number of its micro-batch. Micro-batches with odd numbers
+    have two tokens, the others one."""
 
     def __init__(self, config: Config) -> None:
         self.run = SimpleNamespace(config=config)

@@ -1,1 +1,2 @@
-"""One file per Hugging Face model family and its relatives; `..family` lists them."""
+"""The tables of the Hugging Face model families; each file has a family and its relatives. `..family` lists
+them."""

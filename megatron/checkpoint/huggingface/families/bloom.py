@@ -18,13 +18,14 @@ BLOOM = Family(
         ("num_attention_heads", "n_head"),
         ("layernorm_epsilon", "layer_norm_epsilon"),
         ("vocab_size", "vocab_size"),
-        # Not a setting of BloomConfig, but BLOOM's own config.json has it.
+        # BloomConfig lacks this setting, but BLOOM's own config.json has it.
         ("seq_length", "seq_length"),
         ("apply_residual_connection_post_layernorm", "apply_residual_connection_post_layernorm"),
     ),
     megatron_constants={"position_embedding_type": "alibi", "embed_layernorm": True},
     megatron_derived={"ffn_hidden_size": lambda model: 4 * model.hidden_size, "kv_channels": equal_heads},
-    # BLOOM reads sequences of any length. It was trained on this length, which only its own config.json has.
+    # BLOOM accepts sequences of any length. It was trained on this length, which only its own config.json
+    # has.
     default_seq_length=2048,
     # slow_but_exact sums products in slices, to reproduce the rounding of one training layout.
     hf_constants={"tie_word_embeddings": True, "slow_but_exact": False},
@@ -34,7 +35,7 @@ BLOOM = Family(
         *layers_of_megatron("transformer.h.{block}"),
         *with_bias("{final}", "transformer.ln_f"),
     ),
-    # Settings of the program that BLOOM was trained with, and n_embed, an old name of hidden_size.
+    # Settings of the program that trained BLOOM, and n_embed, an old name of hidden_size.
     ignored=(
         *("n_embed", "n_inner", "offset_alibi", "pretraining_tp", "skip_bias_add", "skip_bias_add_qkv"),
         *("masked_softmax_fusion", "bias_dropout_fusion", "attention_softmax_in_fp32", "unk_token_id"),

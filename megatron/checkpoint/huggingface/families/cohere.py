@@ -1,4 +1,4 @@
-"""Cohere's Command R, R7B and A, and Aya: attention and MLP in parallel after one norm without bias."""
+"""Cohere's Command R, R7B and A, and Aya: attention and MLP run in parallel after one norm without bias."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ COHERE2 = replace(
     architecture="Cohere2ForCausalLM",
     hf_constants={"hidden_act": "silu", "attention_bias": False},
     conversions=(QUERY_GROUPS, UNTIED, rotary_in_windows(without_windows=False)),
-    # The size of a head, which follows from the other sizes, and settings of older versions.
+    # The size of a head, which the other sizes determine, and settings of older versions.
     ignored=(
         "head_dim",
         "cache_implementation",

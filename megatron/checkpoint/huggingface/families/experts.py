@@ -1,8 +1,9 @@
 """Mixtures of experts, described by their differences from Llama: Mixtral, OLMoE, FlexOlmo, Qwen 2 and 3,
 Mellum, GLM 4.5.
 
-The coefficient of the balance loss (router_aux_loss_coef) is not converted: transformers pools the counts of
-all layers and does not divide them by the experts per token, so that no coefficient has an equal.
+The coefficient of the balance loss (router_aux_loss_coef) is not converted. transformers pools the counts
+of all layers and does not divide them by the experts per token, so no coefficient of this program has an
+equal effect.
 """
 
 from __future__ import annotations
@@ -51,7 +52,7 @@ if TYPE_CHECKING:
 
 
 def _join_gates(parts: Sequence[Tensor], model: ModelConfig) -> Tensor:
-    """Returns [experts, 2 x rows, columns] of the experts' gates and values, which alternate in `parts`."""
+    """Returns the experts' gates and values, [experts, 2 x rows, columns]. In `parts` they alternate."""
     rows = [part for gate, value in zip(parts[::2], parts[1::2], strict=True) for part in (value, gate)]
     return torch.cat(rows).unflatten(0, (len(rows) // 2, -1))
 
@@ -69,8 +70,8 @@ in_expert_layer = partial(in_layer, exists=ModelConfig.has_experts)
 def expert_parameters(
     module: str, gate: str, value: str, output: str, router: str = "gate"
 ) -> tuple[Parameter, ...]:
-    """Returns the router and the experts of a layer. module: the MLP's name. gate, value, output: names of an
-    expert's matrices. router: its name."""
+    """Returns the router and the experts of a layer. module: the name of the MLP. gate, value, output: the
+    names of an expert's matrices. router: the name of the router."""
     first, value, last = (f"{module}.experts.{{expert}}.{matrix}.weight" for matrix in (gate, value, output))
     return (
         in_expert_layer("mlp.router.weight", f"{module}.{router}.weight"),
@@ -90,7 +91,7 @@ EXPERT_PARAMETERS = expert_parameters("mlp", "gate_proj", "up_proj", "down_proj"
 
 
 def shared_expert(name: str) -> tuple[Parameter, ...]:
-    """Returns the parameters of the shared expert. name: of its module."""
+    """Returns the parameters of the shared expert. name: the name of its module."""
     return tuple(
         replace(
             parameter,
@@ -105,7 +106,8 @@ def shared_expert(name: str) -> tuple[Parameter, ...]:
 
 
 TOP_K = ("moe_router_topk", "num_experts_per_tok")
-# Of families whose layers all have experts. Families that also have dense layers: FIELDS_WITH_DENSE.
+# Fields of families in which all layers have experts. FIELDS_WITH_DENSE is for families that also have dense
+# layers.
 ONLY_EXPERT_FIELDS = (
     *SIZES,
     ("moe_ffn_hidden_size", "intermediate_size"),
@@ -115,14 +117,15 @@ ONLY_EXPERT_FIELDS = (
 EXPERT_SIZE = ("moe_ffn_hidden_size", "moe_intermediate_size")
 FIELDS_WITH_DENSE = (*FIELDS, TOP_K, ("kv_channels", "head_dim"), EXPERT_SIZE)
 NOT_CONVERTED = ("router_aux_loss_coef", "output_router_logits")
-# A dense model belongs to other families.
+# Dense models belong to other families.
 HAS_EXPERTS = Conversion(needed=lambda model: {"num_experts": model.num_experts or 8})
-# Families without dense layers: the size of a dense MLP has no effect.
+# For families without dense layers: the size of a dense MLP has no effect.
 ONLY_EXPERTS = Conversion(
     megatron=("ffn_hidden_size",),
     to_megatron=lambda hf_config: {"ffn_hidden_size": hf_config.intermediate_size},
 )
-# Renormalized scores of all experts are the softmax over the chosen experts.
+# Dividing the softmax scores of the chosen experts by their sum is equal to a softmax over the chosen
+# experts.
 RENORMALIZED = inverted("moe_router_pre_softmax", "norm_topk_prob")
 
 MIXTRAL_EXPERTS = expert_parameters("block_sparse_moe", "w1", "w3", "w2")
@@ -134,7 +137,7 @@ MIXTRAL = replace(
     hf_constants={"hidden_act": "silu"},
     conversions=(*CONVERSIONS, HAS_EXPERTS, ONLY_EXPERTS),
     parameters=(*OUTSIDE_MLP, *MIXTRAL_EXPERTS),
-    # Noise of the router's input, in training.
+    # Noise that is added to the router's input during training.
     ignored=("router_jitter_noise", *NOT_CONVERTED),
 )
 
@@ -152,7 +155,7 @@ OLMOE = replace(
     ignored=NOT_CONVERTED,
 )
 
-# --- FlexOlmo: OLMoE with norms after attention and MLP ---
+# --- FlexOlmo: OLMoE with norms after the attention and the MLP ---
 
 FLEX_OLMO = replace(
     OLMOE,
@@ -170,7 +173,8 @@ FLEX_OLMO = replace(
 
 
 def _expert_layers(has_experts: Sequence[bool], given: str) -> dict[str, Any]:
-    """Returns the setting of the layers with experts. given: the settings that tell them, for an error."""
+    """Returns the field of ModelConfig that names the layers with experts. given: text about config.json's
+    settings, for the error message."""
     if not any(has_experts):
         raise UserError(f"the model has {given}: no layer has experts")
     letters = [EXPERTS if each else DENSE for each in has_experts]
@@ -196,7 +200,7 @@ QWEN_LAYERS = Conversion(
     },
     to_megatron=_qwen_layers_to_megatron,
 )
-# Without use_sliding_window, transformers sets sliding_window to None.
+# If use_sliding_window is false, transformers sets sliding_window to None.
 USES_WINDOW = Conversion(
     hf=("use_sliding_window",),
     to_hf=lambda model: {"use_sliding_window": model.window_size is not None},
@@ -211,7 +215,7 @@ QWEN3_MOE = replace(
     hf_constants={"hidden_act": "silu", "attention_bias": False},
     conversions=(*CONVERSIONS, USES_WINDOW, HAS_EXPERTS, QWEN_LAYERS, RENORMALIZED),
     parameters=(*OUTSIDE_MLP, *QK_NORM_PARAMETERS, *DENSE_MLP, *EXPERT_PARAMETERS),
-    # Published models have it, and transformers does not read it.
+    # Published models have this setting, and transformers does not read it.
     ignored=("max_window_layers", *NOT_CONVERTED),
 )
 
@@ -233,7 +237,7 @@ QWEN2_MOE = replace(
     ),
 )
 
-# --- Mellum: Qwen 3 with windows in some layers, which have their own rotation ---
+# --- Mellum: Qwen 3 with windows in some layers, which have RoPE settings of their own ---
 
 
 def _kinds_to_megatron(hf_config: PreTrainedConfig) -> dict[str, Any]:
@@ -274,7 +278,7 @@ def _count(hf_config: PreTrainedConfig, name: str) -> int:
 
 
 def _first_dense(model: ModelConfig) -> int:
-    """Returns the number of layers before the first that has experts."""
+    """Returns the number of layers before the first layer with experts."""
     return next((layer for layer in range(model.num_layers) if model.has_experts(layer)), model.num_layers)
 
 
@@ -283,7 +287,7 @@ def _dense_first(num_layers: int, num_dense: int) -> tuple[str, ...]:
 
 
 def first_dense(setting: str) -> Conversion:
-    """Returns the conversion of the number of layers before the first that has experts."""
+    """Returns the conversion of the number of layers before the first layer with experts."""
 
     def to_megatron(hf_config: PreTrainedConfig) -> dict[str, Any]:
         num_dense, num_layers = getattr(hf_config, setting, 0), hf_config.num_hidden_layers
@@ -307,7 +311,8 @@ FIRST_DENSE = first_dense("first_k_dense_replace")
 
 
 def shared_size(model: ModelConfig) -> int | None:
-    """Returns the size of shared experts that each have the size of an expert, at least of one."""
+    """Returns the width of the shared experts, rounded down to a multiple of an expert's width, but at least
+    one such width. Returns None if the model has no width for experts."""
     size, unit = model.moe_shared_expert_intermediate_size or 0, model.moe_ffn_hidden_size
     return unit and max(size // unit, 1) * unit
 
@@ -333,7 +338,7 @@ NO_GROUPS = dict.fromkeys(("moe_router_num_groups", "moe_router_group_topk"))
 
 
 def groups_of_experts(hf_config: PreTrainedConfig, experts_of_score: int) -> dict[str, Any]:
-    """Returns the settings of groups whose score is a sum over so many experts."""
+    """Returns the settings for groups of experts. A group's score sums `experts_of_score` experts."""
     name = "n_routed_experts" if hasattr(hf_config, "n_routed_experts") else "num_experts"
     settings = ("n_group", "topk_group", "num_experts_per_tok", name)
     groups, chosen, top_k, experts = (_count(hf_config, setting) for setting in settings)
@@ -348,7 +353,7 @@ def groups_of_experts(hf_config: PreTrainedConfig, experts_of_score: int) -> dic
 
 
 def groups_conversion(experts_of_score: int) -> Conversion:
-    """Returns the conversion of groups whose score is a sum over so many experts."""
+    """Returns the conversion for groups of experts. A group's score sums `experts_of_score` experts."""
 
     def needed(model: ModelConfig) -> dict[str, Any]:
         if model.moe_router_num_groups is None or model.experts_of_group_score == experts_of_score:
@@ -397,7 +402,7 @@ SIGMOID_WEIGHTS = Conversion(
 
 def always_normalized(scale: str | None = None) -> Conversion:
     """Returns the conversion for families that always divide sigmoid scores by their sum. scale: the setting
-    that multiplies the quotients."""
+    that multiplies the quotients; None if there is none."""
     fields = () if scale is None else ("moe_router_topk_scaling_factor",)
     return Conversion(
         megatron=fields,
@@ -413,7 +418,7 @@ def _check_next_tokens(settings: Mapping[str, Any], hf_config: PreTrainedConfig)
         checked_count(NEXT_TOKEN_LAYERS, found, at_least=0)
 
 
-# Layers for multi-token prediction. transformers reads them only to generate text.
+# Layers for multi-token prediction. transformers uses them only when it generates text.
 NEXT_TOKENS = Conversion(
     megatron=("mtp_num_layers",),
     hf=(NEXT_TOKEN_LAYERS, "num_mtp_layers"),
@@ -429,9 +434,9 @@ _NEXT_TOKEN_MODULES = {
 
 
 def with_next_tokens(parameters: tuple[Parameter, ...]) -> tuple[Parameter, ...]:
-    """Returns the parameters of a model, and those of its layers for multi-token prediction, as in
-    DeepSeek-V3: names of a transformer layer after the last, and of the modules around it. Each has a copy of
-    the word embedding."""
+    """Returns the parameters of a model and of its layers for multi-token prediction. The layers for
+    multi-token prediction have DeepSeek-V3's names: they continue the numbers of the transformer layers, with
+    names of further modules. Each of them has a copy of the word embedding."""
     in_layers = [parameter for parameter in parameters if parameter.megatron.startswith("{layer}.")]
     return (
         *(
@@ -453,13 +458,13 @@ def with_next_tokens(parameters: tuple[Parameter, ...]) -> tuple[Parameter, ...]
 
 assert LLAMA.head is not None
 NEXT_TOKEN_HEAD = replace(LLAMA.head, copies=(f"{_LATER}shared_head.head.weight",))
-"""The LM head, of which each layer for multi-token prediction has a copy."""
+"""The LM head. Each layer for multi-token prediction has a copy of it."""
 
 SIGMOID = {"moe_router_score_function": "sigmoid", "moe_router_enable_expert_bias": True}
 
 
 def choice_bias(name: str) -> Parameter:
-    """Returns the bias of the experts' scores. name: in the layer."""
+    """Returns the bias of the scores that choose experts. name: the bias's name in the layer."""
     return in_expert_layer("mlp.router.expert_bias", name, is_fp32=True)
 
 

@@ -85,7 +85,8 @@ FALCON = Family(
         *with_bias("{final}", "transformer.ln_f"),
     ),
     head=HEAD,
-    # Names the code of older versions, which transformers has replaced.
+    # `auto_map` names the model's own Python files in older folders. transformers has its own code for
+    # the model.
     ignored=("auto_map",),
     buffers=(f"{_LAYER}.self_attention.rotary_emb.inv_freq",),
 )

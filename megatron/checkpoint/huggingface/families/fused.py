@@ -25,7 +25,7 @@ from megatron.config import ModelConfig
 
 
 def _swapped(x: Tensor, model: ModelConfig) -> Tensor:
-    """Exchanges gates and values."""
+    """Returns a tensor (gates, values) with the two halves exchanged."""
     return torch.cat(x.chunk(2)[::-1])
 
 
@@ -55,7 +55,7 @@ GLM = replace(
     ignored=(),
 )
 
-# --- GLM-4-0414: also norms after attention and MLP ---
+# --- GLM-4-0414: further norms after the attention and the MLP ---
 
 _NORMS = {"post_attention": "post_self_attn", "pre_mlp": "post_attention", "post_mlp": "post_mlp"}
 
@@ -92,6 +92,6 @@ PHI3 = replace(
         *parameters_without("mlp.dense_h_to_4h", "self_attention.query_key_value"),
         *(FUSED_GATE, FUSED_HEADS),
     ),
-    # Without longrope it has no effect.
+    # This setting has no effect without longrope.
     ignored=("original_max_position_embeddings", "auto_map", "full_attn_mod", "interpolate_factor"),
 )

@@ -41,7 +41,7 @@ GEMMA = replace(
         "attention_bias": False,
         "use_bidirectional_attention": None,
     },
-    # transformers does not read it, and takes the tanh approximation whatever it is.
+    # transformers does not read this setting: it always uses the tanh approximation.
     ignored=("hidden_activation",),
 )
 
@@ -94,11 +94,12 @@ GEMMA2 = replace(
     },
     conversions=(QUERY_GROUPS, UNTIED, WINDOWS, SCALE),
     parameters=_PARAMETERS,
-    # transformers does not read the first; the second selects an implementation of the cache for generation.
+    # transformers does not read hidden_act; cache_implementation selects the cache for generation.
     ignored=("hidden_act", "cache_implementation"),
 )
 
-# --- Gemma 3 (text): windows in five of six layers, with a rotation of their own, and norms of the heads ---
+# --- Gemma 3 (text): windows in five of six layers, RoPE settings of their own for these, and norms of the
+# heads ---
 
 GEMMA3 = replace(
     GEMMA2,

@@ -8,16 +8,16 @@ from megatron.model.layer_list import EMBEDDING, WORD_EMBEDDINGS
 
 
 def _heads_last(rows: Tensor, model: ModelConfig) -> Tensor:
-    """Reorders rows from (heads, 3, head_dim) to (3, heads, head_dim)."""
+    """Returns rows with their order changed from (heads, 3, head_dim) to (3, heads, head_dim)."""
     return rows.unflatten(0, (model.num_attention_heads, 3, -1)).transpose(0, 1).flatten(0, 2)
 
 
 def _heads_first(rows: Tensor, model: ModelConfig) -> Tensor:
-    """Reorders rows from (3, heads, head_dim) to (heads, 3, head_dim)."""
+    """Returns rows with their order changed from (3, heads, head_dim) to (heads, 3, head_dim)."""
     return rows.unflatten(0, (3, model.num_attention_heads, -1)).transpose(0, 1).flatten(0, 2)
 
 
-# GPT-2's linear layers are `Conv1D`, which holds [inputs, outputs].
+# GPT-2's linear layers are `Conv1D`, whose weight is [inputs, outputs].
 TRANSPOSED = one_to_one(lambda x, model: x.t(), lambda x, model: x.t())
 HEADS_LAST = one_to_one(_heads_last, _heads_first)
 HEADS_LAST_TRANSPOSED = one_to_one(
@@ -71,6 +71,6 @@ GPT2 = Family(
         *("summary_activation", "summary_first_dropout", "summary_proj_to_labels", "summary_type"),
         *("summary_use_proj", "task_specific_params", "n_ctx", "reorder_and_upcast_attn"),
     ),
-    # The causal mask, and the score of masked positions.
+    # The causal mask, and the score that masked positions get.
     buffers=("transformer.h.{block}.attn.bias", "transformer.h.{block}.attn.masked_bias"),
 )

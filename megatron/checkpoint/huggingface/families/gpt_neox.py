@@ -1,4 +1,4 @@
-"""GPT-NeoX and Pythia: rotary positions of a part of each head, attention and MLP in parallel."""
+"""GPT-NeoX and Pythia: RoPE on a part of each head; attention and MLP run in parallel."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ GPT_NEOX = Family(
     head=Parameter("{head}.lm_head.weight", ("embed_out.weight",)),
     aliases={LM_HEAD: "embed_out.weight"},
     prefix="gpt_neox.",
-    # Settings of heads for other tasks, and of generation.
+    # Settings of heads for other tasks, and a setting for generation.
     ignored=("classifier_dropout", "is_decoder"),
     # The causal mask, the score of masked positions, and rotary frequencies.
     buffers=(f"{_ATTENTION}.bias", f"{_ATTENTION}.masked_bias", f"{_ATTENTION}.rotary_emb.inv_freq"),

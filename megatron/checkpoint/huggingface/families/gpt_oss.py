@@ -1,4 +1,4 @@
-"""gpt-oss: sinks, a window in every second layer, biases everywhere, experts with clamped gates."""
+"""gpt-oss: attention sinks, a window in every second layer, biases everywhere, experts with clamped gates."""
 
 from __future__ import annotations
 
@@ -27,13 +27,14 @@ if TYPE_CHECKING:
 
 
 def _interleaved(x: Tensor) -> Tensor:
-    """[experts, 2 f, ...], first the values, then the gates -> gates and values alternate."""
+    """Returns x [experts, 2 f, ...], in which all values precede all gates, with gates and values
+    alternating."""
     values, gates = x.chunk(2, 1)
     return torch.stack((gates, values), 2).flatten(1, 2)
 
 
 def _stacked(x: Tensor) -> Tensor:
-    """Returns the inverse of `_interleaved`."""
+    """Returns x with all values before all gates, the inverse of `_interleaved`."""
     return torch.cat((x[:, 1::2], x[:, ::2]), 1)
 
 
@@ -44,7 +45,7 @@ def _check_quantization(settings: Mapping[str, Any], hf_config: PreTrainedConfig
         raise UserError(f"the model has quantization_config = {one_line(found)}: expected mxfp4, or none")
 
 
-# The files of the hub have experts of 4 bits, which the import unpacks. An export has none.
+# The files on the hub contain experts of 4 bits, which the import unpacks. An export never contains them.
 MXFP4 = Conversion(hf=("quantization_config",), check_file=_check_quantization)
 INTERLEAVED = one_to_one(lambda x, model: _interleaved(x), lambda x, model: _stacked(x))
 INTERLEAVED_TRANSPOSED = one_to_one(
@@ -61,8 +62,11 @@ GPT_OSS = replace(
         ("activation_func_clamp_value", "swiglu_limit"),
     ),
     megatron_constants={
-        **{"position_embedding_type": "rotary", "normalization": "RMSNorm", "softmax_type": "learnable"},
-        **{"glu_activation": "quick_geglu", "glu_linear_offset": 1.0},
+        "position_embedding_type": "rotary",
+        "normalization": "RMSNorm",
+        "softmax_type": "learnable",
+        "glu_activation": "quick_geglu",
+        "glu_linear_offset": 1.0,
     },
     hf_constants={"hidden_act": "silu", "attention_bias": True, "swiglu_alpha": 1.702},
     conversions=(QUERY_GROUPS, UNTIED, WINDOWS, HAS_EXPERTS, ONLY_EXPERTS, MXFP4),

@@ -1,4 +1,4 @@
-"""Latent attention: DeepSeek-V2 and V3, Kimi K2, GLM 4.7 Flash. GLM 4.5 has equal experts and routers."""
+"""Latent attention: DeepSeek-V2 and V3, Kimi K2, GLM 4.7 Flash. Experts and routers are as in GLM 4.5."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ from megatron.errors import UserError, one_line
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig
 
-# Megatron's name of a module -> Hugging Face's, with and without compressed queries.
+# Megatron's name of a module -> Hugging Face's name: with compressed queries, and without.
 _COMPRESSED = {"q_down_proj": "q_a_proj", "q_layernorm": "q_a_layernorm", "q_up_proj": "q_b_proj"}
 _MODULES = {
     "kv_down_proj": "kv_a_proj_with_mqa",
@@ -88,7 +88,7 @@ _KEY_HEADS = Conversion(
 
 
 _EPSILON = 1e-6
-"""Of the norms of compressed vectors in transformers, whatever rms_norm_eps is."""
+"""Epsilon of the norms of compressed vectors. transformers always uses it, whatever rms_norm_eps is."""
 _NORMS = Conversion(
     megatron=("latent_layernorm_epsilon",),
     to_megatron=lambda hf_config: (
@@ -100,7 +100,7 @@ _NORMS = Conversion(
         else {"latent_layernorm_epsilon": _EPSILON}
     ),
 )
-# Names of settings that only the code of published models reads. They describe the training, or its layout.
+# Settings that only the code of published models reads. They describe the training, or its layout.
 _IGNORED = (
     *("head_dim", "qk_head_dim", "aux_loss_alpha", "seq_aux", "ep_size", "auto_map", "pretraining_tp"),
     *NOT_CONVERTED,
@@ -112,11 +112,13 @@ DEEPSEEK_V3 = replace(
     architecture="DeepseekV3ForCausalLM",
     fields=_FIELDS,
     megatron_constants={**_CONSTANTS, **SIGMOID},
-    # transformers reads only the first three.
+    # transformers reads only the first three of these settings.
     hf_constants={
         **_HF_CONSTANTS,
         "rope_interleave": True,
-        **{"scoring_func": "sigmoid", "topk_method": "noaux_tc", "moe_layer_freq": 1},
+        "scoring_func": "sigmoid",
+        "topk_method": "noaux_tc",
+        "moe_layer_freq": 1,
     },
     conversions=(
         *(_KEY_HEADS, UNTIED, LATENT_ROPE, _NORMS, HAS_EXPERTS, FIRST_DENSE),
@@ -135,7 +137,7 @@ KIMI_K2 = replace(DEEPSEEK_V3, title="Kimi K2", config_type="deepseek_v3")
 def _layers_to_hf(model: ModelConfig) -> dict[str, Any]:
     settings = MLP_LAYER_TYPES.to_hf(model)
     kinds = settings["mlp_layer_types"]
-    if kinds == sorted(kinds):  # other readers know only dense layers before all others
+    if kinds == sorted(kinds):  # other readers require dense layers before all others
         settings["first_k_dense_replace"] = kinds.count("dense")
     return settings
 
@@ -164,7 +166,7 @@ GLM4_MOE_LITE = replace(
     conversions=tuple(_LAYER_TYPES if pair is FIRST_DENSE else pair for pair in DEEPSEEK_V3.conversions),
 )
 
-# --- DeepSeek-V2: softmax scores without renormalization, and groups by their best expert ---
+# --- DeepSeek-V2: softmax scores that are not renormalized; the score of a group is its best expert's ---
 
 
 def _v2_groups_to_hf(model: ModelConfig) -> dict[str, Any]:
@@ -205,7 +207,10 @@ DEEPSEEK_V2 = replace(
     megatron_constants={**_CONSTANTS, "moe_router_pre_softmax": True},
     hf_constants={
         **_HF_CONSTANTS,
-        **{"mlp_bias": False, "norm_topk_prob": False, "scoring_func": "softmax", "moe_layer_freq": 1},
+        "mlp_bias": False,
+        "norm_topk_prob": False,
+        "scoring_func": "softmax",
+        "moe_layer_freq": 1,
     },
     conversions=(
         *(_KEY_HEADS, UNTIED, LATENT_ROPE, _NORMS, HAS_EXPERTS, FIRST_DENSE),

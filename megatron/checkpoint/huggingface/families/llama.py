@@ -31,14 +31,14 @@ if TYPE_CHECKING:
 
 
 def _split_heads(rows: Tensor, model: ModelConfig) -> list[Tensor]:
-    """Splits rows ordered (groups, rows of a group) into queries, keys and values. With
+    """Returns queries, keys and values from rows ordered (groups, rows of a group). With
     --attention-output-gate the gates follow the queries."""
     grouped = rows.unflatten(0, (model.query_groups, -1))
     return [part.flatten(0, 1) for part in grouped.split(model.group_rows, dim=1)]
 
 
 def _join_heads(parts: Sequence[Tensor], model: ModelConfig) -> Tensor:
-    """Returns the inverse of `_split_heads`."""
+    """Returns rows ordered (groups, rows of a group), the inverse of `_split_heads`."""
     return torch.cat([part.unflatten(0, (model.query_groups, -1)) for part in parts], dim=1).flatten(0, 1)
 
 
@@ -54,7 +54,8 @@ def _megatron_groups(hf_config: PreTrainedConfig) -> dict[str, Any]:
 
 
 def groups_of(heads: Any, groups: Any) -> dict[str, Any]:
-    """Returns the settings of so many query heads and key heads. Raises UserError if they do not fit."""
+    """Returns the settings for these numbers of query heads and key heads. Raises UserError if they do not
+    fit."""
     if type(heads) is not int or type(groups) is not int or groups < 1 or heads % groups:
         raise UserError(
             f"the model has num_key_value_heads = {one_line(groups)} and num_attention_heads = "
@@ -82,7 +83,8 @@ CONSTANTS = {
 
 
 def in_layer(megatron: str, *hf: str, transform: Transform = IDENTITY, **settings: Any) -> Parameter:
-    """Returns a parameter of a transformer layer, with its names in the layer. settings: of `Parameter`."""
+    """Returns a parameter of a transformer layer. megatron, hf: its names in the layer. settings: fields of
+    `Parameter`."""
     names = tuple(f"model.layers.{{block}}.{name}" for name in hf)
     return Parameter(f"{{layer}}.{megatron}", names, transform, **settings)
 
@@ -93,7 +95,8 @@ def _heads_from(*parts: str) -> Parameter:
 
 
 def with_gate(parameters: Sequence[Parameter], part: str) -> tuple[Parameter, ...]:
-    """Returns the parameters with the gate of --attention-output-gate, which is `self_attn.PART_proj`."""
+    """Returns the parameters together with the gate of --attention-output-gate, named
+    `self_attn.PART_proj`."""
     heads = _heads_from("q", part, "k", "v")
     return tuple(heads if each.megatron == heads.megatron else each for each in parameters)
 
@@ -112,7 +115,7 @@ PARAMETERS = (
 
 
 def parameters_without(*names: str) -> tuple[Parameter, ...]:
-    """Returns Llama's parameters without the modules of a transformer layer with these names."""
+    """Returns Llama's parameters without those modules of a transformer layer that have these names."""
     return tuple(
         each
         for each in PARAMETERS
@@ -135,11 +138,11 @@ LLAMA = Family(
     head=HEAD,
     buffers=(f"{ATTENTION}.rotary_emb.inv_freq",),
     prefix="model.",
-    # A setting of older transformers: it repeats the sliced matrix products of one training layout.
+    # A setting of older transformers, which reproduces the sliced matrix products of one training layout.
     ignored=("pretraining_tp",),
 )
 
-# --- Mistral: in its first version with sliding-window attention ---
+# --- Mistral: its first version has sliding-window attention ---
 
 # Mistral 7B v0.1 has a window of 4096 tokens; v0.2 and v0.3 have none.
 WINDOW = ("window_size", "sliding_window")
@@ -163,7 +166,7 @@ def _window_to_hf(model: ModelConfig) -> dict[str, Any]:
 
 
 def _window_to_megatron(hf_config: PreTrainedConfig) -> dict[str, Any]:
-    # transformers derives layer_types from max_window_layers if the file has none.
+    # transformers derives layer_types from max_window_layers if a file has no layer_types.
     kinds = hf_config.layer_types
     if kinds == ["full_attention"] * hf_config.num_hidden_layers:
         return {}
@@ -181,7 +184,7 @@ QWEN_WINDOW = Conversion(
     to_hf=_window_to_hf,
     to_megatron=_window_to_megatron,
 )
-# Families whose windows depend on other settings.
+# For families whose windows depend on other settings.
 NO_WINDOW = replace(QWEN_WINDOW, needed=lambda _model: {"window_size": None})
 
 QKV_BIAS = in_layer(

@@ -1,5 +1,5 @@
-"""Dense relatives of Llama that differ in a few settings: SmolLM3, Seed-OSS, ERNIE 4.5, Helium, Ministral,
-CWM, EXAONE 4, StableLM and StarCoder 2."""
+"""Dense relatives of Llama that differ from it in a few settings: SmolLM3, Seed-OSS, ERNIE 4.5, Helium,
+Ministral, CWM, EXAONE 4, StableLM and StarCoder 2."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ SMOLLM3 = replace(
     ignored=("max_window_layers",),
 )
 
-# --- biases, interleaved rotation, windows ---
+# --- with biases, interleaved RoPE or windows ---
 
 SEED_OSS = replace(
     LLAMA,
@@ -113,7 +113,7 @@ EXAONE4 = replace(
     conversions=(QUERY_GROUPS, UNTIED, rotary_in_windows(without_windows=True)),
 )
 
-# --- layer norms ---
+# --- with layer norms ---
 
 _NORMS = ("{layer}.input_layernorm", "{layer}.post_attention_layernorm", "{final}")
 NORM_BIASES = tuple(

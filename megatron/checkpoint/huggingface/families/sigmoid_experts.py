@@ -1,4 +1,4 @@
-"""Relatives of GLM 4.5, with sigmoid scores: dots.llm1, Hunyuan 3, K-EXAONE, Trinity, MiniMax M2, Flint."""
+"""Relatives of GLM 4.5 with sigmoid scores: dots.llm1, Hunyuan 3, K-EXAONE, Trinity, MiniMax M2, Flint."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ HUNYUAN3 = replace(
         *expert_parameters("mlp", "gate_proj", "up_proj", "down_proj", router="router.gate"),
         *(*shared_expert("shared_mlp"), choice_bias("mlp.expert_bias")),
     ),
-    # Rounding of the sum of routed and shared experts.
+    # enable_moe_fp32_combine only changes how the sum of routed and shared experts is rounded.
     ignored=("enable_moe_fp32_combine", *NOT_CONVERTED),
 )
 
@@ -92,11 +92,11 @@ K_EXAONE = replace(
         *(*_PARAMETERS, *EXPERT_PARAMETERS, *shared_expert("shared_experts")),
         choice_bias("mlp.e_score_correction_bias"),
     ),
-    # What mlp_layer_types is made of if a file has none.
+    # transformers derives mlp_layer_types from this setting if a file has no mlp_layer_types.
     ignored=("first_k_dense_replace", *NOT_CONVERTED),
 )
 
-# --- Trinity: gates of the attention's output, four norms per layer, scaled embeddings ---
+# --- Trinity: a gate on the attention's output, four norms per layer, scaled embeddings ---
 
 TRINITY = replace(
     LLAMA,
@@ -104,10 +104,15 @@ TRINITY = replace(
     architecture="AfmoeForCausalLM",
     fields=(*FIELDS_WITH_DENSE, ("num_experts", "num_experts"), ("scale_embeddings", "mup_enabled")),
     megatron_constants={
-        **{**_WITH_NORMS, "attention_output_gate": True, "layer_arrangement": "pre-post-norm"},
+        **_WITH_NORMS,
+        "attention_output_gate": True,
+        "layer_arrangement": "pre-post-norm",
     },
     hf_constants={
-        **{"hidden_act": "silu", "attention_bias": False, "score_func": "sigmoid", "route_norm": True},
+        "hidden_act": "silu",
+        "attention_bias": False,
+        "score_func": "sigmoid",
+        "route_norm": True,
         **dict.fromkeys(("n_group", "topk_group", "num_expert_groups", "num_limited_groups"), 1),
     },
     conversions=(
@@ -124,7 +129,7 @@ TRINITY = replace(
         *expert_parameters("mlp", "gate_proj", "up_proj", "down_proj", router="router.gate"),
         *(*shared_expert("shared_experts"), choice_bias("mlp.expert_bias")),
     ),
-    # How it was trained, and what layer_types is made of if a file has none.
+    # Settings of the training, and settings from which transformers derives layer_types if a file has none.
     ignored=(
         "load_balance_coeff",
         "use_grouped_mm",
@@ -141,20 +146,19 @@ MINIMAX_M2 = replace(
     fields=(*ONLY_EXPERT_FIELDS, ("kv_channels", "head_dim"), ("num_experts", "num_local_experts")),
     megatron_constants={**_WITH_NORMS, "qk_layernorm_scope": "projection"},
     hf_constants={
-        **{
-            "hidden_act": "silu",
-            "use_qk_norm": True,
-            "qk_norm_type": "per_layer",
-            "shared_intermediate_size": 0,
-        },
-        **{"scoring_func": "sigmoid", "use_routing_bias": True},
+        "hidden_act": "silu",
+        "use_qk_norm": True,
+        "qk_norm_type": "per_layer",
+        "shared_intermediate_size": 0,
+        "scoring_func": "sigmoid",
+        "use_routing_bias": True,
     },
     conversions=(QUERY_GROUPS, UNTIED, PARTIAL_ROPE, HAS_EXPERTS, ONLY_EXPERTS, always_normalized()),
     parameters=(
         *(*OUTSIDE_MLP, *QK_NORM_PARAMETERS, *MIXTRAL_EXPERTS),
         choice_bias("block_sparse_moe.e_score_correction_bias"),
     ),
-    # Noise of the router's input, layers for multi-token prediction, and repeated settings.
+    # Noise of the router's input, layers for multi-token prediction, and settings that repeat others.
     ignored=(
         *("router_jitter_noise", "use_mtp", "num_mtp_modules", "mtp_transformer_layers"),
         *("attn_type_list", "rotary_dim", "auto_map", *NOT_CONVERTED),
@@ -172,7 +176,9 @@ FLINT = replace(
         ("moe_shared_expert_intermediate_size", "shared_expert_intermediate_size"),
     ),
     megatron_constants={
-        **{**CONSTANTS, "qk_layernorm": True, "moe_router_score_function": "sigmoid"},
+        **CONSTANTS,
+        "qk_layernorm": True,
+        "moe_router_score_function": "sigmoid",
         "softmax_type": "learnable",
     },
     hf_constants={"hidden_act": "silu", "attention_bias": False, "norm_topk_prob": True},

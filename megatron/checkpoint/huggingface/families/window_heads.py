@@ -1,4 +1,4 @@
-"""Families with other heads in the layers with a window: MiMo-V2-Flash and Laguna."""
+"""Families whose layers with a window have different heads: MiMo-V2-Flash and Laguna."""
 
 from __future__ import annotations
 
@@ -73,24 +73,30 @@ def _needed_groups(model: ModelConfig) -> dict[str, Any]:
         odd = {"num_query_groups": 2 * model.query_groups} if model.query_groups % 2 else {}
         return {"softmax_type": "learnable", **odd}
     return {
-        **{"softmax_type": "vanilla", "window_softmax_type": "learnable", "group_query_attention": True},
+        "softmax_type": "vanilla",
+        "window_softmax_type": "learnable",
+        "group_query_attention": True,
         "window_num_query_groups": 2 * model.query_groups,
     }
 
 
 def _check_older_settings(settings: Mapping[str, Any], hf_config: PreTrainedConfig) -> None:
-    """Raises UserError if a setting of the published file, which transformers does not read, differs from
-    what transformers uses."""
+    """Raises UserError if a setting of the published file that transformers does not read differs from what
+    transformers uses."""
     used = {
         "hybrid_layer_pattern": [int(kind == _SLIDING) for kind in hf_config.layer_types],
         "moe_layer_freq": [int(kind == "sparse") for kind in hf_config.mlp_layer_types],
         "swa_num_attention_heads": hf_config.num_attention_heads,
         "swa_num_key_value_heads": 2 * hf_config.num_key_value_heads,
-        **{"swa_head_dim": hf_config.head_dim, "swa_v_head_dim": hf_config.v_head_dim},
+        "swa_head_dim": hf_config.head_dim,
+        "swa_v_head_dim": hf_config.v_head_dim,
         "swa_rope_theta": hf_config.rope_parameters[_SLIDING].get("rope_theta"),
-        **{"layernorm_epsilon": hf_config.rms_norm_eps, "n_shared_experts": None},
-        **{"add_swa_attention_sink_bias": True, "add_full_attention_sink_bias": False},
-        **{"scoring_func": "sigmoid", "topk_method": "noaux_tc"},
+        "layernorm_epsilon": hf_config.rms_norm_eps,
+        "n_shared_experts": None,
+        "add_swa_attention_sink_bias": True,
+        "add_full_attention_sink_bias": False,
+        "scoring_func": "sigmoid",
+        "topk_method": "noaux_tc",
     }
     for name, value in used.items():
         if (found := settings.get(name)) is not None and found != value:
@@ -147,11 +153,11 @@ MIMO_V2_FLASH = replace(
             exists=lambda model, block: model.of_layer(block).softmax_type == "learnable",
         ),
     ),
-    # Of attention in blocks or chunks, which the model does not have.
+    # Settings of attention in blocks or chunks, which the model does not have.
     ignored=("hybrid_block_size", "attention_chunk_size", "auto_map", *NOT_CONVERTED),
 )
 
-# --- Laguna: other numbers of query heads in windows, gates with a softplus ---
+# --- Laguna: different numbers of query heads in layers with a window, gates with a softplus ---
 
 
 def _heads_to_hf(model: ModelConfig) -> dict[str, Any]:
@@ -167,8 +173,8 @@ def _heads_to_megatron(hf_config: PreTrainedConfig) -> dict[str, Any]:
     }
     if any(len(counts) > 1 for counts in by_kind.values()):
         raise UserError(
-            f"the model has num_attention_heads_per_layer = {one_line(heads)}: expected one number for the "
-            f"layers of {_FULL} and one for those of {_SLIDING}"
+            f"the model has num_attention_heads_per_layer = {one_line(heads)}: expected one number for all "
+            f"{_FULL} layers and one for all {_SLIDING} layers"
         )
     full, sliding = by_kind[_FULL] or by_kind[_SLIDING], by_kind[_SLIDING] or by_kind[_FULL]
     (own,), (of_windows,) = full, sliding
@@ -213,12 +219,17 @@ LAGUNA = replace(
         ("moe_shared_expert_intermediate_size", "shared_expert_intermediate_size"),
     ),
     megatron_constants={
-        **{**CONSTANTS, **SIGMOID, "qk_layernorm": True},
-        **{"attention_output_gate": True, "attention_output_gate_activation": "softplus"},
+        **CONSTANTS,
+        **SIGMOID,
+        "qk_layernorm": True,
+        "attention_output_gate": True,
+        "attention_output_gate_activation": "softplus",
     },
     hf_constants={
-        **{"hidden_act": "silu", "attention_bias": False},
-        **{"moe_apply_router_weight_on_input": False, "moe_router_logit_softcapping": 0.0},
+        "hidden_act": "silu",
+        "attention_bias": False,
+        "moe_apply_router_weight_on_input": False,
+        "moe_router_logit_softcapping": 0.0,
     },
     conversions=(
         *(_HEADS_OF_WINDOWS, _GATES, UNTIED, partial_layered_rope(1.0)),

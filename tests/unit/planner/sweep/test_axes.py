@@ -1,4 +1,4 @@
-"""The axes of tools/sweep.py: how they are typed, their product, and invalid axes."""
+"""Tests the axes of tools/sweep.py: how they are typed, their product, and invalid axes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The folder of a sweep: order of the runs, resume, extension, refusals."""
+"""Tests the folder of a sweep: order of the runs, resume, extension, rejected folders."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def test_a_row_that_failed_is_run_again_on_request_only(tmp_path: Path) -> None:
 def test_new_values_and_more_repeats_extend_a_sweep(tmp_path: Path) -> None:
     folder = SweepFolder(tmp_path)
     folder.begin(make_record(A, B, repeat=1))
-    # The second command numbers its rows differently; the numbers in the folder count.
+    # The second command numbers its rows differently. The rows keep the numbers of the folder.
     record = folder.begin(make_record(make_row(0, "uniform"), make_row(1, "time"), repeat=2))
     methods = [(row.index, row.settings["--partition-method"]) for row in record.rows]
     assert methods == [(0, "memory"), (1, "time"), (2, "uniform")]

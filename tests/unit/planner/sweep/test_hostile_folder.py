@@ -1,4 +1,4 @@
-"""The folder of a sweep that other users can write to: its content is checked like typed flags."""
+"""Other users can write to the folder of a sweep, so its content is checked like typed flags."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def change(file: Path, edit: Callable[[Any], object]) -> None:
 
 @pytest.fixture
 def folder(tmp_path: Path) -> SweepFolder:
-    """Makes the folder of a sweep that has one of two results."""
+    """Returns the folder of a sweep that has one of two results."""
     made = SweepFolder(tmp_path / "shared" / "sweep")
     made.begin(make_record(A, B, repeat=1))
     made.write_result(make_result(A, 1, 1.0, [2.0, 1.0, 1.5, 1.25]))
@@ -111,7 +111,7 @@ def test_a_result_is_written_to_the_folder_of_its_array(folder: SweepFolder, tmp
 def test_hostile_values_are_reported_or_refused_by_a_sentence(
     name: str, mutations: int, folder: SweepFolder, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(sweep, "draw_summary", lambda summary, path: None)  # takes seconds
+    monkeypatch.setattr(sweep, "draw_summary", lambda summary, path: None)  # drawing takes seconds
     file = folder.path / name
     honest = json.loads(file.read_text())
 

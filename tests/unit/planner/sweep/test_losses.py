@@ -1,4 +1,4 @@
-"""Which losses of a sweep must be equal, and which runs are named if they are not."""
+"""Tests which losses of a sweep must be equal, and which runs are named if they are not."""
 
 from __future__ import annotations
 

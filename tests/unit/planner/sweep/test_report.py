@@ -1,4 +1,4 @@
-"""The report of a sweep: table, Markdown, CSV, plot, JSON."""
+"""Tests the report of a sweep: table, Markdown, CSV, plot, JSON."""
 
 from __future__ import annotations
 
@@ -50,13 +50,13 @@ def test_times_ratios_and_spread(summary: dict) -> None:
     assert (second["step_s_least"], second["step_s_most"], second["repeats"]) == (0.5, 0.6, 2)
     assert second["tokens_per_s"] == pytest.approx(1000 / 0.55)
     assert first["memory_bytes"] == [2 * GIB, 4 * GIB]  # the peak, not what is left between steps
-    assert other_group["ratio"] == 1  # other losses, so other work: not relative to the first row
+    assert other_group["ratio"] == 1  # unequal losses mean different work: not relative to the first row
 
 
 @pytest.mark.parametrize(
     ("times", "fastest", "near"),
     [
-        # Spreads of 20 %: the difference of 10 % is below them, the difference of 50 % is not.
+        # With spreads of 20 %, a difference of 10 % is doubtful, and a difference of 50 % is not.
         ([(0.9, 1.1), (0.99, 1.21), (1.35, 1.65)], 0, [1]),
         ([(1.0, 1.0), (0.5, 0.5)], 1, []),
         ([(1.0, 1.0), (1.0, 1.0)], 0, [1]),

@@ -1,4 +1,5 @@
-"""The configuration of each row: refusals before anything runs, predictions, groups of equal losses."""
+"""Tests the configuration of each row: rejections before anything runs, predictions, groups of
+equal losses."""
 
 from __future__ import annotations
 
@@ -53,7 +54,8 @@ def test_a_prediction_is_that_of_the_planner() -> None:
 
 
 def test_the_predicted_bubble_is_that_of_1f1b() -> None:
-    """Without a head, stages with equal numbers of layers take equal times: (p - 1) / (m + p - 1)."""
+    """Without a head, stages with equal numbers of layers take equal times. The bubble is (p - 1) / (m + p -
+    1)."""
     small_head = [*BASE, "--pipeline-model-parallel-size", "4", "--make-vocab-size-divisible-by", "1"]
     small_head[small_head.index("--vocab-size") + 1] = "2"
     first, second = resolve(Axis("--global-batch-size", ("8", "32")), base=small_head)

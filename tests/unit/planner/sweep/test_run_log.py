@@ -1,4 +1,4 @@
-"""Reading the console output of a run."""
+"""Reads a run's result from its console output."""
 
 from __future__ import annotations
 
@@ -88,7 +88,8 @@ def test_a_failure_has_a_status_and_the_last_sentence_of_the_run(log: str, statu
 
 
 def test_the_bubble_is_the_mean_of_the_ranks_in_the_second_half() -> None:
-    """The lines have the format of `bubble_line`, which tests/end_to_end/test_sweep.py runs."""
+    """The lines have the format of `bubble_line`. The runs in tests/end_to_end/test_sweep.py print such
+    lines."""
     line = "bubble, % of the passes' time per pipeline rank:"
     log = "\n".join([f"{line} 90.0 90.0", "other", f"{line} 10.0 30.0", f"{line} 20.0 40.0"])
     assert parse_bubble(log, 3) == pytest.approx(0.25)

@@ -1,4 +1,4 @@
-"""A sweep as an array of Slurm jobs: reading the output of sbatch."""
+"""Reads the output of sbatch, which submits a sweep as an array of Slurm jobs."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from tests.unit.planner.sweep.made import make_record, make_row
 
 
 def submit_with(output: str, folder: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Submits one run with a stub of sbatch that prints this output; returns the file of the array."""
+    """Submits one run with a stub of sbatch that prints `output`. Returns the file of the array."""
     commands = folder / "bin"
     commands.mkdir()
     (commands / "output").write_text(output)

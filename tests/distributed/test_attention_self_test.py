@@ -1,4 +1,5 @@
-"""The check of causal attention at the start: wrong results are found, and all ranks act together."""
+"""The check of causal attention at the start of a run finds wrong results, and all ranks reach one
+decision."""
 
 from __future__ import annotations
 
@@ -13,7 +14,7 @@ from deepspeed.accelerator import get_accelerator
 from megatron.arguments import parse_args
 from megatron.cluster.exit_codes import SharedUserError
 from megatron.cluster.preflight import check_attention
-from megatron.model.attention.canary import AttentionCase, attention_cases, attention_problem
+from megatron.model.attention.self_test import AttentionCase, attention_cases, attention_problem
 from tests.support.pool import run_world
 
 FLAGS = (
@@ -27,7 +28,8 @@ ATTENTION = F.scaled_dot_product_attention
 
 
 class Spoiled(torch.autograd.Function):
-    """Attention of which one result, the output (0) or a gradient (1 to 3), has a changed row."""
+    """Attention in which one row of one result is changed: of the output (0), or of one of the gradients (1
+    to 3)."""
 
     @staticmethod
     def forward(ctx, which, change, options, *inputs):
@@ -58,22 +60,25 @@ def attention_with(which, change):
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_attention_canary_accepts_right_results(dtype):
+def test_attention_self_test_accepts_right_results(dtype):
     for case in (CASE, AttentionCase(1, 2, 2, 8, dtype), AttentionCase(70, 12, 1, 64, dtype)):
         assert attention_problem(case, "cpu") is None
 
 
 @pytest.mark.parametrize("change", ["next row", "NaN"])
 @pytest.mark.parametrize("which", range(4))
-def test_attention_canary_finds_one_wrong_row_of_a_result(which, change, monkeypatch):
+def test_attention_self_test_finds_one_wrong_row_of_a_result(which, change, monkeypatch):
     monkeypatch.setattr(F, "scaled_dot_product_attention", attention_with(which, change))
     found = attention_problem(CASE, "cpu")
     assert NAMES[which] in found and ("nan" in found) == (change == "NaN")
 
 
 def outcome(wrong_rank, repaired, error=None):
-    """The notes or the error of the check, and whether cuDNN may still be used, on two ranks whose CPUs are
-    taken for GPUs. The attention of one of them is wrong; if `repaired`, only as long as cuDNN is on."""
+    """Returns the notes or the error of the check, and whether cuDNN may still be used.
+
+    Runs on two ranks whose CPUs pose as GPUs. The attention of rank `wrong_rank` is wrong; with `repaired` it
+    is wrong only while cuDNN is enabled.
+    """
 
     def attention(*arguments, **options):
         is_wrong = dist.get_rank() == wrong_rank
@@ -99,7 +104,7 @@ def outcome(wrong_rank, repaired, error=None):
         return found, left
 
 
-def test_attention_canary_of_one_rank_turns_cudnn_off_on_all():
+def test_attention_self_test_of_one_rank_turns_cudnn_off_on_all():
     assert (
         run_world(2, outcome, None, True)
         == [(["causal attention by PyTorch's FLASH_ATTENTION agrees with fp32 operations"], True)] * 2
@@ -110,7 +115,7 @@ def test_attention_canary_of_one_rank_turns_cudnn_off_on_all():
         assert len(first) == 1 and "rank 1 on " in first[0] and words in first[0]
 
 
-def test_attention_canary_is_an_error_if_attention_is_wrong_without_cudnn():
+def test_attention_self_test_is_an_error_if_attention_is_wrong_without_cudnn():
     first, second = run_world(2, outcome, 0, False)
     assert first == second
     assert first[0].startswith("causal attention is wrong by PyTorch's FLASH_ATTENTION on rank 0 on ")
@@ -141,7 +146,7 @@ def test_attention_canary_is_an_error_if_attention_is_wrong_without_cudnn():
         ("", []),
     ],
 )
-def test_attention_canary_has_the_shape_of_a_rank(flags, expected):
-    """Also with dropout, which an evaluation does not have."""
+def test_attention_self_test_has_the_shape_of_a_rank(flags, expected):
+    """The shape does not depend on dropout, which an evaluation does not have."""
     cases = attention_cases(parse_args([*FLAGS.split(), *flags.split()], {}))
     assert [(case.seq, case.heads, case.groups, case.window) for case in cases] == expected

@@ -1,7 +1,7 @@
-"""A check of PyTorch's causal attention, and of its attention with a window, at the start of a run.
+"""The preflight's self-test of attention kernels: of PyTorch's causal attention, with and without a window.
 
-Its kernels depend on the GPU, the versions of torch and cuDNN, and the shape. Versions whose cuDNN kernels
-are wrong for some shapes were released (pytorch issues 193893 and 196678).
+Which kernel runs depends on the GPU, the versions of torch and cuDNN, and the shape. Some released versions
+have cuDNN kernels that are wrong for some shapes (pytorch issues 193893 and 196678).
 """
 
 from __future__ import annotations
@@ -22,18 +22,19 @@ from megatron.model.layer_kinds import layer_kinds
 from megatron.model.layer_list import PARAMETER_DTYPES
 
 _MAX_ERROR = 8
-"""Largest error of a row, in units of the format's epsilon. PyTorch's kernels for CPUs reach 1.7 of it."""
+"""Largest accepted error of a row, in units of the dtype's epsilon. PyTorch's CPU kernels reach 1.7 units."""
 _TILE, _MAX_TILES = 128, 8
 _HEADS_AT_ONCE = 8
-"""Heads whose fp32 scores are stored at a time."""
+"""Number of heads whose fp32 scores are in memory at a time."""
 _SMALLEST_ROW = 1e-2
-"""Smallest norm to which an error is relative: with one token the gradient of the query is 0."""
+"""Smallest norm by which an error is divided: with one token the gradient of the query is 0."""
 
 
 @dataclass(frozen=True)
 class AttentionCase:
-    """The causal attention of a rank: query [seq, 1, heads, head_dim], key and value with `groups` heads.
-    window: number of keys that a query attends to; None: all. has_sink: whether there is a sink of 0."""
+    """The causal attention of a rank: query [seq, 1, heads, head_dim], key and value [seq, 1, groups,
+    head_dim]. window: number of keys that a query attends to; None for all. has_sink: whether there is a sink
+    of 0."""
 
     seq: int
     heads: int
@@ -45,9 +46,9 @@ class AttentionCase:
 
 
 def attention_cases(config: Config) -> list[AttentionCase]:
-    """Returns the cases of a run: its 16-bit attention that PyTorch computes, in training or in evaluation,
-    with and without a window. A long sequence is shortened by whole tiles, and the window to half of it. With
-    a sink, a window longer than the sequence stands for none."""
+    """Returns the cases of a run: the 16-bit attention that PyTorch computes for it, in training or in
+    evaluation, with and without a window. A long sequence is shortened by whole tiles, and a window is at
+    most half of the sequence. In a case with a sink and no window, the window is longer than the sequence."""
     model, parallel = config.model, config.parallel
     evaluation = config.with_settings({"model.attention_dropout": 0.0})
     kinds = {
@@ -72,7 +73,8 @@ def attention_cases(config: Config) -> list[AttentionCase]:
 
 
 def attention_problem(case: AttentionCase, device: torch.device | str) -> str | None:
-    """Returns what is wrong with the results of PyTorch's kernel, or its error; None if they are right."""
+    """Returns what is wrong with the results of PyTorch's kernel, or the error that it raises; None if the
+    results are right."""
     try:
         errors = _errors(case, device)
     except (torch.OutOfMemoryError, torch.AcceleratorError):
@@ -85,8 +87,8 @@ def attention_problem(case: AttentionCase, device: torch.device | str) -> str | 
 
 
 def sdpa_backend(case: AttentionCase, device: torch.device | str) -> str:
-    """Returns the name of the back end that PyTorch chooses for this case: scaled_dot_product_attention's, or
-    the flash kernel of a window."""
+    """Returns the name of the back end that PyTorch chooses for this case: a back end of
+    scaled_dot_product_attention, or with a window the flash kernel."""
     if case.window is not None:
         return current_flash_attention_impl() or "FA2"
     choose = getattr(torch, "_fused_sdp_choice", None)
@@ -97,7 +99,7 @@ def sdpa_backend(case: AttentionCase, device: torch.device | str) -> str:
 
 
 def _tensors(case: AttentionCase, device: torch.device | str) -> list[Tensor]:
-    """Returns query, key, value and the gradient of the output, all with normally distributed elements."""
+    """Returns query, key, value and the gradient of the output. Their elements are normally distributed."""
     random = torch.Generator(device).manual_seed(0)
     return [
         torch.randn(case.seq, 1, heads, case.head_dim, generator=random, device=device).to(case.dtype)
@@ -125,7 +127,8 @@ def _errors(case: AttentionCase, device: torch.device | str) -> dict[str, float]
 def _reference(
     query: Tensor, key: Tensor, value: Tensor, grad: Tensor, case: AttentionCase
 ) -> tuple[Tensor, ...]:
-    """Returns output and gradients of attention with operations on all scores, in fp32."""
+    """Returns (output, gradient of query, of key, of value) of attention, computed from all scores in
+    fp32."""
     seq, _, heads, head_dim = query.shape
     query, key, value = leaves = [x.detach().float().requires_grad_() for x in (query, key, value)]
     forbidden = torch.ones(seq, seq, dtype=torch.bool, device=query.device)
@@ -143,8 +146,9 @@ def _reference(
 
 
 def _largest_error(found: Tensor, expected: Tensor) -> float:
-    """Returns the largest error of a row (a token's vector of a head), relative to the row's norm or to the
-    mean norm, whichever is larger: the first tokens' gradients of the query are nearly 0."""
+    """Returns the largest relative error of a row, which is the vector of a token and a head. The error is
+    divided by the row's norm or by the mean norm, whichever is larger, because the query's gradients of the
+    first tokens are nearly 0."""
     sizes = expected.norm(dim=-1)
     usual = sizes.square().mean().sqrt().clamp(min=_SMALLEST_ROW)
     return ((found.float() - expected).norm(dim=-1) / sizes.maximum(usual)).max().item()
